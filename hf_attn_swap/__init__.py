@@ -1,0 +1,9 @@
+"""Swap the attention of a loaded pretrained Hugging Face model, exactly."""
+
+from . import functional, loading  # noqa: F401  # importing `loading` lets from_pretrained rebuild a saved swap
+from .describe import describe
+from .patch import patch_model, set_strength, unpatch_model
+from .registry import list_variants
+
+__version__ = "0.1.0"
+__all__ = ["describe", "functional", "list_variants", "patch_model", "set_strength", "unpatch_model"]

@@ -1,0 +1,99 @@
+"""What was swapped, where, and how it runs: a table for terminals, notebooks and programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+from torch import nn
+
+from .families import sites
+from .install import installation_of, model_root
+from .swap import Swap
+
+HEADER = ("layer", "module", "attention", "strength", "options", "parameters", "runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One attention module; `layer` is None where it does not count (cross-attention, or refused)."""
+
+    layer: int | None
+    module: str
+    attention: str
+    strength: float | None
+    options: dict[str, dict[str, Any]]
+    parameters: int
+    runs: str
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        options = ", ".join(f"{key}={value}" for part in self.options.values() for key, value in part.items())
+        layer = "-" if self.layer is None else str(self.layer)
+        strength = "-" if self.strength is None else f"{self.strength:g}"
+        return layer, self.module, self.attention, strength, options or "-", str(self.parameters), self.runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """All attention modules of a model, in module order."""
+
+    model: str
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        table = [HEADER, *(row.cells() for row in self.rows)]
+        widths = [max(len(line[column]) for line in table) for column in range(len(HEADER))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+        return "\n".join([self.summary(), *(line.rstrip() for line in lines)])
+
+    def summary(self) -> str:
+        """One sentence: how many of how many are swapped."""
+        swapped = sum(row.strength is not None for row in self.rows)
+        countable = sum(row.layer is not None for row in self.rows)
+        added = sum(row.parameters for row in self.rows)
+        return f"{self.model}: {swapped} of {countable} self-attention modules swapped, {added:,} parameters added"
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in HEADER)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.cells()) + "</tr>" for row in self.rows
+        )
+        return f"<p>{escape(self.summary())}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return asdict(self)
+
+
+def describe(model: nn.Module, /) -> Description:
+    """Every attention module of a model, swapped or not, and how it runs.
+
+    Raises:
+        ValueError: no transformers model, or part of a patched one.
+    """
+    root = model_root(model)
+    installation_of(root)
+    rows, count = [], 0
+    for site in sites(root):
+        swap = next((m for m in site.core.modules() if isinstance(m, Swap)), None)
+        rows.append(
+            Row(
+                layer=count if site.usable else None,
+                module=site.path,
+                attention="softmax (stock)" if swap is None else "+".join(swap.names),
+                strength=None if swap is None else swap.strength,
+                options={} if swap is None else swap.options,
+                parameters=0 if swap is None else sum(p.numel() for p in swap.parameters()),
+                runs=_runs(site.refused, site.cross) if swap is None else swap.path(),
+            )
+        )
+        count += site.usable
+    return Description(model=type(root).__name__, rows=tuple(rows))
+
+
+def _runs(refused: str | None, cross: bool) -> str:
+    if refused is not None:
+        return f"stock; cannot be swapped: {refused}"
+    return "stock (cross-attention)" if cross else "stock"

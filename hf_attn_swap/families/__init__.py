@@ -1,0 +1,60 @@
+"""Where Q, K, V, W_o and the input sit, one small file per architecture; `generic` for every other one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
+
+from torch import nn
+
+from . import generic
+from .base import Family
+
+FAMILIES: dict[str, Family] = {}
+for _module in iter_modules(__path__):
+    _family = getattr(import_module(f"{__name__}.{_module.name}"), "FAMILY", None)
+    if isinstance(_family, Family):
+        FAMILIES[_family.core] = _family
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """One attention module of a model: its path, the core, the module that applies W_o, and its family."""
+
+    path: str
+    core: nn.Module
+    container: nn.Module
+    family: Family
+    cross: bool
+    refused: str | None
+
+    @property
+    def usable(self) -> bool:
+        """True for self-attention that can be swapped: these are the modules that `layers` counts."""
+        return not self.cross and self.refused is None
+
+
+def sites(model: nn.Module) -> list[Site]:
+    """Every module that goes through the attention interface, in module order."""
+    return list(_walk(model))
+
+
+def _walk(model: nn.Module) -> Iterator[Site]:
+    for path, core in model.named_modules():
+        known = FAMILIES.get(stock_class(core).__name__)
+        if known is None and not generic.is_core(stock_class(core)):
+            continue
+        parent = model.get_submodule(path.rpartition(".")[0]) if "." in path else None
+        refused = None if known is not None else generic.refusal(core)
+        model_type = str(getattr(getattr(core, "config", None), "model_type", "unknown"))
+        family = known or generic.family(model_type, core, parent)
+        container = parent if family.block == "bert" and parent is not None else core
+        cross = generic.is_cross(path, core)
+        yield Site(path=path, core=core, container=container, family=family, cross=cross, refused=refused)
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class as transformers wrote it, for a module whose class a swap or a wrapper has replaced."""
+    return getattr(type(module), "stock_class", None) or type(module)

@@ -1,0 +1,15 @@
+"""BERT: three projections in `attention.self`; W_o, dropout and LayerNorm in `attention.output`."""
+
+from .base import Family, attributes
+
+FAMILY = Family(
+    name="bert",
+    core="BertSelfAttention",
+    query="query",
+    key="key",
+    value="value",
+    output="output.dense",
+    dropout="output.dropout",
+    block="bert",
+    geometry=attributes(heads="num_attention_heads", head_dim="attention_head_size"),
+)

@@ -1,0 +1,13 @@
+"""LLaMA: rotary embedding on Q and K, grouped key/value heads, W_o is `o_proj`."""
+
+from .base import Family, attributes
+
+FAMILY = Family(
+    name="llama",
+    core="LlamaAttention",
+    query="q_proj",
+    key="k_proj",
+    value="v_proj",
+    output="o_proj",
+    geometry=attributes(heads="config.num_attention_heads", kv_heads="config.num_key_value_heads", head_dim="head_dim"),
+)

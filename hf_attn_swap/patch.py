@@ -1,0 +1,198 @@
+"""Swap the attention of a loaded model in place, set its strength, and put the stock model back bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from .families import Site, sites
+from .install import Installation, installation_of, model_root
+from .registry import Options, parse, parse_options
+from .swap import Swap
+from .variants.base import Variant
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def patch_model(
+    model: M,
+    variant: str,
+    /,
+    *,
+    layers: int | Iterable[int] | None = None,
+    strength: float = 1.0,
+    **options: Any,
+) -> M:
+    """Replace the self-attention of a loaded transformers model by a variant, in place, keeping its weights.
+
+    Args:
+        model: a `PreTrainedModel`, or a wrapper that holds one (PEFT). It gets its own copy of its config.
+        variant: a name of `list_variants()`, or a composition such as "outeffhop+gated".
+        layers: which swappable self-attention modules, counted in module order over the whole model, cross-attention
+            not counted; None means all. Other layers keep what they have; on the same layers the last call wins.
+        strength: 0 is the pretrained model, 1 the paper's formula; `set_strength` moves it.
+        options: of the variant; for a composition, one dict per component.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: unknown name, option, layer or strength, sizes that do not fit, nothing to swap, or a model that
+            is patched from inside already. The model is unchanged then.
+    """
+    classes = parse(variant)
+    chosen = parse_options(classes, options)
+    strength = check_strength(strength)
+    root = model_root(model)
+    installation = installation_of(root)
+    usable = swappable(root)
+    indices = check_layers(layers, len(usable))
+    swaps = {index: build_swap(usable[index], classes, chosen, index) for index in indices}
+    if installation is None:
+        installation = Installation.start(model, root)
+    _attach(installation, usable, swaps, strength)
+    _warn_user(root, swaps.values())
+    return model
+
+
+def unpatch_model(model: M, /) -> M:
+    """Take every swap out: the model is bit for bit what it was, with its old config object.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
+    _need(model).remove()
+    return model
+
+
+def set_strength(model: M, strength: float, /, *, layers: int | Iterable[int] | None = None) -> M:
+    """Set the strength of swapped layers (None: all of them), 0 the pretrained model, 1 the paper's formula.
+
+    Raises:
+        ValueError: not between 0 and 1, a model that is not patched, or a layer that is not swapped.
+    """
+    strength = check_strength(strength)
+    installation = _need(model)
+    swapped = installation.swaps()
+    if layers is None:
+        indices = sorted(swapped)
+    else:
+        indices = check_layers(layers, len(swappable(installation.root)))
+        if missing := [index for index in indices if index not in swapped]:
+            raise ValueError(f"layers {missing} are not swapped; swapped are {sorted(swapped)}.")
+    for index in indices:
+        for swap in swapped[index]:
+            swap.strength = strength
+    installation.refresh()
+    return model
+
+
+def _need(model: nn.Module) -> Installation:
+    installation = installation_of(model_root(model))
+    if installation is None:
+        raise ValueError("this model is not patched; call patch_model on it first.")
+    return installation
+
+
+def _attach(installation: Installation, usable: list[Site], swaps: dict[int, Swap], strength: float) -> None:
+    for index, swap in swaps.items():
+        swap.strength = strength
+        usable[index].core.attn_swap = swap
+    installation.wire()
+    installation.refresh()
+
+
+def swappable(root: nn.Module) -> list[Site]:
+    """The self-attention modules that `layers` counts.
+
+    Raises:
+        ValueError: there are none; it says why.
+    """
+    found = sites(root)
+    usable = [site for site in found if site.usable]
+    if usable:
+        return usable
+    name = type(root).__name__
+    if not found:
+        raise ValueError(
+            f"{name}: no attention module goes through transformers' attention interface, so nothing can be swapped "
+            "(BLOOM, Falcon and GPT-J, for example, compute attention in their own code)."
+        )
+    reasons = sorted({f"{type(site.core).__name__}: {site.refused or 'cross-attention'}" for site in found})
+    raise ValueError(f"{name}: nothing can be swapped ({'; '.join(reasons)}).")
+
+
+def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options, index: int) -> Swap:
+    """A new child for one attention module, on its device and in its dtype, from its own seeded generator.
+
+    Raises:
+        ValueError: the variant does not fit the module.
+    """
+    try:
+        swap = Swap(classes, options, site.family.geometry(site.core))
+    except ValueError as problem:
+        raise ValueError(f"{site.path}: {problem}") from None
+    like = next((p for p in site.container.parameters() if p.is_floating_point()), None)
+    if like is not None:
+        swap.to(device=like.device, dtype=like.dtype)
+    if like is None or not like.is_meta:
+        generator = torch.Generator().manual_seed(index)
+        for variant in swap.variants:
+            variant.reset(generator)
+    return swap.train(site.core.training)
+
+
+def check_strength(strength: Any) -> float:
+    """A strength as a float.
+
+    Raises:
+        ValueError: not a number from 0 to 1.
+    """
+    if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not 0 <= strength <= 1:
+        raise ValueError(f"strength must be a number from 0 (the pretrained model) to 1, got {strength!r}.")
+    return float(strength)
+
+
+def check_layers(layers: int | Iterable[int] | None, count: int) -> list[int]:
+    """Sorted layer numbers.
+
+    Raises:
+        ValueError: not whole numbers, none at all, or out of range.
+    """
+    if layers is None:
+        return list(range(count))
+    if isinstance(layers, (str, bytes)) or not isinstance(layers, (int, Iterable)):
+        raise ValueError(f"layers must be whole numbers such as [0, 3] or range(6), got {layers!r}.")
+    chosen = [layers] if isinstance(layers, int) else list(layers)
+    if not chosen or any(isinstance(index, bool) or not isinstance(index, int) for index in chosen):
+        raise ValueError(f"layers must be whole numbers such as [0, 3] or range(6), got {chosen!r}.")
+    if wrong := [index for index in chosen if not 0 <= index < count]:
+        raise ValueError(f"layers {wrong} do not exist; this model has swappable layers 0 to {count - 1}.")
+    return sorted(set(chosen))
+
+
+def _warn_user(root: nn.Module, swaps: Iterable[Swap]) -> None:
+    swaps = list(swaps)
+    for sentence in sorted({text for swap in swaps for variant in swap.variants if (text := variant.warn())}):
+        warnings.warn(sentence, stacklevel=3)
+    if not any(True for swap in swaps for _ in swap.parameters()):
+        return
+    names = "+".join(swaps[0].names)
+    if any(type(parameter).__name__ == "DTensor" for parameter in root.parameters()):
+        warnings.warn(
+            f"{names} adds parameters after the model was sharded; patch first, then shard, or they stay whole.",
+            stacklevel=3,
+        )
+    held = {id(parameter) for parameter in root.parameters()}
+    optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
+    if any(id(parameter) in held for o in optimizers for group in o.param_groups for parameter in group["params"]):
+        warnings.warn(
+            f"{names} adds parameters that the optimizer you already made does not know; patch first, or add them "
+            "with optimizer.add_param_group.",
+            stacklevel=3,
+        )

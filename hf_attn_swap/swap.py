@@ -1,0 +1,121 @@
+"""The child `attn_swap` of a swapped attention module: its variants, their parameters, and the strength.
+
+Axes: B batch, L token, H head, Q query, K key, D head width, E model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .compute import FusedSoftmax, Inputs, Places, attend
+from .registry import Options, build_options
+from .variants.base import Call, Geometry, Variant
+
+
+class Swap(nn.Module):
+    """The child `attn_swap` of a swapped attention module: its variants, their parameters, and the strength.
+
+    The Python float `strength` is the truth; the fp32 buffer mirrors it for the computation, and `phase`
+    ("off", "between", "full") is all that code branches on.
+    """
+
+    strength_value: Tensor
+
+    def __init__(self, classes: tuple[type[Variant], ...], options: Options, geometry: Geometry) -> None:
+        super().__init__()
+        self.names = tuple(cls.name for cls in classes)
+        self.geometry = geometry
+        self.order: int | None = 0  # place among the layers that carry scores; None counts calls
+        self.cache_position: int | None = None  # of the cache among the container's positional arguments
+        self.dropout_path: str | None = None  # of the hidden dropout behind W_o, from the container
+        self.fresh = True
+        self.strength, self.phase = 1.0, "full"
+        self.options = options
+        for cls in classes:
+            self.add_module(cls.name, cls(build_options(cls, options[cls.name]), geometry))
+        self.register_buffer("strength_value", torch.ones(1, dtype=torch.float32), persistent=False)
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants, in the order of the name."""
+        return tuple(child for child in self.children() if isinstance(child, Variant))
+
+    def at(self, place: str) -> Variant | None:
+        """The variant that changes this place, if any."""
+        return next((variant for variant in self.variants if place in variant.places), None)
+
+    def places(self) -> Places:
+        """Who changes what, for the computation."""
+        replacement = self.variants[0] if self.variants[0].replaces else None
+        scores, normaliser, weights = (self.at(place) for place in ("scores", "normaliser", "weights"))
+        carrier = scores if scores is not None and scores.carries else None
+        return Places(carrier=carrier, normaliser=normaliser, adjuster=weights, replacement=replacement)
+
+    @property
+    def carries(self) -> bool:
+        """True if scores travel between layers."""
+        return any(variant.carries for variant in self.variants)
+
+    @property
+    def writes(self) -> bool:
+        """True if something comes after W_o."""
+        return any(variant.writes for variant in self.variants)
+
+    @property
+    def wants_residual(self) -> bool:
+        """True if the block's residual stream must be handed in."""
+        return any(variant.wants_residual for variant in self.variants)
+
+    def spec(self) -> dict[str, Any]:
+        """What config.json says of this layer: variant, options and strength."""
+        return {"variant": "+".join(self.names), "options": self.options, "strength": self.strength}
+
+    def set_strength(self, strength: float, *, never_off: bool = False) -> None:
+        """Set s; `never_off` keeps the layer computing at s = 0, for a neighbour that reads its scores."""
+        self.strength = float(strength)
+        self.phase = "full" if strength == 1 else "off" if strength == 0 and not never_off else "between"
+        self.refill()
+
+    def refill(self) -> None:
+        """Write the strength into its buffer again: a load or a cast leaves it without its value."""
+        if self.strength_value.dtype != torch.float32:
+            self.strength_value = torch.empty(1, dtype=torch.float32, device=self.strength_value.device)
+        if not self.strength_value.is_meta:
+            self.strength_value.fill_(self.strength)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Swap:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.refill()  # a cast to bf16 would round the strength, `to_empty` would lose it
+        return self
+
+    def forward(
+        self, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Heads (B,Q,H,D) as W_o is given them, and the weights (B,H,Q,K) where wanted."""
+        call.strength = 1.0 if self.phase == "full" else self.strength_value
+        call.value = inputs.value
+        heads, weights = attend(self.places(), inputs, call, sdpa, want_weights)
+        reader = self.at("read")
+        return (reader.read(heads, call) if reader is not None else heads), weights
+
+    def write(self, out_BLE: Tensor, call: Call) -> Tensor:
+        """What comes after W_o."""
+        for variant in self.variants:
+            if variant.writes:
+                out_BLE = variant.write(out_BLE, call)
+        return out_BLE
+
+    def path(self) -> str:
+        """How this layer runs when nothing forces the reference, in words."""
+        if self.phase == "off":
+            return "stock"
+        explicit = [variant.name for variant in self.variants if variant.explicit]
+        if explicit:
+            return f"reference ({', '.join(explicit)} needs the weights)"
+        if self.carries and (self.phase == "between" or self.at("normaliser") is not None):
+            return "reference (explicit scores)"
+        return "; ".join(variant.runs for variant in self.variants)

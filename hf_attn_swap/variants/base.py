@@ -1,0 +1,229 @@
+"""The five places of an attention layer that a variant may change, and what each is given.
+
+scores -> normaliser -> weights -> (weights @ values) -> read -> W_o -> write. A variant overrides the methods of
+the places it names; everything else stays the pretrained layer. Two variants compose when their places differ.
+Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, E model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+PLACES = ("scores", "normaliser", "weights", "read", "write")
+Strength = float | Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """Sizes of one attention module: heads H, kv_heads G, head_dim D, hidden E (width of input and output)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """A variant without options."""
+
+
+@dataclass
+class Carried:
+    """What the layers of one stack share during one forward pass; made anew for every pass.
+
+    Attributes:
+        scores: H by layer order; `raw` likewise holds S where a scheme needs it.
+        calls: how often a shared module was called so far (ALBERT).
+        closed: the pass is over; a later call is a re-computation.
+        want_weights: the caller asked for the attention weights.
+        key_mask: the last 2-D mask seen and its 4-D form, so that it is expanded once.
+    """
+
+    scores: dict[int, Tensor] = field(default_factory=dict)
+    raw: dict[int, Tensor] = field(default_factory=dict)
+    calls: int = 0
+    closed: bool = False
+    want_weights: bool = False
+    key_mask: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass
+class Call:
+    """One call of one swapped layer.
+
+    Attributes:
+        x: (B,Q,E), what the layer's own Q/K/V projections read.
+        start: position of the current tokens' values among the keys (the cache's length before the update).
+        carried: what the layers share, or None where the architecture passes nothing on.
+        order: place among the layers that carry scores.
+        residual: (B,Q,E), the block's residual stream, where a variant asked for it.
+        strength: 1.0, or a (1,) tensor in between.
+        value: (B,G,K,D), the values of all keys.
+        kept: what `read` leaves for `write`.
+        dropout: the model's hidden dropout, for variants that bypass W_o.
+        recomputed: the enclosing layer is under activation checkpointing, so carried scores must stay as they are.
+    """
+
+    x: Tensor
+    start: int | Tensor = 0
+    carried: Carried | None = None
+    order: int = 0
+    residual: Tensor | None = None
+    strength: Strength = 1.0
+    value: Tensor | None = None
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    dropout: Callable[[Tensor], Tensor] | None = None
+    recomputed: bool = False
+
+    def own_values_BLHD(self, heads: int) -> Tensor:
+        """The rows of V that belong to the current tokens, repeated per group: (B,Q,H,D)."""
+        assert self.value is not None
+        queries, keys = self.x.shape[1], self.value.shape[2]
+        if isinstance(self.start, Tensor):
+            first = self.start.clamp(max=keys - queries)
+            rows = first + torch.arange(queries, device=self.value.device)
+            own_BGQD = self.value.index_select(2, rows)
+        elif keys == queries:
+            own_BGQD = self.value
+        else:
+            own_BGQD = self.value.narrow(2, min(self.start, keys - queries), queries)
+        own_BLGD = own_BGQD.transpose(1, 2)
+        return own_BLGD.repeat_interleave(heads // own_BLGD.shape[2], 2) if heads != own_BLGD.shape[2] else own_BLGD
+
+
+def mix(start: Tensor, end: Tensor, strength: Strength) -> Tensor:
+    """(1 - s) * start + s * end; `end` itself at full strength."""
+    if isinstance(strength, float) and strength == 1.0:
+        return end
+    return torch.lerp(start, end, strength.to(start.dtype) if isinstance(strength, Tensor) else strength)
+
+
+class Variant(nn.Module):
+    """Base of all variants: subclass, name the places, override their methods, `@register`.
+
+    Class attributes:
+        places: which of `PLACES` it changes (order as there).
+        replaces: True if it computes the heads itself (no scores, no weights): SimpleTRON.
+        alone: True if it composes with nothing.
+        fused: the exact fast form, in words, for `describe` and the documentation.
+        explicit: True if there is no fused form: it needs the weights as a tensor.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    formula: ClassVar[str]
+    paper: ClassVar[str]
+    parameters_added: ClassVar[str] = "none"
+    fused: ClassVar[str]
+    places: ClassVar[tuple[str, ...]] = ()
+    replaces: ClassVar[bool] = False
+    alone: ClassVar[bool] = False
+    explicit: ClassVar[bool] = False
+    Options: ClassVar[type[Any]] = NoOptions
+
+    def __init__(self, options: Any, geometry: Geometry) -> None:
+        super().__init__()
+        self.options = options
+        self.geometry = geometry
+        self.check(options, geometry)
+
+    @classmethod
+    def check(cls, options: Any, geometry: Geometry) -> None:
+        """Raise ValueError if the variant does not fit a module of these sizes."""
+
+    @property
+    def carries(self) -> bool:
+        """True if this layer reads or writes scores of other layers."""
+        return False
+
+    @property
+    def writes(self) -> bool:
+        """True if something comes after W_o."""
+        return "write" in self.places
+
+    @property
+    def wants_residual(self) -> bool:
+        """True if `write` reads the block's residual stream."""
+        return False
+
+    @property
+    def runs(self) -> str:
+        """The fused form with these options, in words."""
+        return self.fused
+
+    def warn(self) -> str | None:
+        """A sentence for the user when this is put on a pretrained model, or None."""
+        return None
+
+    def reset(self, generator: torch.Generator) -> None:
+        """Draw the parameters: exact on a pretrained model, from this generator alone."""
+
+    def carry(self, scores_BHQK: Tensor, call: Call) -> Tensor:
+        """scores: from this layer's scaled scores before the mask to the ones that are normalised."""
+        raise NotImplementedError
+
+    def normalise(self, scores_BHQK: Tensor, call: Call) -> Tensor:
+        """normaliser: from masked scores (fp32 at least) to weights; the caller sets masked positions to 0."""
+        raise NotImplementedError
+
+    def adjust(self, weights_BHQK: Tensor, call: Call) -> Tensor:
+        """weights: from weights to weights; the caller sets masked positions to 0."""
+        raise NotImplementedError
+
+    def accumulate(self, query_BHQD: Tensor, key_BHKD: Tensor, scaling: float, call: Call) -> Tensor | None:
+        """scores, fused: the carried scores straight from q and k; None if `carry` must do it."""
+        return None
+
+    def fuse(
+        self, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, causal: bool, call: Call
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, bool]:
+        """normaliser, fused: the same attention as plain SDPA over other tensors.
+
+        Args:
+            qkv: query (B,H,Q,D), key and value (B,G,K,D).
+            mask: bool or additive float, broadcastable to (B,H,Q,K), or None.
+            causal: SDPA's flag (square; never together with a mask).
+
+        Returns:
+            The three tensors, mask and flag for SDPA; with the flag, row 0 of the result is a dummy.
+        """
+        raise NotImplementedError
+
+    def linear(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool) -> Tensor:
+        """replaces: heads (B,H,Q,D) from q (B,H,Q,D) and k, v (B,H,K,D); causal is aligned to the bottom right."""
+        raise NotImplementedError
+
+    def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
+        """replaces: the (B,H,Q,K) factors of v under any mask (bool, True where a query may look)."""
+        raise NotImplementedError
+
+    def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
+        """read: from the heads as read to what W_o is given."""
+        raise NotImplementedError
+
+    def write(self, out_BLE: Tensor, call: Call) -> Tensor:
+        """write: from W_o's output (after hidden dropout, where that sits in the attention module) to the layer's."""
+        raise NotImplementedError
+
+
+VARIANTS: dict[str, type[Variant]] = {}
+V = TypeVar("V", bound=type[Variant])
+
+
+def register(name: str) -> Callable[[V], V]:
+    """Make a variant known under `name`: tests, command line and documentation pick it up from here."""
+
+    def add(cls: V) -> V:
+        assert name not in VARIANTS and name.isidentifier(), f"{name!r} is taken or no identifier"
+        assert set(cls.places) <= set(PLACES), f"{name}: unknown place in {cls.places}"
+        cls.name = name
+        VARIANTS[name] = cls
+        return cls
+
+    return add

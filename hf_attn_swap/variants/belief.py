@@ -1,0 +1,64 @@
+"""Belief attention: keep only the part of a head's read-out that is new to the token.
+
+delta_i = y_i - s (<y_i, v_i> / <v_i, v_i>) v_i;  s = 0 is ordinary attention.
+belief*: out = delta W_o + s delta^s W_s, delta^s the projection per head.
+BeliefFormer, eq. 10, 13 and 15. Axes: B batch, L token, H head, D head width, E model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..functional import belief_projection
+from .base import Call, Geometry, Variant, mix, register
+
+
+@register("belief")
+class Belief(Variant):
+    """Removes the projection of the joined heads on the token's own value (no parameters)."""
+
+    summary = "heads lose their projection on the token's own value"
+    formula = "Y - (<Y, V> / <V, V>) V"
+    paper = "BeliefFormer, eq. 10"
+    fused = "SDPA, then the projection"
+    places = ("read",)
+
+    def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
+        own_BLHD = call.own_values_BLHD(self.geometry.heads)
+        return mix(heads_BLHD, belief_projection(heads_BLHD, own_BLHD), call.strength)
+
+
+@register("belief_star")
+class BeliefStar(Belief):
+    """Adds a second output projection W_s on the heads projected one by one."""
+
+    summary = "belief, plus a second output projection of the heads projected one by one"
+    formula = "delta W_o + delta^s W_s"
+    paper = "BeliefFormer, eq. 15"
+    parameters_added = "H D E (no bias)"
+    fused = "SDPA, then both projections"
+    places = ("read", "write")
+
+    def __init__(self, options: Any, geometry: Geometry) -> None:
+        super().__init__(options, geometry)
+        width = geometry.heads * geometry.head_dim
+        self.w_s = nn.utils.skip_init(nn.Linear, width, geometry.hidden, bias=False)
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        self.w_s.weight.zero_()
+
+    def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
+        own_BLHD = call.own_values_BLHD(self.geometry.heads)
+        per_head = belief_projection(heads_BLHD, own_BLHD, per_head=True)
+        call.kept["delta_s"] = mix(heads_BLHD, per_head, call.strength).flatten(2)
+        return mix(heads_BLHD, belief_projection(heads_BLHD, own_BLHD), call.strength)
+
+    def write(self, out_BLE: Tensor, call: Call) -> Tensor:
+        added = self.w_s(call.kept["delta_s"])
+        if call.dropout is not None:
+            added = call.dropout(added)
+        return out_BLE + (call.strength * added).to(out_BLE.dtype)

@@ -1,0 +1,54 @@
+"""Clipped softmax: stretch the weights and clip, so that exact zeros and ones need no extreme scores.
+
+P' = clip((zeta - gamma) P + gamma, 0, 1), gamma -> s gamma, zeta -> 1 + s (zeta - 1); s = 0 is ordinary attention.
+Bondarenko et al. (2023), eq. 4; on softmax_1 it is Clipped OutEffHop. Axes: B batch, H head, Q query, K key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..functional import check_clip, clip
+from .base import Call, Variant, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedOptions:
+    """gamma <= 0 <= 1 <= zeta; or gamma = -alpha / length, with the training length as a constant."""
+
+    gamma: float = -0.025
+    zeta: float = 1.0
+    alpha: float | None = None
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.alpha is None) != (self.length is None):
+            raise ValueError("clipped: alpha and length go together (gamma = -alpha / length).")
+        if self.alpha is not None and (self.alpha < 0 or self.length is None or self.length < 1):
+            raise ValueError(f"clipped: alpha must be >= 0 and length >= 1, got {self.alpha} and {self.length}.")
+        check_clip(self.stretch, self.zeta)
+
+    @property
+    def stretch(self) -> float:
+        """gamma, from alpha and length where those are given."""
+        return self.gamma if self.alpha is None or self.length is None else -self.alpha / self.length
+
+
+@register("clipped")
+class Clipped(Variant):
+    """Clips the stretched weights to [0, 1] (no parameters)."""
+
+    summary = "weights are stretched and clipped"
+    formula = "clip((zeta - gamma) P + gamma, 0, 1)"
+    paper = "Bondarenko et al., 2023; OutEffHop (Hu et al., 2024)"
+    fused = "none: needs the weights"
+    places = ("weights",)
+    explicit = True
+    Options = ClippedOptions
+    options: ClippedOptions
+
+    def adjust(self, weights_BHQK: Tensor, call: Call) -> Tensor:
+        gamma, zeta = call.strength * self.options.stretch, 1 + call.strength * (self.options.zeta - 1)
+        return clip(weights_BHQK, gamma, zeta)

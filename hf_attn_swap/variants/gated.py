@@ -1,0 +1,130 @@
+"""Gated attention: each head's read-out is scaled by a learned gate on the layer's input.
+
+Y_h <- (1 + s (g_h - 1)) Y_h, g = sigmoid(G(x)) / pi_init; s = 0, or the initial gate, is ordinary attention.
+Bondarenko et al. (2023), section 4.2; with softmax_1, Gated OutEffHop. The published N(0, 0.01^2) weights move a
+pretrained model; ours are zero, and the factor 1 / pi_init makes the gate start at exactly 1.
+Axes: B batch, L token, H head, D head width, E model width, F = E / H the slice of x per head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .base import Call, Geometry, Variant, register
+
+KINDS = ("linear", "mlp", "all_features", "per_head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedOptions:
+    """kind: what the gate reads; pi_init: the raw sigmoid at the start, in (0, 1)."""
+
+    kind: str = "linear"
+    pi_init: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"gated: unknown kind {self.kind!r}; known: {', '.join(KINDS)}.")
+        if not 0 < self.pi_init < 1:
+            raise ValueError(f"gated: pi_init must lie between 0 and 1, got {self.pi_init}.")
+
+
+class PerHead(nn.Module):
+    """One affine map per head: weight (H,out,in) or (H,in), bias (H,out) or (H,)."""
+
+    def __init__(self, heads: int, width: int, out: int | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads, width) if out is None else torch.zeros(heads, out, width))
+        self.bias = nn.Parameter(torch.zeros(heads) if out is None else torch.zeros(heads, out))
+
+    def forward(self, x_BLHF: Tensor) -> Tensor:
+        """(B,L,H,in) -> (B,L,H,out) or (B,L,H), in fp32 at least."""
+        weight, bias = self.weight.to(x_BLHF.dtype), self.bias.to(x_BLHF.dtype)
+        if weight.dim() == 2:
+            return (x_BLHF * weight).sum(-1) + bias
+        return (x_BLHF.transpose(1, 2) @ weight.transpose(1, 2)).transpose(1, 2) + bias
+
+
+class Constant(nn.Module):
+    """One unconditional logit per head: bias (H,)."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(heads))
+
+
+@register("gated")
+class Gated(Variant):
+    """A learned gate per head and token, before W_o."""
+
+    summary = "heads are scaled by a learned gate"
+    formula = "g_h Y_h, g = sigmoid(G(x)) / pi_init"
+    paper = "Bondarenko et al., 2023; OutEffHop (Hu et al., 2024)"
+    parameters_added = "E + H (linear), about E^2 / (4 H) (mlp), E H + H (all_features), H (per_head)"
+    fused = "SDPA, then the gate"
+    places = ("read",)
+    Options = GatedOptions
+    options: GatedOptions
+
+    def __init__(self, options: Any, geometry: Geometry) -> None:
+        super().__init__(options, geometry)
+        heads, slice_ = geometry.heads, geometry.hidden // geometry.heads
+        if options.kind == "linear":
+            self.gate: nn.Module = PerHead(heads, slice_)
+        elif options.kind == "mlp":
+            self.hidden = PerHead(heads, slice_, slice_ // 4)
+            self.gate = PerHead(heads, slice_ // 4)
+        elif options.kind == "all_features":
+            self.gate = nn.utils.skip_init(nn.Linear, geometry.hidden, heads)
+        else:
+            self.gate = Constant(heads)
+
+    @classmethod
+    def check(cls, options: Any, geometry: Geometry) -> None:
+        heads, hidden = geometry.heads, geometry.hidden
+        if options.kind in ("linear", "mlp") and hidden % heads:
+            raise ValueError(
+                f"gated: kind {options.kind!r} cuts the input in one slice per head, but {heads} heads do not divide "
+                f"the width {hidden}; use kind='all_features' or 'per_head'."
+            )
+        if options.kind == "mlp" and hidden // heads < 4:
+            raise ValueError(f"gated: kind 'mlp' needs at least 4 features per head, got {hidden // heads}.")
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        pi = self.options.pi_init
+        assert isinstance(self.gate.bias, Tensor)
+        self.gate.bias.fill_(math.log(pi / (1 - pi)))
+        if isinstance(weight := getattr(self.gate, "weight", None), Tensor):
+            weight.zero_()
+        if self.options.kind == "mlp":  # nn.Linear's default initialisation, from our own generator
+            bound = 1 / math.sqrt(self.hidden.weight.shape[-1])
+            for tensor in (self.hidden.weight, self.hidden.bias):
+                drawn = torch.empty(tensor.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+                tensor.copy_(drawn)
+
+    def logits(self, x_BLE: Tensor) -> Tensor:
+        """G(x), (B,L,H) or (H,), in fp32 at least whatever the model's dtype or autocast."""
+        wide = torch.promote_types(x_BLE.dtype, torch.float32)
+        with torch.autocast(x_BLE.device.type, enabled=False):
+            x = x_BLE.to(wide)
+            slices = x.unflatten(-1, (self.geometry.heads, -1)) if self.options.kind in ("linear", "mlp") else x
+            if self.options.kind == "linear":
+                return torch.as_tensor(self.gate(slices))
+            if self.options.kind == "mlp":
+                return torch.as_tensor(self.gate(self.hidden(slices).relu()))
+            assert isinstance(self.gate.bias, Tensor)
+            if self.options.kind == "per_head":
+                return self.gate.bias.to(wide)
+            assert isinstance(self.gate.weight, Tensor)
+            return nn.functional.linear(x, self.gate.weight.to(wide), self.gate.bias.to(wide))
+
+    def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
+        gate = torch.sigmoid(self.logits(call.x)) / self.options.pi_init
+        gate = 1 + call.strength * (gate - 1) if isinstance(call.strength, Tensor) else gate
+        return heads_BLHD * gate.unsqueeze(-1).to(heads_BLHD.dtype)

@@ -1,0 +1,55 @@
+"""Softmax_1 attention (OutEffHop): a head may attend to nothing.
+
+p_j = exp(s_j) / (n + sum_k exp(s_k)), n = strength; n = 0 is ordinary attention.
+The same as softmax attention with one more key, of logit log n and value 0: SDPA computes it exactly.
+OutEffHop (Hu et al., 2024), eq. 2.2. Axes: B batch, H head, G key/value head, Q query, K key, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..functional import softmax_n
+from .base import Call, Variant, register
+
+
+@register("outeffhop")
+class OutEffHop(Variant):
+    """Adds 1 to the softmax denominator (no parameters)."""
+
+    summary = "softmax becomes softmax_1"
+    formula = "exp(S) / (s + sum exp(S))"
+    paper = "OutEffHop (Hu et al., 2024)"
+    fused = "SDPA with a zero key"
+    places = ("normaliser",)
+
+    def normalise(self, scores_BHQK: Tensor, call: Call) -> Tensor:
+        return softmax_n(scores_BHQK, call.strength)
+
+    def fuse(
+        self, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, causal: bool, call: Call
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, bool]:
+        """Plain SDPA over one more key, put first; with the causal flag, a dummy query keeps the square aligned."""
+        query, key, value = qkv
+        extended_key, extended_value = F.pad(key, (0, 0, 1, 0)), F.pad(value, (0, 0, 1, 0))
+        if isinstance(call.strength, Tensor):
+            logit = call.strength.to(query.dtype).log()
+            return (query, extended_key, extended_value), self._float_mask(query, key, mask, causal, logit), False
+        if causal:
+            return (F.pad(query, (0, 0, 1, 0)), extended_key, extended_value), None, True
+        if mask is not None:
+            mask = F.pad(mask, (1, 0), value=1.0 if mask.dtype == torch.bool else 0.0)
+        return (query, extended_key, extended_value), mask, False
+
+    @staticmethod
+    def _float_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, logit: Tensor) -> Tensor:
+        """An additive mask whose first column is the zero key's logit."""
+        queries, keys = query.shape[2], key.shape[2]
+        if mask is None:
+            mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device)
+            mask = mask.tril() if causal else mask
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+        return torch.cat([logit.expand(*mask.shape[:-1], 1), mask], -1)

@@ -1,0 +1,134 @@
+"""SimpleTRON: linear attention without softmax.
+
+A_h = L^(-1/2) q_h (k_h^T v_h), L the keys the query may see. simple: out = A; simple_res: out = x + A (both without
+W_o); simple_resl: out = x + A W_o. Strength: (1 - s) ordinary layer + s variant layer; s = 0 is ordinary attention.
+SimpleTRON (2021), section 3; the causal form, the true length and the strength path are ours.
+Axes: B batch, H head, G key/value head, Q query, K key, L token, D head width, E model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..functional import simple_attention
+from .base import Call, Geometry, Variant, mix, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimpleOptions:
+    """length: "true" counts the real keys a query may see, "fixed" the padded ones too."""
+
+    length: str = "true"
+
+    def __post_init__(self) -> None:
+        if self.length not in ("true", "fixed"):
+            raise ValueError(f"simple: length must be 'true' or 'fixed', got {self.length!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimpleResOptions(SimpleOptions):
+    """skip: "inner" adds x inside the layer, "block" leaves it to the block's own residual."""
+
+    skip: str = "inner"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.skip not in ("inner", "block"):
+            raise ValueError(f"simple_res: skip must be 'inner' or 'block', got {self.skip!r}.")
+
+
+@register("simple")
+class Simple(Variant):
+    """The bare product, without W_o (no parameters)."""
+
+    summary = "no softmax: q (k^T v) in linear time, without W_o"
+    formula = "A = q (k^T v) / sqrt(L)"
+    paper = "SimpleTRON, 2021"
+    fused = "reordered products, chunked when causal"
+    places = ("scores", "normaliser", "weights", "read", "write")
+    replaces = True
+    alone = True
+    Options = SimpleOptions
+    options: SimpleOptions
+    keeps_projection: ClassVar[bool] = False
+
+    @classmethod
+    def check(cls, options: Any, geometry: Geometry) -> None:
+        if not cls.keeps_projection and geometry.heads * geometry.head_dim != geometry.hidden:
+            raise ValueError(
+                f"{cls.name} leaves out W_o, so heads * head width must equal the model width, got "
+                f"{geometry.heads} * {geometry.head_dim} != {geometry.hidden}; use simple_resl."
+            )
+
+    @property
+    def adds_input(self) -> bool:
+        """True if x is added inside the layer."""
+        return False
+
+    def linear(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool) -> Tensor:
+        """A (B,H,Q,D) in linear time; causal is aligned to the bottom right."""
+        return simple_attention(q, k, v, causal=causal, key_mask=key_mask, length=self.options.length)  # type: ignore[arg-type]  # checked above
+
+    def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
+        """L^(-1/2) q k^T with zeros where a query may not look: (B,H,Q,K); any mask is honoured."""
+        products = q @ k.transpose(2, 3)
+        if allowed is None:
+            return products * k.shape[2] ** -0.5
+        visible = allowed.sum(-1, keepdim=True) if self.options.length == "true" else self._span(allowed)
+        return products.masked_fill(~allowed, 0.0) * visible.clamp_min(1).to(q.dtype).rsqrt()
+
+    @staticmethod
+    def _span(allowed: Tensor) -> Tensor:
+        """Keys up to the last one that the row (or any row of the batch) may see: padding counts."""
+        keys = allowed.shape[-1]
+        last = torch.where(allowed.any(0, keepdim=True), torch.arange(1, keys + 1, device=allowed.device), 0)
+        return last.amax(-1, keepdim=True)
+
+    def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
+        """Between, `call.kept["ordinary"]` holds softmax heads: W_o is given those, and A waits for `write`."""
+        call.kept["simple"] = heads_BLHD.flatten(2)
+        return call.kept.pop("ordinary", heads_BLHD)
+
+    def write(self, out_BLE: Tensor, call: Call) -> Tensor:
+        variant = call.kept["simple"]
+        variant = call.dropout(variant) if call.dropout is not None else variant
+        variant = variant + call.x if self.adds_input else variant
+        return mix(out_BLE, variant.to(out_BLE), call.strength)
+
+
+@register("simple_res")
+class SimpleRes(Simple):
+    """The product and an inner skip, without W_o (no parameters)."""
+
+    summary = "no softmax and an inner skip, without W_o"
+    formula = "x + A"
+    Options = SimpleResOptions
+    options: SimpleResOptions
+
+    @property
+    def adds_input(self) -> bool:
+        return self.options.skip == "inner"
+
+
+@register("simple_resl")
+class SimpleResL(Simple):
+    """The product through W_o, and an inner skip (no parameters)."""
+
+    summary = "no softmax and an inner skip, with W_o"
+    formula = "x + A W_o"
+    keeps_projection = True
+
+    @property
+    def adds_input(self) -> bool:
+        return True
+
+    def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
+        ordinary = call.kept.pop("ordinary", None)
+        return heads_BLHD if ordinary is None else mix(ordinary, heads_BLHD, call.strength)
+
+    def write(self, out_BLE: Tensor, call: Call) -> Tensor:
+        return out_BLE + (call.strength * call.x).to(out_BLE.dtype)
