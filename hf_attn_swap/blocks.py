@@ -8,7 +8,7 @@ survive copies and pickles: they are rebuilt from the stock class.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class BertBlock(Block):
     self: Any
     output: Any
 
-    def forward(this, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(this, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:  # noqa: N805  # `this.self` reads better than `self.self`
         """(B,L,E) to the attention block's output (B,L,E) and the weights."""
         heads, weights = this.self(hidden_states, attention_mask=attention_mask, **kwargs)
         out = this.output.dropout(this.output.dense(heads))
@@ -70,16 +70,16 @@ class AlbertBlock(Block):
         return self.LayerNorm(hidden_states + out), weights
 
 
-BLOCKS: dict[str, type[Block]] = {"bert": BertBlock, "albert": AlbertBlock}
+BLOCKS: dict[str, Any] = {"bert": BertBlock, "albert": AlbertBlock}
 
 
-@lru_cache(maxsize=None)
-def swapped_class(stock: type[nn.Module], block: type[Block], finish: Write, attention: Attention) -> type[nn.Module]:
-    """The class that stands in for `stock` while it is swapped."""
+@cache
+def swapped_class(stock: Any, block: Any, finish: Write, attention: Attention) -> type[nn.Module]:
+    """The class that stands in for `stock` while it is swapped, with one of the `BLOCKS` in front."""
     body = {"stock_class": stock, "finish": staticmethod(finish), "attention": staticmethod(attention)}
     return type(f"Swapped{stock.__name__}", (block, stock), body)
 
 
-def _rebuild(stock: type[nn.Module], block: type[Block], finish: Write, attention: Attention) -> nn.Module:
+def _rebuild(stock: Any, block: Any, finish: Write, attention: Attention) -> nn.Module:
     cls = swapped_class(stock, block, finish, attention)
     return cls.__new__(cls)

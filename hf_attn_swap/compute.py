@@ -20,7 +20,9 @@ from .variants.base import Call, Variant
 class FusedSoftmax(Protocol):
     """Ordinary attention by the stock fused function: heads (B,Q,H,D) from q, k, v, mask and causal flag."""
 
-    def __call__(self, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, causal: bool) -> Tensor: ...
+    def __call__(self, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, causal: bool) -> Tensor:
+        """One mask or the flag, never both."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

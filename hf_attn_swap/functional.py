@@ -8,23 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "belief_projection",
-    "clipped_softmax",
-    "entmax15",
-    "hopfield_retrieve",
-    "hopfield_scores",
-    "simple_attention",
-    "softmax_n",
-    "sparsemax",
-]
-
-Length = Literal["true", "fixed"]
 CHUNK = 128  # queries per block of the causal linear form; any value gives the same result
 
 
@@ -33,7 +20,7 @@ def softmax_n(scores: Tensor, n: float | Tensor = 1.0, dim: int = -1) -> Tensor:
 
     Args:
         scores: any shape, scaled and masked.
-        n: number of keys with score 0 and value 0 that the row may also attend to, at least 0; 0 is softmax.
+        n: how many keys of score 0 and value 0 the row may also attend to, at least 0.
         dim: the key axis.
 
     Returns:
@@ -63,8 +50,7 @@ def clipped_softmax(
 
     Args:
         scores: any shape. The caller sets masked positions to 0 afterwards.
-        gamma: lower end of the stretch, at most 0.
-        zeta: upper end of the stretch, at least 1.
+        gamma, zeta: ends of the stretch, at most 0 and at least 1.
         dim: the key axis.
         n: as in `softmax_n`; 0 is the original clipped softmax.
 
@@ -79,13 +65,13 @@ def clipped_softmax(
 
 
 def check_clip(gamma: float | Tensor, zeta: float | Tensor) -> None:
-    """Raise ValueError unless gamma <= 0 <= 1 <= zeta (numbers only: tensors are not read)."""
+    """Raise ValueError unless gamma is at most 0 and zeta at least 1 (numbers only: tensors are not read)."""
     if (isinstance(gamma, (int, float)) and not gamma <= 0) or (isinstance(zeta, (int, float)) and not zeta >= 1):
         raise ValueError(f"clipped softmax needs gamma <= 0 and zeta >= 1, got gamma={gamma}, zeta={zeta}.")
 
 
 def clip(weights: Tensor, gamma: float | Tensor, zeta: float | Tensor) -> Tensor:
-    """clip((zeta - gamma) * weights + gamma, 0, 1); the derivative at exactly 0 and 1 is 1."""
+    """Stretch weights to [gamma, zeta] and clip them to [0, 1]; the derivative at exactly 0 and 1 is 1."""
     return torch.clamp((zeta - gamma) * weights + gamma, 0.0, 1.0)
 
 
@@ -139,14 +125,12 @@ def _ranks(ordered: Tensor, dim: int) -> Tensor:
 
 
 def simple_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None, length: Length = "true"
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None, length: str = "true"
 ) -> Tensor:
     """SimpleTRON attention, linear in length: A = L^(-1/2) q (k^T v), no softmax and no 1/sqrt(D).
 
     Args:
-        q: (B,H,Q,D).
-        k: (B,H,K,D).
-        v: (B,H,K,D).
+        q, k, v: (B,H,Q,D), (B,H,K,D), (B,H,K,D).
         causal: query t sees the keys up to K - Q + t (aligned to the bottom right) and L is counted per query.
         key_mask: (B,K) bool, True where the key is a real token; None means all are.
         length: "true" counts the real keys that the query may see (at least 1), "fixed" counts padding too.
@@ -184,8 +168,8 @@ def _causal_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if queries <= CHUNK:
         return q @ state + (q @ k.transpose(2, 3)).tril() @ v
     pad = -queries % CHUNK
-    blocks = [torch.nn.functional.pad(t, (0, 0, 0, pad)).unflatten(2, (-1, CHUNK)) for t in (q, k, v)]
-    q_BHNCD, k_BHNCD, v_BHNCD = blocks
+    padded = (torch.nn.functional.pad(t, (0, 0, 0, pad)) for t in (q, k, v))
+    q_BHNCD, k_BHNCD, v_BHNCD = (t.view(*t.shape[:2], -1, CHUNK, t.shape[3]) for t in padded)
     sums = k_BHNCD.transpose(3, 4) @ v_BHNCD
     before = sums.cumsum(2) - sums + state.unsqueeze(2)
     inside = (q_BHNCD @ k_BHNCD.transpose(3, 4)).tril() @ v_BHNCD
@@ -235,9 +219,9 @@ def hopfield_retrieve(
     *,
     n: float = 1.0,
     steps: int = 1,
-    normalizer: Literal["softmax_n", "softmax", "sparsemax", "entmax15"] = "softmax_n",
+    normalizer: str = "softmax_n",
 ) -> Tensor:
-    """Retrieval dynamics xi <- patterns^T normalizer(beta * patterns xi), repeated.
+    """Retrieval dynamics xi <- patterns^T normalizer(beta * patterns xi), repeated; (..., D).
 
     Args:
         state: (..., D), the query states.
@@ -246,9 +230,6 @@ def hopfield_retrieve(
         n: of `softmax_n`; ignored by the others.
         steps: number of updates, at least 1.
         normalizer: "softmax_n", "softmax", "sparsemax" or "entmax15".
-
-    Returns:
-        (..., D).
 
     Raises:
         ValueError: `steps` < 1 or an unknown normaliser.

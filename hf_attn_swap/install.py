@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import seam
+from . import hooks, seam
 from .blocks import BLOCKS, swapped_class
 from .families import Site, sites, stock_class
 from .swap import Swap
@@ -91,7 +91,7 @@ class Installation:
             config = module.__dict__.get("config")
             if isinstance(config, PreTrainedConfig):
                 configs.append((module, config))
-                module.config = copy.deepcopy(config, memo)
+                module.__dict__["config"] = copy.deepcopy(config, memo)
         installation = cls(root=root, configs=configs, loaded=loaded)
         root.set_attn_implementation(seam.NAME)
         for site in sites(root):
@@ -111,7 +111,7 @@ class Installation:
         for site, stack in zip(found, stacks, strict=True):
             swap = getattr(site.core, "attn_swap", None)
             if not _is_swap(swap):
-                site.core.attn_swap = None
+                site.core.__dict__["attn_swap"] = None
                 continue
             for each in _each(swap):
                 self._describe(each, site)
@@ -124,10 +124,10 @@ class Installation:
                 layer = _layer(self.root, site.path)
                 layers[id(layer)] = layer
         for layer in layers.values():
-            self._pre(layer, seam.before_layer)
+            self._pre(layer, hooks.before_layer)
         for stack in {id(stack): stack for stack in stacks if _takes_keywords(stack)}.values():
-            self._pre(stack, seam.before_stack)
-            self.handles.append(stack.register_forward_hook(seam.after_stack, with_kwargs=True))
+            self._pre(stack, hooks.before_stack)
+            self.handles.append(stack.register_forward_hook(hooks.after_stack, with_kwargs=True))
 
     @staticmethod
     def _describe(swap: Swap, site: Site) -> None:
@@ -137,16 +137,16 @@ class Installation:
 
     def _hook(self, site: Site, swap: Swap) -> None:
         block = BLOCKS.get(site.family.block)
-        self._pre(site.container, seam.before_bert if site.family.block == "bert" else seam.before_core)
+        self._pre(site.container, hooks.before_bert if site.family.block == "bert" else hooks.before_core)
         if not swap.writes:
             return
         if block is None:
-            self.handles.append(site.container.register_forward_hook(seam.after_core, with_kwargs=True))
+            self.handles.append(site.container.register_forward_hook(hooks.after_core, with_kwargs=True))
             return
         if "forward" in site.container.__dict__:
             raise ValueError(f"{site.path}: its forward is already wrapped (device dispatch); patch the model before.")
         stock = stock_class(site.container)
-        site.container.__class__ = swapped_class(stock, block, seam.finish, seam.attention_forward)
+        site.container.__class__ = swapped_class(stock, block, hooks.finish, seam.attention_forward)
         self.containers.append(site.container)
 
     def _pre(self, module: nn.Module, hook: Any) -> None:
@@ -187,7 +187,7 @@ class Installation:
             if hasattr(site.core, "attn_swap"):
                 del site.core.attn_swap
         for module, config in self.configs:
-            module.config = config
+            module.__dict__["config"] = config
         self.root.__dict__.pop(ATTRIBUTE, None)
         if self.loaded:
             _forget(self.root)

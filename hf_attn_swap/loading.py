@@ -140,15 +140,15 @@ def _wrap_post_init() -> None:
                 if isinstance(inner := module.__dict__.get(ATTRIBUTE), Installation):
                     inner.loaded = False
                     inner.remove()
-        original(self)
+        original(self)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         if block is not None:
             _rebuild(self, block)
 
-    PreTrainedModel.post_init = post_init
+    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]  # the one documented exception
 
 
 def _wrap_from_pretrained() -> None:
-    original = PreTrainedModel.from_pretrained.__func__
+    original = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]  # a classmethod has one
 
     @functools.wraps(original)
     def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ def _wrap_from_pretrained() -> None:
         _check_loaded(model, info, str(args[0] if args else kwargs.get("pretrained_model_name_or_path")))
         return (model, info) if wanted else model
 
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment, method-assign]  # as above
 
 
 _wrap_post_init()

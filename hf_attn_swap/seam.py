@@ -1,14 +1,12 @@
-"""The only file that touches transformers' attention API: one attention function, one mask function, six hooks.
+"""The only file that touches transformers' attention API: one attention function and one mask function.
 
-The hooks put a per-call context into the keyword arguments on the way in, and do what comes after W_o on the way
-out. They use their `module` argument and keep nothing between calls, so copies, pickles and threads are safe.
+Both are registered under one name; without the mask function, masks would be dropped silently.
 Axes: B batch, H head, G key/value head, Q query, K key, D head width, E model width.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
@@ -126,7 +124,7 @@ def _sdpa(
     mask: Tensor | None,
     causal: bool,
 ) -> Tensor:
-    """transformers' own SDPA function, grouped heads and all: heads (B,Q,H,D)."""
+    """The stock SDPA function, grouped heads and all: heads (B,Q,H,D)."""
     query, key, value = qkv
     heads: Tensor = sdpa_attention_forward(
         module, query, key, value, mask, dropout=inputs.dropout, scaling=inputs.scaling, is_causal=causal, **kwargs
@@ -147,7 +145,7 @@ def mask_for_swap(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
+    q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: Any = causal_mask_function,
     attention_mask: Tensor | None = None,
@@ -182,129 +180,9 @@ def mask_for_swap(
 
 
 def _has_linear(config: Any) -> bool:
-    swaps = (getattr(config, NAME_IN_CONFIG, None) or {}).get("swaps", ())
+    swaps = (getattr(config, "attn_swap", None) or {}).get("swaps", ())
     return any(VARIANTS[name].replaces for swap in swaps for name in swap["variant"].split("+"))
 
 
-NAME_IN_CONFIG = "attn_swap"
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, mask_for_swap)
-
-
-def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """On the model that owns the layers: what they share during this pass."""
-    want = kwargs.get("output_attentions")
-    want = getattr(module.config, "output_attentions", False) if want is None else want
-    return args, {**kwargs, CARRIED: Carried(want_weights=bool(want))}
-
-
-def after_stack(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """The pass is over: a shared module called again now is a re-computation, whose order nobody knows."""
-    kwargs[CARRIED].closed = True
-
-
-def before_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """On the block around a layer that carries scores: its residual stream, and whether it is checkpointed."""
-    checkpointed = bool(getattr(module, "gradient_checkpointing", False)) and module.training
-    if checkpointed and torch.is_grad_enabled():
-        function = getattr(module, "_gradient_checkpointing_func", None)
-        if getattr(function, "keywords", {}).get("use_reentrant", True):
-            raise ValueError(
-                "mha under re-entrant activation checkpointing would lose gradients; call "
-                "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
-            )
-    residual = args[0] if args else kwargs.get("hidden_states")
-    return args, {**kwargs, LAYER: (residual, checkpointed)}
-
-
-def before_core(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """On an attention module that applies its own W_o."""
-    return _start(module, module, args, kwargs)
-
-
-def before_bert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """On the container of a BERT-like attention module."""
-    return _start(module.self, module, args, kwargs)  # type: ignore[arg-type]  # a submodule by that name
-
-
-def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """What comes after W_o, where the module returns W_o's output first."""
-    call: Call | None = kwargs.get(CALL)
-    swap = swap_of(module)
-    if call is None or swap is None:
-        return output
-    return (swap.write(output[0], call), *output[1:])
-
-
-def finish(core: nn.Module, out: Tensor, kwargs: dict[str, Any], dropout: nn.Module) -> Tensor:
-    """What comes after W_o and dropout, inside a container that goes on to LayerNorm."""
-    call: Call | None = kwargs.get(CALL)
-    swap = swap_of(core)
-    if call is None or swap is None:
-        return out
-    call.dropout = dropout
-    return swap.write(out, call)
-
-
-def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Check the call and put its context into the keyword arguments."""
-    swap = swap_of(core)
-    if core.config._attn_implementation != NAME:  # type: ignore[union-attr]  # checked when patching
-        raise ValueError(
-            f"{type(core).__name__} is swapped, but the model's attention implementation is now "
-            f"{core.config._attn_implementation!r}; keep {NAME!r}, or call unpatch_model first."  # type: ignore[union-attr]  # as above
-        )
-    if swap is None or swap.phase == "off":
-        return args, kwargs
-    for name in ("encoder_hidden_states", "key_value_states"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{type(core).__name__}: cross-attention has no values of its own tokens to swap with.")
-    x = args[0] if args else kwargs["hidden_states"]
-    carried: Carried | None = kwargs.get(CARRIED)
-    residual, checkpointed = kwargs.get(LAYER, (None, False))
-    call = Call(
-        x=x,
-        start=_cache_length(core, swap, args, kwargs),
-        carried=carried,
-        order=_order(swap, carried),
-        residual=residual,
-        recomputed=checkpointed,
-        dropout=container.get_submodule(swap.dropout_path) if swap.dropout_path else None,
-    )
-    _warn_frozen(core, swap)
-    return args, {**kwargs, CALL: call}
-
-
-def _cache_length(core: nn.Module, swap: Swap, args: Any, kwargs: dict[str, Any]) -> int | Tensor:
-    """How many tokens the cache holds before this call: read and copied before the update moves it."""
-    place = swap.cache_position
-    cache = args[place] if place is not None and len(args) > place else kwargs.get("past_key_values")
-    if cache is None:
-        return 0
-    length: int | Tensor = cache.get_seq_length(core.layer_idx)
-    return length.clone() if isinstance(length, Tensor) else length
-
-
-def _order(swap: Swap, carried: Carried | None) -> int:
-    """The layer's place among those that carry scores; a shared module counts its calls."""
-    if swap.order is not None or carried is None:
-        return swap.order or 0
-    if carried.closed and swap.carries:
-        raise ValueError(
-            "a module that serves several layers was computed again after the pass (activation checkpointing): its "
-            "place is not known any more; train this model without checkpointing, or with another variant than mha."
-        )
-    carried.calls += 1
-    return carried.calls - 1
-
-
-def _warn_frozen(core: nn.Module, swap: Swap) -> None:
-    if not (core.training and swap.fresh and torch.is_grad_enabled()) or torch.compiler.is_compiling():
-        return
-    parameters = list(swap.parameters())
-    if parameters and not any(parameter.requires_grad for parameter in parameters):
-        warnings.warn(
-            f"the new parameters of {'+'.join(swap.names)} are frozen, so they stay at their neutral start; with PEFT, "
-            "pass modules_to_save=['attn_swap'].",
-            stacklevel=2,
-        )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 from torch import nn
 
@@ -55,6 +56,6 @@ def _walk(model: nn.Module) -> Iterator[Site]:
         yield Site(path=path, core=core, container=container, family=family, cross=cross, refused=refused)
 
 
-def stock_class(module: nn.Module) -> type[nn.Module]:
+def stock_class(module: nn.Module) -> Any:
     """The class as transformers wrote it, for a module whose class a swap or a wrapper has replaced."""
     return getattr(type(module), "stock_class", None) or type(module)

@@ -7,7 +7,8 @@ usual names; what cannot be found is refused by name rather than guessed.
 from __future__ import annotations
 
 import inspect
-from functools import lru_cache
+from functools import cache
+from typing import Any
 
 from torch import nn
 
@@ -20,8 +21,8 @@ WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 HIDDEN = ("hidden_size", "d_model", "dim", "n_embd", "embed_dim")
 
 
-@lru_cache(maxsize=None)
-def is_core(cls: type[nn.Module]) -> bool:
+@cache
+def is_core(cls: Any) -> bool:
     """True if this class's own forward asks for the attention interface."""
     try:
         return "get_interface(" in inspect.getsource(cls.forward)

@@ -81,7 +81,7 @@ class Call:
     dropout: Callable[[Tensor], Tensor] | None = None
     recomputed: bool = False
 
-    def own_values_BLHD(self, heads: int) -> Tensor:
+    def own_values(self, heads: int) -> Tensor:
         """The rows of V that belong to the current tokens, repeated per group: (B,Q,H,D)."""
         assert self.value is not None
         queries, keys = self.x.shape[1], self.value.shape[2]
@@ -102,6 +102,12 @@ def mix(start: Tensor, end: Tensor, strength: Strength) -> Tensor:
     if isinstance(strength, float) and strength == 1.0:
         return end
     return torch.lerp(start, end, strength.to(start.dtype) if isinstance(strength, Tensor) else strength)
+
+
+def unset_linear(width: int, out: int, *, bias: bool) -> nn.Linear:
+    """A Linear whose values `reset` must set: drawing them here would move the global generator."""
+    linear: nn.Linear = nn.utils.skip_init(nn.Linear, width, out, bias=bias)  # type: ignore[no-untyped-call]  # torch's
+    return linear
 
 
 class Variant(nn.Module):
@@ -189,6 +195,7 @@ class Variant(nn.Module):
             qkv: query (B,H,Q,D), key and value (B,G,K,D).
             mask: bool or additive float, broadcastable to (B,H,Q,K), or None.
             causal: SDPA's flag (square; never together with a mask).
+            call: for the strength.
 
         Returns:
             The three tensors, mask and flag for SDPA; with the flag, row 0 of the result is a dummy.
@@ -220,7 +227,8 @@ def register(name: str) -> Callable[[V], V]:
     """Make a variant known under `name`: tests, command line and documentation pick it up from here."""
 
     def add(cls: V) -> V:
-        assert name not in VARIANTS and name.isidentifier(), f"{name!r} is taken or no identifier"
+        assert name not in VARIANTS, f"{name!r} is taken"
+        assert name.isidentifier(), f"{name!r} is no identifier"
         assert set(cls.places) <= set(PLACES), f"{name}: unknown place in {cls.places}"
         cls.name = name
         VARIANTS[name] = cls

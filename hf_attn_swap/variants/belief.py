@@ -7,13 +7,13 @@ BeliefFormer, eq. 10, 13 and 15. Axes: B batch, L token, H head, D head width, E
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..functional import belief_projection
-from .base import Call, Geometry, Variant, mix, register
+from .base import Call, Geometry, Variant, mix, register, unset_linear
 
 
 @register("belief")
@@ -24,10 +24,10 @@ class Belief(Variant):
     formula = "Y - (<Y, V> / <V, V>) V"
     paper = "BeliefFormer, eq. 10"
     fused = "SDPA, then the projection"
-    places = ("read",)
+    places: ClassVar[tuple[str, ...]] = ("read",)
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
-        own_BLHD = call.own_values_BLHD(self.geometry.heads)
+        own_BLHD = call.own_values(self.geometry.heads)
         return mix(heads_BLHD, belief_projection(heads_BLHD, own_BLHD), call.strength)
 
 
@@ -45,20 +45,20 @@ class BeliefStar(Belief):
     def __init__(self, options: Any, geometry: Geometry) -> None:
         super().__init__(options, geometry)
         width = geometry.heads * geometry.head_dim
-        self.w_s = nn.utils.skip_init(nn.Linear, width, geometry.hidden, bias=False)
+        self.w_s = unset_linear(width, geometry.hidden, bias=False)
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
         self.w_s.weight.zero_()
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
-        own_BLHD = call.own_values_BLHD(self.geometry.heads)
+        own_BLHD = call.own_values(self.geometry.heads)
         per_head = belief_projection(heads_BLHD, own_BLHD, per_head=True)
         call.kept["delta_s"] = mix(heads_BLHD, per_head, call.strength).flatten(2)
         return mix(heads_BLHD, belief_projection(heads_BLHD, own_BLHD), call.strength)
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
-        added = self.w_s(call.kept["delta_s"])
+        added: Tensor = self.w_s(call.kept["delta_s"])
         if call.dropout is not None:
             added = call.dropout(added)
         return out_BLE + (call.strength * added).to(out_BLE.dtype)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Call, Geometry, Variant, register
+from .base import Call, Geometry, Variant, register, unset_linear
 
 KINDS = ("linear", "mlp", "all_features", "per_head")
 
@@ -80,7 +80,7 @@ class Gated(Variant):
             self.hidden = PerHead(heads, slice_, slice_ // 4)
             self.gate = PerHead(heads, slice_ // 4)
         elif options.kind == "all_features":
-            self.gate = nn.utils.skip_init(nn.Linear, geometry.hidden, heads)
+            self.gate = unset_linear(geometry.hidden, heads, bias=True)
         else:
             self.gate = Constant(heads)
 
@@ -113,7 +113,7 @@ class Gated(Variant):
         wide = torch.promote_types(x_BLE.dtype, torch.float32)
         with torch.autocast(x_BLE.device.type, enabled=False):
             x = x_BLE.to(wide)
-            slices = x.unflatten(-1, (self.geometry.heads, -1)) if self.options.kind in ("linear", "mlp") else x
+            slices = x.view(*x.shape[:-1], self.geometry.heads, -1) if self.options.kind in ("linear", "mlp") else x
             if self.options.kind == "linear":
                 return torch.as_tensor(self.gate(slices))
             if self.options.kind == "mlp":

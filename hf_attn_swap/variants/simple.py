@@ -8,6 +8,7 @@ Axes: B batch, H head, G key/value head, Q query, K key, L token, D head width, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -71,13 +72,13 @@ class Simple(Variant):
 
     def linear(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool) -> Tensor:
         """A (B,H,Q,D) in linear time; causal is aligned to the bottom right."""
-        return simple_attention(q, k, v, causal=causal, key_mask=key_mask, length=self.options.length)  # type: ignore[arg-type]  # checked above
+        return simple_attention(q, k, v, causal=causal, key_mask=key_mask, length=self.options.length)
 
     def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
         """L^(-1/2) q k^T with zeros where a query may not look: (B,H,Q,K); any mask is honoured."""
         products = q @ k.transpose(2, 3)
         if allowed is None:
-            return products * k.shape[2] ** -0.5
+            return products / math.sqrt(k.shape[2])
         visible = allowed.sum(-1, keepdim=True) if self.options.length == "true" else self._span(allowed)
         return products.masked_fill(~allowed, 0.0) * visible.clamp_min(1).to(q.dtype).rsqrt()
 

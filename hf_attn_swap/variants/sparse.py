@@ -6,9 +6,6 @@ Sparsemax: SparseHopfield (Hu et al., 2023). 1.5-entmax: STanHop (Wu et al., 202
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -22,13 +19,16 @@ class SparseNormaliser(Variant):
     fused = "none: needs the weights"
     places = ("normaliser",)
     explicit = True
-    normaliser: ClassVar[Callable[[Tensor], Tensor]]
+
+    def sparse(self, scores_BHQK: Tensor) -> Tensor:
+        """Rows of weights with exact zeros."""
+        raise NotImplementedError
 
     def normalise(self, scores_BHQK: Tensor, call: Call) -> Tensor:
-        sparse = type(self).normaliser(scores_BHQK)
-        if call.strength == 1.0:
-            return sparse
-        return mix(torch.softmax(scores_BHQK, -1), sparse, call.strength)
+        sparse = self.sparse(scores_BHQK)
+        return (
+            mix(torch.softmax(scores_BHQK, -1), sparse, call.strength) if isinstance(call.strength, Tensor) else sparse
+        )
 
 
 @register("sparse_hopfield")
@@ -38,7 +38,9 @@ class SparseHopfield(SparseNormaliser):
     summary = "softmax becomes sparsemax"
     formula = "max(S - tau, 0)"
     paper = "SparseHopfield (Hu et al., 2023)"
-    normaliser = staticmethod(sparsemax)
+
+    def sparse(self, scores_BHQK: Tensor) -> Tensor:
+        return sparsemax(scores_BHQK)
 
 
 @register("entmax")
@@ -48,4 +50,6 @@ class Entmax(SparseNormaliser):
     summary = "softmax becomes 1.5-entmax"
     formula = "max(S / 2 - tau, 0)^2"
     paper = "STanHop (Wu et al., 2024)"
-    normaliser = staticmethod(entmax15)
+
+    def sparse(self, scores_BHQK: Tensor) -> Tensor:
+        return entmax15(scores_BHQK)

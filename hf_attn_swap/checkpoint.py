@@ -1,0 +1,125 @@
+"""Whole checkpoints: load by name with the right class, swap, save together with the tokenizer's files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from .patch import patch_model
+from .registry import parse, parse_options
+
+# Copied as they are: no tokenizer or processor class needs to load, and nothing in them changes.
+PREPROCESSOR_FILES = (
+    "*token*.json",
+    "*.jinja",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "*processor_config.json",
+    "bpe.codes",
+    "chat_template.json",
+    "merges.txt",
+    "vocab.*",
+)
+PREFIX = "AutoModelFor"
+
+
+def convert(
+    source: str,
+    variant: str,
+    out: Path,
+    *,
+    strength: float,
+    layers: Sequence[int] | None,
+    options: dict[str, Any],
+    task: str | None,
+    overwrite: bool,
+    notify: Callable[[str], None],
+) -> list[str]:
+    """Load `source`, swap its attention, save it in `out`; `notify` is told each step.
+
+    Returns:
+        Names of parameters that the checkpoint did not hold, such as those of a new task head.
+
+    Raises:
+        ValueError: an unknown class, variant, option or layer, or an `out` that is not an empty folder.
+        OSError: `source` cannot be read.
+    """
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
+        raise ValueError(f"{out} exists and is not an empty folder; name another one, or pass --overwrite.")
+    parse_options(parse(variant), options)  # before the weights, which may take minutes
+    auto = model_class(read_config(source), task)
+    notify(f"loading {source} as {auto.__name__}")
+    model, info = auto.from_pretrained(source, output_loading_info=True)
+    fresh = sorted(info["missing_keys"])
+    patch_model(model, variant, layers=layers, strength=strength, **options)
+    notify(f"saving in {out}")
+    model.save_pretrained(out)
+    copied = copy_preprocessor(source, out)
+    notify(f"saved {variant} with {', '.join(copied) or 'no tokenizer or image processor (the source has none)'}")
+    return fresh
+
+
+def skeleton(source: str, task: str | None = None) -> PreTrainedModel:
+    """The model that a config describes, on the meta device: its modules without its weights."""
+    config = read_config(source)
+    auto = model_class(config, task)
+    with torch.device("meta"):
+        model = auto.from_config(config) if hasattr(auto, "from_config") else auto._from_config(config)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def read_config(source: str) -> PreTrainedConfig:
+    """The config of a folder or of a name on the Hub.
+
+    Raises:
+        ValueError: a path that is no folder, which would otherwise be looked up as a name.
+        OSError: there is no such model, or it cannot be reached.
+    """
+    if not Path(source).is_dir() and (source.startswith(("/", ".", "~")) or source.count("/") > 1):
+        raise ValueError(f"There is no folder {source!r}.")
+    config: PreTrainedConfig = AutoConfig.from_pretrained(source)
+    return config
+
+
+def model_class(config: PreTrainedConfig, task: str | None) -> Any:
+    """The class that loads a checkpoint: the one that saved it, or the AutoModel class that the user names.
+
+    Raises:
+        ValueError: if there is no such class.
+    """
+    if task is not None:
+        classes = {_slug(name): name for name in dir(transformers) if name.startswith("AutoModel")}
+        if _slug(task) not in classes:
+            known = ", ".join(sorted(name for name in classes.values() if name.startswith(PREFIX)))
+            raise ValueError(f"There is no AutoModel class for {task!r}; there are AutoModel, {known}.")
+        return getattr(transformers, classes[_slug(task)])
+    names = getattr(config, "architectures", None) or []
+    found = getattr(transformers, names[0], None) if names else transformers.AutoModel
+    if found is None:
+        raise ValueError(f"transformers has no class {names[0]!r}; name an AutoModel class with --task.")
+    return found
+
+
+def copy_preprocessor(source: str, out: Path) -> list[str]:
+    """Copy the files of the tokenizer and of the image or audio processor; returns their names."""
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(source, allow_patterns=list(PREPROCESSOR_FILES)))
+    files = sorted({path for pattern in PREPROCESSOR_FILES for path in folder.glob(pattern)})
+    for path in files:
+        shutil.copyfile(path, out / path.name)
+    return [path.name for path in files]
+
+
+def _slug(name: str) -> str:
+    short = name.removeprefix(PREFIX) if name.startswith(PREFIX) else name
+    return short.replace("-", "").replace("_", "").lower()
