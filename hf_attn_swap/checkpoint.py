@@ -94,19 +94,23 @@ def model_class(config: PreTrainedConfig, task: str | None) -> Any:
     """The class that loads a checkpoint: the one that saved it, or the AutoModel class that the user names.
 
     Raises:
-        ValueError: if there is no such class.
+        ValueError: there is no such class, or none for this architecture.
     """
-    if task is not None:
-        classes = {_slug(name): name for name in dir(transformers) if name.startswith("AutoModel")}
-        if _slug(task) not in classes:
-            known = ", ".join(sorted(name for name in classes.values() if name.startswith(PREFIX)))
-            raise ValueError(f"There is no AutoModel class for {task!r}; there are AutoModel, {known}.")
-        return getattr(transformers, classes[_slug(task)])
-    names = getattr(config, "architectures", None) or []
-    found = getattr(transformers, names[0], None) if names else transformers.AutoModel
-    if found is None:
-        raise ValueError(f"transformers has no class {names[0]!r}; name an AutoModel class with --task.")
-    return found
+    if task is None:
+        names = getattr(config, "architectures", None) or ["AutoModel"]
+        if not hasattr(transformers, names[0]):
+            raise ValueError(f"transformers has no class {names[0]!r}; name an AutoModel class with --task.")
+        return getattr(transformers, names[0])
+    fitting = {_slug(auto.__name__): auto for auto in _auto_classes() if type(config) in auto._model_mapping}
+    if _slug(task) not in fitting:
+        known = ", ".join(sorted(auto.__name__ for auto in fitting.values()))
+        raise ValueError(f"--task {task!r} does not fit {type(config).__name__}, which has {known}.")
+    return fitting[_slug(task)]
+
+
+def _auto_classes() -> list[Any]:
+    names = (name for name in dir(transformers) if name == "AutoModel" or name.startswith(PREFIX))
+    return [getattr(transformers, name) for name in names]
 
 
 def copy_preprocessor(source: str, out: Path) -> list[str]:

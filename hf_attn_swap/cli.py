@@ -10,14 +10,16 @@ import json
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import huggingface_hub
 import transformers
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from . import __version__, describe, list_variants
+from .arguments import parse_layers, parse_options
 from .demo.options import DEFAULT_VARIANTS, DemoOptions
 from .registry import get_variant
 
@@ -129,8 +131,12 @@ def describe_command(
     """Say what is swapped in a saved model, or what could be in a stock one; reads the config, not the weights."""
     from .checkpoint import skeleton
 
+    _notify(f"reading the config of {model}")
     description = describe(skeleton(model, task))
     print(json.dumps(description.to_dict(), indent=2) if as_json else description)
+    layers = [row.layer for row in description.rows if row.layer is not None]
+    if layers and not as_json and all(row.strength is None for row in description.rows):
+        print(f"Layers 0 to {layers[-1]} can be swapped: hf-attn-swap patch {model} VARIANT OUT")
 
 
 @app.command()
@@ -169,52 +175,8 @@ def demo(
     )
     from .demo.run import run_demo
 
+    transformers.utils.logging.disable_progress_bar()  # six bars of a loading that takes no time
     run_demo(options, _console())
-
-
-def parse_layers(text: str | None) -> list[int] | None:
-    """Turn "0-5,7" into [0, 1, 2, 3, 4, 5, 7].
-
-    Raises:
-        ValueError: for anything else.
-    """
-    if text is None:
-        return None
-    layers: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = (piece.strip() for piece in part.partition("-"))
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise ValueError(f'--layers takes numbers and ranges such as "0-5,7", got {text!r}.')
-        layers.update(range(int(first), int(last if dash else first) + 1))
-    return sorted(layers)
-
-
-def parse_options(pairs: list[str], *, composed: bool) -> dict[str, Any]:
-    """Turn key=value pairs into keyword arguments of `patch_model`, one dict per component if composed.
-
-    Raises:
-        ValueError: for a pair of another form.
-    """
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        component, dot, name = key.partition(".")
-        if not equals or not component or bool(dot) != composed or (dot and not name):
-            wanted = "component.key=value in a composition, as in gated.kind=mlp" if composed else "key=value"
-            raise ValueError(f"--option takes {wanted}; got {pair!r}.")
-        if composed:
-            options.setdefault(component, {})[name] = _value(text)
-        else:
-            options[key] = _value(text)
-    return options
-
-
-def _value(text: str) -> Any:
-    """A JSON number, true, false or null, and otherwise the text itself."""
-    try:
-        return json.loads(text.lower() if text in ("True", "False") else "null" if text == "None" else text)
-    except json.JSONDecodeError:
-        return text
 
 
 def _one_line(error: Exception) -> str:
@@ -241,6 +203,7 @@ def _console() -> Console:
 def _quiet() -> None:
     """Keep the libraries' own reports off the terminal, and each of our warnings in one line."""
     transformers.utils.logging.set_verbosity_error()
+    huggingface_hub.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", module=r"(transformers|torch|huggingface_hub|accelerate)\b")
     warnings.showwarning = lambda message, *_, **__: _notify(f"warning: {message}")
 

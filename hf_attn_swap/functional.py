@@ -1,7 +1,6 @@
 """The papers' formulas on plain tensors: the readable reference for every variant.
 
-Axes: B batch, H head, Q query, K key, L token, D head width, N pattern. Nothing here knows a model;
-scores arrive scaled and masked (masked entries hold a very negative finite number or -inf).
+Axes: B batch, H head, Q query, K key, L token, D head width, N pattern. Scores arrive scaled and masked.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ def clipped_softmax(
 
     Args:
         scores: any shape. The caller sets masked positions to 0 afterwards.
-        gamma, zeta: ends of the stretch, at most 0 and at least 1.
+        gamma: lower end of the stretch, at most 0.
+        zeta: upper end, at least 1.
         dim: the key axis.
         n: as in `softmax_n`; 0 is the original clipped softmax.
 
@@ -130,7 +130,9 @@ def simple_attention(
     """SimpleTRON attention, linear in length: A = L^(-1/2) q (k^T v), no softmax and no 1/sqrt(D).
 
     Args:
-        q, k, v: (B,H,Q,D), (B,H,K,D), (B,H,K,D).
+        q: (B,H,Q,D).
+        k: (B,H,K,D).
+        v: (B,H,K,D).
         causal: query t sees the keys up to K - Q + t (aligned to the bottom right) and L is counted per query.
         key_mask: (B,K) bool, True where the key is a real token; None means all are.
         length: "true" counts the real keys that the query may see (at least 1), "fixed" counts padding too.
@@ -236,12 +238,8 @@ def hopfield_retrieve(
 
     Source: OutEffHop (Hu et al., 2024), section 2.4.
     """
-    known: dict[str, Callable[[Tensor], Tensor]] = {
-        "softmax_n": lambda scores: softmax_n(scores, n),
-        "softmax": lambda scores: torch.softmax(scores, -1),
-        "sparsemax": sparsemax,
-        "entmax15": entmax15,
-    }
+    known: dict[str, Callable[[Tensor], Tensor]] = {"sparsemax": sparsemax, "entmax15": entmax15}
+    known |= {"softmax_n": lambda scores: softmax_n(scores, n), "softmax": lambda scores: torch.softmax(scores, -1)}
     if normalizer not in known:
         raise ValueError(f"unknown normalizer {normalizer!r}; known: {', '.join(known)}.")
     if steps < 1:

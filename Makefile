@@ -1,0 +1,82 @@
+# Everything here does its own set-up; all it needs is make and Python >= 3.10 (PYTHON=... picks another one).
+# For a CUDA build of torch, or an environment of your own, install the package without make: see README.md.
+SHELL := /bin/sh
+.SHELLFLAGS := -ec
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help setup demo lint test test-all test-matrix bench clean
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH := torch==2.13.0
+OLDEST := transformers==5.10.1
+NEWEST := transformers>=5.10,<6
+# Tests run in two processes with one thread each: fastest on two cores, and no process starves another.
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+WORKERS ?= 2
+SHARED_PINS = grep -vE '^(transformers|huggingface-hub|tokenizers|typer|peft|accelerate)==' constraints.txt
+
+define new_venv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed; set PYTHON=")'
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --upgrade "pip>=24"
+	$(1)/bin/python -m pip install --quiet $(TORCH)
+endef
+
+help:
+	@echo "make demo         fine-tune five attentions of a pretrained BERT on real text and compare them (minutes)"
+	@echo "make test         the fast tests                 make test-all     also the slow ones"
+	@echo "make lint         ruff and mypy --strict        make test-matrix  oldest and newest transformers"
+	@echo "make bench        speed and memory against stock attention"
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (some minutes the first time)"
+	$(call new_venv,$(VENV))
+	$(VENV)/bin/python -m pip install --quiet -e ".[all]" -c constraints.txt
+	touch $@
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/hf-attn-swap demo $(DEMO_ARGS)
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+test: $(VENV)/.installed
+	$(PYTEST) $(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed
+	$(PYTEST) $(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) $(VENV)/bin/python -m pytest -m slow $(PYTEST_ARGS)
+
+.venv-oldest/.installed: pyproject.toml constraints.txt
+	$(call new_venv,.venv-oldest)
+	$(SHARED_PINS) > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet -e ".[test]" "$(OLDEST)" -c .venv-oldest/constraints.txt
+	touch $@
+
+.venv-newest/.installed: pyproject.toml constraints.txt
+	$(call new_venv,.venv-newest)
+	$(SHARED_PINS) > .venv-newest/constraints.txt
+	.venv-newest/bin/python -m pip install --quiet --upgrade -e ".[test]" "$(NEWEST)" -c .venv-newest/constraints.txt
+	touch $@
+
+test-matrix: .venv-oldest/.installed .venv-newest/.installed
+	for venv in .venv-oldest .venv-newest; do \
+	    $$venv/bin/python -c 'import sys, torch, transformers as t; print(f"transformers {t.__version__}, torch {torch.__version__}")'; \
+	    $(PYTEST) $$venv/bin/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS); \
+	done
+	work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
+	.venv-oldest/bin/python tests/matrix/cross_load.py save "$$work/oldest"; \
+	.venv-newest/bin/python tests/matrix/cross_load.py load "$$work/oldest"; \
+	.venv-newest/bin/python tests/matrix/cross_load.py save "$$work/newest"; \
+	.venv-oldest/bin/python tests/matrix/cross_load.py load "$$work/newest"
+
+bench: $(VENV)/.installed
+	$(VENV)/bin/python recipes/bench.py $(BENCH_ARGS)
+
+clean:
+	rm -rf .venv .venv-oldest .venv-newest .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,210 @@
+"""Model cards: `results.json` to the README.md of a repository, offline, and a table of many runs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from .citations import bibtex
+from .results import RESULTS_FILE, AppliedSwap, Metric, RunResult
+from .results.parts import RELATIONS
+
+TEMPLATE = Path(__file__).with_name("card_template.md.jinja")
+TAG = "hf-attn-swap"
+VARIANT_TAG = "attn-swap:"
+PLACEHOLDER_OWNER = "your-name"
+COLUMNS = (
+    *("run", "base model", "attention", "layers", "strength", "data", "metric"),
+    *("converted", "softmax control", "difference", "seeds", "cost"),
+)
+
+
+def render(result: RunResult, repo_id: str | None = None) -> str:
+    """The model card of a run, as the text of its README.md.
+
+    Args:
+        result: the run.
+        repo_id: where the model is, for the lines that load it; a placeholder if None.
+
+    Raises:
+        ValueError: a paper of the run has no citation.
+    """
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["cell"] = _cell
+    papers = dict.fromkeys(component.paper for swap in result.swaps for component in swap.components)
+    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        result=result,
+        metadata=card_data(result).to_yaml(),
+        repo_id=repo_id or f"{PLACEHOLDER_OWNER}/{result.name}",
+        swaps=[(swap, layers_text(swap, result.modules)) for swap in result.swaps],
+        metrics=_comparison(result, "metrics"),
+        outliers=_comparison(result, "outliers"),
+        image="image" in result.task,
+        figure=number,
+        citations=dict.fromkeys(entry for paper in papers for entry in bibtex(paper)),
+    )
+    validate(text)
+    return text
+
+
+def card_data(result: RunResult) -> ModelCardData:
+    """The metadata at the head of the card."""
+    variants = dict.fromkeys(swap.variant for swap in result.swaps)
+    seeds = len(result.converted.seeds)
+    return ModelCardData(
+        language=list(result.language) or None,
+        license=result.license,
+        library_name="transformers",
+        pipeline_tag=result.task,
+        base_model=result.base.name,
+        base_model_relation=result.base.relation,
+        datasets=[result.data.name],
+        metrics=[metric.name for metric in result.converted.metrics],
+        tags=[TAG, *(VARIANT_TAG + variant for variant in variants)],
+        model_name=result.name,
+        eval_results=[
+            EvalResult(
+                task_type=result.task,
+                dataset_type=result.data.name,
+                dataset_name=result.data.name,
+                dataset_config=result.data.config,
+                dataset_split=result.data.evaluated,
+                dataset_revision=result.data.revision,
+                metric_type=metric.name,
+                metric_name=f"{metric.name} ({'one seed' if seeds == 1 else f'mean of {seeds} seeds'})",
+                metric_value=float(f"{metric.mean:.6g}"),
+            )
+            for metric in result.converted.metrics
+        ],
+    )
+
+
+def validate(text: str) -> None:
+    """Check a card as far as that goes without the Hub.
+
+    Raises:
+        ValueError: saying everything that is wrong with its metadata.
+    """
+    if not text.startswith("---\n"):
+        raise ValueError("the card has no metadata: it must start with a block of YAML between two lines of ---.")
+    try:
+        data = ModelCard(text).data
+    except Exception as problem:  # whatever YAML or huggingface_hub raise, the metadata cannot be read
+        raise ValueError(f"the card's metadata cannot be read: {problem}") from problem
+    assert isinstance(data, ModelCardData)
+    found = data.to_dict()
+    tags = found.get("tags") if isinstance(found.get("tags"), list) else []
+    wrong = [
+        f"{name} must be {wanted}, got {found.get(name)!r}"
+        for name, wanted, holds in (
+            ("library_name", "transformers", found.get("library_name") == "transformers"),
+            ("license", "a name", isinstance(found.get("license"), str)),
+            ("pipeline_tag", "a name", isinstance(found.get("pipeline_tag"), str)),
+            ("base_model", "a name", isinstance(found.get("base_model"), str)),
+            ("base_model_relation", f"one of {', '.join(RELATIONS)}", found.get("base_model_relation") in RELATIONS),
+            ("datasets", "a list of names", _names(found.get("datasets"))),
+            ("metrics", "a list of names", _names(found.get("metrics"))),
+            ("tags", f"names, among them {TAG} and {VARIANT_TAG}...", _names(tags) and _tagged(tags or [])),
+        )
+        if not holds
+    ]
+    values = [result.metric_value for result in data.eval_results or []]
+    if not values or not all(type(value) in (int, float) and math.isfinite(value) for value in values):
+        wrong.append(f"model-index must have results that are finite numbers, got {values}")
+    if wrong:
+        raise ValueError(f"the card's metadata: {'; '.join(wrong)}.")
+
+
+def table(folder: str | Path) -> str:
+    """One Markdown table of all runs in a folder, a row for every metric of every run.
+
+    Raises:
+        ValueError: there are no results in it, or some cannot be read.
+    """
+    paths = sorted(Path(folder).glob(f"*/{RESULTS_FILE}"))
+    if not paths:
+        raise ValueError(f"no {RESULTS_FILE} in any folder of {folder}; a run writes one into a folder of its own.")
+    lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
+    for path in paths:
+        result = RunResult.load(path)
+        swaps = result.swaps
+        head = [
+            f"[{result.name}]({path.parent.name}/README.md)",
+            result.base.name,
+            result.variant,
+            "; ".join(layers_text(swap, result.modules) for swap in swaps),
+            ", ".join(dict.fromkeys(f"{swap.strength:g}" for swap in swaps)),
+            " ".join(filter(None, (result.data.name, result.data.config, result.data.evaluated))),
+        ]
+        tail = [str(len(result.converted.seeds)), f"× {result.cost.ratio:.3g}" if result.cost else "not measured"]
+        lines += [_row([*head, *cells, *tail]) for cells in _comparison(result, "metrics")]
+    return "\n".join(lines) + "\n"
+
+
+def layers_text(swap: AppliedSwap, modules: int) -> str:
+    """The layers of a swap in words, such as "0-5, 7 of 12"."""
+    layers = sorted(swap.layers)
+    if len(layers) == modules:
+        return f"all {modules}"
+    starts = [layer for layer in layers if layer - 1 not in swap.layers]
+    ends = [layer for layer in layers if layer + 1 not in swap.layers]
+    runs = (f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+    return f"{', '.join(runs)} of {modules}"
+
+
+def number(mean: float, spread: float | None = None, *, sign: bool = False) -> str:
+    """A figure and its spread, which says how many digits to print."""
+    plus = "+" if sign else ""
+    if not spread:
+        return f"{mean:{plus}.4g}" + (" ± 0" if spread == 0 else "")
+    digits = max(0, 1 - math.floor(math.log10(spread)))
+    if digits > 6:
+        return f"{mean:{plus}.4g} ± {spread:.2g}"
+    return f"{mean:{plus}.{digits}f} ± {spread:.{digits}f}"
+
+
+def _comparison(result: RunResult, kind: str) -> list[tuple[str, str, str, str]]:
+    """Per figure: its name with the better direction, the converted model, the control, the difference."""
+    rows = []
+    ours: Sequence[Metric] = getattr(result.converted, kind) or ()
+    theirs: Sequence[Metric] = getattr(result.control, kind, None) or ()
+    for index, metric in enumerate(ours):
+        name = f"{metric.name} ({'higher' if metric.higher_is_better else 'lower'} is better)"
+        other = theirs[index] if theirs else None
+        control = "none" if other is None else number(other.mean, other.spread)
+        paired = result.control is not None and result.control.seeds == result.converted.seeds
+        difference = "" if other is None else _difference(metric, other, paired=paired)
+        rows.append((name, number(metric.mean, metric.spread), control, difference))
+    return rows
+
+
+def _difference(ours: Metric, theirs: Metric, *, paired: bool) -> str:
+    if not paired:
+        return number(ours.mean - theirs.mean, sign=True)
+    each = [a - b for a, b in zip(ours.values, theirs.values, strict=True)]
+    return number(statistics.fmean(each), statistics.stdev(each) if len(each) > 1 else None, sign=True)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(_cell(cell) for cell in cells)} |"
+
+
+def _cell(text: str) -> str:
+    """Text as it stands in a cell of a Markdown table."""
+    return text.replace("|", "\\|")
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+
+
+def _tagged(tags: Sequence[str]) -> bool:
+    return TAG in tags and any(tag.startswith(VARIANT_TAG) for tag in tags)

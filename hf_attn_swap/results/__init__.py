@@ -1,0 +1,19 @@
+"""What one published run did and measured: the file that recipes write and cards, plots and tables read."""
+
+from .from_model import applied_swaps
+from .parts import AppliedSwap, BaseModel, Budget, Component, Cost, DataSet, Measured, Metric
+from .run import RESULTS_FILE, RunResult
+
+__all__ = [
+    "RESULTS_FILE",
+    "AppliedSwap",
+    "BaseModel",
+    "Budget",
+    "Component",
+    "Cost",
+    "DataSet",
+    "Measured",
+    "Metric",
+    "RunResult",
+    "applied_swaps",
+]

@@ -1,0 +1,168 @@
+"""The parts of a run: base model, swaps, data, what was measured, cost and budget."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from .record import Record, Scalar
+
+RELATIONS = ("adapter", "finetune", "merge", "quantized")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseModel(Record):
+    """The pretrained model that was converted.
+
+    Args:
+        name: its name on the Hub, such as "google-bert/bert-base-uncased".
+        revision: commit or tag, or None for the newest at the time.
+        relation: what the result is to it: "finetune", "adapter", "quantized" or "merge".
+        auto_class: the class that loads the result, such as "AutoModelForSequenceClassification".
+    """
+
+    name: str
+    revision: str | None
+    relation: str
+    auto_class: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_repo_id("name")
+        self.check(self.relation in RELATIONS, "relation", f"one of {', '.join(RELATIONS)}")
+        auto = self.auto_class.startswith("AutoModel") and self.auto_class.isidentifier()
+        self.check(auto, "auto_class", "an AutoModel class of transformers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component(Record):
+    """One variant of a composition: its formula and paper as the package states them, and all its options."""
+
+    name: str
+    formula: str
+    paper: str
+    options: dict[str, Scalar]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppliedSwap(Record):
+    """Which layers run what, at which strength (0 is the pretrained model, 1 the paper's formula)."""
+
+    components: tuple[Component, ...]
+    layers: tuple[int, ...]
+    strength: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(bool(self.components), "components", "at least one")
+        self.check(different([component.name for component in self.components]), "components", "different variants")
+        self.check(bool(self.layers) and different(self.layers), "layers", "one or more, all different")
+        self.check(min(self.layers) >= 0, "layers", "counted from 0")
+        self.check(0 <= self.strength <= 1, "strength", "in [0, 1]")
+
+    @property
+    def variant(self) -> str:
+        """The name as `patch_model` takes it, such as "outeffhop+gated"."""
+        return "+".join(component.name for component in self.components)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSet(Record):
+    """The data: name and configuration on the Hub, rows used of each split, and the split that was measured."""
+
+    name: str
+    config: str | None
+    revision: str | None
+    rows: dict[str, int]
+    evaluated: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_repo_id("name")
+        self.check(all(count > 0 for count in self.rows.values()), "rows", "counts above 0")
+        self.check(self.evaluated in self.rows, "evaluated", f"one of the splits in rows ({', '.join(self.rows)})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric(Record):
+    """One figure, measured once per seed; the name is the Hub's where it has one, such as "accuracy"."""
+
+    name: str
+    higher_is_better: bool
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean over the seeds."""
+        return statistics.fmean(self.values)
+
+    @property
+    def spread(self) -> float | None:
+        """Sample standard deviation over the seeds (n - 1); None for a single seed."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Record):
+    """One model, trained and measured once per seed.
+
+    Args:
+        seeds: what differs between the repetitions.
+        metrics: values in the order of `seeds`; the first metric is the headline.
+        outliers: likewise, figures of the activations such as "kurtosis" and "max_inf_norm"; None if not measured.
+        wall_seconds: of training and measuring, all seeds together.
+    """
+
+    seeds: tuple[int, ...]
+    metrics: tuple[Metric, ...]
+    outliers: tuple[Metric, ...] | None
+    wall_seconds: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(bool(self.seeds) and different(self.seeds), "seeds", "one or more, all different")
+        self.check(bool(self.metrics), "metrics", "at least one")
+        self.check(self.outliers is None or bool(self.outliers), "outliers", "at least one, or null")
+        self.check(self.wall_seconds >= 0, "wall_seconds", "at least 0")
+        figures = (*self.metrics, *(self.outliers or ()))
+        for figure in figures:
+            if len(figure.values) != len(self.seeds):
+                raise ValueError(
+                    f"{figure.name} has {len(figure.values)} values for {len(self.seeds)} seeds; give one per seed."
+                )
+        self.check(different([figure.name for figure in figures]), "metrics", "and outliers, all of different names")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost(Record):
+    """Time or memory against stock attention: 1.2 is a fifth more; `of` says what was measured, and how."""
+
+    ratio: float
+    of: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(self.ratio > 0, "ratio", "above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget(Record):
+    """What each seed was given: 0 steps and no learning rate where nothing was trained."""
+
+    steps: int
+    batch_size: int
+    sequence_length: int
+    learning_rate: float | None
+    optimizer: str | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(self.steps >= 0, "steps", "at least 0")
+        self.check(self.batch_size > 0, "batch_size", "above 0")
+        self.check(self.sequence_length > 0, "sequence_length", "above 0")
+
+
+def different(things: Sequence[Hashable]) -> bool:
+    """Whether no two are equal."""
+    return len(set(things)) == len(things)

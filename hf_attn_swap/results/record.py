@@ -1,0 +1,130 @@
+"""Dataclasses that hold what their annotations say, and nothing else.
+
+A `Record` checks every field against its annotation when it is built: numpy scalars become Python's, a whole number
+becomes a float where one is wanted, lists become tuples. Everything else of the wrong type is an error.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+import unicodedata
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, but not in its __all__
+
+Scalar = str | bool | int | float | None
+R = TypeVar("R", bound="Record")
+BREAKS = ("Cc", "Cs", "Zl", "Zp")  # Unicode categories of control characters, half characters and line ends
+WORDS = {str: "a line of text", bool: "true or false", int: "a whole number", float: "a number"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Base: the fields of a subclass are checked on construction.
+
+    Raises:
+        ValueError: naming the field, what it must be and what it is.
+    """
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in fields(self):
+            object.__setattr__(self, field.name, fit(getattr(self, field.name), hints[field.name], field.name))
+
+    def check(self, holds: bool, field: str, wanted: str) -> None:
+        """Refuse the value of a field that has the right type.
+
+        Raises:
+            ValueError: unless it holds.
+        """
+        if not holds:
+            raise ValueError(f"{field} must be {wanted}, got {getattr(self, field)!r}.")
+
+    def check_repo_id(self, field: str) -> None:
+        """Refuse what cannot be a name on the Hub.
+
+        Raises:
+            ValueError: the reason in huggingface_hub's words.
+        """
+        try:
+            validate_repo_id(getattr(self, field))
+        except ValueError as problem:
+            raise ValueError(f"{field} must be a name on the Hub: {problem}") from None
+
+
+def read_record(cls: type[R], data: Any, where: str) -> R:
+    """Build a record from plain data, as JSON gives it; `where` is its path in the file.
+
+    Raises:
+        ValueError: naming every field that is missing or unknown, or the first of the wrong type.
+    """
+    path = f"{where}." if where else ""
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} must be an object, got {data!r}.")
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in fields(cls)]
+    missing = [path + name for name in names if name not in data]
+    unknown = [path + str(name) for name in data if name not in names]
+    if missing or unknown:
+        parts = [f"{kind} fields: {', '.join(found)}" for kind, found in (("missing", missing), ("unknown", unknown))]
+        raise ValueError("; ".join(part for part, found in zip(parts, (missing, unknown), strict=True) if found) + ".")
+    values = {name: fit(data[name], hints[name], path + name) for name in names}
+    try:
+        return cls(**values)
+    except ValueError as problem:
+        raise ValueError(f"{path}{problem}") from None
+
+
+def fit(value: Any, hint: Any, where: str) -> Any:
+    """The value as its annotation wants it.
+
+    Raises:
+        ValueError: it has another type, or is a number that is not finite.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return _fit_union(value, inner, where)
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{where} must be a list, got {value!r}.")
+        return tuple(fit(item, inner[0], f"{where}[{index}]") for index, item in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} must be an object, got {value!r}.")
+        return {fit(key, str, f"{where}, a name"): fit(item, inner[1], f"{where}.{key}") for key, item in value.items()}
+    if is_dataclass(hint):
+        assert isinstance(hint, type)
+        assert issubclass(hint, Record)
+        return value if isinstance(value, hint) else read_record(hint, value, where)
+    return _fit_scalar(value, hint, where)
+
+
+def _fit_union(value: Any, hints: tuple[Any, ...], where: str) -> Any:
+    if value is None and type(None) in hints:
+        return None
+    others = [hint for hint in hints if hint is not type(None)]
+    if len(others) == 1:
+        return fit(value, others[0], where)
+    if type(value) in others:
+        return fit(value, type(value), where)
+    raise ValueError(f"{where} must be {', '.join(WORDS[hint] for hint in others)} or null, got {value!r}.")
+
+
+def _fit_scalar(value: Any, hint: type[Any], where: str) -> Any:
+    if hint is float and type(value) is int:
+        value = float(value)
+    if type(value) is not hint:
+        raise ValueError(f"{where} must be {WORDS[hint]}, got {value!r}.")
+    if hint is float and not math.isfinite(value):
+        raise ValueError(
+            f"{where} is {value}; a run that diverged has no such figure: leave the seed out and say so in limits."
+        )
+    if hint is str and (not value.strip() or any(unicodedata.category(letter) in BREAKS for letter in value)):
+        raise ValueError(f"{where} must be a line of text, not empty and without line breaks, got {value!r}.")
+    return value

@@ -1,0 +1,150 @@
+"""`RunResult` and its JSON form, `results.json` with `"version": 1`.
+
+It is read strictly: a field that is missing, unknown or of another type is an error that names it, and so is a
+number that is not finite.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .parts import AppliedSwap, BaseModel, Budget, Cost, DataSet, Measured, Metric, different
+from .record import Record, read_record
+
+VERSION = 1
+RESULTS_FILE = "results.json"
+REPORTED_VERSIONS = ("hf_attn_swap", "torch", "transformers")
+IDENTIFIER = re.compile(r"[a-z0-9]+([.-][a-z0-9]+)*")  # of licences and tasks on the Hub
+LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult(Record):
+    """One published run.
+
+    Args:
+        name: short name, also of its folder.
+        base: the pretrained model.
+        modules: its self-attention layers, swapped or not.
+        swaps: what runs where; `applied_swaps` reads it from a model.
+        parameters_added: by the swaps.
+        conversion: how the model was converted, step by step, one sentence each.
+        task: pipeline tag of the Hub, such as "text-classification".
+        data: what it was trained and measured on.
+        converted: the converted model's figures.
+        control: those of the softmax model trained the same way; None if there is none.
+        cost: against stock attention; None if not measured.
+        budget: of each of the two.
+        versions: of packages, by import name; at least hf_attn_swap, torch and transformers.
+        hardware: what it ran on.
+        wall_seconds: of the whole run, from the pretrained model to this file.
+        intended_use: what the model is for.
+        limits: what it is not for and what the figures do not show, one sentence each.
+        license: the Hub's identifier, such as "apache-2.0".
+        language: ISO 639 codes; empty where there is no text.
+    """
+
+    name: str
+    base: BaseModel
+    modules: int
+    swaps: tuple[AppliedSwap, ...]
+    parameters_added: int
+    conversion: tuple[str, ...]
+    task: str
+    data: DataSet
+    converted: Measured
+    control: Measured | None
+    cost: Cost | None
+    budget: Budget
+    versions: dict[str, str]
+    hardware: str
+    wall_seconds: float
+    intended_use: str
+    limits: tuple[str, ...]
+    license: str
+    language: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_repo_id("name")
+        self.check("/" not in self.name, "name", "a name without an owner")
+        self.check(bool(self.swaps), "swaps", "at least one")
+        layers = [layer for swap in self.swaps for layer in swap.layers]
+        self.check(different(layers), "swaps", "of different layers")
+        self.check(max(layers) < self.modules, "modules", f"above {max(layers)}, the last swapped layer")
+        self.check(self.parameters_added >= 0, "parameters_added", "at least 0")
+        self.check(bool(self.conversion), "conversion", "at least one step")
+        self.check(bool(self.limits), "limits", "at least one sentence")
+        self.check(self.wall_seconds >= 0, "wall_seconds", "at least 0")
+        self.check(IDENTIFIER.fullmatch(self.task) is not None, "task", 'a pipeline tag such as "text-classification"')
+        self.check(IDENTIFIER.fullmatch(self.license) is not None, "license", 'an identifier such as "apache-2.0"')
+        self.check(all(LANGUAGE.fullmatch(code) for code in self.language), "language", 'codes such as "en"')
+        self.check(set(REPORTED_VERSIONS) <= set(self.versions), "versions", f"of {', '.join(REPORTED_VERSIONS)}")
+        if self.control is not None:
+            _check_alike(self.converted.metrics, self.control.metrics, "metrics")
+            _check_alike(self.converted.outliers or (), self.control.outliers or (), "outliers")
+
+    @property
+    def variant(self) -> str:
+        """What runs, in one line; a hybrid model has several."""
+        return ", ".join(dict.fromkeys(swap.variant for swap in self.swaps))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> RunResult:
+        """Read the JSON form.
+
+        Raises:
+            ValueError: a field is missing, unknown or of the wrong type, or another version wrote it.
+        """
+        if not isinstance(data, dict) or "version" not in data:
+            raise ValueError('results are a JSON object with "version": 1; this is something else.')
+        if type(data["version"]) is not int or data["version"] != VERSION:
+            raise ValueError(
+                f"these results have version {data['version']!r}, and this hf_attn_swap reads version {VERSION}; "
+                "use the hf_attn_swap that wrote them."
+            )
+        return read_record(cls, {key: value for key, value in data.items() if key != "version"}, "")
+
+    @classmethod
+    def load(cls, path: str | Path) -> RunResult:
+        """Read a results.json.
+
+        Raises:
+            ValueError: what is wrong with it, and where.
+            OSError: it cannot be read.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            return cls.from_dict(json.loads(text, object_pairs_hook=_unique))
+        except ValueError as problem:  # JSON's and UTF-8's errors are ValueErrors too
+            raise ValueError(f"{path}: {problem}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write a results.json."""
+        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def _check_alike(converted: Sequence[Metric], control: Sequence[Metric], kind: str) -> None:
+    """The control stands next to the converted model, so both have the same figures."""
+    ours, theirs = ([(figure.name, figure.higher_is_better) for figure in side] for side in (converted, control))
+    if ours != theirs:
+        raise ValueError(f"control.{kind} must be the same as converted.{kind}, in the same order.")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, whose names must differ: the last of two would win without a word."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"repeated fields: {', '.join(sorted({n for n in names if names.count(n) > 1}))}.")
+    return found

@@ -1,0 +1,40 @@
+import re
+
+import pytest
+
+from hf_attn_swap.arguments import parse_layers, parse_options
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [(None, None), ("0", [0]), ("0-5,7", [0, 1, 2, 3, 4, 5, 7]), (" 3 , 1-2,2", [1, 2, 3]), ("4-4", [4])],
+)
+def test_layers(text: str | None, layers: list[int] | None) -> None:
+    assert parse_layers(text) == layers
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "3-1", "1,,2", "1-2-3", "0.5"])
+def test_layers_of_another_form_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(text))):
+        parse_layers(text)
+
+
+def test_options_of_one_variant_are_flat() -> None:
+    pairs = ["alpha=0.5", "init=first", "flag=True", "none=None", "n=3", "json=true", "text=a=b"]
+    expected = {"alpha": 0.5, "init": "first", "flag": True, "none": None, "n": 3, "json": True, "text": "a=b"}
+    assert parse_options(pairs, composed=False) == expected
+
+
+def test_options_of_a_composition_belong_to_components() -> None:
+    pairs = ["mha.alpha=0.5", "mha.init=first", "gated.kind=mlp"]
+    expected = {"mha": {"alpha": 0.5, "init": "first"}, "gated": {"kind": "mlp"}}
+    assert parse_options(pairs, composed=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("pair", "composed"),
+    [("alpha", False), ("=1", False), ("a.b=1", False), ("alpha=1", True), ("mha.=1", True), (".alpha=1", True)],
+)
+def test_options_of_another_form_are_refused(pair: str, composed: bool) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(pair))):
+        parse_options([pair], composed=composed)

@@ -1,0 +1,154 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+import hf_attn_swap
+from hf_attn_swap import checkpoint, cli, list_variants
+from hf_attn_swap.registry import get_variant
+
+from .conftest import Outcome
+
+Command = Callable[..., Outcome]
+
+
+def is_one_error(outcome: Outcome) -> bool:
+    lines = outcome.err.splitlines()
+    return outcome.code == 2 and not outcome.out and len(lines) == 1 and lines[0].startswith("error: ")
+
+
+def test_version(command: Command) -> None:
+    assert command("--version") == Outcome(0, f"hf-attn-swap {hf_attn_swap.__version__}\n", "")
+
+
+def test_without_arguments_it_shows_help(command: Command) -> None:
+    outcome = command()
+    assert outcome.code == 0
+    assert all(name in outcome.out for name in ("variants", "patch", "describe", "demo"))
+
+
+def test_variants_lists_every_variant_with_its_options(command: Command) -> None:
+    outcome = command("variants")
+    text = " ".join(outcome.out.split())
+    assert outcome.code == 0
+    for name in list_variants():
+        assert f"{name} " in text
+        for field in dataclasses.fields(get_variant(name).Options):
+            assert f"{field.name}=" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bogus",),
+        ("patch", "only-one"),
+        ("patch", "/no/such/folder", "belief", "out"),
+        ("describe", "./nowhere"),
+        ("patch", "MODEL", "bogus", "out"),
+        ("patch", "MODEL", "mha", "out", "-o", "alpha=2"),
+        ("patch", "MODEL", "mha", "out", "-o", "nonsense"),
+        ("patch", "MODEL", "mha", "out", "--layers", "1-"),
+        ("patch", "MODEL", "mha", "out", "--layers", "7"),
+        ("patch", "MODEL", "mha", "out", "--strength", "2"),
+        ("patch", "MODEL", "mha", "out", "--task", "image-classification"),
+        ("patch", "MODEL", "mha+clipped", "out", "-o", "alpha=0.1"),
+        ("patch", "MODEL", "simple+belief", "out"),
+        ("describe", "MODEL", "--task", "bogus"),
+        ("demo", "--ramp", "2"),
+        ("demo", "--variants", "softmax"),
+        ("demo", "--variants", "belief,belief"),
+        ("demo", "--train-size", "0"),
+    ],
+    ids=" ".join,
+)
+def test_errors_are_one_line(
+    command: Command, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    progress = ("loading ", "reading ", "Loading weights", "\r")
+    outcome = command(*(str(tiny_bert) if argument == "MODEL" else argument for argument in arguments))
+    last = [line for line in outcome.err.splitlines() if line.strip() and not line.startswith(progress)]
+    assert is_one_error(Outcome(outcome.code, outcome.out, "\n".join(last)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unforeseen_error_names_its_type(command: Command, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("hidden_size")
+
+    monkeypatch.setattr(checkpoint, "skeleton", broken)
+    assert "error: KeyError: 'hidden_size' (run again with --debug" in command("describe", tiny_bert).err
+    with pytest.raises(KeyError):
+        cli.run(["--debug", "describe", str(tiny_bert)])
+
+
+def test_patch_saves_what_plain_from_pretrained_loads(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--layers", "1", "--strength", "0.5", "-o", "gated.kind=mlp")
+    outcome = command("patch", tiny_bert, "outeffhop+gated", out, *options)
+    assert (outcome.code, outcome.out) == (0, "")
+    loaded = AutoModelForSequenceClassification.from_pretrained(out)
+    expected = AutoModelForSequenceClassification.from_pretrained(tiny_bert)
+    hf_attn_swap.patch_model(expected, "outeffhop+gated", layers=[1], strength=0.5, gated={"kind": "mlp"})
+    inputs = AutoTokenizer.from_pretrained(out)(["the film was great", "dull"], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**inputs).logits, expected.eval()(**inputs).logits)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (out / file).read_bytes() == (tiny_bert / file).read_bytes()
+
+
+def test_patch_keeps_the_saved_class_and_takes_another(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    assert command("patch", tiny_bert, "belief", tmp_path / "same").code == 0
+    assert json.loads((tmp_path / "same/config.json").read_text())["architectures"] == ["BertForSequenceClassification"]
+    outcome = command("patch", tiny_bert, "belief", tmp_path / "other", "--task", "token-classification")
+    assert outcome.code == 0
+    assert "newly initialised: classifier" not in outcome.err  # the checkpoint has a classifier of that shape
+    assert json.loads((tmp_path / "other/config.json").read_text())["architectures"] == ["BertForTokenClassification"]
+    outcome = command("patch", tiny_bert, "belief", tmp_path / "third", "--auto-class", "AutoModelForQuestionAnswering")
+    assert "newly initialised: qa_outputs.bias, qa_outputs.weight" in outcome.err
+
+
+def test_patch_writes_over_nothing(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("mine")
+    assert is_one_error(command("patch", tiny_bert, "belief", tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert command("patch", tiny_bert, "belief", tmp_path, "--overwrite").code == 0
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_patch_says_when_there_is_no_tokenizer(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    AutoModel.from_pretrained(tiny_bert).save_pretrained(tmp_path / "bare")
+    assert "no tokenizer or image processor" in command("patch", tmp_path / "bare", "belief", tmp_path / "out").err
+
+
+def test_describe_stock_and_converted(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    stock = command("describe", tiny_bert)
+    assert stock.code == 0
+    assert "0 of 2 self-attention modules swapped" in stock.out
+    assert "Layers 0 to 1 can be swapped" in stock.out
+    command("patch", tiny_bert, "mha", tmp_path / "out", "--layers", "0", "--strength", "0.25")
+    converted = command("describe", tmp_path / "out")
+    assert "1 of 2 self-attention modules swapped" in converted.out
+    assert "mha" in converted.out
+    assert "can be swapped" not in converted.out
+    rows = json.loads(command("describe", tmp_path / "out", "--json").out)["rows"]
+    assert [row["strength"] for row in rows] == [0.25, None]
+
+
+def test_describe_reads_the_config_alone(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_bert / "config.json").read_bytes())
+    assert command("describe", tmp_path).code == 0
+
+
+def test_the_installed_command_runs() -> None:
+    script = Path(sys.executable).with_name("hf-attn-swap")
+    if not script.exists():
+        pytest.skip("the package is not installed in this environment, so there is no console script")
+    done = subprocess.run([script, "bogus"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: No such command 'bogus'.\n")

@@ -1,0 +1,122 @@
+"""The cells of the contract, generated from the registries: no name of a variant or family is written here.
+
+Variants come from `list_variants`, compositions from the places that the variants declare, options from their
+dataclasses: a new variant is one file, and every test of this folder picks it up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import types
+import typing
+import warnings
+from typing import Any
+
+from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap.families import FAMILIES
+from hf_attn_swap.registry import parse
+from hf_attn_swap.variants.base import VARIANTS
+
+FAMILY_NAMES = tuple(sorted(family.name for family in FAMILIES.values()))
+SINGLES = list_variants()
+Cell = tuple[str, dict[str, Any]]
+
+
+def composes(names: tuple[str, ...]) -> bool:
+    """SPEC 6: different places, and nothing that composes with nothing."""
+    classes = [VARIANTS[name] for name in names]
+    places = [place for cls in classes for place in cls.places]
+    return not any(cls.alone for cls in classes) and len(places) == len(set(places))
+
+
+def _sets(size: int) -> list[tuple[str, ...]]:
+    return [names for names in itertools.combinations(SINGLES, size) if composes(names)]
+
+
+PAIRS = tuple("+".join(names) for names in _sets(2))
+LARGER = tuple("+".join(names) for size in range(3, 6) for names in _sets(size))
+COMPOSITIONS = PAIRS + LARGER
+EVERY = SINGLES + PAIRS
+
+
+def choices(cls: type[Any], field: str) -> list[str]:
+    """The values of a string option: what the error for a wrong one lists, and the constructor takes."""
+    try:
+        cls(**{field: "no such value"})
+    except ValueError as problem:
+        listed = re.findall(r"\w+", str(problem))
+    else:
+        raise AssertionError(f"{cls.__name__}.{field} takes any string")
+    found = dict.fromkeys(word for word in listed if _accepts(cls, {field: word}))
+    assert len(found) > 1, f"the error of {cls.__name__}.{field} does not say what is allowed"
+    return list(found)
+
+
+def _accepts(cls: type[Any], values: dict[str, Any]) -> bool:
+    try:
+        cls(**values)
+    except ValueError:
+        return False
+    return True
+
+
+def option_sets(name: str) -> list[dict[str, Any]]:
+    """All combinations of the string options, then every number once with other values, then the optional ones."""
+    cls = VARIANTS[name].Options
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    strings = [field.name for field in fields if hints[field.name] is str]
+    combinations = itertools.product(*(choices(cls, field) for field in strings))
+    sets = [dict(zip(strings, values, strict=True)) for values in combinations]
+    for field in fields:
+        if hints[field.name] is float:
+            trials = ({field.name: value} for value in (0.0, field.default / 2, 1.1))
+            sets += [trial for trial in trials if trial[field.name] != field.default and _accepts(cls, trial)]
+    optional = {field.name: _example(hints[field.name]) for field in fields if field.default is None}
+    return [*sets, optional] if optional else sets
+
+
+def _example(hint: Any) -> Any:
+    assert isinstance(hint, types.UnionType)
+    return {float: 0.3, int: 10}[next(part for part in typing.get_args(hint) if part is not type(None))]
+
+
+def is_default(name: str, options: dict[str, Any]) -> bool:
+    """True if these options are what the variant does without any."""
+    return VARIANTS[name].Options(**options) == VARIANTS[name].Options()
+
+
+OPTION_CELLS: tuple[Cell, ...] = tuple((name, options) for name in SINGLES for options in option_sets(name))
+EXTRA_CELLS: tuple[Cell, ...] = tuple(cell for cell in OPTION_CELLS if not is_default(*cell))
+DEFAULT_CELLS: tuple[Cell, ...] = tuple((name, {}) for name in SINGLES)
+
+
+def label(cell: Cell) -> str:
+    """A readable test id."""
+    name, options = cell
+    return name + "".join(f"-{key}={value}" for key, value in options.items())
+
+
+def swap_in(model: Any, variant: str, **arguments: Any) -> Any:
+    """`patch_model`, with the one sentence of advice that options may bring left out (it has its own test)."""
+    with warnings.catch_warnings():
+        for sentence in filter(None, (advice(name, arguments) for name in variant.split("+"))):
+            warnings.filterwarnings("ignore", message=re.escape(sentence))
+        return patch_model(model, variant, **arguments)
+
+
+def advice(name: str, arguments: dict[str, Any]) -> str | None:
+    """What the variant warns of with these options."""
+    cls = VARIANTS[name]
+    known = {field.name for field in dataclasses.fields(cls.Options)}
+    given = arguments.get(name, {}) if name in arguments else {k: v for k, v in arguments.items() if k in known}
+    probe = cls.__new__(cls)
+    object.__setattr__(probe, "__dict__", {"options": cls.Options(**given)})
+    return cls.warn(probe)
+
+
+def is_linear(variant: str) -> bool:
+    """True if the variant has no scores: SimpleTRON."""
+    return any(cls.replaces for cls in parse(variant))

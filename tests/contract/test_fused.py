@@ -1,0 +1,184 @@
+"""The fused form equals the readable one, and it is seen to have run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_attn_swap import compute, describe
+from hf_attn_swap.variants import mha
+
+from .cells import EVERY, EXTRA_CELLS, FAMILY_NAMES, Cell, is_linear, label, swap_in
+from .harness import (
+    CAUSAL_FAMILIES, LENGTH, Recorder, assert_same, batch_of, forward, fresh, padding_side, perturb, run_all,
+)  # fmt: skip
+
+CELLS: tuple[Cell, ...] = (*((name, {}) for name in EVERY), *EXTRA_CELLS)
+PADDED = [(family, side) for family in FAMILY_NAMES for side in dict.fromkeys((None, padding_side(family)))]
+# The torch functions behind each word that `describe` uses.
+PRIMITIVES = {"SDPA": "scaled_dot_product_attention", "baddbmm": "baddbmm", "reordered products": "matmul"}
+
+
+def model_of(family: str, cell: Cell, strength: float = 1.0) -> Any:
+    return perturb(swap_in(fresh(family), cell[0], strength=strength, **cell[1]))
+
+
+def runs(model: Any) -> set[str]:
+    return {row.runs for row in describe(model).rows}
+
+
+def is_reference(model: Any) -> bool:
+    (words,) = runs(model)
+    return words.startswith("reference")
+
+
+def forbid_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any) -> None:
+        raise AssertionError("the fused form did not run")
+
+    monkeypatch.setattr(compute, "reference", forbidden)
+
+
+def force_reference(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every scored layer runs the readable pipeline; products under any mask, for variants without scores."""
+    seen: list[int] = []
+    attend = compute.attend
+
+    def readable(places: Any, inputs: Any, call: Any, sdpa: Any, want_weights: bool) -> tuple[Tensor, Tensor | None]:
+        seen.append(1)
+        return attend(places, inputs, call, sdpa, True)
+
+    monkeypatch.setattr("hf_attn_swap.swap.attend", readable)
+    return seen
+
+
+@pytest.mark.parametrize(("family", "padded"), PADDED)
+@pytest.mark.parametrize("cell", CELLS, ids=label)
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+def test_fused_equals_reference(
+    family: str, padded: str | None, cell: Cell, strength: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = model_of(family, cell, strength), batch_of(family, padded=padded)
+    if is_reference(model):
+        return
+    with monkeypatch.context() as patched:
+        forbid_reference(patched)
+        fused = run_all(model, batch)
+    seen = force_reference(monkeypatch)
+    readable = run_all(model, batch)
+    assert len(seen) == model.config.num_hidden_layers
+    assert_same(fused, readable)
+
+
+def test_most_variants_have_a_fused_form() -> None:
+    fused = [name for name in EVERY if not is_reference(model_of("bert", (name, {})))]
+    assert len(fused) >= len(EVERY) // 3
+    assert {"outeffhop", "belief", "gated", "mha", "simple_resl"} <= set(fused)
+    assert {"belief+outeffhop", "gated+outeffhop"} <= set(fused)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("cell", CELLS, ids=label)
+def test_what_describe_says_is_what_runs(
+    family: str, cell: Cell, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each fused primitive is called once per layer, and a layer that is fused never makes the weights itself."""
+    model, batch = model_of(family, cell), batch_of(family, padded=padding_side(family))
+    (words,) = runs(model)
+    layers = model.config.num_hidden_layers
+    calls = []
+    readable = compute.reference
+    monkeypatch.setattr(compute, "reference", lambda *given: calls.append(1) or readable(*given))
+    with torch.set_grad_enabled(grad), Recorder() as seen:
+        model(**batch)
+    if words.startswith("reference"):
+        assert len(calls) == layers
+        return
+    assert not calls
+    expected = "baddbmm" if "baddbmm" in words else "SDPA" if "SDPA" in words else "reordered products"
+    if expected == "baddbmm":
+        assert seen.count("baddbmm", "baddbmm_") == layers
+        assert seen.count("softmax") == (layers if grad else 0)
+        assert seen.count("scaled_dot_product_attention") == (0 if grad else layers)
+    elif expected == "SDPA":
+        assert seen.count("scaled_dot_product_attention") == layers
+        assert seen.count("softmax") == 0
+    else:
+        assert is_linear(cell[0])
+        assert seen.count("scaled_dot_product_attention", "softmax", "_softmax") == 0, "SPEC 3: no softmax at s = 1"
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "opt", "albert"])
+@pytest.mark.parametrize("padded", [None, "right", "left"])
+@pytest.mark.parametrize("name", [name for name in EVERY if is_linear(name)])
+def test_linear_attention_never_builds_queries_times_keys(family: str, padded: str | None, name: str) -> None:
+    length = 300
+    model = model_of(family, (name, {}))
+    model = swap_in(fresh(family, torch.float32, max_position_embeddings=length), name)
+    from tests import zoo
+
+    batch = zoo.inputs(family, batch=2, length=length, padded=padded)
+    with torch.no_grad(), Recorder() as seen:
+        model(**batch)
+    assert any(length in shape for shape in seen.shapes)
+    assert not [shape for shape in seen.shapes if sum(size >= length for size in shape) > 1]
+
+
+def allowed(family: str, batch: dict[str, Any], keys: int) -> Tensor:
+    """(B,1,Q,K): where a query may look."""
+    rows = len(next(iter(batch.values())))
+    mask = torch.ones(rows, 1, keys, keys, dtype=torch.bool)
+    if "attention_mask" in batch:
+        mask &= batch["attention_mask"].bool()[:, None, None, :]
+    return mask.tril() if family in CAUSAL_FAMILIES else mask
+
+
+@pytest.mark.parametrize(("family", "padded"), PADDED)
+@pytest.mark.parametrize("cell", CELLS, ids=label)
+@pytest.mark.parametrize("strength", [0.0, 1.0])
+def test_weights_on_request(family: str, padded: str | None, cell: Cell, strength: float) -> None:
+    """(B,H,Q,K) per layer, zeros where masked, the rows of normalised variants sum to at most 1; same outputs."""
+    model, batch = model_of(family, cell, strength), batch_of(family, padded=padded)
+    wanted = forward(model, batch)
+    with torch.no_grad():
+        out = model(**batch, output_attentions=True)
+    assert len(out.attentions) == model.config.num_hidden_layers
+    keys = out.attentions[0].shape[-1]
+    assert keys == LENGTH or padding_side(family) is None
+    mask = allowed(family, batch, keys)
+    for weights in out.attentions:
+        assert weights.shape == (len(mask), model.config.num_attention_heads, keys, keys)
+        assert weights.isfinite().all()
+        assert not weights.masked_select(~mask).any()
+        assert weights.masked_select(mask).any()
+        if not is_linear(cell[0]) or strength == 0:
+            assert (weights >= 0).all()
+            assert float(weights.sum(-1).max()) <= (1.2 if "clipped" in cell[0] else 1) + 1e-12
+    again = forward(model, batch, output_attentions=True)
+    assert (again - wanted).abs().max() <= 1e-12 * wanted.abs().max().clamp_min(1)
+    assert model(**batch).get("attentions") is None
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_weights_of_the_control_are_those_of_eager_attention(family: str) -> None:
+    model, stock = swap_in(fresh(family), "softmax"), fresh(family)
+    stock.set_attn_implementation("eager")
+    batch = batch_of(family, padded=padding_side(family))
+    with torch.no_grad():
+        got, wanted = (each(**batch, output_attentions=True).attentions for each in (model, stock))
+    real = batch.get("attention_mask", torch.ones(1, 1)).bool()[:, None, :, None]
+    for one, other in zip(got, wanted, strict=True):
+        assert (one - other).mul(real).abs().max() <= 1e-12
+
+
+def test_a_previous_layer_is_reused_in_place() -> None:
+    """Without checkpointing, H is one buffer: `baddbmm_` after the first layer."""
+    model = model_of("bert", ("mha", {}))
+    with Recorder() as seen:
+        model(**batch_of("bert"))
+    assert seen.count("baddbmm_") == model.config.num_hidden_layers - 1
+    assert mha.Mha.fused.startswith("in-place baddbmm")

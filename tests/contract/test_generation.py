@@ -1,0 +1,114 @@
+"""Generation with a cache equals generation without, token for token and in logits, for every variant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import zoo
+
+from .cells import EXTRA_CELLS, PAIRS, SINGLES, Cell, label, swap_in
+from .harness import CAUSAL_FAMILIES, TOLERANCE, distance, fresh, perturb
+
+NEW = 5
+PROMPT = 6
+CELLS: tuple[Cell, ...] = tuple((name, {}) for name in SINGLES)
+COMPOSED: tuple[Cell, ...] = tuple((name, {}) for name in PAIRS)
+
+
+def model_of(family: str, cell: Cell, strength: float = 1.0) -> Any:
+    model = fresh(family)
+    swap_in(model, cell[0], strength=strength, **cell[1])
+    model.generation_config.eos_token_id = None  # always NEW tokens
+    return perturb(model)
+
+
+def prompt_of(family: str, padded: str | None = None) -> dict[str, Any]:
+    prompt = zoo.inputs(family, batch=2, length=PROMPT, padded=padded)
+    return {**prompt, "attention_mask": prompt.get("attention_mask", torch.ones_like(prompt["input_ids"]))}
+
+
+def generate(model: Any, prompt: dict[str, Any], **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Tokens (B,L) and the logits of the new ones (NEW,B,V)."""
+    out = model.generate(
+        **prompt,
+        max_new_tokens=NEW,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **kwargs,
+    )
+    return out.sequences, torch.stack(out.logits)
+
+
+def assert_equal_generation(model: Any, prompt: dict[str, Any], cached: dict[str, Any], **both: Any) -> None:
+    wanted_tokens, wanted = generate(model, prompt, use_cache=False, **both)
+    tokens, logits = generate(model, prompt, use_cache=True, **cached, **both)
+    assert tokens.shape[1] == PROMPT + NEW
+    assert torch.equal(tokens, wanted_tokens)
+    assert distance(logits, wanted) <= TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("padded", [None, "left"])
+@pytest.mark.parametrize("cell", CELLS + COMPOSED, ids=label)
+def test_dynamic_cache(family: str, cell: Cell, padded: str | None) -> None:
+    assert_equal_generation(model_of(family, cell), prompt_of(family, padded), {})
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("padded", [None, "left"])
+@pytest.mark.parametrize("cell", CELLS, ids=label)
+def test_static_cache(family: str, cell: Cell, padded: str | None) -> None:
+    assert_equal_generation(model_of(family, cell), prompt_of(family, padded), {"cache_implementation": "static"})
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("cell", CELLS, ids=label)
+def test_beam_search(family: str, cell: Cell) -> None:
+    """Beams are reordered in the cache; the row of a token's own value must move with it."""
+    assert_equal_generation(model_of(family, cell), prompt_of(family, "left"), {}, num_beams=3)
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("cell", EXTRA_CELLS, ids=label)
+def test_options(cell: Cell, cache: dict[str, Any]) -> None:
+    if cell[1].get("length") == "fixed":  # the padded length is part of the formula, and it differs by design
+        return
+    assert_equal_generation(model_of("llama", cell), prompt_of("llama", "left"), cache)
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("cell", CELLS, ids=label)
+def test_in_between(cell: Cell, cache: dict[str, Any]) -> None:
+    assert_equal_generation(model_of("gpt2", cell, strength=0.5), prompt_of("gpt2", "left"), cache)
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("cell", CELLS + COMPOSED, ids=label)
+def test_in_chunks(family: str, cell: Cell) -> None:
+    """Several tokens at once onto a cache that holds some: the queries are the last rows."""
+    model, prompt = model_of(family, cell), prompt_of(family)
+    ids = prompt["input_ids"]
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        first = model(input_ids=ids[:, :2], use_cache=True)
+        cache = first.past_key_values
+        second = model(input_ids=ids[:, 2:5], past_key_values=cache, use_cache=True)
+        third = model(input_ids=ids[:, 5:], past_key_values=cache, use_cache=True)
+    got = torch.cat([first.logits, second.logits, third.logits], 1)
+    assert distance(got, wanted) <= TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=label)
+def test_sampling_is_reproducible_and_runs(cell: Cell) -> None:
+    model, prompt = model_of("gpt2", cell), prompt_of("gpt2")
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        drawn.append(model.generate(**prompt, max_new_tokens=NEW, do_sample=True, num_return_sequences=2))
+    assert torch.equal(*drawn)
+    assert drawn[0].shape == (4, PROMPT + NEW)

@@ -1,0 +1,153 @@
+"""Carried scores need every layer, once, with the same keys; and products without scores take no bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap.variants.base import VARIANTS
+
+from .cells import FAMILY_NAMES, OPTION_CELLS, Cell, label, swap_in
+from .harness import assert_same, batch_of, forward, fresh, refused, run, swaps
+
+
+def carries(cell: Cell) -> bool:
+    swap = swaps(swap_in(fresh("bert"), cell[0], **cell[1]))[0]
+    return swap.carries
+
+
+CARRYING = [cell for cell in OPTION_CELLS if carries(cell)]
+LINEAR = [name for name in list_variants() if VARIANTS[name].replaces]
+SHARED = "albert"
+
+
+def checkpointed(model: Any, reentrant: bool, **kwargs: Any) -> Any:
+    """Switch activation checkpointing on, by its name in this transformers."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant}, **kwargs)
+    return model.train()
+
+
+def test_some_variant_carries() -> None:
+    assert CARRYING
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("cell", CARRYING, ids=label)
+def test_reentrant_checkpointing(family: str, cell: Cell) -> None:
+    model = checkpointed(swap_in(fresh(family), cell[0], **cell[1]), reentrant=True)
+    with refused("re-entrant activation checkpointing", "'use_reentrant': False"):
+        model(**batch_of(family))
+    forward(model, batch_of(family))  # nothing is lost without gradients
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILY_NAMES if name != SHARED])
+@pytest.mark.parametrize("cell", CARRYING, ids=label)
+def test_checkpointing_that_keeps_the_scores(family: str, cell: Cell) -> None:
+    """The recomputation must see the same H: gradients as without checkpointing."""
+    model = swap_in(fresh(family), cell[0], **cell[1])
+    wanted = run(model.train(), batch_of(family))
+    assert_same(run(checkpointed(model, reentrant=False), batch_of(family)), wanted)
+
+
+@pytest.mark.parametrize("cell", CARRYING, ids=label)
+def test_a_shared_module_cannot_be_checkpointed(cell: Cell) -> None:
+    model = checkpointed(swap_in(fresh(SHARED), cell[0], **cell[1]), reentrant=False)
+    with refused("serves several layers", "without checkpointing"):
+        run(model, batch_of(SHARED))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_layer_drop(seed: int) -> None:
+    """Dropped layers below one that stays leave a hole; dropping the last ones does not."""
+    model = patch_model(fresh("opt", layerdrop=0.5), "mha").train()
+    torch.manual_seed(seed)
+    stays = [float(torch.rand([])) >= 0.5 for _ in range(model.config.num_hidden_layers)]
+    torch.manual_seed(seed)
+    if any(not below and above for below, above in zip(stays, stays[1:], strict=False)):
+        with refused("layer-drop", "set layerdrop to 0"):
+            model(**batch_of("opt"))
+    else:
+        model(**batch_of("opt"))
+
+
+def test_layer_drop_seeds_hold_both_cases() -> None:
+    drawn = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        stays = [float(torch.rand([])) >= 0.5 for _ in range(3)]
+        drawn.append(any(not below and above for below, above in zip(stays, stays[1:], strict=False)))
+    assert set(drawn) == {True, False}
+
+
+def layer_alone(model: Any, index: int, **kwargs: Any) -> Any:
+    x = torch.zeros(1, 4, model.config.hidden_size, dtype=model.dtype)
+    return model.base_model.encoder.layer[index].attention(x, **kwargs)
+
+
+def test_layer_without_its_model() -> None:
+    with refused("does not pass keyword arguments", "alpha_prime=0"):
+        layer_alone(patch_model(fresh("bert"), "mha"), 0)
+    layer_alone(patch_model(fresh("bert"), "mha", alpha_prime=0.0), 0)
+
+
+def test_layer_without_the_one_below() -> None:
+    from hf_attn_swap.seam import CARRIED
+    from hf_attn_swap.variants.base import Carried
+
+    with refused("scores of carrying layer 0 are missing", "run alone"):
+        layer_alone(patch_model(fresh("bert"), "mha"), 1, **{CARRIED: Carried()})
+
+
+def test_no_residual_stream() -> None:
+    model = swap_in(fresh("bert"), "mha", alpha_prime=0.0, skip="residual")
+    with refused("no residual stream", "skip='input'"):
+        layer_alone(model, 0)
+
+
+def hybrid_cache() -> Any:
+    config = transformers.Gemma2Config(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=16, sliding_window=4, pad_token_id=0, eos_token_id=None, bos_token_id=None,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config).eval()
+
+
+def test_layers_with_different_keys() -> None:
+    model = patch_model(hybrid_cache(), "mha")
+    prompt = torch.ones(1, 6, dtype=torch.long)
+    length = {"max_new_tokens": 3, "do_sample": False}
+    with refused("the layers do not see the same keys", "use_cache=False"):
+        model.generate(prompt, **length)
+    assert model.generate(prompt, use_cache=False, **length).shape == (1, 9)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_no_place_for_a_soft_cap(name: str) -> None:
+    with refused(name, "soft cap"):
+        patch_model(hybrid_cache(), name)(torch.ones(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+def test_no_place_for_a_finite_bias(name: str, strength: float) -> None:
+    model = patch_model(fresh("bert"), name, strength=strength)
+    batch = batch_of("bert")
+    rows, length = batch["input_ids"].shape
+    mask = torch.zeros(rows, 1, length, length, dtype=torch.float64)
+    batch["attention_mask"] = mask.clone()
+    forward(model, batch)
+    mask[..., 0] = -1.5
+    batch["attention_mask"] = mask
+    with refused(name, "finite values other than 0", "bool mask"):
+        forward(model, batch)
+
+
+def test_the_residual_skip_says_what_it_is_for() -> None:
+    with pytest.warns(UserWarning, match=r"grow by \(1 \+ alpha\) per layer; it is meant for models trained from scratch"):
+        patch_model(fresh("bert"), "mha", skip="residual")

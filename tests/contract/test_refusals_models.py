@@ -1,0 +1,196 @@
+"""Models and calls that cannot be right are refused by name, never run with stock attention instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.bert.modeling_bert import BertCrossAttention
+
+from hf_attn_swap import describe, list_variants, patch_model, seam, unpatch_model
+from hf_attn_swap.variants.base import VARIANTS
+from tests import zoo
+
+from .cells import FAMILY_NAMES
+from .harness import batch_of, forward, fresh, refused, swaps
+
+OWN_ATTENTION = [
+    transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2),
+    transformers.FalconConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2),
+    transformers.GPTJConfig(vocab_size=32, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=16),
+]
+
+
+@pytest.mark.parametrize("config", OWN_ATTENTION, ids=lambda config: config.model_type)
+@pytest.mark.parametrize("variant", list_variants())
+def test_attention_that_is_not_behind_the_interface(config: Any, variant: str) -> None:
+    model = transformers.AutoModel.from_config(config)
+    before = model.config
+    with refused(type(model).__name__, "attention interface", "nothing can be swapped"):
+        patch_model(model, variant)
+    assert model.config is before
+    assert not swaps(model)
+
+
+def test_the_zoo_names_what_cannot_be_swapped() -> None:
+    for name in zoo.UNSWAPPABLE:
+        with refused("nothing can be swapped"):
+            patch_model(zoo.build(name), "softmax")
+
+
+class OnlyCross(transformers.BertPreTrainedModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.crossattention = BertCrossAttention(config, layer_idx=0)
+        self.post_init()
+
+
+def tiny_bert(**overrides: Any) -> Any:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.BertConfig(**sizes, intermediate_size=16, max_position_embeddings=16, **overrides)
+
+
+def test_cross_attention_alone() -> None:
+    with refused("OnlyCross: nothing can be swapped", "BertCrossAttention: cross-attention"):
+        patch_model(OnlyCross(tiny_bert()), "belief")
+
+
+def test_cross_attention_beside_self_attention_stays_stock() -> None:
+    config = tiny_bert(is_decoder=True, add_cross_attention=True)
+    model = patch_model(transformers.BertLMHeadModel(config), "outeffhop")
+    rows = describe(model).rows
+    assert [row.layer for row in rows] == [0, None, 1, None]
+    assert [row.runs for row in rows if row.layer is None] == ["stock (cross-attention)"] * 2
+    assert len(swaps(model)) == 2
+
+
+@pytest.mark.parametrize("name", ["encoder_hidden_states", "key_value_states"])
+def test_self_attention_called_as_cross_attention(name: str) -> None:
+    model = patch_model(fresh("bert", torch.float32), "belief")
+    x = torch.zeros(1, 3, model.config.hidden_size)
+    with refused("cross-attention has no values of its own tokens"):
+        model.base_model.encoder.layer[0].attention(x, **{name: x})
+
+
+@pytest.mark.parametrize("name", [n for n in list_variants() if VARIANTS[n].replaces])
+def test_without_w_o_the_heads_must_fill_the_width(name: str) -> None:
+    model = fresh("llama", torch.float32, head_dim=4)
+    if VARIANTS[name].keeps_projection:
+        patch_model(model, name)
+        assert forward(model, batch_of("llama")).isfinite().all()
+    else:
+        with refused("self_attn", "leaves out W_o", "use simple_resl"):
+            patch_model(model, name)
+        assert not swaps(model)
+
+
+def test_slices_of_the_gate_must_divide_the_width() -> None:
+    config = transformers.Qwen3Config(
+        vocab_size=32, hidden_size=30, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+    )
+    model = transformers.Qwen3Model(config)
+    with refused("self_attn", "4 heads do not divide the width 30", "kind='all_features'"):
+        patch_model(model, "gated")
+    patch_model(model, "gated", kind="all_features")
+
+
+def test_no_transformers_model() -> None:
+    for act in (lambda m: patch_model(m, "belief"), unpatch_model, describe):
+        with refused("Linear holds no transformers model"):
+            act(nn.Linear(2, 2))
+
+
+def test_part_of_a_patched_model() -> None:
+    model = patch_model(fresh("bert"), "belief")
+    for act in (lambda m: patch_model(m, "belief"), unpatch_model, describe):
+        with refused("part of a patched model", "call this on the whole model"):
+            act(model.base_model)
+
+
+def test_model_with_a_patched_part() -> None:
+    model = fresh("bert")
+    patch_model(model.base_model, "belief")
+    for act in (lambda m: patch_model(m, "belief"), unpatch_model, describe):
+        with refused(f"the part {model.base_model_prefix!r} is patched on its own", "unpatch_model"):
+            act(model)
+    unpatch_model(model.base_model)
+    patch_model(model, "belief")
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("strength", [0.0, 1.0])
+@pytest.mark.parametrize("other", ["sdpa", "eager"])
+def test_another_attention_chosen_after_patching(family: str, strength: float, other: str) -> None:
+    model = patch_model(fresh(family), "belief", strength=strength)
+    model.set_attn_implementation(other)
+    with refused("is swapped", repr(other), "unpatch_model first"):
+        forward(model, batch_of(family))
+    model.set_attn_implementation(seam.NAME)
+    forward(model, batch_of(family))
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_module_that_was_never_patched(family: str) -> None:
+    model = fresh(family)
+    model.set_attn_implementation(seam.NAME)
+    with refused("the config asks for 'hf_attn_swap', but this module was not patched", "patch_model"):
+        forward(model, batch_of(family))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILY_NAMES if name not in ("bert", "albert")])
+def test_called_around_its_hooks(family: str) -> None:
+    """`module.forward(...)` skips the hooks that carry the call's context."""
+    model = patch_model(fresh(family), "belief")
+    core = next(m for m in model.modules() if getattr(m, "attn_swap", None) is not None)
+    core.__call__ = core.forward
+    hooks = dict(core._forward_pre_hooks)
+    core._forward_pre_hooks.clear()
+    with refused("called around its hooks"):
+        forward(model, batch_of(family))
+    core._forward_pre_hooks.update(hooks)
+
+
+def test_sizes_that_are_not_what_was_patched() -> None:
+    model = patch_model(fresh("bert"), "belief")
+    core = model.base_model.encoder.layer[0].attention.self
+    core.attention_head_size *= 2
+    with refused("was patched as", "cannot be swapped"):
+        forward(model, batch_of("bert"))
+
+
+def test_attention_sinks() -> None:
+    config = transformers.GptOssConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=16, num_local_experts=2, num_experts_per_tok=1, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.GptOssModel(config).eval()
+    with refused("attention sinks"):
+        patch_model(model, "belief")(torch.ones(1, 4, dtype=torch.long))
+
+
+def test_paged_cache() -> None:
+    model = patch_model(fresh("llama"), "belief")
+    with refused("paged cache"):
+        forward(model, batch_of("llama"), cache=object(), use_cache=False)
+
+
+def test_model_that_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh("bert")
+    before, configs = model.config, {id(m.config) for m in model.modules() if hasattr(m, "config")}
+    monkeypatch.setattr(model, "set_attn_implementation", lambda name: None)
+    with refused("transformers does not let this model change its attention"):
+        patch_model(model, "belief")
+    assert model.config is before
+    assert {id(m.config) for m in model.modules() if hasattr(m, "config")} == configs
+    assert not swaps(model)
+
+
+def test_container_whose_forward_is_wrapped() -> None:
+    model = fresh("bert")
+    attention = model.base_model.encoder.layer[1].attention
+    attention.forward = attention.forward
+    with refused("layer.1.attention", "already wrapped"):
+        patch_model(model, "mha")

@@ -1,0 +1,207 @@
+"""The way back is bit-exact, other models are untouched, and a failed patch leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
+
+from .cells import EVERY, FAMILY_NAMES, OPTION_CELLS, Cell, label, swap_in
+from .harness import assert_identical, batch_of, forward, fresh, padding_side, perturb, run, swaps
+
+
+def anatomy(model: nn.Module) -> dict[str, Any]:
+    """Everything that patching could leave behind, by module: classes, attributes, hooks, children."""
+    hooks = [name for name in vars(nn.Module()) if name.endswith("_hooks") or "hooks_" in name]
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        found[path] = {
+            "class": type(module),
+            "attributes": sorted(vars(module)),
+            "children": list(module._modules),
+            "hooks": {name: len(getattr(module, name)) for name in hooks},
+            "config": id(vars(module).get("config")),
+            "training": module.training,
+        }
+    return found
+
+
+def tensors(model: nn.Module) -> dict[str, tuple[int, int, torch.Tensor]]:
+    return {name: (t.data_ptr(), t._version, t.clone()) for name, t in model.state_dict().items()}
+
+
+def assert_stock_again(model: nn.Module, parts: dict[str, Any], weights: dict[str, Any], config: Any, text: str) -> None:
+    assert anatomy(model) == parts
+    after = tensors(model)
+    assert list(after) == list(weights)
+    for name, (place, version, tensor) in weights.items():
+        assert after[name][:2] == (place, version), f"{name} was moved or written to"
+        assert torch.equal(after[name][2], tensor)
+    assert model.config is config
+    assert config.to_json_string() == text
+    assert config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", EVERY)
+def test_unpatch_is_bit_exact(family: str, variant: str) -> None:
+    model, batch = fresh(family), batch_of(family, padded=padding_side(family))
+    config, text = model.config, model.config.to_json_string()
+    wanted, parts, weights = run(model, batch), anatomy(model), tensors(model)
+    perturb(patch_model(model, variant))
+    forward(model, batch)
+    assert model.config is not config
+    assert config.to_json_string() == text, "the stock config must not be written to"
+    assert unpatch_model(model) is model
+    assert_stock_again(model, parts, weights, config, text)
+    assert_identical(run(model, batch), wanted)
+
+
+@pytest.mark.parametrize("cell", OPTION_CELLS, ids=label)
+def test_unpatch_with_options(cell: Cell) -> None:
+    model, batch = fresh("bert"), batch_of("bert")
+    config, text = model.config, model.config.to_json_string()
+    wanted, parts, weights = run(model, batch), anatomy(model), tensors(model)
+    swap_in(model, cell[0], strength=0.5, **cell[1])
+    set_strength(model, 0.25)
+    unpatch_model(model)
+    assert_stock_again(model, parts, weights, config, text)
+    assert_identical(run(model, batch), wanted)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_unpatch_after_hybrids_and_repeats(family: str) -> None:
+    model, batch = fresh(family), batch_of(family)
+    config, text = model.config, model.config.to_json_string()
+    wanted, parts, weights = run(model, batch), anatomy(model), tensors(model)
+    for variant in ("mha", "belief_star", "simple", "outeffhop+gated"):
+        patch_model(model, variant)
+        patch_model(model, "belief", layers=[0])
+    unpatch_model(model)
+    assert_stock_again(model, parts, weights, config, text)
+    assert_identical(run(model, batch), wanted)
+    patch_model(model, "belief")  # and once more from the start
+    assert len(swaps(model)) == len(describe(model).rows)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", EVERY)
+def test_a_second_model_from_the_same_config_is_untouched(family: str, variant: str) -> None:
+    first = fresh(family)
+    second = type(first)(first.config).to(first.dtype).eval()
+    assert second.config is first.config
+    batch = batch_of(family)
+    wanted, parts = run(second, batch), anatomy(second)
+    patch_model(first, variant)
+    third = type(second)(second.config)
+    assert anatomy(second) == parts
+    assert_identical(run(second, batch), wanted)
+    assert not swaps(third)
+    patch_model(second, "softmax")
+    assert {row.attention for row in describe(first).rows} == {variant}
+    unpatch_model(first)
+    assert {row.attention for row in describe(second).rows} == {"softmax"}
+    assert_identical(run(second, batch), wanted)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_the_original_of_a_patched_copy_is_untouched(family: str) -> None:
+    original, batch = fresh(family), batch_of(family)
+    wanted, parts = run(original, batch), anatomy(original)
+    twin = patch_model(copy.deepcopy(original), "belief")
+    assert {row.attention for row in describe(twin).rows} == {"belief"}
+    assert anatomy(original) == parts
+    assert_identical(run(original, batch), wanted)
+
+
+def attentions(model: nn.Module) -> list[str]:
+    return [row.attention for row in describe(model).rows]
+
+
+def test_hybrids_and_the_last_call_wins() -> None:
+    model = patch_model(fresh("bert"), "mha", layers=range(2))
+    assert attentions(model) == ["mha", "mha", "softmax (stock)"]
+    patch_model(model, "belief", layers=[1, 2], strength=0.5)
+    assert attentions(model) == ["mha", "belief", "belief"]
+    patch_model(model, "gated", layers=1, kind="mlp")
+    assert attentions(model) == ["mha", "gated", "belief"]
+    assert [row.strength for row in describe(model).rows] == [1.0, 1.0, 0.5]
+    patch_model(model, "simple")
+    assert attentions(model) == ["simple"] * 3
+    assert not [name for name, _ in model.named_parameters() if "attn_swap" in name]
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", EVERY)
+def test_a_second_call_equals_only_that_call(family: str, variant: str) -> None:
+    """Nothing of the first swap stays: classes, hooks, scores."""
+    once, twice, batch = fresh(family), fresh(family), batch_of(family)
+    patch_model(once, variant)
+    patch_model(patch_model(twice, "mha+belief", strength=0.5), variant)
+    parts = [anatomy(model) for model in (once, twice)]
+    for part in (part for parts_of in parts for part in parts_of.values()):
+        part.pop("config")
+    assert parts[0] == parts[1]
+    assert_identical(run(twice, batch), run(once, batch))
+    before, after = once.config.attn_swap, twice.config.attn_swap
+    assert before == after
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_failed_patch_leaves_the_model_unchanged(family: str) -> None:
+    model, batch = fresh(family), batch_of(family)
+    config, text = model.config, model.config.to_json_string()
+    wanted, parts, weights = run(model, batch), anatomy(model), tensors(model)
+    wrong = [("belief", {"layers": [99]}), ("mha", {"alpha": 2}), ("belief+gated", {}), ("gated", {"strength": 2})]
+    for variant, arguments in wrong:
+        with pytest.raises(ValueError):  # noqa: PT011  # reasons: test_refusals_arguments
+            patch_model(model, variant, **arguments)
+        assert_stock_again(model, parts, weights, config, text)
+    assert_identical(run(model, batch), wanted)
+    patch_model(model, "mha", strength=0.5)
+    wanted, parts, block = run(model, batch), anatomy(model), copy.deepcopy(model.config.attn_swap)
+    for variant, arguments in wrong:
+        with pytest.raises(ValueError):  # noqa: PT011  # as above
+            patch_model(model, variant, **arguments)
+        assert anatomy(model) == parts
+        assert model.config.attn_swap == block
+    assert_identical(run(model, batch), wanted)
+
+
+def test_a_patch_that_fails_while_it_wires_leaves_the_model_unchanged() -> None:
+    """The second layer's container cannot take another class: the first must not keep its own."""
+    model = fresh("bert")
+    attention = model.base_model.encoder.layer[1].attention
+    attention.forward = attention.forward
+    parts, config = anatomy(model), model.config
+    with pytest.raises(ValueError, match="already wrapped"):
+        patch_model(model, "mha")
+    assert anatomy(model) == parts
+    assert model.config is config
+
+
+def test_a_swap_that_is_gone_is_collected() -> None:
+    model = patch_model(fresh("bert"), "belief_star")
+    held = [weakref.ref(swap) for swap in swaps(model)]
+    unpatch_model(model)
+    gc.collect()
+    assert not any(reference() is not None for reference in held)
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    model = fresh("bert")
+    torch.manual_seed(1)
+    wanted = torch.rand(3)
+    torch.manual_seed(1)
+    patch_model(model, "gated", kind="mlp")
+    assert torch.equal(torch.rand(3), wanted)
+    again = patch_model(fresh("bert"), "gated", kind="mlp")
+    for (name, one), (_, other) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(one, other), name

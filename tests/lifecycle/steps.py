@@ -1,0 +1,62 @@
+"""What the life-cycle tests share: the heads of a family, copies of a model, and child processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def heads(config: Any) -> dict[str, type[nn.Module]]:
+    """By auto class, every model class that transformers knows for a config."""
+    found: dict[str, type[nn.Module]] = {}
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None)
+        if mapping is None or not name.startswith("AutoModel") or type(config) not in mapping:
+            continue
+        classes = mapping[type(config)]
+        for cls in classes if isinstance(classes, (list, tuple)) else [classes]:
+            if cls not in found.values():
+                found[name] = cls
+    return found
+
+
+def auto_class(model: nn.Module) -> str:
+    """The auto class that builds this model's class."""
+    return next(name for name, cls in heads(model.config).items() if cls is type(model))  # type: ignore[arg-type]
+
+
+def tensors(thing: Any) -> Iterator[Tensor]:
+    """Every tensor of a model's output, in order; caches left out."""
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, dict):
+        for key, value in thing.items():
+            if key != "past_key_values":
+                yield from tensors(value)
+    elif isinstance(thing, (list, tuple)):
+        for value in thing:
+            yield from tensors(value)
+
+
+def python(code: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh process that can import the package; the arguments are its sys.argv[1:]."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def same_bits(got: Tensor, wanted: Tensor) -> bool:
+    """Equal bit for bit, NaN included."""
+    return got.dtype == wanted.dtype and torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0))

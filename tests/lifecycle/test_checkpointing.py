@@ -1,0 +1,96 @@
+"""Activation checkpointing gives the same loss and gradients, dropout included, for every variant."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.families import FAMILIES
+from hf_attn_swap.swap import Swap
+from tests.contract.cells import EVERY, FAMILY_NAMES
+from tests.contract.harness import assert_same, batch_of, fresh, perturb, run_all, swaps
+
+SHARED = {family.name for family in FAMILIES.values() if family.shared}
+
+
+def enable(model: Any, **arguments: Any) -> None:
+    """Under the name that this transformers does not warn about."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(**arguments)
+    else:
+        kinds = {"activation_checkpointing_kwargs": "gradient_checkpointing_kwargs"}
+        model.gradient_checkpointing_enable(**{kinds[key]: value for key, value in arguments.items()})
+
+
+def prepare(name: str, variant: str, strength: float, dropout: float) -> Any:
+    rates = {key: dropout for key in DROPOUTS if key in fresh(name).config.to_dict()}
+    assert rates or not dropout or name == "llama"
+    model = patch_model(fresh(name, **rates), variant, strength=strength)
+    return perturb(model).train()
+
+
+DROPOUTS = (
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "attn_pdrop", "embd_pdrop"),
+    *("dropout", "attention_dropout"),
+)
+
+
+def trained(model: Any, name: str) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        return run_all(model, batch_of(name, padded=None))
+
+
+def carries(model: Any) -> bool:
+    return any(swap.carries for swap in swaps(model))
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", EVERY)
+@pytest.mark.parametrize("strength", [1.0, 0.4])
+@pytest.mark.parametrize("arguments", [{}, {"activation_checkpointing_kwargs": {"use_reentrant": False}}], ids=str)
+def test_same_loss_and_gradients(name: str, variant: str, strength: float, arguments: dict[str, Any]) -> None:
+    model = prepare(name, variant, strength, dropout=0.0 if arguments else 0.2)
+    wanted = trained(model, name)
+    enable(model, **arguments)
+    if name in SHARED and carries(model):
+        with pytest.raises(ValueError, match="its place is not known any more"):
+            trained(model, name)
+        return
+    assert_same(trained(model, name), wanted)
+
+
+def test_it_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepare("bert", "mha", 1.0, 0.0)
+    enable(model)
+    calls = []
+    stock = Swap.forward
+    monkeypatch.setattr(Swap, "forward", lambda self, *args: calls.append(self) or stock(self, *args))
+    trained(model, "bert")
+    assert len(calls) == 2 * len(swaps(model))
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILY_NAMES) - SHARED))
+@pytest.mark.parametrize("variant", EVERY)
+def test_every_second_layer(name: str, variant: str) -> None:
+    model = prepare(name, variant, 1.0, 0.0)
+    parameters = inspect.signature(getattr(model, "activation_checkpointing_enable", enable)).parameters
+    if "every_n_layers" not in parameters:
+        pytest.skip("this transformers checkpoints all layers or none")
+    wanted = trained(model, name)
+    enable(model, every_n_layers=2)
+    assert_same(trained(model, name), wanted)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_reentrant_is_refused_for_carried_scores(name: str) -> None:
+    for variant in EVERY:
+        model = prepare(name, variant, 1.0, 0.0)
+        enable(model, activation_checkpointing_kwargs={"use_reentrant": True})
+        if carries(model):
+            with pytest.raises(ValueError, match="re-entrant"):
+                trained(model, name)

@@ -1,0 +1,75 @@
+"""`torch.compile(fullgraph=True)`: every variant, forward and backward, and how often a schedule recompiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from hf_attn_swap import list_variants, patch_model, set_strength
+from hf_attn_swap.variants.base import VARIANTS
+from tests import zoo
+from tests.contract.harness import assert_same, batch_of, distance, forward, fresh, perturb, run_all
+
+FAMILIES = ("bert", "llama")  # fused blocks with LayerNorm, and grouped causal heads
+SMOKES = list({VARIANTS[name].places: name for name in list_variants()}.values())  # one for each set of places
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: Any, backend: Any = "aot_eager") -> Any:
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def eager_and_compiled(name: str, variant: str, strength: float, backend: str) -> None:
+    model = perturb(patch_model(fresh(name, torch.float32, num_hidden_layers=2), variant, strength=strength))
+    batch = batch_of(name, torch.float32)
+    wanted = run_all(model, batch)
+    whole = compiled(model, backend)
+    got = run_all(whole, batch)
+    assert_same((got[0], {key.removeprefix("_orig_mod."): value for key, value in got[1].items()}), wanted, slack=3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("strength", [1.0, 0.4])
+@pytest.mark.parametrize("variant", list_variants())
+def test_equals_eager(name: str, variant: str, strength: float) -> None:
+    eager_and_compiled(name, variant, strength, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("variant", SMOKES)
+def test_inductor(name: str, variant: str) -> None:
+    eager_and_compiled(name, variant, 1.0, "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("variant", list_variants())
+def test_without_gradients_and_padded(name: str, variant: str) -> None:
+    model = perturb(patch_model(fresh(name, torch.float32, num_hidden_layers=2), variant))
+    batch = batch_of(name, torch.float32, padded="left" if name in zoo.CAUSAL else "right")
+    assert distance(forward(compiled(model), batch), forward(model, batch)) <= 3e-5
+
+
+@pytest.mark.parametrize("variant", list_variants())
+def test_a_schedule_recompiles_at_its_two_ends(variant: str) -> None:
+    model = patch_model(fresh("bert", torch.float32, num_hidden_layers=1), variant, strength=0.0)
+    batch = batch_of("bert", torch.float32)
+    backend = CompileCounterWithBackend("eager")
+    whole = compiled(model, backend)
+    counts = []
+    for step in range(11):
+        set_strength(model, step / 10)
+        got = forward(whole, batch)
+        assert distance(got, forward(model, batch)) <= 3e-5
+        counts.append(backend.frame_count)
+    assert counts == [1] + [2] * 9 + [3]

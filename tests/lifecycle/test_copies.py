@@ -1,0 +1,108 @@
+"""Copies, pickles and threads: nothing about a swap is tied to one object, process or caller."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
+from tests.contract.cells import EVERY, FAMILY_NAMES
+from tests.contract.harness import batch_of, forward, fresh, perturb, run, swaps
+
+from .steps import python
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", EVERY)
+def test_deep_copy(name: str, variant: str) -> None:
+    """The copy gives the same; each computes with its own weights, strength and way back."""
+    stock, batch = fresh(name), batch_of(name)
+    model = perturb(patch_model(fresh(name), variant, strength=0.7))
+    wanted = forward(model, batch)
+    twin = copy.deepcopy(model)
+    assert torch.equal(forward(twin, batch), wanted)
+    assert str(describe(twin)) == str(describe(model))
+    assert twin.config is not model.config
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(forward(twin, batch), wanted)
+    emptied = forward(model, batch)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert torch.equal(forward(twin, batch), emptied)
+    set_strength(model, 0.2)
+    assert {swap.strength for swap in swaps(twin)} == {0.7}
+    twin.load_state_dict(stock.state_dict(), strict=False)
+    assert torch.equal(forward(unpatch_model(twin), batch), forward(stock, batch))
+    assert swaps(model)
+    assert not swaps(twin)
+
+
+@pytest.mark.parametrize("variant", EVERY)
+def test_a_copy_of_a_layer_alone_shares_nothing(variant: str) -> None:
+    model = perturb(patch_model(fresh("bert"), variant))
+    layer = copy.deepcopy(model.base_model.encoder.layer[0])
+    mine = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    assert not mine & {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+    assert not set(map(id, model.modules())) & set(map(id, layer.modules()))
+
+
+CHILD = """
+import pickle, sys, torch
+from pathlib import Path
+for file in sorted(Path(sys.argv[1]).glob("*.pickle")):
+    model, batch, wanted, rows = pickle.loads(file.read_bytes())
+    with torch.no_grad():
+        got = model(**batch)[0]
+    assert torch.equal(got, wanted), file
+    from hf_attn_swap import describe, set_strength, unpatch_model
+    assert str(describe(model)) == rows, file
+    with torch.no_grad():
+        stock = set_strength(model, 0.0)(**batch)[0]
+        assert torch.equal(unpatch_model(model)(**batch)[0], stock), file
+    print(file.stem)
+"""
+
+
+def test_pickle_in_a_fresh_process(tmp_path: Path) -> None:
+    made = set()
+    for name in FAMILY_NAMES:
+        for variant in EVERY:
+            model, batch = perturb(patch_model(fresh(name), variant, strength=0.6)), batch_of(name)
+            with torch.no_grad():
+                wanted = model(**batch)[0]
+            stem = f"{name}-{variant}"
+            (tmp_path / f"{stem}.pickle").write_bytes(pickle.dumps((model, batch, wanted, str(describe(model)))))
+            made.add(stem)
+    assert set(python(CHILD, tmp_path).stdout.split()) == made
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", EVERY)
+def test_two_threads(name: str, variant: str) -> None:
+    model = perturb(patch_model(fresh(name), variant, strength=0.5))
+    batches: list[dict[str, Any]] = [batch_of(name, seed=seed) for seed in (1, 2)]
+    wanted = [forward(model, batch) for batch in batches]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(4):
+            for got, one in zip(pool.map(lambda batch: forward(model, batch), batches), wanted, strict=True):
+                assert torch.equal(got, one)
+
+
+def test_two_threads_with_gradients() -> None:
+    """Two models of one swap each; nothing is shared between them."""
+    models = [perturb(patch_model(fresh("bert"), "mha+belief"), seed) for seed in (1, 2)]
+    batch = batch_of("bert")
+    wanted = [run(model, batch) for model in models]
+    with ThreadPoolExecutor(2) as pool:
+        for (got, gradients), (one, ones) in zip(pool.map(lambda m: run(m, batch), models), wanted, strict=True):
+            assert torch.equal(got, one)
+            assert all(torch.equal(gradients[key], ones[key]) for key in ones)

@@ -1,0 +1,64 @@
+"""Every model head of every family runs swapped: exactly at strength 0, and differently at 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
+from tests import zoo
+from tests.contract.cells import FAMILY_NAMES
+from tests.contract.harness import batch_of, fresh, perturb
+
+from .steps import heads, same_bits, tensors
+
+CASES = [(name, auto) for name in FAMILY_NAMES for auto in heads(fresh(name).config)]
+
+
+def build(name: str, auto: str) -> Any:
+    """A head on the family's own weights."""
+    source = fresh(name, torch.float32)
+    torch.manual_seed(0)
+    model: Any = heads(source.config)[auto](source.config).eval()
+    model.base_model.load_state_dict(source.base_model.state_dict(), strict=False)
+    return model
+
+
+def arguments(name: str, auto: str) -> dict[str, Any]:
+    batch = batch_of(name, torch.float32, padded="right" if "input_ids" in zoo.inputs(name) else None)
+    if auto == "AutoModelForMultipleChoice":
+        return {key: torch.stack([value, value.flip(0)], 1) for key, value in batch.items()}
+    return batch
+
+
+def outputs(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return list(tensors(model(**batch, output_hidden_states=True)))
+
+
+@pytest.mark.parametrize(("name", "auto"), CASES)
+@pytest.mark.parametrize("variant", list_variants())
+def test_head(name: str, auto: str, variant: str) -> None:
+    model, batch = build(name, auto), arguments(name, auto)
+    stock = outputs(model, batch)
+    assert len(stock) > 1
+    perturb(patch_model(model, variant, strength=0.0))
+    for got, wanted in zip(outputs(model, batch), stock, strict=True):
+        assert same_bits(got, wanted)
+    swapped = outputs(set_strength(model, 1.0), batch)
+    assert all(torch.isfinite(got).all() for got in swapped)
+    control = variant == "softmax"
+    for got, wanted in zip(swapped, stock, strict=True):
+        assert got.shape == wanted.shape
+    assert torch.allclose(swapped[0], stock[0], rtol=1e-6, atol=1e-7) == control, "the head does not see the swap"
+    for got, wanted in zip(outputs(unpatch_model(model), batch), stock, strict=True):
+        assert same_bits(got, wanted)
+
+
+def test_cases_cover_every_task() -> None:
+    tasks = {auto for _, auto in CASES}
+    assert {f"AutoModelFor{task}" for task in ("SequenceClassification", "TokenClassification", "MaskedLM")} <= tasks
+    assert {f"AutoModelFor{task}" for task in ("CausalLM", "ImageClassification", "QuestionAnswering")} <= tasks
+    assert {name for name, auto in CASES if auto in ("AutoModel", "AutoModelForTextEncoding")} == set(FAMILY_NAMES)

@@ -1,0 +1,159 @@
+"""PEFT: adapters before and after patching, on every projection; and training the swap's own parameters with them."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
+from hf_attn_swap.families import FAMILIES
+from hf_attn_swap.registry import parse
+from tests import zoo
+from tests.contract.cells import FAMILY_NAMES
+from tests.contract.harness import batch_of, distance, forward, fresh, perturb, swaps
+
+BY_NAME = {family.name: family for family in FAMILIES.values()}
+WITH_PARAMETERS = [v for v in list_variants() if list(swaps(patch_model(fresh("bert"), v))[0].parameters())]
+
+
+def projections(name: str) -> dict[str, str]:
+    """By role, the last part of the path of each projection."""
+    family = BY_NAME[name]
+    found = {role: getattr(family, role) for role in ("query", "key", "value", "output")}
+    return {role: path for role, path in found.items() if path is not None}
+
+
+def lora(name: str, **kwargs: Any) -> peft.LoraConfig:
+    """Adapters on the attention projections alone: W_o of BERT is called like a matrix of its feed-forward."""
+    ends = "|".join(sorted({path.replace(".", r"\.") for path in projections(name).values()}))
+    inside = r"(attention|attention\.self|attn|self_attn)"
+    fan = {"fan_in_fan_out": True} if name == "gpt2" else {}
+    return peft.LoraConfig(r=2, lora_alpha=4, target_modules=rf".*\.{inside}\.({ends})", **fan, **kwargs)
+
+
+def adapted(name: str, variant: str, before: bool, strength: float = 1.0, **kwargs: Any) -> Any:
+    """A model with adapters that were put on before or after the swap."""
+    model = fresh(name)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if before:
+            return patch_model(peft.get_peft_model(model, lora(name, **kwargs)), variant, strength=strength).eval()
+        return peft.get_peft_model(perturb(patch_model(model, variant, strength=strength)), lora(name, **kwargs)).eval()
+
+
+def fill(model: Any, ending: str) -> None:
+    """Give the adapters of one projection an effect."""
+    generator = torch.Generator().manual_seed(4)
+    touched = 0
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key and f".{ending}.lora_B" in key:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(noise.to(parameter.dtype))
+                touched += 1
+    assert touched
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["lora_first", "swap_first"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", list_variants())
+def test_every_adapter_matters(name: str, variant: str, before: bool) -> None:
+    """Changing the adapters of each projection changes the output, unless the variant does without W_o."""
+    batch = batch_of(name)
+    stock = forward(fresh(name), batch)
+    neutral = forward(adapted(name, variant, before, strength=0.0), batch)
+    assert torch.equal(neutral, stock)
+    for role, path in projections(name).items():
+        model = adapted(name, variant, before)
+        untouched = forward(model, batch)
+        fill(model, path)
+        unused = role == "output" and all(getattr(c, "keeps_projection", True) is False for c in parse(variant))
+        assert torch.equal(forward(model, batch), untouched) == unused, role
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["lora_first", "swap_first"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", list_variants())
+def test_merging_changes_nothing(name: str, variant: str, before: bool) -> None:
+    model, batch = adapted(name, variant, before), batch_of(name)
+    for path in set(projections(name).values()):
+        fill(model, path)
+    wanted = forward(model, batch)
+    merged = model.merge_and_unload()
+    assert swaps(merged)
+    assert distance(forward(merged, batch), wanted) <= 1e-10
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", list_variants())
+def test_unpatching_under_adapters(name: str, variant: str) -> None:
+    batch = batch_of(name)
+    wanted = peft.get_peft_model(fresh(name), lora(name)).eval()
+    model = adapted(name, variant, before=True)
+    for path in set(projections(name).values()):
+        fill(model, path)
+        fill(wanted, path)
+    with torch.no_grad():
+        held = {key: value for key, value in model.state_dict().items() if ".attn_swap." not in key}
+        wanted.load_state_dict(held)
+    assert torch.equal(forward(unpatch_model(model), batch), forward(wanted, batch))
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", WITH_PARAMETERS)
+def test_modules_to_save(name: str, variant: str, tmp_path: Path) -> None:
+    """They train, follow the strength, save with the adapter, load again, and switch off with it."""
+    batch = batch_of(name)
+    model = adapted(name, variant, before=False, strength=0.5, modules_to_save=["attn_swap"])
+    started = forward(model, batch)
+    trainable = {key for key, p in model.named_parameters() if p.requires_grad and ".attn_swap." in key}
+    assert trainable
+    assert all("modules_to_save" in key for key in trainable)
+    model.train()
+    zoo.output(model(**batch)).square().mean().backward()
+    for key, parameter in model.named_parameters():
+        if key in trainable:
+            assert parameter.grad is not None, key
+            assert parameter.grad.abs().max() > 0, key
+    model.eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key in trainable:
+                parameter.add_(0.5)
+    moved = forward(model, batch)
+    assert not torch.allclose(moved, started)
+    with model.disable_adapter():
+        assert torch.equal(forward(model, batch), started)
+    assert torch.equal(forward(set_strength(model, 0.0), batch), forward(fresh(name), batch))
+    set_strength(model, 0.5)
+    model.save_pretrained(tmp_path)
+    base = perturb(patch_model(fresh(name), variant, strength=0.5))
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    assert torch.equal(forward(loaded, batch), moved)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", WITH_PARAMETERS)
+def test_frozen_parameters_are_warned_about(name: str, variant: str) -> None:
+    batch = batch_of(name)
+    model = peft.get_peft_model(patch_model(fresh(name), variant), lora(name)).train()
+    with pytest.warns(UserWarning, match=r"frozen.*modules_to_save=\['attn_swap'\]"):
+        model(**batch)
+
+
+@pytest.mark.parametrize("variant", list_variants())
+def test_no_warning_without_a_reason(variant: str) -> None:
+    batch = batch_of("bert")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept = peft.get_peft_model(patch_model(fresh("bert"), variant), lora("bert", modules_to_save=["attn_swap"]))
+        kept.train()(**batch)
+        first = patch_model(peft.get_peft_model(fresh("bert"), lora("bert")), variant)
+        first.train()(**batch)
+        alone = peft.get_peft_model(patch_model(fresh("bert"), variant), lora("bert"))
+        alone.eval()(**batch)

@@ -1,0 +1,180 @@
+"""Save, and load in a fresh process that only imports the package: exact for every family and variant."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
+from tests.contract.cells import FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
+from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
+
+from .steps import ROOT, auto_class, heads, python
+
+
+def hybrid(name: str, variant: str) -> Any:
+    """This variant on one layer at strength 0.3, the next one on another at full strength, the rest stock."""
+    names = list_variants()
+    other = names[(names.index(variant) + 1) % len(names)]
+    count = sum(row.layer is not None for row in describe(fresh(name)).rows)
+    model = patch_model(fresh(name), variant, layers=[count - 1], strength=0.3)
+    return patch_model(model, other, layers=[0]) if count > 1 else model
+
+
+def save(model: Any, folder: Path, **arguments: Any) -> None:
+    """A checkpoint, with what a fresh process must compute from it."""
+    name = model.config.model_type
+    dtype = next(p.dtype for p in model.parameters())
+    batch = batch_of(name, dtype)
+    with torch.no_grad():
+        out = model(**batch)[0]
+    model.save_pretrained(folder / "model", **arguments)
+    save_file({"out": out, **{f"in.{key}": value for key, value in batch.items()}}, folder / "expected.safetensors")
+    (folder / "case.json").write_text(json.dumps({"auto": auto_class(model), "save": arguments}))
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_fresh_process(name: str, tmp_path: Path) -> None:
+    made = []
+    for cell in [*OPTION_CELLS, *((pair, {}) for pair in PAIRS)]:
+        made.append(label(cell))
+        save(perturb(swap_in(fresh(name), cell[0], **cell[1])), tmp_path / made[-1])
+    for variant in list_variants():
+        for tail, dtype, arguments in [
+            ("hybrid", torch.float32, {}),
+            ("bf16", torch.bfloat16, {}),
+            ("sharded", torch.float64, {"max_shard_size": "8KB"}),
+        ]:
+            made.append(f"{variant}-{tail}")
+            save(perturb(hybrid(name, variant)).to(dtype), tmp_path / made[-1], **arguments)
+    sharded = list((tmp_path / made[-1] / "model").glob("model-*.safetensors"))
+    assert len(sharded) > 1
+    command = [sys.executable, "-m", "tests.lifecycle.reload_child", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+    assert sorted(done.stdout.split()) == sorted(made)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", list_variants())
+def test_config_says_what_was_swapped(name: str, variant: str, tmp_path: Path) -> None:
+    model = perturb(hybrid(name, variant))
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["attn_implementation"] == "hf_attn_swap"
+    assert written["attn_swap"] == model.config.attn_swap
+    assert written["attn_swap"]["version"] == 1
+    for swap in written["attn_swap"]["swaps"]:
+        assert set(swap) == {"variant", "layers", "options", "strength"}
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        stored = set(file.keys())
+    own = {key for key, _ in model.named_parameters() if ".attn_swap." in key}
+    assert own == {key for key in stored if ".attn_swap." in key}
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", list_variants())
+def test_loaded_model_can_be_unpatched(name: str, variant: str, tmp_path: Path) -> None:
+    """Taking the swap out of a loaded checkpoint leaves the stock model, in computation and on disk."""
+    batch = batch_of(name)
+    stock = forward(fresh(name), batch)
+    model = perturb(hybrid(name, variant))
+    model.save_pretrained(tmp_path / "swapped")
+    loaded = type(model).from_pretrained(tmp_path / "swapped", dtype="auto")
+    assert torch.equal(forward(loaded, batch), forward(model, batch))
+    assert str(describe(loaded)) == str(describe(model))
+    assert torch.equal(forward(set_strength(loaded, 0.0), batch), stock)
+    unpatch_model(set_strength(loaded, 1.0))
+    assert torch.equal(forward(loaded, batch), stock)
+    assert not any("attn_swap" in key for key in loaded.state_dict())
+    loaded.save_pretrained(tmp_path / "stock")
+    written = json.loads((tmp_path / "stock" / "config.json").read_text())
+    assert not {"attn_swap", "attn_implementation"} & set(written)
+    again, info = type(model).from_pretrained(tmp_path / "stock", dtype="auto", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert torch.equal(forward(again, batch), stock)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_other_heads_load_from_the_checkpoint(name: str, tmp_path: Path) -> None:
+    """The bare model and every other head, whose new weights may be missing; the swap must be whole."""
+    model = perturb(patch_model(fresh(name, torch.float32), "belief_star", strength=0.3))
+    model.save_pretrained(tmp_path)
+    batch = batch_of(name, torch.float32)
+    wanted = model.base_model(**batch)[0]
+    for auto in heads(model.config):
+        loaded, info = getattr(transformers, auto).from_pretrained(tmp_path, output_loading_info=True)
+        assert len(swaps(loaded)) == len(swaps(model))
+        assert {swap.strength for swap in swaps(loaded)} == {0.3}
+        assert not [key for key in info["missing_keys"] if "attn_swap" in key]
+        with torch.no_grad():
+            got = loaded.base_model(**batch)[0]
+        assert torch.equal(got, wanted), auto
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_head_loads_from_a_bare_checkpoint(name: str, tmp_path: Path) -> None:
+    source = fresh(name, torch.float32)
+    bare = next(iter(cls for auto, cls in heads(source.config).items() if auto in ("AutoModel", "AutoModelForTextEncoding")))
+    model = perturb(patch_model(bare(source.config).eval(), "gated"))
+    model.save_pretrained(tmp_path)
+    batch = batch_of(name, torch.float32)
+    loaded = type(source).from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded.base_model(**batch)[0], model(**batch)[0])
+
+
+@pytest.mark.parametrize("variant", list_variants())
+def test_other_ways_to_load(variant: str, tmp_path: Path) -> None:
+    """Through the config object, a device map, a dtype, a state dict, and with our own name given by hand."""
+    model = perturb(patch_model(fresh("bert", torch.float32), variant, strength=0.3))
+    model.save_pretrained(tmp_path)
+    batch, cls = batch_of("bert", torch.float32), type(model)
+    wanted = forward(model, batch)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert torch.equal(forward(cls.from_pretrained(tmp_path, config=config), batch), wanted)
+    assert torch.equal(forward(cls.from_pretrained(tmp_path, config=config), batch), wanted)
+    assert torch.equal(forward(cls.from_pretrained(tmp_path, device_map="cpu"), batch), wanted)
+    assert torch.equal(forward(cls.from_pretrained(str(tmp_path), attn_implementation="hf_attn_swap"), batch), wanted)
+    assert torch.equal(forward(cls.from_pretrained(pretrained_model_name_or_path=tmp_path), batch), wanted)
+    narrow = cls.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert torch.equal(forward(narrow, batch), forward(model.to(torch.bfloat16), batch))
+    assert {float(swap.strength_value) for swap in swaps(narrow)} == {float(torch.tensor(0.3))}
+
+
+WITHOUT = """
+import sys, transformers
+folder, auto = sys.argv[1:]
+try:
+    model = getattr(transformers, auto).from_pretrained(folder)
+    import torch
+    with torch.no_grad():
+        model(**model.dummy_inputs)
+except Exception as problem:
+    print(type(problem).__name__, problem)
+else:
+    print("it ran")
+assert "hf_attn_swap" not in sys.modules
+"""
+
+
+def test_without_the_package(tmp_path: Path) -> None:
+    """A program that does not import the package fails, and the error names it."""
+    for name in FAMILY_NAMES:
+        model = patch_model(fresh(name, torch.float32), "belief")
+        model.save_pretrained(tmp_path / name)
+    code = f"import runpy, sys\nfor name, auto in {[(n, auto_class(fresh(n))) for n in FAMILY_NAMES]!r}:\n"
+    code += f"    sys.argv[1:] = [{str(tmp_path)!r} + '/' + name, auto]\n    exec(compile({WITHOUT!r}, 'child', 'exec'), {{}})\n"
+    lines = python(code).stdout.splitlines()
+    assert len([line for line in lines if "hf_attn_swap" in line]) >= len(FAMILY_NAMES)
+    assert "it ran" not in lines

@@ -1,0 +1,134 @@
+"""Training: dropout, modes, optimizers, and the random numbers of the rest of the program."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from hf_attn_swap import list_variants, patch_model, set_strength
+from hf_attn_swap.registry import parse
+from tests import zoo
+from tests.contract.cells import EVERY, FAMILY_NAMES, OPTION_CELLS, label, swap_in
+from tests.contract.harness import batch_of, fresh, perturb, run_all, swaps
+
+ATTENTION = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
+HIDDEN = ("hidden_dropout_prob", "resid_pdrop", "dropout")
+WITH_PARAMETERS = [v for v in EVERY if list(swaps(patch_model(fresh("bert"), v))[0].parameters())]
+
+
+def dropping(name: str, names: tuple[str, ...], rate: float = 0.5) -> Any:
+    """A family with one kind of dropout alone, None where it has no such kind."""
+    config = fresh(name).config.to_dict()
+    others = {key: 0.0 for key in (*ATTENTION, *HIDDEN, "embd_pdrop") if key in config}
+    own = {key: rate for key in names if key in config}
+    return fresh(name, torch.float32, **{**others, **own}).train() if own else None
+
+
+def seeded(model: Any, batch: dict[str, Any], seed: int) -> torch.Tensor:
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        return zoo.output(model(**batch))
+
+
+@pytest.mark.parametrize("kind", [ATTENTION, HIDDEN], ids=["attention", "hidden"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", EVERY)
+def test_dropout(name: str, variant: str, kind: tuple[str, ...]) -> None:
+    """Active in training alone, repeatable by seed, stock bits at strength 0; SimpleTRON has no weights to drop."""
+    model, batch = dropping(name, kind), batch_of(name, torch.float32)
+    if model is None:
+        pytest.skip(f"{name} has no dropout of this kind")
+    stock = seeded(model, batch, 1)
+    assert not torch.equal(stock, seeded(model, batch, 2))
+    perturb(patch_model(model, variant, strength=0.0))
+    assert torch.equal(seeded(model, batch, 1), stock)
+    for strength in (0.5, 1.0):
+        set_strength(model, strength)
+        first = seeded(model, batch, 1)
+        assert torch.isfinite(first).all()
+        assert torch.equal(seeded(model, batch, 1), first)
+        without_weights = kind is ATTENTION and strength == 1 and any(cls.replaces for cls in parse(variant))
+        assert torch.equal(seeded(model, batch, 2), first) == without_weights
+    model.eval()
+    assert torch.equal(seeded(model, batch, 1), seeded(model, batch, 2))
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", list_variants())
+def test_modes_reach_the_swap(name: str, variant: str) -> None:
+    for training in (True, False):
+        model = patch_model(fresh(name).train(training), variant)
+        assert all(module.training == training for swap in swaps(model) for module in swap.modules())
+        model.train(not training)
+        assert all(module.training != training for swap in swaps(model) for module in swap.modules())
+
+
+@pytest.mark.parametrize("cell", OPTION_CELLS, ids=label)
+def test_random_numbers_are_left_alone(cell: Any) -> None:
+    """Patching draws from its own generator: global state stays, and the same call gives the same parameters."""
+    torch.manual_seed(5)
+    random.seed(5)
+    before, own = torch.get_rng_state(), random.getstate()
+    first = swap_in(fresh("bert"), cell[0], **cell[1])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert random.getstate() == own
+    torch.manual_seed(6)
+    second = swap_in(fresh("bert"), cell[0], **cell[1])
+    for one, two in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("variant", WITH_PARAMETERS)
+def test_an_optimizer_from_before_is_warned_about(variant: str) -> None:
+    model = fresh("bert")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="optimizer you already made"):
+        patch_model(model, variant)
+    assert optimizer.param_groups
+
+
+@pytest.mark.parametrize("variant", EVERY)
+def test_no_optimizer_warning_without_a_reason(variant: str) -> None:
+    other = torch.optim.SGD(fresh("bert").parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = patch_model(fresh("bert"), variant)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert {id(parameter) for parameter in model.parameters()} <= held
+    assert other.param_groups
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", EVERY)
+def test_training_moves_every_parameter(name: str, variant: str) -> None:
+    """A few steps from the neutral start, at half strength: the loss falls and every parameter of the swap moves."""
+    model, batch = patch_model(fresh(name), variant, strength=0.5).train(), batch_of(name)
+    target = zoo.output(fresh(name)(**batch)).detach() + 0.3
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    started = {key: p.detach().clone() for key, p in model.named_parameters() if ".attn_swap." in key}
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = (zoo.output(model(**batch)) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    for key, parameter in model.named_parameters():
+        assert key not in started or not torch.equal(parameter, started[key]), key
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", EVERY)
+def test_every_parameter_gets_its_gradient(name: str, variant: str) -> None:
+    """Away from the neutral start, no parameter of the swap is out of reach."""
+    model = perturb(patch_model(fresh(name), variant, strength=0.5)).train()
+    _, gradients = run_all(model, batch_of(name))
+    for key, gradient in gradients.items():
+        if ".attn_swap." in key:
+            assert gradient.abs().max() > 0, key

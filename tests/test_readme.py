@@ -1,0 +1,39 @@
+"""README says what the registry says, and its Python runs as written, on a tiny local model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import BertConfig, BertForSequenceClassification
+
+from hf_attn_swap.variants.base import VARIANTS
+
+from .readme import variants_table
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def between(name: str) -> str:
+    return README.split(f"<!-- {name}")[1].split("-->", 1)[1].split(f"<!-- /{name} -->")[0].strip()
+
+
+def test_table_of_variants_is_the_registry() -> None:
+    assert between("variants") == variants_table()
+
+
+def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) == 3
+    try:
+        for block in blocks:
+            exec(compile(block.replace("bert-base-uncased", "tiny"), "README.md", "exec"), names)
+    finally:
+        VARIANTS.pop("damped", None)
+    assert (tmp_path / "my-model" / "model.safetensors").exists()
+    assert names["Damped"] is not None
