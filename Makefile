@@ -12,7 +12,7 @@ TORCH := torch==2.13.0
 OLDEST := transformers==5.10.1
 NEWEST := transformers>=5.10,<6
 # Tests run in two processes with one thread each: fastest on two cores, and no process starves another.
-PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 SHARED_PINS = grep -vE '^(transformers|huggingface-hub|tokenizers|typer|peft|accelerate)==' constraints.txt
 

@@ -159,7 +159,7 @@ def simple_attention(
     else:
         visible_BQ = counted.cumsum(-1)[:, keys - queries :]
         mixed = _causal_linear(q, k, v)
-    return mixed * visible_BQ.clamp_min(1).to(q.dtype).rsqrt()[:, None, :, None]
+    return mixed * visible_BQ.clamp_min(1).to(mixed.dtype).rsqrt()[:, None, :, None]
 
 
 def _causal_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -143,8 +143,6 @@ class Installation:
         if block is None:
             self.handles.append(site.container.register_forward_hook(hooks.after_core, with_kwargs=True))
             return
-        if "forward" in site.container.__dict__:
-            raise ValueError(f"{site.path}: its forward is already wrapped (device dispatch); patch the model before.")
         stock = stock_class(site.container)
         site.container.__class__ = swapped_class(stock, block, hooks.finish, seam.attention_forward)
         self.containers.append(site.container)

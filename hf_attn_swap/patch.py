@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .blocks import BLOCKS, Block
 from .families import Site, sites
 from .install import Installation, installation_of, model_root
 from .registry import Options, parse, parse_options
@@ -137,6 +138,9 @@ def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options,
         swap = Swap(classes, options, site.family.geometry(site.core))
     except ValueError as problem:
         raise ValueError(f"{site.path}: {problem}") from None
+    wrapped = "forward" in site.container.__dict__ and not isinstance(site.container, Block)
+    if wrapped and swap.writes and site.family.block in BLOCKS:
+        raise ValueError(f"{site.path}: its forward is already wrapped (device dispatch); patch the model before.")
     like = next((p for p in site.container.parameters() if p.is_floating_point()), None)
     if like is not None:
         swap.to(device=like.device, dtype=like.dtype)

@@ -97,11 +97,16 @@ class Call:
         return own_BLGD.repeat_interleave(heads // own_BLGD.shape[2], 2) if heads != own_BLGD.shape[2] else own_BLGD
 
 
+def in_dtype(strength: Strength, like: Tensor) -> Strength:
+    """The strength in the dtype of `like`, so that products with it are not rounded to fp32."""
+    return strength.to(like.dtype) if isinstance(strength, Tensor) else strength
+
+
 def mix(start: Tensor, end: Tensor, strength: Strength) -> Tensor:
     """(1 - s) * start + s * end; `end` itself at full strength."""
     if isinstance(strength, float) and strength == 1.0:
         return end
-    return torch.lerp(start, end, strength.to(start.dtype) if isinstance(strength, Tensor) else strength)
+    return torch.lerp(start, end, in_dtype(strength, start))
 
 
 def unset_linear(width: int, out: int, *, bias: bool) -> nn.Linear:

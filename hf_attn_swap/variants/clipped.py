@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..functional import check_clip, clip
-from .base import Call, Variant, register
+from .base import Call, Variant, in_dtype, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,5 +50,6 @@ class Clipped(Variant):
     options: ClippedOptions
 
     def adjust(self, weights_BHQK: Tensor, call: Call) -> Tensor:
-        gamma, zeta = call.strength * self.options.stretch, 1 + call.strength * (self.options.zeta - 1)
+        strength = in_dtype(call.strength, weights_BHQK)
+        gamma, zeta = strength * self.options.stretch, 1 + strength * (self.options.zeta - 1)
         return clip(weights_BHQK, gamma, zeta)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..functional import hopfield_scores
-from .base import Call, Strength, Variant, mix, register
+from .base import Call, Variant, in_dtype, mix, register
 
 FORWARD = ("forward_backward", "forward_forward")
 
@@ -84,9 +84,7 @@ class Mha(Variant):
         previous = self.previous(call)
         if self.options.scheme == "forward_forward":
             return self._forward_forward(scores_BHQK, previous, call)
-        share: Strength = self.options.alpha_prime * call.strength
-        if isinstance(share, Tensor):
-            share = share.to(scores_BHQK.dtype)
+        share = self.options.alpha_prime * in_dtype(call.strength, scores_BHQK)
         if previous is not None:
             hidden = hopfield_scores(scores_BHQK, _like(previous, scores_BHQK), share)
         else:
@@ -156,11 +154,10 @@ class Mha(Variant):
         return hidden_BHQK
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
-        share: Strength = self.options.alpha * call.strength
         skipped = call.residual if self.wants_residual else call.x
         if skipped is None:
             raise ValueError("mha: this architecture hands no residual stream to its attention; use skip='input'.")
-        return mix(out_BLE, skipped.to(out_BLE), share if isinstance(share, Tensor) else float(share))
+        return mix(out_BLE, skipped.to(out_BLE), self.options.alpha * in_dtype(call.strength, out_BLE))
 
 
 def _like(carried_BHQK: Tensor, wanted: Tensor, keys: int | None = None) -> Tensor:

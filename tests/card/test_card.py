@@ -1,0 +1,202 @@
+"""Cards are rendered from results alone, hold what they must, and their metadata is what the Hub wants."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from hf_attn_swap import list_variants
+from hf_attn_swap.card import layers_text, number, render, table, validate
+from hf_attn_swap.citations import bibtex
+from hf_attn_swap.registry import get_variant
+from hf_attn_swap.results import RESULTS_FILE, AppliedSwap, RunResult
+
+from ..results.examples import BELIEF, full, measured, result, sparse
+
+ROOT = Path(__file__).parents[2]
+SPARSE = RunResult.from_dict(sparse())
+
+
+def metadata(text: str) -> dict[str, Any]:
+    block = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+    assert block is not None
+    data = yaml.safe_load(block[1])
+    assert isinstance(data, dict)
+    return data
+
+
+@pytest.mark.parametrize("run", [result(), SPARSE], ids=["full", "sparse"])
+def test_card_is_valid_and_its_metadata_survive_a_round_trip(run: RunResult) -> None:
+    text = render(run, "me/model")
+    validate(text)
+    once = ModelCard(text)
+    again = ModelCard(str(once))
+    assert once.data.to_dict() == again.data.to_dict() == metadata(text)
+    assert str(again) == text
+
+
+def test_metadata() -> None:
+    found = metadata(render(result()))
+    assert found["library_name"] == "transformers"
+    assert found["tags"] == ["hf-attn-swap", "attn-swap:belief", "attn-swap:outeffhop+gated"]
+    assert found["base_model"] == "sentence-transformers/all-MiniLM-L6-v2"
+    assert found["base_model_relation"] == "finetune"
+    assert found["datasets"] == ["cornell-movie-review-data/rotten_tomatoes"]
+    assert found["metrics"] == ["accuracy", "loss"]
+    assert (found["license"], found["language"], found["pipeline_tag"]) == ("apache-2.0", ["en"], "text-classification")
+    index = found["model-index"][0]["results"][0]
+    assert index["dataset"]["split"] == "test"
+    assert index["metrics"][0] == {"type": "accuracy", "value": 0.82, "name": "accuracy (mean of 3 seeds)"}
+    assert "language" not in metadata(render(SPARSE))
+
+
+def test_card_says_everything_the_results_hold() -> None:
+    text = render(result(), "me/model")
+    for part in (
+        "| metric | belief, outeffhop+gated | softmax control | difference |",
+        "| accuracy (higher is better) | 0.8200 ± 0.0100 | 0.8100 ± 0.0100 | +0.0100 ± 0.0100 |",
+        "loss (lower is better)",
+        "seeds 0, 1, 2: accuracy 0.81, 0.83, 0.82",
+        "softmax control, seeds 0, 1, 2: accuracy 0.8, 0.81, 0.82",
+        "| 0-2, 4 of 6 | belief | `Y - (<Y, V> / <V, V>) V` | none | 1 |",
+        "`kind=linear` `pi_init=0.25` | 0.5 |",
+        "× 1.12 of stock attention",
+        "kurtosis (lower is better)",
+        "1. Swapped at strength 0.",
+        "1,600 rows of `train`",
+        "100 steps of 16 × 64 tokens, learning rate 0.0001",
+        "transformers 5.23.0, on 2 CPU cores",
+        "- Short English sentences only.",
+        "Showing what belief attention does",
+        "title = {{BeliefFormer}: Belief Attention in Transformer}",
+        "Helping Attention Heads Do Nothing",
+    ):
+        assert part in text
+    assert text.count("hu2024outeffhop") == 1
+
+
+def test_a_card_without_control_seeds_cost_and_outliers_says_so() -> None:
+    text = render(SPARSE)
+    assert "**There is no control**" in text
+    assert "softmax control |" not in text
+    assert "One seed: its spread is not known" in text
+    assert "## Cost\n\nNot measured." in text
+    assert "Outliers" not in text
+    assert "Not trained; run on batches of 16 × 64 tokens." in text
+
+
+def test_seeds_that_differ_are_not_paired() -> None:
+    control = {**measured(0.80, 0.81, 0.82), "seeds": [7, 8, 9]}
+    text = render(result(control=control))
+    assert "| +0.01 |" in text
+    assert "seed by seed" not in text
+    assert "softmax control, seeds 7, 8, 9" in text
+
+
+@pytest.mark.parametrize(("run", "loader"), [(result(), "AutoTokenizer"), (SPARSE, "AutoImageProcessor")])
+def test_the_lines_that_load_it(run: RunResult, loader: str) -> None:
+    code = re.search(r"```python\n(.*?)```", render(run, "me/model"), re.DOTALL)
+    assert code is not None
+    lines = [line for line in code[1].splitlines() if line]
+    assert len(lines) == 5
+    assert lines[0] == "import hf_attn_swap"
+    assert lines[2] == 'model = hf_attn_swap.from_pretrained("me/model")'
+    assert loader in lines[3]
+    compile(code[1], "card", "exec")
+    assert f'"your-name/{run.name}"' in render(run)
+
+
+def test_text_from_results_breaks_neither_metadata_nor_tables() -> None:
+    swaps = [{"components": [{**BELIEF, "formula": "a | b", "options": {"x": "|"}}], "layers": [0], "strength": 0.25}]
+    nasty = '--- {{ 7 * 7 }} {% raw %} <b> "quotes": [x]'
+    text = render(result(swaps=swaps, limits=[nasty], hardware=nasty, intended_use=nasty))
+    assert "`a \\| b` | `x=\\|` | 0.25 |" in text
+    assert text.count("{{ 7 * 7 }}") == 3
+    assert metadata(text) == ModelCard(text).data.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("library_name: transformers", "library_name: timm"), "library_name must be transformers"),
+        (("- hf-attn-swap\n", ""), "tags must be names, among them hf-attn-swap"),
+        (("- attn-swap:belief\n- attn-swap:outeffhop+gated\n", ""), "tags must be"),
+        (("license: apache-2.0", "license: [1]"), "license must be a name"),
+        (("base_model_relation: finetune", "base_model_relation: child"), "base_model_relation must be one of"),
+        (("value: 0.82", "value: .nan"), "finite numbers"),
+        (("value: 0.82", "value: good"), "finite numbers"),
+        (("metrics:\n- accuracy", "metrics:\n- 1"), "metrics must be a list of names"),
+        (("license: apache-2.0", "license: ["), "cannot be read"),
+        (("---\n", "", 1), "no metadata"),
+    ],
+)
+def test_validate_refuses(change: tuple[Any, ...], message: str) -> None:
+    text = render(result())
+    changed = text.replace(*change)
+    assert changed != text
+    with pytest.raises(ValueError, match=message):
+        validate(changed)
+
+
+@pytest.mark.parametrize("variant", list_variants())
+def test_every_variant_has_a_citation(variant: str) -> None:
+    for entry in bibtex(get_variant(variant).paper):
+        assert re.match(r"@\w+\{\w+,\n", entry)
+        assert entry.count("{") == entry.count("}")
+
+
+def test_a_paper_without_citation_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no citation for the paper 'Nobody, 1900'"):
+        bibtex("Nobody, 1900")
+
+
+def test_table(tmp_path: Path) -> None:
+    for name, data in (("one", full()), ("two", sparse())):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / RESULTS_FILE).write_text(json.dumps(data))
+    lines = table(tmp_path).splitlines()
+    assert len(lines) == 2 + 4  # two metrics each
+    assert len({line.count(" | ") for line in lines}) == 1
+    assert lines[2].startswith("| [minilm-belief-reviews](one/README.md) | sentence-transformers/all-MiniLM-L6-v2 |")
+    assert "| 0.8200 ± 0.0100 | 0.8100 ± 0.0100 | +0.0100 ± 0.0100 | 3 | × 1.12 |" in lines[2]
+    assert "| 0.5 | none |  | 1 | not measured |" in lines[4]
+    with pytest.raises(ValueError, match=r"no results\.json in any folder"):
+        table(tmp_path / "one")
+    (tmp_path / "two" / RESULTS_FILE).write_text("{}")
+    with pytest.raises(ValueError, match="two"):
+        table(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "expected"),
+    [
+        (0.123456, None, "0.1235"),
+        (0.123456, 0.0, "0.1235 ± 0"),
+        (0.123456, 0.0123, "0.123 ± 0.012"),
+        (1234.5, 67.8, "1234 ± 68"),
+        (12345.6, 6789.0, "12346 ± 6789"),
+        (1e-9, 2e-10, "1e-09 ± 2e-10"),
+    ],
+)
+def test_numbers(mean: float, spread: float | None, expected: str) -> None:
+    assert number(mean, spread) == expected
+
+
+def test_layers() -> None:
+    def words(*layers: int) -> str:
+        return layers_text(AppliedSwap(components=result().swaps[0].components, layers=layers, strength=1), 12)
+
+    assert words(3) == "3 of 12"
+    assert words(5, 6, 7, 1) == "1, 5-7 of 12"
+    assert words(*range(12)) == "all 12"
+
+
+def test_published_cards_are_what_their_results_render() -> None:
+    for path in sorted((ROOT / "model_cards").glob(f"*/{RESULTS_FILE}")):
+        assert (path.parent / "README.md").read_text(encoding="utf-8") == render(RunResult.load(path)), path.parent

@@ -1,0 +1,246 @@
+"""An independent slow oracle: a stock model whose attention is recomputed literally from the formulas.
+
+It shares no code with the package. Every attention module of a deep copy is replaced by one that projects Q, K and
+V itself, forms the scores in the open, and applies the variant at any strength; the model runs its eager masks.
+Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, E model width.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .slow import slow_belief_projection, slow_entmax15, slow_simple_attention, slow_softmax_n, slow_sparsemax
+
+CORES = ("AlbertAttention", "BertAttention", "GPT2Attention", "LlamaAttention", "OPTAttention", "ViTAttention")
+CAUSAL = ("GPT2Attention", "LlamaAttention", "OPTAttention")
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "clipped": {"gamma": -0.025, "zeta": 1.0, "alpha": None, "length": None},
+    "gated": {"kind": "linear", "pi_init": 0.25},
+    "simple": {"length": "true"},
+    "simple_res": {"length": "true", "skip": "inner"},
+    "simple_resl": {"length": "true"},
+    "mha": {
+        "alpha": 0.5,
+        "alpha_prime": 0.5,
+        "init": "zero",
+        "skip": "input",
+        "scheme": "forward_backward",
+    },
+}
+
+
+@dataclass
+class Shared:
+    """H and S of the swapped layer below, and the residual stream of the block that is running."""
+
+    hidden: Tensor | None = None
+    scores: Tensor | None = None
+    residual: dict[int, Tensor] = field(default_factory=dict)
+
+    def restart(self, *_: Any) -> None:
+        self.hidden = self.scores = None
+
+
+def reference_model(
+    stock: nn.Module,
+    variant: str,
+    *,
+    options: dict[str, Any] | None = None,
+    strength: float = 1.0,
+    layers: set[int] | None = None,
+    parameters: list[dict[str, Tensor]] | None = None,
+) -> Any:
+    """A copy of an unpatched model of the six families that computes `variant` slowly; call it without a cache."""
+    model: Any = copy.deepcopy(stock)
+    model.set_attn_implementation("eager")
+    names = variant.split("+")
+    given = options or {}
+    chosen = {n: DEFAULTS.get(n, {}) | dict(given if len(names) == 1 else given.get(n, {})) for n in names}
+    shared = Shared()
+    model.register_forward_pre_hook(shared.restart)
+    sites = [(path, module) for path, module in model.named_modules() if type(module).__name__ in CORES]
+    wanted = sorted(range(len(sites)) if layers is None else layers)
+    for place, index in enumerate(wanted):
+        path, module = sites[index]
+        own = parameters[place] if parameters else {}
+        slow = SlowLayer(module, chosen, strength, own, shared)
+        parent, _, child = path.rpartition(".")
+        block = model.get_submodule(parent)
+        setattr(block, child, slow)
+        block.register_forward_pre_hook(slow.remember, with_kwargs=True)
+    return model
+
+
+class SlowLayer(nn.Module):
+    """One attention module, recomputed; it keeps the stock module's parameters under their own names."""
+
+    def __init__(
+        self,
+        stock: nn.Module,
+        chosen: dict[str, dict[str, Any]],
+        strength: float,
+        own: dict[str, Tensor],
+        shared: Shared,
+    ) -> None:
+        super().__init__()
+        self.kind = type(stock).__name__
+        for name, child in stock.named_children():
+            self.add_module(name, child)
+        self.stock_sizes = _sizes(stock)
+        self.chosen, self.s, self.own, self.shared = chosen, strength, own, shared
+
+    def remember(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.shared.residual[id(self)] = args[0] if args else kwargs["hidden_states"]
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        x = hidden_states
+        if attention_mask is None:
+            attention_mask = kwargs.get("attention_mask")
+        q, k, v, scaling = self.project(x, kwargs.get("position_embeddings"))
+        out = self.attention(x, q, k, v, scaling, attention_mask)
+        if self.kind == "BertAttention":
+            return self.output.LayerNorm(out + x), None
+        if self.kind == "AlbertAttention":
+            return self.LayerNorm(x + out), None
+        return out, None
+
+    def project(self, x: Tensor, rotary: Any) -> tuple[Tensor, Tensor, Tensor, float]:
+        """q, k, v as (B,H,L,D), repeated per group, and the factor of q k^T."""
+        width = self.stock_sizes
+        if self.kind == "GPT2Attention":
+            q, k, v = self.c_attn(x).chunk(3, -1)
+        elif self.kind == "BertAttention":
+            q, k, v = self.self.query(x), self.self.key(x), self.self.value(x)
+        elif self.kind == "AlbertAttention":
+            q, k, v = self.query(x), self.key(x), self.value(x)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (t.reshape(*x.shape[:2], -1, width).transpose(1, 2) for t in (q, k, v))
+        if rotary is not None:
+            q, k = apply_rotary_pos_emb(q, k, *rotary)
+        groups = q.shape[1] // k.shape[1]
+        k, v = (torch.stack([t[:, h // groups] for h in range(q.shape[1])], 1) for t in (k, v))
+        if self.kind == "OPTAttention":  # OPT scales its queries, which matters where there is no softmax
+            return q * width**-0.5, k, v, 1.0
+        return q, k, v, width**-0.5
+
+    def output_projection(self, joined: Tensor) -> Tensor:
+        names = {"BertAttention": "output.dense", "AlbertAttention": "dense", "GPT2Attention": "c_proj"}
+        names |= {"OPTAttention": "out_proj", "LlamaAttention": "o_proj", "ViTAttention": "o_proj"}
+        return self.get_submodule(names[self.kind])(joined)
+
+    def attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
+        """(B,L,E): what the layer gives, without the block's own residual."""
+        scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * scaling
+        allowed = torch.ones_like(scores, dtype=torch.bool)
+        bias = torch.zeros_like(scores)
+        if mask is not None:
+            full = torch.where(mask, 0.0, torch.finfo(q.dtype).min) if mask.dtype == torch.bool else mask
+            full = full.expand_as(scores)
+            allowed = full > torch.finfo(full.dtype).min / 2
+            bias = torch.where(allowed, full, torch.zeros_like(full))
+        linear = [name for name in self.chosen if name.startswith("simple")]
+        if linear:
+            return self.simple(linear[0], x, (q, k, v), scores + bias, allowed)
+        if "mha" in self.chosen:
+            scores = self.hopfield(scores)
+        weights = self.weights(scores + bias, allowed)
+        heads = torch.einsum("bhqk,bhkd->bqhd", weights, v)
+        heads, added = self.read(heads, v.transpose(1, 2), x)
+        out = self.output_projection(heads.flatten(2))
+        if added is not None:
+            out = out + added
+        if "mha" in self.chosen:
+            options = self.chosen["mha"]
+            skip = x if options["skip"] == "input" else self.shared.residual[id(self)]
+            out = self.s * options["alpha"] * skip + (1 - self.s * options["alpha"]) * out
+        return out
+
+    def hopfield(self, scores: Tensor) -> Tensor:
+        options = self.chosen["mha"]
+        below, raw = self.shared.hidden, self.shared.scores
+        if options["scheme"] == "forward_backward":
+            share = self.s * options["alpha_prime"]
+            start = scores if options["init"] == "first" else torch.zeros_like(scores)
+            hidden = share * (start if below is None else below) + (1 - share) * scores
+            result = hidden
+        else:
+            share = options["alpha_prime"]
+            if below is None or raw is None:
+                hidden = scores if options["init"] == "first" else torch.zeros_like(scores)
+            else:
+                hidden = share * below + (1 - share) * raw
+            result = (1 - self.s) * scores + self.s * hidden
+        self.shared.hidden, self.shared.scores = hidden, scores
+        return result
+
+    def weights(self, scores: Tensor, allowed: Tensor) -> Tensor:
+        plain = slow_softmax_n(scores, 0.0, allowed)
+        weights = plain
+        if "outeffhop" in self.chosen and self.s > 0:
+            weights = slow_softmax_n(scores, self.s, allowed)
+        for name, formula in (("sparse_hopfield", slow_sparsemax), ("entmax", slow_entmax15)):
+            if name in self.chosen:
+                weights = (1 - self.s) * plain + self.s * formula(scores, allowed)
+        if "clipped" in self.chosen:
+            options = self.chosen["clipped"]
+            gamma = options["gamma"] if options["alpha"] is None else -options["alpha"] / options["length"]
+            gamma, zeta = self.s * gamma, 1 + self.s * (options["zeta"] - 1)
+            weights = ((zeta - gamma) * weights + gamma).clamp(0, 1) * allowed
+        return weights
+
+    def read(self, heads: Tensor, values: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(B,L,H,D) after the read-out, and what is added after W_o."""
+        added = None
+        if "gated" in self.chosen:
+            gate = torch.sigmoid(self.gate_logits(x)) / self.chosen["gated"]["pi_init"]
+            heads = heads * (1 + self.s * (gate - 1)).unsqueeze(-1)
+        if "belief" in self.chosen or "belief_star" in self.chosen:
+            new = (1 - self.s) * heads + self.s * slow_belief_projection(heads, values)
+            if "belief_star" in self.chosen:
+                split = (1 - self.s) * heads + self.s * slow_belief_projection(heads, values, per_head=True)
+                added = self.s * split.flatten(2) @ self.own["belief_star.w_s.weight"].T
+            heads = new
+        return heads, added
+
+    def gate_logits(self, x: Tensor) -> Tensor:
+        kind, own = self.chosen["gated"]["kind"], self.own
+        bias = own["gated.gate.bias"]
+        if kind == "per_head":
+            return bias.expand(*x.shape[:2], -1)
+        if kind == "all_features":
+            return x @ own["gated.gate.weight"].T + bias
+        heads = bias.shape[0]
+        logits = []
+        for head, part in enumerate(x.chunk(heads, -1)):
+            if kind == "mlp":
+                part = (part @ own["gated.hidden.weight"][head].T + own["gated.hidden.bias"][head]).relu()
+            logits.append(part @ own["gated.gate.weight"][head] + bias[head])
+        return torch.stack(logits, -1)
+
+    def simple(
+        self, name: str, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], scores: Tensor, allowed: Tensor
+    ) -> Tensor:
+        """(1 - s) of the ordinary layer and s of the variant's."""
+        q, k, v = qkv
+        options = self.chosen[name]
+        ordinary = torch.einsum("bhqk,bhkd->bqhd", slow_softmax_n(scores, 0.0, allowed), v)
+        causal = self.kind in CAUSAL
+        linear = slow_simple_attention(q, k, v, causal=causal, length=options["length"], allowed=allowed)
+        joined = linear.transpose(1, 2).flatten(2)
+        if name == "simple_resl":
+            layer = x + self.output_projection(joined)
+        else:
+            layer = x + joined if name == "simple_res" and options["skip"] == "inner" else joined
+        return (1 - self.s) * self.output_projection(ordinary.flatten(2)) + self.s * layer
+
+
+def _sizes(stock: nn.Module) -> int:
+    core: Any = getattr(stock, "self", stock)
+    return int(getattr(core, "head_dim", None) or core.attention_head_size)

@@ -1,0 +1,146 @@
+"""The formulas of the papers, slowly and literally, on plain tensors: what the package's fast forms are held to.
+
+Axes: B batch, H head, Q query, K key, D head width, L token. `allowed` is True where a query may see a key; a row
+that may see nothing gets zeros.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def slow_softmax_n(scores: Tensor, n: float, allowed: Tensor | None = None) -> Tensor:
+    """exp(s_j) / (n + sum_k exp(s_k)), row by row over the keys that may be seen."""
+    flat = scores.reshape(-1, scores.shape[-1])
+    open_ = torch.ones_like(flat, dtype=torch.bool) if allowed is None else _rows(allowed, scores)
+    rows = []
+    for row, seen in zip(flat, open_, strict=True):
+        if not bool(seen.any()):
+            rows.append(torch.zeros_like(row) + 0 * row.clamp(-1, 1))
+            continue
+        top = float(row[seen].max())
+        top = max(top, math.log(n)) if n > 0 else top
+        powers = torch.where(seen, (row - top).exp(), torch.zeros_like(row))
+        rows.append(powers / (n * math.exp(-top) + powers.sum()))
+    return torch.stack(rows).reshape(scores.shape)
+
+
+def slow_clipped_softmax(
+    scores: Tensor, gamma: float, zeta: float, n: float = 0.0, allowed: Tensor | None = None
+) -> Tensor:
+    """clip((zeta - gamma) p + gamma, 0, 1), zero where a query may not look."""
+    stretched = (zeta - gamma) * slow_softmax_n(scores, n, allowed) + gamma
+    clipped = stretched.clamp(0, 1)
+    return clipped if allowed is None else clipped * allowed
+
+
+def slow_sparsemax(scores: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """max(s - tau, 0) with sum 1: tau from the largest support whose smallest member stays positive."""
+    return _each_row(scores, allowed, _sparsemax_row)
+
+
+def slow_entmax15(scores: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """max(s / 2 - tau, 0)^2 with sum 1: tau solves the quadratic of the largest consistent support."""
+    return _each_row(scores, allowed, _entmax_row)
+
+
+def _sparsemax_row(row: Tensor) -> Tensor:
+    ordered = row.sort(descending=True).values
+    tau = ordered[0] - 1
+    for size in range(1, len(row) + 1):
+        trial = (ordered[:size].sum() - 1) / size
+        if bool(ordered[size - 1] > trial):
+            tau = trial
+    return (row - tau).clamp_min(0)
+
+
+def _entmax_row(row: Tensor) -> Tensor:
+    half = row / 2
+    ordered = half.sort(descending=True).values
+    tau = ordered[0] - 1
+    for size in range(2, len(row) + 1):
+        mean = ordered[:size].mean()
+        spread = (ordered[:size] - mean).square().sum()
+        if bool(spread >= 1):
+            break
+        trial = mean - ((1 - spread) / size).sqrt()
+        if bool(trial <= ordered[size - 1]):
+            tau = trial
+    return (half - tau).clamp_min(0).square()
+
+
+def _each_row(scores: Tensor, allowed: Tensor | None, formula) -> Tensor:  # type: ignore[no-untyped-def]  # a row to a row
+    flat = scores.reshape(-1, scores.shape[-1])
+    open_ = torch.ones_like(flat, dtype=torch.bool) if allowed is None else _rows(allowed, scores)
+    rows = []
+    for row, seen in zip(flat, open_, strict=True):
+        where = seen.nonzero().flatten()
+        result = torch.zeros_like(row)
+        rows.append(result.index_put((where,), formula(row[where])) if len(where) else result)
+    return torch.stack(rows).reshape(scores.shape)
+
+
+def _rows(allowed: Tensor, scores: Tensor) -> Tensor:
+    return allowed.expand(scores.shape).reshape(-1, scores.shape[-1])
+
+
+def slow_simple_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    length: str = "true",
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """A_t = L_t^(-1/2) sum over the keys that t may see of (q_t . k_i) v_i, one query at a time.
+
+    L_t counts those keys, at least 1; "fixed" counts the padded ones too: all of them, or those up to t when causal.
+    """
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
+    out = []
+    for b in range(batch):
+        for t in range(queries):
+            last = keys - queries + t + 1 if causal else keys
+            order = torch.arange(keys) < last
+            seen = order.clone() if key_mask is None else order & key_mask[b]
+            if allowed is not None:
+                seen = seen & allowed[min(b, allowed.shape[0] - 1), 0, t]
+            count = max(int(seen.sum() if length == "true" else order.sum()), 1)
+            total = torch.zeros(heads, v.shape[-1], dtype=q.dtype)
+            for i in seen.nonzero().flatten().tolist():
+                total = total + (q[b, :, t] * k[b, :, i]).sum(-1, keepdim=True) * v[b, :, i]
+            out.append(total / math.sqrt(count))
+    return torch.stack(out).view(batch, queries, heads, -1).transpose(1, 2)
+
+
+def slow_belief_projection(heads: Tensor, values: Tensor, per_head: bool = False, eps: float = 1e-8) -> Tensor:
+    """y - (<y, v> / max(<v, v>, eps)) v, token by token, over the joined heads or head by head; (B,L,H,D)."""
+    out = torch.empty_like(heads)
+    rows = []
+    for b in range(heads.shape[0]):
+        for t in range(heads.shape[1]):
+            y, v = heads[b, t], values[b, t]
+            pairs = zip(y, v, strict=True) if per_head else [(y.flatten(), v.flatten())]
+            cut = [one - (one @ own) / (own @ own).clamp_min(eps) * own for one, own in pairs]
+            rows.append(torch.stack(cut).view_as(y))
+    return torch.stack(rows).view_as(out)
+
+
+def slow_hopfield_scores(all_scores: list[Tensor], alpha_prime: float) -> Tensor:
+    """H of the last layer as its own sum: sum over layers of alpha'^(distance) (1 - alpha') S (H_0 = 0)."""
+    top = len(all_scores) - 1
+    return sum((1 - alpha_prime) * alpha_prime ** (top - i) * s for i, s in enumerate(all_scores))  # type: ignore[return-value]  # not empty
+
+
+def slow_hopfield_retrieve(state: Tensor, patterns: Tensor, beta: float, n: float = 1.0, steps: int = 1) -> Tensor:
+    """xi <- sum_i p_i y_i with p = softmax_n(beta <y_i, xi>), for one state (D,) and patterns (N,D)."""
+    for _ in range(steps):
+        scores = torch.stack([beta * (pattern * state).sum() for pattern in patterns])
+        weights = slow_softmax_n(scores[None], n)[0]
+        state = sum(weight * pattern for weight, pattern in zip(weights, patterns, strict=True))  # type: ignore[assignment]  # tensors
+    return state
