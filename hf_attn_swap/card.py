@@ -16,6 +16,19 @@ from .results import RESULTS_FILE, AppliedSwap, Metric, RunResult
 from .results.parts import RELATIONS
 
 TEMPLATE = Path(__file__).with_name("card_template.md.jinja")
+BARE = """# {name}
+
+A model whose attention was swapped by hf_attn_swap: {swaps}. No results were published with it.
+
+```python
+import hf_attn_swap
+
+model = hf_attn_swap.from_pretrained("{repo_id}")
+```
+
+It needs `pip install hf-attn-swap`; without `import hf_attn_swap`, Transformers refuses to load it rather than run
+another attention.
+"""
 TAG = "hf-attn-swap"
 VARIANT_TAG = "attn-swap:"
 PLACEHOLDER_OWNER = "your-name"
@@ -53,6 +66,17 @@ def render(result: RunResult, repo_id: str | None = None) -> str:
     )
     validate(text)
     return text
+
+
+def bare_card(swaps: Sequence[AppliedSwap], modules: int, repo_id: str) -> str:
+    """The card of a model without results: what it runs, and how to load it."""
+    variants = dict.fromkeys(VARIANT_TAG + swap.variant for swap in swaps)
+    data = ModelCardData(library_name="transformers", tags=[TAG, *variants])
+    words = "; ".join(
+        f"**{swap.variant}** at strength {swap.strength:g} in layers {layers_text(swap, modules)}" for swap in swaps
+    )
+    text = BARE.format(name=repo_id.split("/")[-1], swaps=words, repo_id=repo_id)
+    return f"---\n{data.to_yaml()}\n---\n\n{text}"
 
 
 def card_data(result: RunResult) -> ModelCardData:

@@ -193,10 +193,15 @@ def _warn_user(root: nn.Module, swaps: Iterable[Swap]) -> None:
             stacklevel=3,
         )
     held = {id(parameter) for parameter in root.parameters()}
-    optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
+    kinds = _with_subclasses(torch.optim.Optimizer)  # a set of types: several times faster than issubclass on each
+    optimizers = [thing for thing in gc.get_objects() if type(thing) in kinds]
     if any(id(parameter) in held for o in optimizers for group in o.param_groups for parameter in group["params"]):
         warnings.warn(
             f"{names} adds parameters that the optimizer you already made does not know; patch first, or add them "
             "with optimizer.add_param_group.",
             stacklevel=3,
         )
+
+
+def _with_subclasses(cls: type[Any]) -> set[type[Any]]:
+    return {cls}.union(*map(_with_subclasses, cls.__subclasses__()))

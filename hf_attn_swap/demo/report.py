@@ -105,12 +105,12 @@ def reading(rows: Sequence[Row], test_size: int) -> list[str]:
     )
     lines = [
         "ms/batch: forward and backward of one held-out batch, models taking turns; kurtosis (normal: 3) and max norm "
-        "(infinity norm) are of the layer outputs, padding left out; added: parameters; vs control: points of accuracy, on "
-        "the same sentences.",
+        "(infinity norm) are of the layer outputs, padding left out; added: parameters; vs control: points of "
+        "accuracy, on the same sentences.",
         f"The intervals cover the choice of the {test_size} test sentences and nothing else. {verdict}",
-        "It is one seed, one small training set and one learning rate, tuned for none of the models. Another seed draws "
-        "other sentences, another head and another order, which the intervals leave out: small differences here rank "
-        "nothing, and short sentences say nothing of the speed at long ones.",
+        "It is one seed, one small training set and one learning rate, tuned for none of the models. Another seed "
+        "draws other sentences, another head and another order, which the intervals leave out: small differences here "
+        "rank nothing, and short sentences say nothing of the speed at long ones.",
     ]
     if any(row.variant.startswith("simple") and row.difference_95[1] < 0 for row in rows):
         lines.append(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from ..registry import get_variant
@@ -9,7 +11,7 @@ from .parts import AppliedSwap, Component
 
 
 def applied_swaps(model: PreTrainedModel) -> tuple[int, tuple[AppliedSwap, ...]]:
-    """`modules` and `swaps` of a `RunResult`, from the block in the model's config.
+    """`modules` and `swaps` of a `RunResult`, as the model's config has them.
 
     Raises:
         ValueError: the model's attention is not swapped.
@@ -17,13 +19,21 @@ def applied_swaps(model: PreTrainedModel) -> tuple[int, tuple[AppliedSwap, ...]]
     block = getattr(model.config, "attn_swap", None)
     if block is None:
         raise ValueError(f"the attention of this {type(model).__name__} is not swapped; call patch_model first.")
-    swaps = []
-    for entry in block["swaps"]:
-        components = []
-        for name, options in entry["options"].items():
-            cls = get_variant(name)
-            components.append(Component(name=name, formula=cls.formula, paper=cls.paper, options=options))
-        swaps.append(
-            AppliedSwap(components=tuple(components), layers=tuple(entry["layers"]), strength=entry["strength"])
+    return read_swaps(block)
+
+
+def read_swaps(block: dict[str, Any]) -> tuple[int, tuple[AppliedSwap, ...]]:
+    """The same from a config's `attn_swap`, which must be a valid one."""
+    return block["modules"], tuple(
+        AppliedSwap(
+            components=tuple(_component(name, options) for name, options in entry["options"].items()),
+            layers=tuple(entry["layers"]),
+            strength=entry["strength"],
         )
-    return block["modules"], tuple(swaps)
+        for entry in block["swaps"]
+    )
+
+
+def _component(name: str, options: dict[str, Any]) -> Component:
+    variant = get_variant(name)
+    return Component(name=name, formula=variant.formula, paper=variant.paper, options=options)

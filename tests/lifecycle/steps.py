@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+import pytest
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
+from hf_attn_swap import list_variants
+from tests.contract.cells import PAIRS
+
 ROOT = Path(__file__).resolve().parents[2]
+ALL = [*list_variants(), *(pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS)]
 
 
 def heads(config: Any) -> dict[str, type[nn.Module]]:
@@ -59,4 +63,4 @@ def python(code: str, *arguments: object, check: bool = True) -> subprocess.Comp
 
 def same_bits(got: Tensor, wanted: Tensor) -> bool:
     """Equal bit for bit, NaN included."""
-    return got.dtype == wanted.dtype and torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    return got.dtype == wanted.dtype and got.nan_to_num(7.0).equal(wanted.nan_to_num(7.0))

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
-from tests.contract.cells import EVERY, FAMILY_NAMES
+from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
+from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, perturb, run, swaps
 
-from .steps import python
+from .steps import ALL, python
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", EVERY)
+@pytest.mark.parametrize("variant", ALL)
 def test_deep_copy(name: str, variant: str) -> None:
     """The copy gives the same; each computes with its own weights, strength and way back."""
     stock, batch = fresh(name), batch_of(name)
@@ -46,7 +46,7 @@ def test_deep_copy(name: str, variant: str) -> None:
     assert not swaps(twin)
 
 
-@pytest.mark.parametrize("variant", EVERY)
+@pytest.mark.parametrize("variant", ALL)
 def test_a_copy_of_a_layer_alone_shares_nothing(variant: str) -> None:
     model = perturb(patch_model(fresh("bert"), variant))
     layer = copy.deepcopy(model.base_model.encoder.layer[0])
@@ -75,8 +75,9 @@ for file in sorted(Path(sys.argv[1]).glob("*.pickle")):
 def test_pickle_in_a_fresh_process(tmp_path: Path) -> None:
     made = set()
     for name in FAMILY_NAMES:
-        for variant in EVERY:
-            model, batch = perturb(patch_model(fresh(name), variant, strength=0.6)), batch_of(name)
+        for variant in list_variants():
+            model = perturb(patch_model(fresh(name, torch.float32), variant, strength=0.6))
+            batch = batch_of(name, torch.float32)
             with torch.no_grad():
                 wanted = model(**batch)[0]
             stem = f"{name}-{variant}"
@@ -86,7 +87,7 @@ def test_pickle_in_a_fresh_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", EVERY)
+@pytest.mark.parametrize("variant", ALL)
 def test_two_threads(name: str, variant: str) -> None:
     model = perturb(patch_model(fresh(name), variant, strength=0.5))
     batches: list[dict[str, Any]] = [batch_of(name, seed=seed) for seed in (1, 2)]

@@ -145,7 +145,7 @@ def test_block(folder: Path, tmp_path: Path, change: Change, reason: str) -> Non
 def test_without_its_block(folder: Path, tmp_path: Path) -> None:
     """Our attention is named, but nothing says what was swapped: the weights left over, or the first call, say so."""
     where = rewritten(folder, tmp_path, drop("attn_swap"))
-    with pytest.raises(ValueError, match="attn_swap|not patched"):
+    with pytest.raises(ValueError, match=r"attn_swap|not patched"):
         forward(transformers.AutoModelForMaskedLM.from_pretrained(where), batch_of("bert", torch.float32))
 
 
@@ -161,7 +161,7 @@ def test_another_attention_by_hand(name: str, other: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("variant", list_variants())
 def test_weights(name: str, variant: str, tmp_path: Path) -> None:
     """One weight gone, one too many, one of another shape: each is named."""
-    model = patch_model(fresh(name, torch.float32), variant)
+    model, batch = patch_model(fresh(name, torch.float32), variant), batch_of(name, torch.float32)
     model.save_pretrained(tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
     own = sorted(key for key in whole if ".attn_swap." in key)
@@ -181,7 +181,9 @@ def test_weights(name: str, variant: str, tmp_path: Path) -> None:
             load({**whole, key: torch.ones(1, 1, 7)}, ignore_mismatched_sizes=True)
         with pytest.raises((ValueError, RuntimeError), match="attn_swap"):
             load({**whole, key: torch.ones(1, 1, 7)})
-    assert torch.equal(forward(load(whole), batch_of(name, torch.float32)), forward(model, batch_of(name, torch.float32)))
+    assert torch.equal(
+        forward(load(whole), batch_of(name, torch.float32)), forward(model, batch_of(name, torch.float32))
+    )
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

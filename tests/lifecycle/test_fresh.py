@@ -12,10 +12,10 @@ import transformers
 
 from hf_attn_swap import patch_model, set_strength
 from tests import zoo
-from tests.contract.cells import EVERY, FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
+from tests.contract.cells import FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
 
-from .steps import auto_class, heads
+from .steps import ALL, auto_class, heads
 
 CELLS = [*OPTION_CELLS, *((pair, {}) for pair in PAIRS)]
 
@@ -44,7 +44,7 @@ def test_no_uninitialised_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", EVERY)
+@pytest.mark.parametrize("variant", ALL)
 @pytest.mark.usefixtures("poisoned")
 def test_from_config(name: str, variant: str) -> None:
     """The swap is there with its neutral parameters, and the rest is drawn as if it were not."""

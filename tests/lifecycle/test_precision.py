@@ -10,8 +10,10 @@ import torch
 
 from hf_attn_swap import list_variants, patch_model, set_strength
 from tests import zoo
-from tests.contract.cells import EVERY, FAMILY_NAMES
+from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, swaps
+
+from .steps import ALL
 
 CASTS = {
     "to": lambda model: model.to(torch.bfloat16),
@@ -45,7 +47,7 @@ def autocast(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", EVERY)
+@pytest.mark.parametrize("variant", ALL)
 def test_autocast(name: str, variant: str) -> None:
     """Stock bits at strength 0; otherwise the fp32 result up to a few times what autocast costs the stock model."""
     model, batch = fresh(name, torch.float32), batch_of(name, torch.float32)
@@ -61,7 +63,7 @@ def test_autocast(name: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", EVERY)
+@pytest.mark.parametrize("variant", ALL)
 def test_autocast_training(name: str, variant: str) -> None:
     model = perturb(patch_model(fresh(name, torch.float32), variant, strength=0.3)).train()
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,0 +1,170 @@
+"""Publish a converted model with its card and its tokenizer or image processor, in one commit."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Protocol
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
+from transformers import PreTrainedModel
+
+from ..card import bare_card, render
+from ..loading import read_block
+from ..results import RESULTS_FILE, AppliedSwap, RunResult
+from ..results.from_model import read_swaps
+
+CARD = "README.md"
+# What a repository is given from a folder: weights as safetensors, and what is no program.
+PUBLISHED = ("*.safetensors", "*.json", "*.jinja", "*.md", "*.model", "*.spm", "*.tiktoken", "*.txt", "bpe.codes")
+# Weights of an earlier push, which must not stay beside the new ones.
+WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+
+
+class Saved(Protocol):
+    """A tokenizer, an image processor, or a processor that holds both."""
+
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write its files into a folder."""
+
+
+def push(
+    model: PreTrainedModel,
+    repo_id: str,
+    *,
+    results: RunResult | str | Path | None = None,
+    tokenizer: Saved | None = None,
+    private: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+) -> CommitInfo:
+    """Publish a converted model, its card and its tokenizer or image processor, in one commit.
+
+    Args:
+        model: the converted model; its weights go as safetensors.
+        repo_id: "owner/name"; created if there is none.
+        results: a run, or its results.json; the card is rendered from it. Without it a card that is there stays, and
+            otherwise one that only says how to load the model is written.
+        tokenizer: or image processor.
+        private: refuse to publish into a repository that everybody can read.
+        revision: branch, created if there is none; the main branch if None.
+        token: of the Hub; the stored one if None.
+
+    Raises:
+        ValueError: the model is not swapped, the results are of another model, or the repository is public although
+            `private`.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"push takes a transformers model, got {type(model).__name__}; merge or unwrap it first.")
+    if getattr(model.config, "attn_swap", None) is None:
+        raise ValueError("this model's attention is not swapped; call patch_model first, or model.push_to_hub.")
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if isinstance(results, (str, Path)):
+            results = RunResult.load(results)
+        if results is not None:
+            results.save(Path(folder, RESULTS_FILE))
+        return push_folder(folder, repo_id, private=private, revision=revision, token=token)
+
+
+def push_folder(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+) -> CommitInfo:
+    """Publish a saved converted model, in one commit; a results.json in the folder becomes the card.
+
+    Files that could hold programs (pickled weights, code) are left out.
+
+    Raises:
+        ValueError: as for `push`, or the folder holds no converted model.
+    """
+    folder = Path(folder)
+    modules, swaps = read_swaps(_saved_block(folder))
+    files = _content(folder, modules, swaps, repo_id)
+    api = HfApi(token=token)
+    info = _repository(api, repo_id, private=private, revision=revision)
+    there = [file.rfilename for file in info.siblings or []]
+    if CARD not in files and CARD not in there:
+        files[CARD] = bare_card(swaps, modules, repo_id).encode()
+    stale = [name for name in there if name not in files and any(fnmatch(name, pattern) for pattern in WEIGHTS)]
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
+        *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()),
+        *(CommitOperationDelete(path_in_repo=name) for name in stale),
+    ]
+    title = f"Upload {', '.join(dict.fromkeys(swap.variant for swap in swaps))} model with hf_attn_swap"
+    return api.create_commit(repo_id, operations, commit_message=title, revision=revision, parent_commit=info.sha)
+
+
+def _content(folder: Path, modules: int, swaps: Sequence[AppliedSwap], repo_id: str) -> dict[str, bytes | Path]:
+    """What is published of a folder, and its card if there are results."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and _published(path.relative_to(folder)))
+    files: dict[str, bytes | Path] = {path.relative_to(folder).as_posix(): path for path in paths}
+    if not any(name.endswith(".safetensors") for name in files):
+        raise ValueError(f"{folder} holds no safetensors; save the model with model.save_pretrained.")
+    if RESULTS_FILE in files:
+        run = RunResult.load(folder / RESULTS_FILE)
+        _check_same(run, modules, swaps)
+        files[CARD] = render(run, repo_id).encode()
+    return files
+
+
+def _repository(api: HfApi, repo_id: str, *, private: bool, revision: str | None) -> ModelInfo:
+    """The repository and branch to push to, created where they are missing."""
+    api.create_repo(repo_id, private=private or None, exist_ok=True)
+    if private and not api.model_info(repo_id).private:
+        raise ValueError(f"{repo_id} exists and everybody can read it; make it private first, or name another one.")
+    if revision is not None and not revision.startswith("refs/"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    return api.model_info(repo_id, revision=revision)
+
+
+def _saved_block(folder: Path) -> dict[str, Any]:
+    """The checked `attn_swap` of a saved model."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no model: there is no config.json in it.")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    block = config.get("attn_swap") if isinstance(config, dict) else None
+    if block is None:
+        raise ValueError(f"{folder} holds no swapped attention; call patch_model before model.save_pretrained.")
+    read_block(block)
+    assert isinstance(block, dict)
+    return block
+
+
+def _published(path: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.parts)
+    return not hidden and any(fnmatch(path.name, pattern) for pattern in PUBLISHED)
+
+
+def _check_same(run: RunResult, modules: int, swaps: Sequence[AppliedSwap]) -> None:
+    """A card must not speak of another model."""
+    said, done = ((count, _essence(these)) for count, these in ((run.modules, run.swaps), (modules, swaps)))
+    if said != done:
+        raise ValueError(
+            f"the results are of another model: they say {_words(run.swaps, run.modules)}, and the model runs "
+            f"{_words(swaps, modules)}."
+        )
+
+
+def _essence(swaps: Sequence[AppliedSwap]) -> Any:
+    """What two descriptions of a model must agree on; wordings of formulas may change between versions."""
+    return {
+        (tuple(sorted(swap.layers)), swap.strength, part.name, json.dumps(part.options, sort_keys=True))
+        for swap in swaps
+        for part in swap.components
+    }
+
+
+def _words(swaps: Sequence[AppliedSwap], modules: int) -> str:
+    parts = (f"{swap.variant} at strength {swap.strength:g} in layers {list(swap.layers)}" for swap in swaps)
+    return f"{', '.join(parts)} of {modules}"

@@ -1,0 +1,143 @@
+"""Strength 0 is the pretrained model: bit for bit by the shortcut, to rounding without it, and in the limit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_attn_swap import describe, patch_model, set_strength
+from hf_attn_swap.variants.base import VARIANTS
+
+from .cells import COMPOSITIONS, EVERY, EXTRA_CELLS, FAMILY_NAMES, SINGLES, Cell, label, swap_in
+from .harness import (
+    Gradients, assert_identical, assert_same, batch_of, fresh, padding_side, perturb, run, swaps, without_shortcut,
+)  # fmt: skip
+
+BOTH = ["bert", "llama"]  # post-LN encoder with fused W_o, and pre-LN decoder with rotary and grouped heads
+CELLS: tuple[tuple[str, Cell], ...] = (
+    *((family, (name, {})) for family in FAMILY_NAMES for name in SINGLES),
+    *((family, (name, {})) for family in BOTH for name in COMPOSITIONS),
+    *((family, cell) for family in FAMILY_NAMES for cell in EXTRA_CELLS),
+)
+IDS = [f"{family}-{label(cell)}" for family, cell in CELLS]
+DTYPES = (torch.float64, torch.float32)
+
+
+@functools.cache
+def stock(family: str, dtype: torch.dtype, padded: bool) -> tuple[Tensor, Gradients]:
+    model = fresh(family, dtype)
+    assert model.config._attn_implementation == "sdpa"
+    return run(model, batch_of(family, dtype, padding_side(family) if padded else None))
+
+
+def patched(family: str, cell: Cell, strength: float, dtype: torch.dtype = torch.float64) -> Any:
+    return perturb(swap_in(fresh(family, dtype), cell[0], strength=strength, **cell[1]))
+
+
+@pytest.mark.parametrize(("family", "cell"), CELLS, ids=IDS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_zero_runs_the_stock_function(family: str, cell: Cell, padded: bool) -> None:
+    side = padding_side(family) if padded else None
+    if padded and side is None:
+        return
+    for dtype in DTYPES:
+        model = patched(family, cell, 0.0, dtype)
+        assert {row.runs for row in describe(model).rows} == {"stock"}
+        assert_identical(run(model, batch_of(family, dtype, side)), stock(family, dtype, padded))
+
+
+@pytest.mark.parametrize(("family", "cell"), CELLS, ids=IDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_zero_without_the_shortcut(family: str, cell: Cell, dtype: torch.dtype) -> None:
+    """Every variant's own path at s = 0: values and gradients of all pretrained parameters."""
+    side = padding_side(family)
+    model = without_shortcut(patched(family, cell, 0.0, dtype))
+    assert_same(run(model, batch_of(family, dtype, side)), stock(family, dtype, side is not None))
+
+
+@pytest.mark.parametrize(("family", "cell"), CELLS, ids=IDS)
+def test_small_strengths_differ_in_proportion(family: str, cell: Cell) -> None:
+    """At s = 1e-3 the difference is of order s, in values and gradients: twice s, twice the difference."""
+    side = padding_side(family)
+    batch = batch_of(family, padded=side)
+    start, slope = stock(family, torch.float64, side is not None)
+    model = patched(family, cell, 1e-3)
+    once, once_slope = run(model, batch)
+    twice, twice_slope = run(set_strength(model, 2e-3), batch)
+    moved = float((once - start).norm())
+    if moved <= 1e-12 * float(start.norm()):  # the control, and options that change nothing
+        assert neutral(model)
+        return
+    assert 1.9 < float((twice - start).norm()) / moved < 2.1
+    bent = difference(once_slope, slope)
+    assert 1.8 < difference(twice_slope, slope) / bent < 2.2
+
+
+def difference(one: Gradients, other: Gradients) -> float:
+    return sum(float((one[name] - other[name]).square().sum()) for name in other) ** 0.5
+
+
+def neutral(model: Any) -> bool:
+    """True for the control, and for options under which the formula is ordinary attention."""
+    variants = swaps(model)[0].variants
+    return all(not type(v).places or getattr(v.options, "stretch", None) == 0 == v.options.zeta - 1 for v in variants)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("name", EVERY)
+def test_new_parameters_start_neutral(family: str, name: str) -> None:
+    """What a variant adds with parameters is nothing before training: only the parameter-free part may differ."""
+    model = fresh(family)
+    patch_model(model, name)
+    for swap in swaps(model):
+        for variant in swap.variants:
+            if "gate" in dict(variant.named_children()):
+                logits = variant.logits(torch.randn(2, 3, model.config.hidden_size, dtype=torch.float64))
+                assert torch.allclose(torch.sigmoid(logits) / variant.options.pi_init, torch.ones(1).double(), atol=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("name", [name for name in SINGLES if VARIANTS[name].parameters_added != "none"])
+def test_neutral_start_of_single_variants(family: str, name: str) -> None:
+    """A freshly patched gate is the pretrained model; W_s adds nothing to belief."""
+    base = {"belief_star": "belief"}.get(name, "softmax")
+    batch = batch_of(family, padded=padding_side(family))
+    model = patch_model(fresh(family), name)
+    assert_same(run(model, batch), run(patch_model(fresh(family), base), batch))
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_schedule_comes_back_to_the_stock_model(family: str) -> None:
+    batch = batch_of(family)
+    model = patch_model(fresh(family), "mha")
+    for strength in (0.5, 1.0, 0.0):
+        set_strength(model, strength)
+        assert {swap.strength for swap in swaps(model)} == {strength}
+        assert {float(swap.strength_value) for swap in swaps(model)} == {strength}
+        assert {entry["strength"] for entry in model.config.attn_swap["swaps"]} == {strength}
+    assert_identical(run(model, batch), stock(family, torch.float64, False))
+
+
+def test_a_layer_at_zero_below_one_that_reads_its_scores() -> None:
+    """mha: a layer switched off still carries its scores upwards, so it must not take the shortcut."""
+    model = patch_model(fresh("bert"), "mha")
+    set_strength(model, 0.0, layers=[0])
+    assert [swap.phase for swap in swaps(model)] == ["between", "full", "full"]
+    set_strength(model, 0.0)
+    assert [swap.phase for swap in swaps(model)] == ["off"] * 3
+
+
+@pytest.mark.parametrize("name", SINGLES)
+def test_strength_survives_casts(name: str) -> None:
+    """bf16 cannot hold 0.3: the buffer stays fp32, whatever the model is cast to."""
+    model = patch_model(fresh("bert", torch.float32), name, strength=0.3)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        model.to(dtype)
+        for swap in swaps(model):
+            assert swap.strength_value.dtype == torch.float32
+            assert float(swap.strength_value) == pytest.approx(0.3, abs=1e-8)
+            assert all(parameter.dtype == dtype for parameter in swap.parameters())

@@ -1,0 +1,113 @@
+"""Strength 1 and 0.5 equal the independent slow model of tests/reference.py, in values and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import reference
+
+from .cells import (
+    COMPOSITIONS, DEFAULT_CELLS, EXTRA_CELLS, FAMILY_NAMES, LARGER, PAIRS, Cell, label, swap_in,
+)  # fmt: skip
+from .harness import Gradients, assert_same, batch_of, distance, fresh, padding_side, perturb, run_all, swaps
+
+ISSUE = ("outeffhop+clipped", "outeffhop+gated", "outeffhop+belief", "mha+belief", "mha+outeffhop")
+BOTH = ["bert", "llama"]
+SINGLE_CELLS = [(family, cell) for family in FAMILY_NAMES for cell in (*DEFAULT_CELLS, *EXTRA_CELLS)]
+COMPOSED_CELLS = [(family, (name, {})) for family in BOTH for name in COMPOSITIONS]
+
+
+def ids(cells: Any) -> list[str]:
+    return [f"{family}-{label(cell)}" for family, cell in cells]
+
+
+def pair_of_models(family: str, cell: Cell, strength: float, **more: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
+    """The patched model, the slow one, and the slow one's leaves for the variant's own parameters."""
+    variant, options = cell
+    model = perturb(swap_in(fresh(family), variant, strength=strength, **options, **more))
+    own = [{name: p.detach().clone().requires_grad_() for name, p in s.named_parameters()} for s in swaps(model)]
+    slow = reference.reference_model(
+        fresh(family), variant, options=options, strength=strength, parameters=own, **more
+    )
+    return model, slow, own
+
+
+def gradients_of(own: list[dict[str, Any]], model: Any) -> Gradients:
+    """The slow model's gradients of the variant's parameters, under the patched model's names."""
+    paths = [path for path, module in model.named_modules() if path.endswith(".attn_swap")]
+    pairs = ((f"{path}.{name}", leaf) for path, part in zip(paths, own, strict=True) for name, leaf in part.items())
+    return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in pairs}
+
+
+def assert_equals_slow(family: str, cell: Cell, strength: float, padded: bool, **more: Any) -> None:
+    batch = batch_of(family, padded=padding_side(family) if padded else None)
+    model, slow, own = pair_of_models(family, cell, strength, **more)
+    out, gradients = run_all(slow, batch)
+    wanted = out, {**gradients, **gradients_of(own, model)}
+    assert_same(run_all(model, batch), wanted)
+
+
+@pytest.mark.parametrize(("family", "cell"), SINGLE_CELLS, ids=ids(SINGLE_CELLS))
+def test_single_variants(family: str, cell: Cell) -> None:
+    assert_equals_slow(family, cell, 1.0, padded=True)
+
+
+@pytest.mark.parametrize(("family", "cell"), SINGLE_CELLS, ids=ids(SINGLE_CELLS))
+def test_single_variants_in_between(family: str, cell: Cell) -> None:
+    assert_equals_slow(family, cell, 0.5, padded=True)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILY_NAMES if padding_side(name)])
+@pytest.mark.parametrize("cell", DEFAULT_CELLS, ids=label)
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+def test_without_padding(family: str, cell: Cell, strength: float) -> None:
+    """No mask at all: other code, with the causal flag."""
+    assert_equals_slow(family, cell, strength, padded=False)
+
+
+@pytest.mark.parametrize(("family", "cell"), COMPOSED_CELLS, ids=ids(COMPOSED_CELLS))
+def test_compositions(family: str, cell: Cell) -> None:
+    assert_equals_slow(family, cell, 1.0, padded=True)
+
+
+@pytest.mark.parametrize("family", BOTH)
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_compositions_in_between(family: str, name: str) -> None:
+    assert_equals_slow(family, (name, {}), 0.5, padded=family == "bert")
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_on_every_family(family: str, name: str) -> None:
+    if family not in BOTH:
+        assert_equals_slow(family, (name, {}), 1.0, padded=False)
+
+
+@pytest.mark.parametrize("cell", DEFAULT_CELLS, ids=label)
+@pytest.mark.parametrize("layers", [[1], [0, 2]])
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_partial_layers(family: str, cell: Cell, layers: list[int]) -> None:
+    assert_equals_slow(family, cell, 1.0, padded=True, layers=layers)
+
+
+def test_the_issue_names_these() -> None:
+    have = {frozenset(name.split("+")) for name in PAIRS}
+    assert {frozenset(name.split("+")) for name in ISSUE} <= have
+    assert len(LARGER) > 0
+
+
+@pytest.mark.parametrize(("family", "cell"), SINGLE_CELLS + COMPOSED_CELLS, ids=ids(SINGLE_CELLS + COMPOSED_CELLS))
+def test_differs_from_stock(family: str, cell: Cell) -> None:
+    batch = batch_of(family)
+    wanted, wanted_slope = run_all(fresh(family), batch)
+    model = perturb(swap_in(fresh(family), cell[0], **cell[1]))
+    out, slope = run_all(model, batch)
+    moved = distance(out, wanted)
+    variants = swaps(model)[0].variants
+    if all(not type(v).places or getattr(v.options, "stretch", None) == 0 == v.options.zeta - 1 for v in variants):
+        assert_same((out, slope), (wanted, wanted_slope))
+    else:
+        assert moved > 1e-4
