@@ -73,7 +73,7 @@ class Inputs:
         if seen is not None and seen[0] is self.key_mask:
             return seen[1], False
         dense = expand_key_mask(self.key_mask, self.query.shape[2], self.causal)
-        if call.carried is not None:
+        if call.carried is not None and self.causal:
             call.carried.key_mask = (self.key_mask, dense)
         return dense, False
 

@@ -100,8 +100,11 @@ def _inputs(
         causal = causal and queries > 1
         if causal and keys > queries:  # prefill of an empty static cache: the slots behind are still unused
             key, value = key[:, :, :queries], value[:, :, :queries]
-    key_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-    mask = attention_mask if key_mask is None else None
+    key_mask, mask = None, attention_mask
+    if attention_mask is not None and attention_mask.dim() == 2:  # only ours: causal, with the queries last
+        key_mask, mask, causal = attention_mask, None, True
+    elif queries > 1 and mask is not None and mask.dtype == torch.bool and mask.shape[1:3] == (1, 1):
+        key_mask, mask, causal = mask[:, 0, 0].expand(query.shape[0], -1), None, False
     return Inputs(
         query=query,
         key=key,
@@ -151,10 +154,11 @@ def mask_for_swap(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """None, a 2-D key mask (B,K), or SDPA's 4-D bool mask (B,1,Q,K).
+    """None, a key mask, or SDPA's 4-D bool mask (B,1,Q,K).
 
-    A linear variant must not build Q x K, so plain padding stays 2-D where the config has one; softmax layers get
-    exactly the stock mask. A 2-D mask means: plain, or causal with the queries last.
+    A linear variant must not build Q x K, so plain padding stays a key mask where the config has one: (B,1,1,K) if
+    every query sees the same keys, (B,K) if their order is causal with the queries last. Other layers of such a
+    model expand it to exactly the stock mask.
     """
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     last = isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0
@@ -165,7 +169,8 @@ def mask_for_swap(
         may_skip = kwargs.get("allow_is_bidirectional_skip" if bidirectional else "allow_is_causal_skip", bidirectional)
         square = bidirectional or q_length in (1, kv_length)
         if not (may_skip and square and not torch.compiler.is_compiling() and bool(attention_mask.all())):
-            return attention_mask.bool()
+            key_mask = attention_mask.bool()
+            return key_mask[:, None, None, :] if bidirectional else key_mask
     mask: Tensor | None = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,

@@ -118,4 +118,5 @@ class Swap(nn.Module):
             return f"reference ({', '.join(explicit)} needs the weights)"
         if self.carries and (self.phase == "between" or self.at("normaliser") is not None):
             return "reference (explicit scores)"
-        return "; ".join(variant.runs for variant in self.variants)
+        runs = [variant.runs for variant in self.variants]
+        return next((words for words in runs if words.startswith("reference")), "; ".join(runs))

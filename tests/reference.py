@@ -66,10 +66,10 @@ def reference_model(
     model.register_forward_pre_hook(shared.restart)
     sites = [(path, module) for path, module in model.named_modules() if type(module).__name__ in CORES]
     wanted = sorted(range(len(sites)) if layers is None else layers)
-    for place, index in enumerate(wanted):
-        path, module = sites[index]
-        own = parameters[place] if parameters else {}
-        slow = SlowLayer(module, chosen, strength, own, shared)
+    for index, (path, module) in enumerate(sites):
+        swapped = index in wanted  # other layers are recomputed too: stock eager rounds its weights to fp32
+        own = parameters[wanted.index(index)] if swapped and parameters else {}
+        slow = SlowLayer(module, chosen if swapped else {"softmax": {}}, strength, own, shared)
         parent, _, child = path.rpartition(".")
         block = model.get_submodule(parent)
         setattr(block, child, slow)

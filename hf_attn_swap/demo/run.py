@@ -44,10 +44,10 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, 
     require_packages(options)
     for name in options.converted:
         parse(name)
-    _prepare_folder(options.out)
     sentences = load_sentences(options)
     source = model_source(options)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    _prepare_folder(options.out)
     console.print(_headline(options, sentences.name))
     trained: dict[str, Trained] = {}
     scores: dict[str, Scores] = {}

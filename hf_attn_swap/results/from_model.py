@@ -23,10 +23,10 @@ def applied_swaps(model: PreTrainedModel) -> tuple[int, tuple[AppliedSwap, ...]]
 
 
 def read_swaps(block: dict[str, Any]) -> tuple[int, tuple[AppliedSwap, ...]]:
-    """The same from a config's `attn_swap`, which must be a valid one."""
+    """The same from a config's `attn_swap`, which must be a valid one; a saved config has lost the options' order."""
     return block["modules"], tuple(
         AppliedSwap(
-            components=tuple(_component(name, options) for name, options in entry["options"].items()),
+            components=tuple(_component(name, entry["options"][name]) for name in map(str.strip, entry["variant"].split("+"))),
             layers=tuple(entry["layers"]),
             strength=entry["strength"],
         )

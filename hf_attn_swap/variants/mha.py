@@ -66,6 +66,8 @@ class Mha(Variant):
 
     @property
     def runs(self) -> str:
+        if self.options.scheme != "forward_backward":
+            return "reference (explicit scores)"
         return self.fused if self.carries else "SDPA, then the skip"
 
     @property

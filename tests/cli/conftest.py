@@ -52,9 +52,7 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny-bert"
     folder.mkdir()
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *GOOD, *BAD, *NEUTRAL]
-    vocab = folder / "vocab.txt"
-    vocab.write_text("\n".join(words), encoding="utf-8")
-    BertTokenizerFast(vocab=str(vocab)).save_pretrained(folder)
+    BertTokenizerFast(vocab={word: index for index, word in enumerate(words)}).save_pretrained(folder)
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(words),

@@ -28,6 +28,9 @@ TEXT_FAMILIES = tuple(name for name in FAMILY_NAMES if "input_ids" in zoo.inputs
 Gradients = dict[str, Tensor]
 
 
+SMALL = {"patch_size": 8}  # for image models: 5 tokens, not 17
+
+
 @functools.cache
 def _built(name: str, dtype: torch.dtype, overrides: tuple[tuple[str, Any], ...]) -> nn.Module:
     return zoo.build(name, dtype=dtype, **dict(overrides)).eval()
@@ -35,7 +38,8 @@ def _built(name: str, dtype: torch.dtype, overrides: tuple[tuple[str, Any], ...]
 
 def fresh(name: str, dtype: torch.dtype = torch.float64, **overrides: Any) -> Any:
     """A stock model of one's own; equal arguments give equal weights."""
-    return copy.deepcopy(_built(name, dtype, tuple(sorted(overrides.items()))))
+    chosen = overrides if name in TEXT_FAMILIES else SMALL | overrides
+    return copy.deepcopy(_built(name, dtype, tuple(sorted(chosen.items()))))
 
 
 def padding_side(name: str) -> str | None:

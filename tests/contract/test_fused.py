@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from hf_attn_swap import compute, describe
-from hf_attn_swap.variants import mha
+from tests import zoo
 
 from .cells import EVERY, EXTRA_CELLS, FAMILY_NAMES, Cell, is_linear, label, swap_in
 from .harness import (
-    CAUSAL_FAMILIES, LENGTH, Recorder, assert_same, batch_of, forward, fresh, padding_side, perturb, run_all,
+    CAUSAL_FAMILIES, LENGTH, TEXT_FAMILIES, Recorder, assert_same, batch_of, forward, fresh, padding_side, perturb, run_all,
 )  # fmt: skip
 
 CELLS: tuple[Cell, ...] = (*((name, {}) for name in EVERY), *EXTRA_CELLS)
 PADDED = [(family, side) for family in FAMILY_NAMES for side in dict.fromkeys((None, padding_side(family)))]
-# The torch functions behind each word that `describe` uses.
-PRIMITIVES = {"SDPA": "scaled_dot_product_attention", "baddbmm": "baddbmm", "reordered products": "matmul"}
+POSITIONS = {"gpt2": "n_positions"}
 
 
 def model_of(family: str, cell: Cell, strength: float = 1.0) -> Any:
@@ -112,15 +111,12 @@ def test_what_describe_says_is_what_runs(
         assert seen.count("scaled_dot_product_attention", "softmax", "_softmax") == 0, "SPEC 3: no softmax at s = 1"
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "opt", "albert"])
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
 @pytest.mark.parametrize("padded", [None, "right", "left"])
 @pytest.mark.parametrize("name", [name for name in EVERY if is_linear(name)])
 def test_linear_attention_never_builds_queries_times_keys(family: str, padded: str | None, name: str) -> None:
     length = 300
-    model = model_of(family, (name, {}))
-    model = swap_in(fresh(family, torch.float32, max_position_embeddings=length), name)
-    from tests import zoo
-
+    model = swap_in(fresh(family, torch.float32, **{POSITIONS.get(family, "max_position_embeddings"): length}), name)
     batch = zoo.inputs(family, batch=2, length=length, padded=padded)
     with torch.no_grad(), Recorder() as seen:
         model(**batch)
@@ -170,9 +166,9 @@ def test_weights_of_the_control_are_those_of_eager_attention(family: str) -> Non
     batch = batch_of(family, padded=padding_side(family))
     with torch.no_grad():
         got, wanted = (each(**batch, output_attentions=True).attentions for each in (model, stock))
-    real = batch.get("attention_mask", torch.ones(1, 1)).bool()[:, None, :, None]
-    for one, other in zip(got, wanted, strict=True):
-        assert (one - other).mul(real).abs().max() <= 1e-12
+    padding = batch.get("attention_mask", torch.ones(1, 1))[:, None, :, None] == 0
+    for one, other in zip(got, wanted, strict=True):  # eager softmax rounds to fp32 in most families
+        assert (one - other).masked_fill(padding, 0).abs().max() <= 1e-6
 
 
 def test_a_previous_layer_is_reused_in_place() -> None:
@@ -181,4 +177,3 @@ def test_a_previous_layer_is_reused_in_place() -> None:
     with Recorder() as seen:
         model(**batch_of("bert"))
     assert seen.count("baddbmm_") == model.config.num_hidden_layers - 1
-    assert mha.Mha.fused.startswith("in-place baddbmm")

@@ -1,4 +1,4 @@
-"""4-D masks, packed sequences and sliding windows, on every variant, against forms that say the same otherwise."""
+"""4-D masks on every variant: plain ones equal their 2-D form, any other equals the independent slow model."""
 
 from __future__ import annotations
 
@@ -6,52 +6,34 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests import zoo
+from tests import reference, zoo
 
-from .cells import EVERY, EXTRA_CELLS, Cell, label, swap_in
+from .cells import EVERY, EXTRA_CELLS, FAMILY_NAMES, Cell, is_linear, label, swap_in
 from .harness import (
-    BATCH, CAUSAL_FAMILIES, LENGTH, TEXT_FAMILIES, TOLERANCE, assert_same, batch_of, distance, forward, fresh,
-    padding_side, perturb, run_all,
+    BATCH, CAUSAL_FAMILIES, LENGTH, TEXT_FAMILIES, assert_same, batch_of, fresh, padding_side, perturb, run_all, swaps,
 )  # fmt: skip
 
 CELLS: tuple[Cell, ...] = (*((name, {}) for name in EVERY), *EXTRA_CELLS)
-CELLS = tuple(cell for cell in CELLS if cell[1].get("length") != "fixed") + tuple(
-    cell for cell in CELLS if cell[1].get("length") == "fixed" and len(cell[1]) == 1
-)
+TRUE_LENGTH = tuple(cell for cell in CELLS if cell[1].get("length") != "fixed")
+PLAIN_CELLS = [(family, cell) for family in TEXT_FAMILIES for cell in CELLS if "+" not in cell[0] or family == "llama"]
+DRAWN_CELLS = [(f, cell) for f in TEXT_FAMILIES for cell in TRUE_LENGTH if "+" not in cell[0] or f in ("bert", "gpt2")]
 
 
-def model_of(family: str, cell: Cell, strength: float = 1.0, **overrides: Any) -> Any:
-    return perturb(swap_in(fresh(family, **overrides), cell[0], strength=strength, **cell[1]))
+def ids(cells: Any) -> list[str]:
+    return [f"{family}-{label(cell)}" for family, cell in cells]
 
 
-def dense(family: str, batch: dict[str, Any]) -> Tensor:
-    """(B,1,Q,K) bool: the plain mask that the model would build itself."""
-    mask = batch["attention_mask"].bool()[:, None, None, :].expand(-1, 1, LENGTH, LENGTH)
-    return mask.tril() if family in CAUSAL_FAMILIES else mask
+def model_of(family: str, cell: Cell, strength: float = 1.0) -> Any:
+    return perturb(swap_in(fresh(family), cell[0], strength=strength, **cell[1]))
 
 
 def additive(mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
-@pytest.mark.parametrize("strength", [1.0, 0.5])
-@pytest.mark.parametrize("cell", CELLS, ids=label)
-def test_plain_masks_given_in_four_dimensions(family: str, cell: Cell, strength: float) -> None:
-    """The same mask as 2-D, as 4-D bool and as 4-D float: the same outputs and gradients."""
-    model, batch = model_of(family, cell, strength), batch_of(family, padded=padding_side(family))
-    real = batch["attention_mask"]
-    positions = (real.cumsum(-1) - 1).clamp_min(0)
-    wanted = run_all(model, {**batch, "position_ids": positions})
-    mask = dense(family, batch)
-    for given in (mask, additive(mask), mask.expand(-1, model.config.num_attention_heads, -1, -1)):
-        shown = {**batch, "position_ids": positions, "attention_mask": given}
-        assert_same(run_all(Masked(model, real), shown), wanted)
-
-
-class Masked(torch.nn.Module):
+class Shown(nn.Module):
     """A model that returns only the outputs of real tokens: a 4-D mask does not say which those are."""
 
     def __init__(self, model: Any, real: Tensor) -> None:
@@ -64,3 +46,80 @@ class Masked(torch.nn.Module):
     def forward(self, **batch: Any) -> Any:
         out = self.model(**batch)
         return type(out)(logits=zoo.output(out)[self.real])
+
+
+@pytest.mark.parametrize(("family", "cell"), PLAIN_CELLS, ids=ids(PLAIN_CELLS))
+def test_plain_masks_given_in_four_dimensions(family: str, cell: Cell) -> None:
+    """The same mask as 2-D, as 4-D bool, as 4-D float, and per head: the same outputs and gradients."""
+    model, batch = model_of(family, cell), batch_of(family, padded=padding_side(family))
+    real = batch["attention_mask"]
+    batch["position_ids"] = (real.cumsum(-1) - 1).clamp_min(0)
+    wanted = run_all(model, batch)
+    mask = real.bool()[:, None, None, :].expand(-1, 1, LENGTH, LENGTH)
+    mask = mask.tril() if family in CAUSAL_FAMILIES else mask
+    for given in (mask, additive(mask), mask.expand(-1, model.config.num_attention_heads, -1, -1)):
+        assert_same(run_all(Shown(model, real), {**batch, "attention_mask": given}), wanted)
+
+
+def drawn_mask(family: str) -> Tensor:
+    """(B,1,Q,K) bool: any pattern; causal families also keep the order that their own masks have."""
+    generator = torch.Generator().manual_seed(8)
+    mask = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=generator) < 0.6
+    mask |= torch.eye(LENGTH, dtype=torch.bool)
+    return mask.tril() if family in CAUSAL_FAMILIES else mask
+
+
+def shown(family: str, mask: Tensor) -> dict[str, Tensor]:
+    """Inputs with a mask of one's own; positions too, which OPT would count over a 2-D mask."""
+    batch = batch_of(family)
+    return {**batch, "attention_mask": mask, "position_ids": torch.arange(LENGTH).expand(BATCH, -1)}
+
+
+def equals_slow(family: str, cell: Cell, strength: float, mask: Tensor) -> None:
+    model, batch = model_of(family, cell, strength), shown(family, mask)
+    own = [dict(swap.named_parameters()) for swap in swaps(model)]
+    slow = reference.reference_model(fresh(family), cell[0], options=cell[1], strength=strength, parameters=own)
+    wanted = run_all(slow, batch)
+    got = run_all(model, batch)
+    assert_same((got[0], {name: got[1][name] for name in wanted[1]}), wanted)
+
+
+@pytest.mark.parametrize(("family", "cell"), DRAWN_CELLS, ids=ids(DRAWN_CELLS))
+def test_any_bool_mask(family: str, cell: Cell) -> None:
+    equals_slow(family, cell, 1.0, drawn_mask(family))
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("name", EVERY)
+def test_any_float_mask_in_between(family: str, name: str) -> None:
+    """Finite entries are a bias on the scores, and are not carried; without scores there is no place for them."""
+    if "+" in name and family != "bert":
+        return
+    mask = additive(drawn_mask(family))
+    if not is_linear(name):
+        generator = torch.Generator().manual_seed(9)
+        mask = mask + torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+    equals_slow(family, (name, {}), 0.5, mask)
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("name", EVERY)
+def test_a_row_that_may_see_nothing(family: str, kind: str, name: str) -> None:
+    """It reads zeros, never NaN, and its gradients are finite."""
+    mask = drawn_mask(family)
+    mask[0, :, 2] = False
+    model, batch = model_of(family, (name, {})), shown(family, mask if kind == "bool" else additive(mask))
+    out, gradients = run_all(model, batch)
+    assert out.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+    seen: list[Tensor] = []
+    hook = swaps(model)[0].register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    model(**batch)
+    hook.remove()
+    assert seen[0][0, 1].any()
+    assert not seen[0][0, 2].any()
+
+
+def test_every_family_is_covered() -> None:
+    assert set(TEXT_FAMILIES) | {"vit"} == set(FAMILY_NAMES)

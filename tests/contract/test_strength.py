@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_attn_swap import describe, patch_model, set_strength
 from hf_attn_swap.variants.base import VARIANTS
 
-from .cells import COMPOSITIONS, EVERY, EXTRA_CELLS, FAMILY_NAMES, SINGLES, Cell, label, swap_in
+from .cells import COMPOSITIONS, EXTRA_CELLS, FAMILY_NAMES, SINGLES, Cell, label, swap_in
 from .harness import (
     Gradients, assert_identical, assert_same, batch_of, fresh, padding_side, perturb, run, swaps, without_shortcut,
 )  # fmt: skip
@@ -32,6 +32,9 @@ def stock(family: str, dtype: torch.dtype, padded: bool) -> tuple[Tensor, Gradie
     model = fresh(family, dtype)
     assert model.config._attn_implementation == "sdpa"
     return run(model, batch_of(family, dtype, padding_side(family) if padded else None))
+
+
+SMOOTH = {"opt": {"activation_function": "gelu"}}  # gradients of ReLU jump where a unit switches
 
 
 def patched(family: str, cell: Cell, strength: float, dtype: torch.dtype = torch.float64) -> Any:
@@ -62,11 +65,10 @@ def test_zero_without_the_shortcut(family: str, cell: Cell, dtype: torch.dtype) 
 @pytest.mark.parametrize(("family", "cell"), CELLS, ids=IDS)
 def test_small_strengths_differ_in_proportion(family: str, cell: Cell) -> None:
     """At s = 1e-3 the difference is of order s, in values and gradients: twice s, twice the difference."""
-    side = padding_side(family)
-    batch = batch_of(family, padded=side)
-    start, slope = stock(family, torch.float64, side is not None)
-    model = patched(family, cell, 1e-3)
-    once, once_slope = run(model, batch)
+    batch = batch_of(family, padded=padding_side(family))
+    model = perturb(swap_in(fresh(family, **SMOOTH.get(family, {})), cell[0], strength=0.0, **cell[1]))
+    start, slope = run(model, batch)
+    once, once_slope = run(set_strength(model, 1e-3), batch)
     twice, twice_slope = run(set_strength(model, 2e-3), batch)
     moved = float((once - start).norm())
     if moved <= 1e-12 * float(start.norm()):  # the control, and options that change nothing
@@ -85,19 +87,6 @@ def neutral(model: Any) -> bool:
     """True for the control, and for options under which the formula is ordinary attention."""
     variants = swaps(model)[0].variants
     return all(not type(v).places or getattr(v.options, "stretch", None) == 0 == v.options.zeta - 1 for v in variants)
-
-
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize("name", EVERY)
-def test_new_parameters_start_neutral(family: str, name: str) -> None:
-    """What a variant adds with parameters is nothing before training: only the parameter-free part may differ."""
-    model = fresh(family)
-    patch_model(model, name)
-    for swap in swaps(model):
-        for variant in swap.variants:
-            if "gate" in dict(variant.named_children()):
-                logits = variant.logits(torch.randn(2, 3, model.config.hidden_size, dtype=torch.float64))
-                assert torch.allclose(torch.sigmoid(logits) / variant.options.pi_init, torch.ones(1).double(), atol=1e-12)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -139,5 +128,5 @@ def test_strength_survives_casts(name: str) -> None:
         model.to(dtype)
         for swap in swaps(model):
             assert swap.strength_value.dtype == torch.float32
-            assert float(swap.strength_value) == pytest.approx(0.3, abs=1e-8)
+            assert float(swap.strength_value) == pytest.approx(0.3, abs=2e-8)
             assert all(parameter.dtype == dtype for parameter in swap.parameters())

@@ -39,6 +39,15 @@ def create(hub: Hub, request: Request) -> Response:
     return as_json(url)
 
 
+@route("DELETE", "/api/repos/delete")
+def delete(hub: Hub, request: Request) -> Response:
+    user, role = hub.user(request)
+    name = f"{request.json.get('organization') or user}/{request.json['name']}"
+    hub.store.writable(name, user, role)
+    del hub.store.repositories[name]
+    return as_json({})
+
+
 @route("POST", "/api/models/{repo}/branch/{revision}")
 def branch(hub: Hub, request: Request, repo: str, revision: str) -> Response:
     found = hub.store.writable(repo, *hub.user(request))

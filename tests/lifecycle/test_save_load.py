@@ -21,13 +21,13 @@ from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
 from .steps import ROOT, auto_class, heads, python
 
 
-def hybrid(name: str, variant: str) -> Any:
+def hybrid(model: Any, variant: str) -> Any:
     """This variant on one layer at strength 0.3, the next one on another at full strength, the rest stock."""
     names = list_variants()
     other = names[(names.index(variant) + 1) % len(names)]
-    count = sum(row.layer is not None for row in describe(fresh(name, torch.float32)).rows)
-    model = patch_model(fresh(name, torch.float32), variant, layers=[count - 1], strength=0.3)
-    return patch_model(model, other, layers=[0]) if count > 1 else model
+    count = sum(row.layer is not None for row in describe(model).rows)
+    patch_model(model, variant, layers=[count - 1], strength=0.3)
+    return perturb(patch_model(model, other, layers=[0]) if count > 1 else model)
 
 
 def save(model: Any, folder: Path, **arguments: Any) -> None:
@@ -42,32 +42,43 @@ def save(model: Any, folder: Path, **arguments: Any) -> None:
     (folder / "case.json").write_text(json.dumps({"auto": auto_class(model), "save": arguments}))
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_fresh_process(name: str, tmp_path: Path) -> None:
-    made = []
-    for cell in [*OPTION_CELLS, *((pair, {}) for pair in PAIRS)]:
-        made.append(label(cell))
-        save(perturb(swap_in(fresh(name, torch.float32), cell[0], **cell[1])), tmp_path / made[-1])
-    for variant in list_variants():
-        for tail, dtype, arguments in [
-            ("hybrid", torch.float32, {}),
-            ("bf16", torch.bfloat16, {}),
-            ("sharded", torch.float32, {"max_shard_size": "8KB"}),
-        ]:
-            made.append(f"{variant}-{tail}")
-            save(perturb(hybrid(name, variant)).to(dtype), tmp_path / made[-1], **arguments)
-    sharded = list((tmp_path / made[-1] / "model").glob("model-*.safetensors"))
-    assert len(sharded) > 1
-    command = [sys.executable, "-m", "tests.lifecycle.reload_child", str(tmp_path)]
+def reload(folder: Path, made: list[str]) -> None:
+    """One fresh process loads and checks every checkpoint."""
+    command = [sys.executable, "-m", "tests.lifecycle.reload_child", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
     assert sorted(done.stdout.split()) == sorted(made)
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_fresh_process(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Every option of every variant on all layers; hybrids at strength 0.3; those again in bf16 and in shards."""
+    made, stock, source = [], fresh(name, torch.float32), tmp_path_factory.mktemp("stock")
+    stock.save_pretrained(source)
+    for cell in OPTION_CELLS:
+        made.append(label(cell))
+        save(perturb(swap_in(fresh(name, torch.float32), cell[0], **cell[1])), tmp_path / made[-1])
+    for variant in list_variants():
+        made += [f"{variant}-hybrid", f"{variant}-bf16-shards"]
+        save(hybrid(fresh(name, torch.float32), variant), tmp_path / made[-2])
+        narrow = type(stock).from_pretrained(source, dtype=torch.bfloat16)  # `.to` would round the rotary buffers too
+        save(hybrid(narrow, variant), tmp_path / made[-1], max_shard_size="8KB")
+        assert len(list((tmp_path / made[-1] / "model").glob("model-*.safetensors"))) > 1
+    reload(tmp_path, made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_compositions_in_a_fresh_process(name: str, tmp_path: Path) -> None:
+    for pair in PAIRS:
+        save(perturb(patch_model(fresh(name, torch.float32), pair, strength=0.3)), tmp_path / pair)
+    reload(tmp_path, list(PAIRS))
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
 @pytest.mark.parametrize("variant", list_variants())
 def test_config_says_what_was_swapped(name: str, variant: str, tmp_path: Path) -> None:
-    model = perturb(hybrid(name, variant))
+    model = hybrid(fresh(name, torch.float32), variant)
     model.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["attn_implementation"] == "hf_attn_swap"
@@ -77,8 +88,11 @@ def test_config_says_what_was_swapped(name: str, variant: str, tmp_path: Path) -
         assert set(swap) == {"variant", "layers", "options", "strength"}
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         stored = set(file.keys())
-    own = {key for key, _ in model.named_parameters() if ".attn_swap." in key}
-    assert own == {key for key in stored if ".attn_swap." in key}
+    own = [key for key, _ in model.named_parameters() if ".attn_swap." in key]
+    kept = [key for key in stored if ".attn_swap." in key]  # transformers may rename what leads to the module
+    assert sorted(key.partition(".attn_swap.")[2] for key in own) == sorted(
+        key.partition(".attn_swap.")[2] for key in kept
+    )
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -87,7 +101,7 @@ def test_loaded_model_can_be_unpatched(name: str, variant: str, tmp_path: Path) 
     """Taking the swap out of a loaded checkpoint leaves the stock model, in computation and on disk."""
     batch = batch_of(name, torch.float32)
     stock = forward(fresh(name, torch.float32), batch)
-    model = perturb(hybrid(name, variant))
+    model = hybrid(fresh(name, torch.float32), variant)
     model.save_pretrained(tmp_path / "swapped")
     loaded = type(model).from_pretrained(tmp_path / "swapped", dtype="auto")
     assert torch.equal(forward(loaded, batch), forward(model, batch))
@@ -112,7 +126,14 @@ def test_other_heads_load_from_the_checkpoint(name: str, tmp_path: Path) -> None
     model.save_pretrained(tmp_path)
     batch = batch_of(name, torch.float32)
     wanted = model.base_model(**batch)[0]
-    for auto in heads(model.config):
+    stock = tmp_path / "stock"
+    fresh(name, torch.float32).save_pretrained(stock)
+    for auto, cls in heads(model.config).items():
+        _, info = cls.from_pretrained(stock, output_loading_info=True)
+        if any("attn" in key or "attention" in key for key in info["missing_keys"]):
+            with pytest.raises(ValueError, match="missing weights of the swapped attention"):
+                cls.from_pretrained(tmp_path)  # the stock checkpoint does not fit either (LLaMA's question answering)
+            continue
         loaded, info = getattr(transformers, auto).from_pretrained(tmp_path, output_loading_info=True)
         assert len(swaps(loaded)) == len(swaps(model))
         assert {swap.strength for swap in swaps(loaded)} == {0.3}

@@ -1,0 +1,101 @@
+"""Packed sequences equal separate ones, and a sliding window equals the same mask given by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import zoo
+
+from .cells import EVERY, EXTRA_CELLS, SINGLES, Cell, label, swap_in
+from .harness import CAUSAL_FAMILIES, TOLERANCE, assert_same, distance, forward, fresh, perturb, run_all
+
+CELLS: tuple[Cell, ...] = (*((name, {}) for name in EVERY), *EXTRA_CELLS)
+TRUE_LENGTH = tuple(cell for cell in CELLS if cell[1].get("length") != "fixed")
+PIECES = (4, 3)
+WINDOW, LONG = 3, 7
+SLIDING = "mistral"
+
+
+def packed_batch() -> dict[str, Tensor]:
+    ids = zoo.inputs("gpt2", batch=2, length=sum(PIECES))["input_ids"]
+    positions = torch.cat([torch.arange(piece) for piece in PIECES]).expand(2, -1)
+    return {"input_ids": ids, "position_ids": positions}
+
+
+def separately(model: Any) -> Tensor:
+    parts = packed_batch()["input_ids"].split(PIECES, 1)
+    return torch.cat([forward(model, {"input_ids": part}) for part in parts], 1)
+
+
+def packs(family: str) -> bool:
+    """Whether transformers builds the packed mask for this family: then every variant must honour it."""
+    model = fresh(family)
+    return distance(forward(model, packed_batch(), use_cache=False), separately(model)) < 1e-9
+
+
+PACKING = [family for family in (*CAUSAL_FAMILIES, SLIDING) if packs(family)]
+
+
+def test_some_families_pack() -> None:
+    assert {"llama", SLIDING} <= set(PACKING)
+
+
+@pytest.mark.parametrize("family", PACKING)
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+@pytest.mark.parametrize("cell", TRUE_LENGTH, ids=label)
+def test_packed_sequences_do_not_see_each_other(family: str, strength: float, cell: Cell) -> None:
+    model = perturb(swap_in(fresh(family), cell[0], strength=strength, **cell[1]))
+    batch = {**packed_batch(), "use_cache": False}
+    assert distance(forward(model, batch), separately(model)) <= TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("family", PACKING)
+@pytest.mark.parametrize("cell", TRUE_LENGTH, ids=label)
+def test_packed_equals_the_block_mask(family: str, cell: Cell) -> None:
+    """In gradients too."""
+    model = perturb(swap_in(fresh(family), cell[0], **cell[1]))
+    batch = {**packed_batch(), "use_cache": False}
+    blocks = torch.block_diag(*(torch.ones(piece, piece) for piece in PIECES)).bool().tril()
+    by_hand = {**batch, "attention_mask": blocks.expand(2, 1, -1, -1)}
+    assert_same(run_all(model, batch), run_all(model, by_hand))
+
+
+def band() -> Tensor:
+    """(B,1,Q,K) bool: the last WINDOW keys."""
+    ones = torch.ones(LONG, LONG, dtype=torch.bool)
+    return (ones.tril() & ones.triu(1 - WINDOW)).expand(2, 1, -1, -1)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("cell", TRUE_LENGTH, ids=label)
+def test_sliding_window(cell: Cell, strength: float, explicit: bool) -> None:
+    """Fused and explicit; simple counts the keys inside the window."""
+    sliding, full = (
+        perturb(swap_in(fresh(SLIDING, sliding_window=window), cell[0], strength=strength, **cell[1]))
+        for window in (WINDOW, None)
+    )
+    ids = zoo.inputs(SLIDING, batch=2, length=LONG)["input_ids"]
+    wanted = run_all(full, {"input_ids": ids, "attention_mask": band()}, output_attentions=explicit)
+    assert_same(run_all(sliding, {"input_ids": ids}, output_attentions=explicit), wanted)
+    assert distance(forward(full, {"input_ids": ids}), wanted[0]) > 1e-6
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("padded", [None, "left"])
+@pytest.mark.parametrize("name", SINGLES)
+def test_generation_past_the_window(name: str, padded: str | None, cache: dict[str, Any]) -> None:
+    """A full sliding cache drops old keys: the token's own value is the last row then."""
+    model = perturb(swap_in(fresh(SLIDING, sliding_window=4), name))
+    model.generation_config.eos_token_id = None
+    prompt = zoo.inputs(SLIDING, batch=2, length=6, padded=padded)
+    prompt.setdefault("attention_mask", torch.ones_like(prompt["input_ids"]))
+    want = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    uncached = model.generate(**prompt, **want, use_cache=False)
+    cached = model.generate(**prompt, **want, **cache)
+    assert torch.equal(cached.sequences, uncached.sequences)
+    assert distance(torch.stack(cached.logits), torch.stack(uncached.logits)) <= TOLERANCE[torch.float64]

@@ -1,0 +1,64 @@
+"""In a virtual environment without the package, transformers refuses a converted model and says what is needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from .conftest import Setup
+
+CHECK = """
+import json, sys
+from transformers import AutoModel, AutoModelForMaskedLM, BertForMaskedLM, pipeline
+found = {}
+calls = {cls.__name__: cls.from_pretrained for cls in (AutoModel, AutoModelForMaskedLM, BertForMaskedLM)}
+calls["pipeline"] = lambda repo: pipeline("fill-mask", model=repo)
+calls["eager first"] = lambda repo: AutoModel.from_pretrained(repo).set_attn_implementation("eager")
+for name, call in calls.items():
+    try:
+        found[name] = f"loaded {type(call(sys.argv[1])).__name__}"
+    except Exception as problem:
+        found[name] = f"{type(problem).__name__}: {problem}"
+try:
+    import hf_attn_swap
+except ImportError:
+    found["package"] = "missing"
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """A virtual environment with every installed package but ours."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    there = Path(subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip())
+    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(folder).iterdir():
+            if "hf_attn_swap" not in entry.name and not (there / entry.name).exists():
+                (there / entry.name).symlink_to(entry)
+    return python
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the environment is made of symbolic links")
+def test_plain_transformers_refuses(world: Setup, python: Path, tmp_path: Path) -> None:
+    words = str(tmp_path / "vocab.txt")
+    arguments = {"repo": "me/refused", "family": "bert", "variant": "belief", "words": words}
+    world.publisher.call("publish", answer=str(tmp_path / "logits.pt"), **arguments)
+    command = [str(python), "-c", CHECK, "me/refused"]
+    environment = {**world.hub.env(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("package") == "missing"
+    assert len(found) == 5
+    for outcome in found.values():
+        assert "hf_attn_swap" in outcome
+        assert not outcome.startswith("loaded")
