@@ -141,8 +141,9 @@ class SlowLayer(nn.Module):
         allowed = torch.ones_like(scores, dtype=torch.bool)
         bias = torch.zeros_like(scores)
         if mask is not None:
-            full = torch.where(mask, 0.0, torch.finfo(q.dtype).min) if mask.dtype == torch.bool else mask
-            full = full.expand_as(scores)
+            if mask.dtype == torch.bool:
+                mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
+            full = mask.expand_as(scores)
             allowed = full > torch.finfo(full.dtype).min / 2
             bias = torch.where(allowed, full, torch.zeros_like(full))
         linear = [name for name in self.chosen if name.startswith("simple")]

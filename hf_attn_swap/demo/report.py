@@ -64,7 +64,7 @@ def best_converted(rows: Sequence[Row]) -> Row:
 
 def make_table(rows: Sequence[Row], title: str) -> Table:
     """The table that the demo prints; narrow enough for 80 columns."""
-    table = Table(title=title, box=None, pad_edge=False, title_justify="left")
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
     for heading in ("variant", "accuracy [95 %]", "vs control", "ms/batch", "added", "kurtosis", "max|a|"):
         table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=heading != "variant")
     for row in rows:

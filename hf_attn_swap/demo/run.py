@@ -63,8 +63,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, 
     times = train_step_ms({name: one.model for name, one in trained.items()}, batch)
     rows = make_rows(trained, scores, times)
     console.print(make_table(rows, f"{sentences.name}, {len(sentences.train)} sentences, seed {options.seed}"))
-    for line in reading(rows, len(sentences.test)):
-        console.print(line)
+    console.print("\n".join(reading(rows, len(sentences.test))), highlight=False)
     best = best_converted(rows).variant
     reloaded = _save_and_reload(trained[best].model, tokenizer, batch, best, options.out, console)
     return _write_result(options, rows, best, describe(trained[best].model).to_dict(), reloaded, start, console)

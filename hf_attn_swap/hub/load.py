@@ -120,8 +120,8 @@ def _check_sum(path: Path, name: str) -> None:
     for block in _blocks(path):
         actual.update(block)
     if actual.hexdigest() != expected:
-        path.resolve().unlink()
-        path.unlink()
+        for file in (path.resolve(), path.parent / path.readlink(), path):  # the cache may link to a link
+            file.unlink(missing_ok=True)
         raise ValueError(f"{path.name} of {name} was damaged on its way from the Hub, and removed; load it again.")
 
 

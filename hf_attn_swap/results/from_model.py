@@ -24,14 +24,12 @@ def applied_swaps(model: PreTrainedModel) -> tuple[int, tuple[AppliedSwap, ...]]
 
 def read_swaps(block: dict[str, Any]) -> tuple[int, tuple[AppliedSwap, ...]]:
     """The same from a config's `attn_swap`, which must be a valid one; a saved config has lost the options' order."""
-    return block["modules"], tuple(
-        AppliedSwap(
-            components=tuple(_component(name, entry["options"][name]) for name in map(str.strip, entry["variant"].split("+"))),
-            layers=tuple(entry["layers"]),
-            strength=entry["strength"],
-        )
-        for entry in block["swaps"]
-    )
+    swaps = []
+    for entry in block["swaps"]:
+        names = (name.strip() for name in entry["variant"].split("+"))
+        components = tuple(_component(name, entry["options"][name]) for name in names)
+        swaps.append(AppliedSwap(components=components, layers=tuple(entry["layers"]), strength=entry["strength"]))
+    return block["modules"], tuple(swaps)
 
 
 def _component(name: str, options: dict[str, Any]) -> Component:

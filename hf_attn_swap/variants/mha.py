@@ -122,7 +122,8 @@ class Mha(Variant):
             hidden = torch.baddbmm(q.new_empty(1, 1, 1), q, k, beta=0, alpha=weight)
         else:
             flat = _like(previous, query_BHQD, keys).flatten(0, 1)
-            fresh = call.recomputed or flat.is_inference() or previous.dtype != q.dtype
+            traced = torch.compiler.is_compiling()  # the compiler plans memory itself, and cannot ask is_inference
+            fresh = call.recomputed or traced or flat.is_inference() or previous.dtype != q.dtype
             step = torch.baddbmm if fresh else Tensor.baddbmm_
             hidden = step(flat, q, k, beta=share, alpha=weight)
             if not fresh and call.carried is not None:

@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from hf_attn_swap import list_variants
-from hf_attn_swap.card import layers_text, number, render, table, validate
+from hf_attn_swap.card import bare_card, layers_text, number, render, table, validate
 from hf_attn_swap.citations import bibtex
 from hf_attn_swap.registry import get_variant
 from hf_attn_swap.results import RESULTS_FILE, AppliedSwap, RunResult
@@ -154,6 +154,17 @@ def test_every_variant_has_a_citation(variant: str) -> None:
 def test_a_paper_without_citation_is_an_error() -> None:
     with pytest.raises(ValueError, match="no citation for the paper 'Nobody, 1900'"):
         bibtex("Nobody, 1900")
+
+
+def test_card_without_results() -> None:
+    text = bare_card(result().swaps, 6, "me/model")
+    assert metadata(text) == {
+        "library_name": "transformers",
+        "tags": ["hf-attn-swap", "attn-swap:belief", "attn-swap:outeffhop+gated"],
+    }
+    assert "**belief** at strength 1 in layers 0-2, 4 of 6; **outeffhop+gated** at strength 0.5" in text
+    assert 'hf_attn_swap.from_pretrained("me/model")' in text
+    assert "No results were published" in text
 
 
 def test_table(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ except ImportError:
 print(json.dumps(found))
 """
 
+pytestmark = pytest.mark.xdist_group("hub")  # one worker starts the clients, with --dist loadgroup
+
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:

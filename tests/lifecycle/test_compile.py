@@ -37,14 +37,23 @@ def eager_and_compiled(name: str, variant: str, strength: float, backend: str) -
     assert_same((got[0], {key.removeprefix("_orig_mod."): value for key, value in got[1].items()}), wanted, slack=3)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("strength", [1.0, 0.4])
+@pytest.mark.parametrize(
+    ("name", "strength"),
+    [
+        ("bert", 1.0),
+        ("llama", 0.4),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("bert", 0.4), ("llama", 1.0)]),
+    ],
+)
 @pytest.mark.parametrize("variant", list_variants())
 def test_equals_eager(name: str, variant: str, strength: float) -> None:
     eager_and_compiled(name, variant, strength, "aot_eager")
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)  # Inductor's own import
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("variant", SMOKES)
 def test_inductor(name: str, variant: str) -> None:

@@ -1,0 +1,72 @@
+"""The architectures beyond the six: how each is built and called, and which variants it cannot have."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_attn_swap import list_variants
+from hf_attn_swap.families import sites
+from hf_attn_swap.registry import parse
+from tests import zoo
+
+EXTRA = ("gemma2", "t5", "bert_cross", "whisper_whole")
+SUBJECTS = (*zoo.GENERIC, *EXTRA)
+
+
+@functools.cache
+def _built(name: str, dtype: torch.dtype) -> Any:
+    model = zoo.build(name.removesuffix("_whole"), dtype=dtype)
+    return model.get_encoder() if name == "whisper" else model
+
+
+def build(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A stock model of one's own; `whisper` is the encoder alone, `whisper_whole` all of it."""
+    return copy.deepcopy(_built(name, dtype))
+
+
+def batch_of(name: str, dtype: torch.dtype = torch.float64, **arguments: Any) -> dict[str, Tensor]:
+    batch = zoo.inputs(name.removesuffix("_whole"), dtype=dtype, **arguments)
+    return {"input_features": batch["input_features"]} if name == "whisper" else batch
+
+
+def behind_the_interface(name: str) -> bool:
+    """False where this transformers computes attention in the model's own code (T5 before 5.11)."""
+    return bool(sites(build(name)))
+
+
+def projects_apart(model: nn.Module) -> bool:
+    """True where W_o sits outside the attention module, in no block that we know (DINOv2 before 5.11)."""
+    return any(site.family.output is None for site in sites(model))
+
+
+def refusal(name: str, variant: str) -> str | None:
+    """Why `patch_model` must refuse this variant, or None."""
+    model = build(name)
+    if not behind_the_interface(name):
+        return "attention interface"
+    widths = [site.family.geometry(site.core) for site in sites(model)]
+    keeps = all(getattr(cls, "keeps_projection", True) for cls in parse(variant))
+    if not keeps and any(one.heads * one.head_dim != one.hidden for one in widths):
+        return "leaves out W_o"
+    writes = any("write" in cls.places for cls in parse(variant))
+    return "W_o" if writes and projects_apart(model) else None
+
+
+def late_refusal(name: str, variant: str) -> str | None:
+    """Why the first call must refuse, or None: SimpleTRON has no scores for a soft cap or a position bias."""
+    biased = name in ("gemma2", "t5")
+    return "soft cap or a position bias" if biased and any(cls.replaces for cls in parse(variant)) else None
+
+
+RUNNABLE = [
+    (name, variant)
+    for name in SUBJECTS
+    for variant in list_variants()
+    if refusal(name, variant) is None and late_refusal(name, variant) is None
+]
+REFUSED = [(name, variant) for name in SUBJECTS for variant in list_variants() if (name, variant) not in RUNNABLE]
