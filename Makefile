@@ -46,10 +46,10 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/mypy
 
 test: $(VENV)/.installed
-	$(PYTEST) $(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed
-	$(PYTEST) $(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(PYTEST_ARGS)
 	$(PYTEST) $(VENV)/bin/python -m pytest -m slow $(PYTEST_ARGS)
 
 .venv-oldest/.installed: pyproject.toml constraints.txt
@@ -67,7 +67,7 @@ test-all: $(VENV)/.installed
 test-matrix: .venv-oldest/.installed .venv-newest/.installed
 	for venv in .venv-oldest .venv-newest; do \
 	    $$venv/bin/python -c 'import sys, torch, transformers as t; print(f"transformers {t.__version__}, torch {torch.__version__}")'; \
-	    $(PYTEST) $$venv/bin/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS); \
+	    $(PYTEST) $$venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(PYTEST_ARGS); \
 	done
 	work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
 	.venv-oldest/bin/python tests/matrix/cross_load.py save "$$work/oldest"; \

@@ -2,8 +2,18 @@
 
 from . import functional, loading  # noqa: F401  # importing `loading` lets from_pretrained rebuild a saved swap
 from .describe import describe
+from .hub import from_pretrained, push
 from .patch import patch_model, set_strength, unpatch_model
 from .registry import list_variants
 
 __version__ = "0.1.0"
-__all__ = ["describe", "functional", "list_variants", "patch_model", "set_strength", "unpatch_model"]
+__all__ = [
+    "describe",
+    "from_pretrained",
+    "functional",
+    "list_variants",
+    "patch_model",
+    "push",
+    "set_strength",
+    "unpatch_model",
+]

@@ -20,8 +20,11 @@ from rich.table import Table
 
 from . import __version__, describe, list_variants
 from .arguments import parse_layers, parse_options
+from .card import render, table
 from .demo.options import DEFAULT_VARIANTS, DemoOptions
+from .hub import push_folder
 from .registry import get_variant
+from .results import RunResult
 
 WIDE = 160  # columns of a table that goes to a file or a pipe
 USAGE_ERROR = 2
@@ -177,6 +180,35 @@ def demo(
 
     transformers.utils.logging.disable_progress_bar()  # six bars of a loading that takes no time
     run_demo(options, _console())
+
+
+@app.command()
+def card(
+    results: Annotated[Path, typer.Argument(help="A results.json.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write it; printed if left out.")] = None,
+    repo: Annotated[str | None, typer.Option(help="Name on the Hub, for the lines that load it.")] = None,
+) -> None:
+    """Render the model card of a run from its results.json alone."""
+    text = render(RunResult.load(results), repo)
+    print(text) if out is None else out.write_text(text, encoding="utf-8")
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="Folder of a saved converted model.")],
+    repo: Annotated[str, typer.Argument(help="Name on the Hub, as me/bert-belief.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch.")] = None,
+) -> None:
+    """Publish a saved model with its card, in one commit; a results.json in the folder becomes the card."""
+    _notify(f"pushing {folder} to {repo}")
+    print(push_folder(folder, repo, private=private, revision=revision).commit_url)
+
+
+@app.command(name="table")
+def table_command(folder: Annotated[Path, typer.Argument(help="Folder of runs, as model_cards/.")]) -> None:
+    """One Markdown table of all runs in a folder."""
+    print(table(folder))
 
 
 def _one_line(error: Exception) -> str:

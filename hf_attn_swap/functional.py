@@ -87,10 +87,10 @@ def sparsemax(scores: Tensor, dim: int = -1) -> Tensor:
         total = ordered.cumsum(dim)
         size = (1 + rank * ordered > total).sum(dim, keepdim=True)
         threshold = (total.gather(dim, size - 1) - 1) / size
-    inside = (centred - threshold).clamp_min(0)
+    inside = (centred - threshold).relu()  # a score exactly on the threshold is outside, in the gradient too
     # One Newton step on sum p = 1 changes nothing in value and gives the threshold its exact gradient.
-    threshold = threshold + (inside.sum(dim, keepdim=True) - 1) / size
-    return (centred - threshold).clamp_min(0)
+    threshold = threshold + (inside.sum(dim, keepdim=True) - 1) / (inside > 0).sum(dim, keepdim=True)
+    return (centred - threshold).relu()
 
 
 def entmax15(scores: Tensor, dim: int = -1) -> Tensor:

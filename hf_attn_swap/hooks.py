@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .seam import CALL, CARRIED, LAYER, NAME, swap_of
+from .seam import CACHES, CALL, CARRIED, LAYER, NAME, swap_of
 from .swap import Swap
 from .variants.base import Call, Carried
 
@@ -60,6 +60,8 @@ def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     swap = swap_of(module)
     if call is None or swap is None:
         return output
+    if isinstance(output, Tensor):
+        return swap.write(output, call)
     return (swap.write(output[0], call), *output[1:])
 
 
@@ -102,12 +104,13 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     return args, {**kwargs, CALL: call}
 
 
-def _cache_length(core: nn.Module, swap: Swap, args: Any, kwargs: dict[str, Any]) -> int | Tensor:
+def _cache_length(core: nn.Module, swap: Swap, args: Any, kwargs: dict[str, Any]) -> int | Tensor | None:
     """How many tokens the cache holds before this call: read and copied before the update moves it."""
     place = swap.cache_position
-    cache = args[place] if place is not None and len(args) > place else kwargs.get("past_key_values")
+    named = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
+    cache = args[place] if place is not None and len(args) > place else named
     if cache is None:
-        return 0
+        return None
     length: int | Tensor = cache.get_seq_length(core.layer_idx)
     return length.clone() if isinstance(length, Tensor) else length
 

@@ -132,7 +132,7 @@ class Installation:
     @staticmethod
     def _describe(swap: Swap, site: Site) -> None:
         names = list(inspect.signature(type(site.container).forward).parameters)[1:]
-        swap.cache_position = names.index("past_key_values") if "past_key_values" in names else None
+        swap.cache_position = next((names.index(name) for name in seam.CACHES if name in names), None)
         swap.dropout_path = site.family.dropout if site.family.block == "core" else None
 
     def _hook(self, site: Site, swap: Swap) -> None:

@@ -7,6 +7,7 @@ do nothing for any other config. Nothing of the block is executed or imported by
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -21,7 +22,9 @@ from .registry import Options, parse, parse_options
 from .swap import Swap
 from .variants.base import Variant
 
+ABSENT = object()
 LIMIT = 100_000  # no model has more attention modules; a larger count is a damaged file
+LONGEST = 400  # characters of an error: what is damaged may be long
 Plan = list[tuple[tuple[type[Variant], ...], Options, list[int], float]]
 
 
@@ -63,8 +66,10 @@ def _read_swap(entry: Any, modules: int) -> tuple[tuple[type[Variant], ...], Opt
     try:
         classes = parse(entry["variant"])
         _keys(options, {cls.name for cls in classes}, "the options")
-        if not all(isinstance(value, dict) for value in options.values()):
-            raise _damaged("options must be one object per component")
+        for cls in classes:
+            _keys(
+                options[cls.name], {field.name for field in dataclasses.fields(cls.Options)}, f"options of {cls.name}"
+            )
         chosen = parse_options(classes, options if len(classes) > 1 else options[classes[0].name])
         return classes, chosen, layers, check_strength(entry["strength"])
     except ValueError as problem:
@@ -82,7 +87,8 @@ def _whole(value: Any) -> bool:
 
 
 def _damaged(what: str) -> ValueError:
-    return ValueError(f"attn_swap: the swap described in config.json cannot be used: {what}.")
+    shown = what if len(what) <= LONGEST else f"{what[:LONGEST]}..."
+    return ValueError(f"attn_swap: the swap described in config.json cannot be used: {shown}.")
 
 
 def _rebuild(model: PreTrainedModel, block: Any) -> None:
@@ -134,14 +140,14 @@ def _wrap_post_init() -> None:
 
     @functools.wraps(original)
     def post_init(self: PreTrainedModel) -> None:
-        block = self.config.__dict__.get("attn_swap")
-        if block is not None:  # inner models have rebuilt theirs; the layers are counted over the outermost
+        block = self.config.__dict__.get("attn_swap", ABSENT)
+        if block is not ABSENT:  # inner models have rebuilt theirs; the layers are counted over the outermost
             for module in list(self.modules()):
                 if isinstance(inner := module.__dict__.get(ATTRIBUTE), Installation):
                     inner.loaded = False
                     inner.remove()
         original(self)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-        if block is not None:
+        if block is not ABSENT:
             _rebuild(self, block)
 
     PreTrainedModel.post_init = post_init  # type: ignore[method-assign]  # the one documented exception

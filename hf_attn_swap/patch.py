@@ -141,6 +141,11 @@ def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options,
     wrapped = "forward" in site.container.__dict__ and not isinstance(site.container, Block)
     if wrapped and swap.writes and site.family.block in BLOCKS:
         raise ValueError(f"{site.path}: its forward is already wrapped (device dispatch); patch the model before.")
+    if swap.writes and site.family.output is None:
+        raise ValueError(
+            f"{site.path}: {'+'.join(swap.names)} acts after W_o, which {type(site.core).__name__} leaves to a module "
+            "around it that we do not know; use a variant that changes only what comes before W_o."
+        )
     like = next((p for p in site.container.parameters() if p.is_floating_point()), None)
     if like is not None:
         swap.to(device=like.device, dtype=like.dtype)

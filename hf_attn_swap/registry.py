@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import types
 import typing
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from . import variants  # noqa: F401  # registers every variant
 from .variants.base import VARIANTS, Variant
 
 Options = dict[str, dict[str, Any]]
+LARGEST = 1e12  # of a number as an option: not-a-number and infinity fail the comparison too
 
 
 def list_variants() -> tuple[str, ...]:
@@ -98,5 +98,5 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(hint, types.UnionType):
         return any(_fits(value, part) for part in typing.get_args(hint))
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

@@ -21,6 +21,7 @@ from .variants.base import VARIANTS, Call, Carried
 
 NAME = "hf_attn_swap"
 CALL, CARRIED, LAYER = "attn_swap_call", "attn_swap_carried", "attn_swap_layer"
+CACHES = ("past_key_values", "layer_past")  # how architectures call the cache (GPT-NeoX keeps the old name)
 
 
 def swap_of(core: nn.Module) -> Swap | None:
@@ -72,6 +73,7 @@ def attention_forward(
                 f"{type(module).__name__} is swapped but was called around its hooks; call the module, not .forward()."
             )
         _check_sizes(module, swap, query, key)
+        _check_tokens(module, query, call)
         heads, weights = swap(inputs, call, sdpa, want_weights)
         return heads.contiguous(), weights
     if want_weights or inputs.softcap is not None:
@@ -141,6 +143,14 @@ def _check_sizes(module: nn.Module, swap: Swap, query: Tensor, key: Tensor) -> N
         raise ValueError(
             f"{type(module).__name__} was patched as {sizes.heads} heads of {sizes.head_dim}, but computes "
             f"{query.shape[1]} of {query.shape[3]} (keys: {key.shape[1]} heads); this architecture cannot be swapped."
+        )
+
+
+def _check_tokens(module: nn.Module, query: Tensor, call: Call) -> None:
+    if call.x.dim() != 3 or call.x.shape[:2] != (query.shape[0], query.shape[2]):
+        raise ValueError(
+            f"{type(module).__name__}: its input {tuple(call.x.shape)} is not one row per query {tuple(query.shape)} "
+            "(packed, windowed or pooled tokens); this architecture cannot be swapped."
         )
 
 

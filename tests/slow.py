@@ -24,7 +24,7 @@ def slow_softmax_n(scores: Tensor, n: float, allowed: Tensor | None = None) -> T
         top = float(row[seen].detach().max())
         top = max(top, math.log(n)) if n > 0 else top
         powers = torch.where(seen, (row - top).exp(), torch.zeros_like(row))
-        rows.append(powers / (n * math.exp(-top) + powers.sum()))
+        rows.append(powers / ((n * math.exp(-top) if n > 0 else 0.0) + powers.sum()))
     return torch.stack(rows).reshape(scores.shape)
 
 

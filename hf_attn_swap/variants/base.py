@@ -59,7 +59,8 @@ class Call:
 
     Attributes:
         x: (B,Q,E), what the layer's own Q/K/V projections read.
-        start: position of the current tokens' values among the keys (the cache's length before the update).
+        start: position of the current tokens' values among the keys (the cache's length before the update); None
+            where no cache was handed in, so that keys and queries must be the same tokens.
         carried: what the layers share, or None where the architecture passes nothing on.
         order: place among the layers that carry scores.
         residual: (B,Q,E), the block's residual stream, where a variant asked for it.
@@ -71,7 +72,7 @@ class Call:
     """
 
     x: Tensor
-    start: int | Tensor = 0
+    start: int | Tensor | None = None
     carried: Carried | None = None
     order: int = 0
     residual: Tensor | None = None
@@ -91,6 +92,11 @@ class Call:
             own_BGQD = self.value.index_select(2, rows)
         elif keys == queries:
             own_BGQD = self.value
+        elif self.start is None:
+            raise ValueError(
+                f"{queries} tokens attend to {keys} keys, but this architecture hands its cache over under a name that "
+                "we do not know, so their own values cannot be found; generate with use_cache=False."
+            )
         else:
             own_BGQD = self.value.narrow(2, min(self.start, keys - queries), queries)
         own_BLGD = own_BGQD.transpose(1, 2)

@@ -1,0 +1,165 @@
+"""SimpleTRON, belief and Hopfield on plain tensors: equal to their definitions at every shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_attn_swap import functional as F
+from tests import slow
+
+from .harness import TOLERANCE
+
+TIGHT = TOLERANCE[torch.float64]
+few = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def close(got: Tensor, wanted: Tensor, tolerance: float = TIGHT) -> None:
+    assert got.shape == wanted.shape
+    assert torch.isfinite(got).all()
+    error = (got - wanted).abs().max() / wanted.abs().max().clamp_min(1)
+    assert float(error.detach()) <= tolerance
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def slopes(out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    weights = normal(7, *out.shape)
+    return torch.autograd.grad((out * weights).sum(), leaves)
+
+
+@st.composite
+def attention(draw: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q (B,H,Q,D), k and v (B,H,K,D) with Q <= K, and a key mask that may forbid whole rows."""
+    batch, heads, queries, width = (draw(st.integers(1, top)) for top in (3, 3, 7, 5))
+    keys = queries + draw(st.integers(0, 4))
+    seed = draw(st.integers(0, 10_000))
+    q, k, v = normal(seed, batch, heads, queries, width), *normal(seed + 1, 2, batch, heads, keys, width)
+    kind = draw(st.sampled_from(("none", "some", "nothing")))
+    mask = normal(seed + 2, batch, keys) < 0.5 if kind != "none" else None
+    if kind == "nothing":
+        mask[0] = False
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), mask
+
+
+@pytest.mark.parametrize("chunk", [F.CHUNK, 3])
+@few
+@given(drawn=attention(), causal=st.booleans(), length=st.sampled_from(("true", "fixed")))
+def test_simple_attention(chunk: int, drawn: Any, causal: bool, length: str) -> None:
+    q, k, v, mask = drawn
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(F, "CHUNK", chunk)
+        got = F.simple_attention(q, k, v, causal=causal, key_mask=mask, length=length)
+    wanted = slow.slow_simple_attention(q, k, v, causal=causal, key_mask=mask, length=length)
+    close(got, wanted)
+    for one, other in zip(slopes(got, q, k, v), slopes(wanted + 0 * q + 0 * (k.sum() + v.sum()), q, k, v), strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("past", [0, 5])
+def test_simple_attention_across_blocks(length: int, past: int) -> None:
+    """Queries on both sides of a block's edge, against the whole product at once."""
+    q, k, v = normal(1, 2, 2, length, 4), normal(2, 2, 2, past + length, 4), normal(3, 2, 2, past + length, 4)
+    mask = normal(4, 2, past + length) < 1
+    order = torch.ones(length, past + length).tril(past).bool()
+    seen = order & mask[:, None, None, :]
+    count = seen.sum(-1, keepdim=True).clamp_min(1)
+    wanted = ((q @ k.transpose(2, 3)).masked_fill(~seen, 0) @ v) / count.double().sqrt()
+    close(F.simple_attention(q, k, v, causal=True, key_mask=mask), wanted, 1e-11)
+
+
+def test_simple_attention_of_truncated_keys() -> None:
+    """Padded and truncated results are equal; a fixed length is not the true one."""
+    q, k, v = normal(1, 1, 2, 3, 4), normal(2, 1, 2, 6, 4), normal(3, 1, 2, 6, 4)
+    mask = torch.tensor([[True] * 4 + [False] * 2])
+    padded = F.simple_attention(q, k, v, key_mask=mask)
+    close(padded, F.simple_attention(q, k[:, :, :4], v[:, :, :4]))
+    fixed = F.simple_attention(q, k, v, key_mask=mask, length="fixed")
+    close(fixed * (6 / 4) ** 0.5, padded)
+
+
+@few
+@given(st.tuples(*(st.integers(1, top) for top in (3, 5, 4, 6))), st.integers(0, 10_000), st.booleans(), st.booleans())
+def test_belief_projection(shape: tuple[int, ...], seed: int, per_head: bool, empty: bool) -> None:
+    y, v = normal(seed, *shape).requires_grad_(), normal(seed + 1, *shape)
+    if empty:
+        v[:, 0] = 0  # nothing to take away
+    v.requires_grad_()
+    got = F.belief_projection(y, v, per_head=per_head)
+    wanted = slow.slow_belief_projection(y, v, per_head=per_head)
+    # dividing by a tiny <v, v> magnifies rounding: one head of width 1 is the worst
+    close(got, wanted, TIGHT * 10)
+    for one, other in zip(slopes(got, y, v), slopes(wanted, y, v), strict=True):
+        close(one, other, 1e-10)
+    if empty:
+        assert torch.equal(got[:, 0], y[:, 0])
+    axes = (-1,) if per_head else (-2, -1)
+    left = (got * v).sum(axes).abs().max().detach()
+    assert float(left) <= 1e-12 * float((y * v).sum(axes).abs().max().detach() + 1)
+
+
+def test_belief_projection_takes_one_token_at_a_time() -> None:
+    """Projecting a whole sequence as one vector leaks the future."""
+    y, v = normal(1, 2, 5, 2, 3), normal(2, 2, 5, 2, 3)
+    whole = F.belief_projection(y, v)
+    close(whole[:, :2], F.belief_projection(y[:, :2], v[:, :2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_belief_projection_in_half_precision(dtype: torch.dtype, per_head: bool) -> None:
+    """Norms above 256 overflow fp16 when squared: accumulate in fp32."""
+    y, v = (normal(seed, 1, 4, 2, 8).mul(400).to(dtype) for seed in (1, 2))
+    got = F.belief_projection(y, v, per_head=per_head)
+    assert got.dtype == dtype
+    close(got.double(), F.belief_projection(y.double(), v.double(), per_head=per_head), 1e-2)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_belief_projection_gradcheck(per_head: bool) -> None:
+    y, v = normal(1, 1, 2, 2, 3).requires_grad_(), normal(2, 1, 2, 2, 3).requires_grad_()
+    assert torch.autograd.gradcheck(lambda a, b: F.belief_projection(a, b, per_head=per_head), (y, v))
+
+
+@few
+@given(st.integers(1, 6), st.sampled_from((0.0, 0.3, 0.5, 1.0)), st.integers(0, 10_000))
+def test_hopfield_scores(layers: int, share: float, seed: int) -> None:
+    """The recursion is its own sum: every layer's scores with the weight that is left of them."""
+    scores = list(normal(seed, layers, 1, 2, 3, 4))
+    hidden = torch.zeros_like(scores[0])
+    for each in scores:
+        hidden = F.hopfield_scores(each, hidden, share)
+    close(hidden, slow.slow_hopfield_scores(scores, share))
+    close(F.hopfield_scores(scores[0], hidden, torch.tensor([share], dtype=torch.float64)), F.hopfield_scores(scores[0], hidden, share))
+
+
+@few
+@given(st.integers(1, 5), st.integers(1, 4), st.sampled_from((0.0, 0.3, 1.0)), st.integers(1, 4), st.integers(0, 9999))
+def test_hopfield_retrieve(count: int, width: int, n: float, steps: int, seed: int) -> None:
+    patterns, states = normal(seed, count, width), normal(seed + 1, 3, width)
+    got = F.hopfield_retrieve(states, patterns, 0.7, n=n, steps=steps)
+    wanted = torch.stack([slow.slow_hopfield_retrieve(state, patterns, 0.7, n, steps) for state in states])
+    close(got, wanted)
+    own = F.hopfield_retrieve(states, patterns.expand(3, -1, -1), 0.7, n=n, steps=steps)
+    close(own, wanted)
+
+
+@pytest.mark.parametrize(("normalizer", "function"), [("softmax", torch.softmax), ("sparsemax", F.sparsemax), ("entmax15", F.entmax15)])
+def test_hopfield_retrieve_with_other_normalisers(normalizer: str, function: Any) -> None:
+    patterns, state = normal(1, 5, 4), normal(2, 4)
+    got = F.hopfield_retrieve(state, patterns, 2.0, normalizer=normalizer)
+    close(got, function(2.0 * (patterns @ state), -1) @ patterns)
+
+
+def test_stored_patterns_are_found_again() -> None:
+    patterns = torch.nn.functional.normalize(normal(3, 4, 32), dim=-1) * 6
+    noisy = patterns + 0.3 * normal(4, 4, 32)
+    close(F.hopfield_retrieve(noisy, patterns, 4.0, steps=3), patterns, 1e-6)

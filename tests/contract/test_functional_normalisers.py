@@ -1,0 +1,184 @@
+"""The normalisers on plain tensors: equal to their definitions, stable, and differentiable everywhere."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import entmax
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_attn_swap import functional as F
+from tests import slow
+
+from .harness import TOLERANCE
+
+TIGHT = TOLERANCE[torch.float64]
+NS = (0.0, 0.3, 1.0, 5.0)
+few = settings(max_examples=40, deadline=None, derandomize=True)
+LOWEST = torch.finfo(torch.float64).min
+SPARSE = [
+    (F.sparsemax, slow.slow_sparsemax, entmax.sparsemax),
+    (F.entmax15, slow.slow_entmax15, entmax.entmax15),
+]
+SPARSE_IDS = ["sparsemax", "entmax15"]
+
+
+@st.composite
+def rows(draw: Any, masked: bool = True) -> tuple[Tensor, Tensor]:
+    """Scores (R,K) of any size and offset, and which may be seen; some rows may see nothing."""
+    shape = draw(st.integers(1, 4)), draw(st.integers(1, 9))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    scale = draw(st.sampled_from((0.0, 0.1, 1.0, 30.0)))
+    offset = draw(st.sampled_from((0.0, -1e4, 1e4)))
+    scores = torch.randn(shape, generator=generator, dtype=torch.float64) * scale + offset
+    if draw(st.booleans()):
+        scores = scores.round()  # ties
+    seen = torch.ones(shape, dtype=torch.bool)
+    if masked and draw(st.booleans()):
+        seen = torch.rand(shape, generator=generator) < 0.6
+    if masked and draw(st.booleans()):
+        seen[0] = False
+    return scores, seen
+
+
+def with_gradient(function: Any, scores: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    leaf = scores.clone().requires_grad_()
+    out = function(leaf) if allowed is None else function(leaf, allowed)
+    weights = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view(out.shape)
+    (gradient,) = torch.autograd.grad((out * weights).sum(), leaf)
+    return out.detach(), gradient
+
+
+def close(got: Tensor, wanted: Tensor, tolerance: float = TIGHT) -> None:
+    assert torch.isfinite(got).all()
+    assert float((got - wanted).abs().max()) <= tolerance
+
+
+@few
+@given(rows(), st.sampled_from(NS), st.booleans())
+def test_softmax_n(drawn: tuple[Tensor, Tensor], n: float, infinite: bool) -> None:
+    """Values and gradients, masked by -inf or by the lowest number; n as a number and as a tensor."""
+    scores, seen = drawn
+    if n == 0:
+        seen = seen | ~seen.any(-1, keepdim=True)  # a fully masked row of ordinary softmax is the caller's
+    masked = scores.masked_fill(~seen, -math.inf if infinite else LOWEST)
+    wanted, slope = with_gradient(lambda s, a: slow.slow_softmax_n(s, n, a), scores, seen)
+    for given_n in (n, torch.tensor([n], dtype=torch.float64)):
+        got, gradient = with_gradient(lambda s, given_n=given_n: F.softmax_n(s, given_n), masked)
+        close(got, wanted)
+        close(gradient.masked_fill(~seen, 0), slope, TIGHT * 3)
+        assert torch.isfinite(gradient).all(), "a fully masked row has a gradient of 0, not NaN"
+        assert not got[~seen.any(-1)].any()
+
+
+@few
+@given(rows(masked=False), st.sampled_from(NS))
+def test_softmax_n_is_softmax_with_n_more_keys(drawn: tuple[Tensor, Tensor], n: float) -> None:
+    scores, _ = drawn
+    more = torch.cat([scores, torch.full_like(scores[:, :1], math.log(n) if n else -math.inf)], -1)
+    close(F.softmax_n(scores, n), more.softmax(-1)[:, :-1])
+    close(F.softmax_n(scores.T, n, dim=0).T, F.softmax_n(scores, n))
+
+
+@pytest.mark.parametrize("n", NS)
+def test_softmax_n_gradcheck(n: float) -> None:
+    scores = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda s: F.softmax_n(s, n), scores)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_softmax_n_far_below_zero(dtype: torch.dtype) -> None:
+    """Subtracting the row's maximum alone divides 0 by 0 there; adding 1 after the shift is off by order 1."""
+    scores = torch.full((1, 4), -60000.0 if dtype != torch.float16 else -60000.0, dtype=dtype, requires_grad=True)
+    weights = F.softmax_n(scores)
+    weights.sum().backward()
+    assert not weights.any()
+    assert torch.isfinite(scores.grad).all()
+    half = F.softmax_n(torch.full((1, 1), -2.0), 1.0)
+    assert float(half) == pytest.approx(math.exp(-2) / (1 + math.exp(-2)), abs=1e-7)
+
+
+@few
+@given(rows(), st.sampled_from((0.0, -0.025, -0.4)), st.sampled_from((1.0, 1.1, 2.0)), st.sampled_from((0.0, 1.0)))
+def test_clipped_softmax(drawn: tuple[Tensor, Tensor], gamma: float, zeta: float, n: float) -> None:
+    scores, seen = drawn
+    seen = seen | ~seen.any(-1, keepdim=True)
+    masked = scores.masked_fill(~seen, LOWEST)
+    wanted, slope = with_gradient(lambda s, a: slow.slow_clipped_softmax(s, gamma, zeta, n, a), scores, seen)
+    got, gradient = with_gradient(lambda s: F.clipped_softmax(s, gamma, zeta, n=n).masked_fill(~seen, 0), masked)
+    close(got, wanted)
+    close(gradient.masked_fill(~seen, 0), slope, TIGHT * 3)
+
+
+def test_no_clip_is_softmax_bit_for_bit() -> None:
+    """Also where weights are exactly 0 and 1: the derivative of the clip is 1 there."""
+    scores = torch.tensor([[0.0, -2000.0, -3000.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
+    stock, slope = with_gradient(lambda s: torch.softmax(s, -1), scores)
+    got, gradient = with_gradient(lambda s: F.clipped_softmax(s, 0.0, 1.0), scores)
+    assert set(stock[0].tolist()) == {0.0, 1.0}
+    assert torch.equal(got, stock)
+    assert torch.equal(gradient, slope)
+    edge = torch.tensor([0.0, 1.0], requires_grad=True)
+    F.clip(edge, 0.0, 1.0).sum().backward()
+    assert edge.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("ours", "literal", "oracle"), SPARSE, ids=SPARSE_IDS)
+@few
+@given(drawn=rows())
+def test_sparse_normalisers(ours: Any, literal: Any, oracle: Any, drawn: tuple[Tensor, Tensor]) -> None:
+    """Against the definition (masked rows too) and against the `entmax` package (which fails on those)."""
+    scores, seen = drawn
+    some = seen | ~seen.any(-1, keepdim=True)
+    masked = scores.masked_fill(~some, LOWEST)
+    got, gradient = with_gradient(ours, masked)
+    close(got, literal(scores, some), 1e-11)
+    close(got.sum(-1), torch.ones(len(got), dtype=torch.float64), 1e-11)
+    close(got, oracle(masked, -1), 1e-11)
+    _, slope = with_gradient(lambda s: oracle(s, -1), masked)
+    assert torch.isfinite(gradient).all()
+    kink = (got > 0) != (got > 1e-9)
+    if not kink.any() and not ties(got, scores):
+        close(gradient, slope, 1e-8)
+
+
+def ties(weights: Tensor, scores: Tensor) -> bool:
+    """Whether some score lies on the threshold, where the derivative has two values."""
+    zero = scores.masked_fill(weights > 0, -math.inf).amax(-1)
+    least = scores.masked_fill(weights <= 0, math.inf).amin(-1)
+    edge = weights.masked_fill(weights <= 0, math.inf).amin(-1)
+    return bool(((least - zero < 1e-6) | (edge < 1e-6)).any())
+
+
+@pytest.mark.parametrize(("ours", "literal", "oracle"), SPARSE, ids=SPARSE_IDS)
+def test_sparse_normalisers_on_hard_rows(ours: Any, literal: Any, oracle: Any) -> None:
+    """A row that may see nothing, equal scores, one key, and scores beyond any scale."""
+    for row in ([LOWEST] * 4, [0.0] * 5, [3.0], [-1e30, -1e30, 5.0], [1e5, 1e5 - 0.5, -1e5], [LOWEST, 2.0, 1.9]):
+        for dtype in (torch.float64, torch.float32):
+            lowest = torch.finfo(dtype).min
+            scores = torch.tensor([[max(value, lowest) for value in row]], dtype=dtype)
+            got, gradient = with_gradient(ours, scores)
+            assert torch.isfinite(got).all()
+            assert torch.isfinite(gradient).all()
+            assert float(got.sum()) == pytest.approx(1, abs=1e-5)
+            if len(set(row)) == 1:
+                assert torch.allclose(got, torch.full_like(got, 1 / len(row)))
+    assert (ours(torch.tensor([[5.0, 0.0, 0.0]])) == torch.tensor([[1.0, 0.0, 0.0]])).all()
+
+
+@pytest.mark.parametrize(("ours", "literal", "oracle"), SPARSE, ids=SPARSE_IDS)
+def test_sparse_normalisers_gradcheck_and_axis(ours: Any, literal: Any, oracle: Any) -> None:
+    scores = torch.tensor([[0.3, 0.1, -0.2, -3.0], [1.0, 0.9, 0.2, 0.35]], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(ours, scores)
+    close(ours(scores.detach().T, 0).T, ours(scores.detach()))
+
+
+@pytest.mark.parametrize(("ours", "literal", "oracle"), SPARSE, ids=SPARSE_IDS)
+def test_sparse_normalisers_in_single_precision(ours: Any, literal: Any, oracle: Any) -> None:
+    scores = torch.randn(50, 33, generator=torch.Generator().manual_seed(2)) * 3
+    close(ours(scores), literal(scores.double()).float(), TOLERANCE[torch.float32])
