@@ -15,21 +15,30 @@ from hf_attn_swap.registry import parse
 from tests import zoo
 
 EXTRA = ("gemma2", "t5", "bert_cross", "whisper_whole")
+SOFT_CAPPED = ("gemma2",)  # stock SDPA drops the soft cap in some versions; eager never does, nor do we
 SUBJECTS = (*zoo.GENERIC, *EXTRA)
 
 
 @functools.cache
 def _built(name: str, dtype: torch.dtype) -> Any:
     model = zoo.build(name.removesuffix("_whole"), dtype=dtype)
+    if name in SOFT_CAPPED:
+        model.set_attn_implementation("eager")
     return model.get_encoder() if name == "whisper" else model
 
 
-def build(name: str, dtype: torch.dtype = torch.float64) -> Any:
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype in which the stock model is exact: Gemma 2's eager softmax rounds to fp32."""
+    return torch.float32 if name in SOFT_CAPPED else torch.float64
+
+
+def build(name: str, dtype: torch.dtype | None = None) -> Any:
     """A stock model of one's own; `whisper` is the encoder alone, `whisper_whole` all of it."""
-    return copy.deepcopy(_built(name, dtype))
+    return copy.deepcopy(_built(name, dtype or dtype_of(name)))
 
 
-def batch_of(name: str, dtype: torch.dtype = torch.float64, **arguments: Any) -> dict[str, Tensor]:
+def batch_of(name: str, dtype: torch.dtype | None = None, **arguments: Any) -> dict[str, Tensor]:
+    dtype = dtype or dtype_of(name)
     batch = zoo.inputs(name.removesuffix("_whole"), dtype=dtype, **arguments)
     return {"input_features": batch["input_features"]} if name == "whisper" else batch
 
@@ -59,7 +68,7 @@ def refusal(name: str, variant: str) -> str | None:
 
 def late_refusal(name: str, variant: str) -> str | None:
     """Why the first call must refuse, or None: SimpleTRON has no scores for a soft cap or a position bias."""
-    biased = name in ("gemma2", "t5")
+    biased = name in (*SOFT_CAPPED, "t5")
     return "soft cap or a position bias" if biased and any(cls.replaces for cls in parse(variant)) else None
 
 

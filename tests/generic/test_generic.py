@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -19,57 +20,76 @@ from tests.contract.harness import (
     forward,
     perturb,
     run,
+    run_all,
     swaps,
     without_shortcut,
 )
 
-from .harness import EXTRA, REFUSED, RUNNABLE, batch_of, behind_the_interface, build, late_refusal, refusal
+from .harness import (
+    EXTRA,
+    REFUSED,
+    RUNNABLE,
+    SOFT_CAPPED,
+    batch_of,
+    behind_the_interface,
+    build,
+    dtype_of,
+    late_refusal,
+    refusal,
+)
+
+
+@functools.cache
+def stock_run(name: str) -> Any:
+    return run(build(name), batch_of(name))
+
+
+@functools.cache
+def stock_forward(name: str) -> torch.Tensor:
+    """Without gradients, where SDPA may choose another kernel (T5's bias asks for a gradient)."""
+    return forward(build(name), batch_of(name))
 
 
 @pytest.mark.parametrize(("name", "variant"), RUNNABLE)
 def test_exact_at_zero(name: str, variant: str) -> None:
-    """Stock bits and gradients with the shortcut, SPEC's tolerance without it, and out of the way afterwards."""
-    stock, batch = build(name), batch_of(name)
-    if name == "gemma2":  # its SDPA drops the soft cap in some versions; ours never does
-        stock.set_attn_implementation("eager")
-    wanted = run(stock, batch)
-    model = perturb(patch_model(build(name), variant, strength=0.0))
-    assert torch.equal(run(model, batch)[0], wanted[0])
-    assert_same(run(model, batch), wanted)
+    """Stock bits with the shortcut, SPEC's tolerance in values and gradients without it."""
+    wanted, batch = stock_run(name), batch_of(name)
+    model = patch_model(build(name), variant, strength=0.0)
     assert swaps(model)
-    neutral = patch_model(build(name), variant, strength=0.0)
-    assert_same(run(without_shortcut(neutral), batch), wanted)
+    assert torch.equal(forward(model, batch), stock_forward(name))
+    assert torch.equal(run(model, batch)[0], wanted[0])
+    assert_same(run(without_shortcut(model), batch), wanted)
 
 
 @pytest.mark.parametrize(("name", "variant"), RUNNABLE)
 def test_swapped_at_one(name: str, variant: str) -> None:
     """Another output than stock, the same by the fused and the explicit path, and stock again after unpatching."""
-    stock, batch = build(name), batch_of(name)
-    wanted = forward(stock, batch)
+    wanted, batch = stock_forward(name), batch_of(name)
+    tolerance = 1e-11 if dtype_of(name) == torch.float64 else 3e-5
     model = perturb(patch_model(build(name), variant))
     got = forward(model, batch)
-    assert (distance(got, wanted) < 1e-9) == (variant == "softmax" and name != "gemma2" or variant == "softmax")
+    assert (distance(got, wanted) < tolerance) == (variant == "softmax")
     with torch.no_grad():
         explicit = model(**batch, output_attentions=True)
-    assert distance(zoo.output(explicit), got) <= 1e-11
+    assert distance(zoo.output(explicit), got) <= tolerance
     kinds = ("attentions", "encoder_attentions", "decoder_attentions")
     weights = [w for kind in kinds if getattr(explicit, kind, None) is not None for w in getattr(explicit, kind)]
     assert len(weights) == len(swaps(model))
     assert all(w.dim() == 4 and torch.isfinite(w).all() for w in weights)
-    set_strength(model, 0.4)
-    between = forward(model, batch)
-    assert variant == "softmax" or distance(between, got) > 1e-9
+    between = forward(set_strength(model, 0.4), batch)
+    assert (distance(between, got) < tolerance) == (variant == "softmax")
     with torch.no_grad():
-        assert distance(zoo.output(model(**batch, output_attentions=True)), between) <= 1e-11
+        assert distance(zoo.output(model(**batch, output_attentions=True)), between) <= tolerance
     assert torch.equal(forward(unpatch_model(model), batch), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "variant"), RUNNABLE)
 def test_fused_gradients_equal_explicit(name: str, variant: str) -> None:
     batch = batch_of(name)
     model = perturb(patch_model(build(name), variant))
-    fused = run(model, batch)
-    assert_same(run(model, {**batch, "output_attentions": True}), fused, slack=10)
+    fused = run_all(model, batch)
+    assert_same(run_all(model, {**batch, "output_attentions": True}), fused, slack=10)
 
 
 @pytest.mark.parametrize(("name", "variant"), RUNNABLE)
@@ -80,30 +100,30 @@ def test_save_and_load(name: str, variant: str, tmp_path: Path) -> None:
     loaded = type(stock).from_pretrained(tmp_path)
     assert str(describe(loaded)) == str(describe(model))
     assert torch.equal(forward(loaded, batch), forward(model, batch))
-    plain = forward(unpatch_model(loaded), batch)
-    assert distance(plain, forward(stock, batch)) <= 1e-5
+    assert distance(forward(unpatch_model(loaded), batch), forward(stock, batch)) <= 1e-5
     assert not any("attn_swap" in key for key in loaded.state_dict())
 
 
-@pytest.mark.parametrize(("name", "variant"), [pair for pair in RUNNABLE if pair[0] in zoo.CAUSAL])
-@pytest.mark.parametrize("padded", [None, "left"])
+GENERATING = [pair for pair in RUNNABLE if pair[0] in zoo.CAUSAL and pair[0] != "bert_cross"]  # stock fails there
+
+
+@pytest.mark.parametrize(("name", "variant"), GENERATING)
+@pytest.mark.parametrize("padded", ["left", pytest.param(None, marks=pytest.mark.slow)])
 def test_cached_generation(name: str, variant: str, padded: str | None) -> None:
     """Token for token and in logits, past the sliding window where there is one; or refused by name."""
     model = perturb(patch_model(build(name), variant, strength=0.7))
     batch = batch_of(name, padded=padded, length=5)
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
     settings |= {"output_logits": True, "return_dict_in_generate": True}
     wanted = model.generate(**batch, **settings, use_cache=False)
-    try:
-        got = model.generate(**batch, **settings, use_cache=True)
-    except ValueError as problem:
-        assert "use_cache=False" in str(problem)
-        assert any(swap.carries for swap in swaps(model))
-        assert name == "gemma2"
+    if name in SOFT_CAPPED and any(swap.carries for swap in swaps(model)):  # every other layer has a window
+        with pytest.raises(ValueError, match="use_cache=False"):
+            model.generate(**batch, **settings, use_cache=True)
         return
+    got = model.generate(**batch, **settings, use_cache=True)
     assert torch.equal(got.sequences, wanted.sequences)
     for one, two in zip(got.logits, wanted.logits, strict=True):
-        assert distance(one, two) <= 1e-10
+        assert distance(one, two) <= (1e-10 if dtype_of(name) == torch.float64 else 1e-4)
 
 
 @pytest.mark.parametrize(("name", "variant"), [pair for pair in RUNNABLE if pair[0] in ("t5", "whisper_whole")])
