@@ -19,9 +19,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .. import __version__, describe
 from ..registry import parse
+from ..results import RESULTS_FILE
 from .data import load_sentences, model_source, require_packages
 from .measure import Batch, Scores, evaluate, train_step_ms
 from .options import CONTROL, DemoOptions
+from .published import demo_result
 from .reload import MODEL_FOLDER, write_check
 from .report import Row, as_json, best_converted, make_rows, make_table, reading
 from .train import Trained, encode, fine_tune, held_out_batches
@@ -66,6 +68,11 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, 
     console.print("\n".join(reading(rows, len(sentences.test))), highlight=False)
     best = best_converted(rows).variant
     reloaded = _save_and_reload(trained[best].model, tokenizer, batch, best, options.out, console)
+    if options.model is None and options.dataset is None:
+        seconds = time.perf_counter() - start
+        demo_result(options, rows, sentences, trained[best].model, seconds).save(
+            options.out / MODEL_FOLDER / RESULTS_FILE
+        )
     return _write_result(options, rows, best, describe(trained[best].model).to_dict(), reloaded, start, console)
 
 
