@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def _frozen_collector() -> None:
-    """`patch_model` looks for optimizers among all tracked objects: half a million after collection, few of them ours."""
+    """`patch_model` looks for optimizers among all tracked objects: half a million, few of them ours."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()

@@ -42,7 +42,11 @@ def module_name(path: Path) -> str:
 
 def imports(path: Path) -> Iterator[str]:
     """Absolute dotted names of everything a file imports, at any depth; names imported from a package too."""
-    inside = [NAME, *module_name(path).split(".")] if path.name == "__init__.py" else [NAME, *module_name(path).split(".")[:-1]]
+    inside = (
+        [NAME, *module_name(path).split(".")]
+        if path.name == "__init__.py"
+        else [NAME, *module_name(path).split(".")[:-1]]
+    )
     inside = [part for part in inside if part]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -135,7 +139,9 @@ def test_one_place_changes_a_transformers_class() -> None:
     assert set(changed) == {"loading"}
 
 
-@pytest.mark.parametrize("path", [*FILES, *sorted((ROOT / "tests").rglob("*.py"))], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [*FILES, *sorted((ROOT / "tests").rglob("*.py"))], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_sizes(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 250

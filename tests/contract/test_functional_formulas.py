@@ -138,7 +138,10 @@ def test_hopfield_scores(layers: int, share: float, seed: int) -> None:
     for each in scores:
         hidden = F.hopfield_scores(each, hidden, share)
     close(hidden, slow.slow_hopfield_scores(scores, share))
-    close(F.hopfield_scores(scores[0], hidden, torch.tensor([share], dtype=torch.float64)), F.hopfield_scores(scores[0], hidden, share))
+    close(
+        F.hopfield_scores(scores[0], hidden, torch.tensor([share], dtype=torch.float64)),
+        F.hopfield_scores(scores[0], hidden, share),
+    )
 
 
 @few
@@ -152,7 +155,9 @@ def test_hopfield_retrieve(count: int, width: int, n: float, steps: int, seed: i
     close(own, wanted)
 
 
-@pytest.mark.parametrize(("normalizer", "function"), [("softmax", torch.softmax), ("sparsemax", F.sparsemax), ("entmax15", F.entmax15)])
+@pytest.mark.parametrize(
+    ("normalizer", "function"), [("softmax", torch.softmax), ("sparsemax", F.sparsemax), ("entmax15", F.entmax15)]
+)
 def test_hopfield_retrieve_with_other_normalisers(normalizer: str, function: Any) -> None:
     patterns, state = normal(1, 5, 4), normal(2, 4)
     got = F.hopfield_retrieve(state, patterns, 2.0, normalizer=normalizer)

@@ -13,7 +13,17 @@ from tests import zoo
 
 from .cells import EVERY, EXTRA_CELLS, FAMILY_NAMES, Cell, is_linear, label, swap_in
 from .harness import (
-    CAUSAL_FAMILIES, LENGTH, TEXT_FAMILIES, Recorder, assert_same, batch_of, forward, fresh, padding_side, perturb, run_all,
+    CAUSAL_FAMILIES,
+    LENGTH,
+    TEXT_FAMILIES,
+    Recorder,
+    assert_same,
+    batch_of,
+    forward,
+    fresh,
+    padding_side,
+    perturb,
+    run_all,
 )  # fmt: skip
 
 CELLS: tuple[Cell, ...] = (*((name, {}) for name in EVERY), *EXTRA_CELLS)
@@ -82,9 +92,7 @@ def test_most_variants_have_a_fused_form() -> None:
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("cell", CELLS, ids=label)
-def test_what_describe_says_is_what_runs(
-    family: str, cell: Cell, grad: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_describe_says_is_what_runs(family: str, cell: Cell, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fused primitive is called once per layer, and a layer that is fused never makes the weights itself."""
     model, batch = model_of(family, cell), batch_of(family, padded=padding_side(family))
     (words,) = runs(model)

@@ -85,7 +85,9 @@ def test_other_images_of_the_batch(family: str, cell: Cell) -> None:
     model, batch = model_of(family, cell, 1.0), batch_of(family)
     with torch.no_grad():
         wanted = zoo.output(model(**batch))
-        alone = [zoo.output(model(**{key: value[i : i + 1] for key, value in batch.items()})) for i in range(len(wanted))]
+        alone = [
+            zoo.output(model(**{key: value[i : i + 1] for key, value in batch.items()})) for i in range(len(wanted))
+        ]
     close(torch.cat(alone), wanted)
 
 

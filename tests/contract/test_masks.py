@@ -12,7 +12,17 @@ from tests import reference, zoo
 
 from .cells import EVERY, EXTRA_CELLS, FAMILY_NAMES, Cell, is_linear, label, swap_in
 from .harness import (
-    BATCH, CAUSAL_FAMILIES, LENGTH, TEXT_FAMILIES, assert_same, batch_of, fresh, padding_side, perturb, run_all, swaps,
+    BATCH,
+    CAUSAL_FAMILIES,
+    LENGTH,
+    TEXT_FAMILIES,
+    assert_same,
+    batch_of,
+    fresh,
+    padding_side,
+    perturb,
+    run_all,
+    swaps,
 )  # fmt: skip
 
 CELLS: tuple[Cell, ...] = (*((name, {}) for name in EVERY), *EXTRA_CELLS)

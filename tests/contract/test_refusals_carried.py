@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_layer_drop(seed: int) -> None:
     torch.manual_seed(seed)
     stays = [float(torch.rand([])) >= 0.5 for _ in range(model.config.num_hidden_layers)]
     torch.manual_seed(seed)
-    if any(not below and above for below, above in zip(stays, stays[1:], strict=False)):
+    if any(not below and above for below, above in itertools.pairwise(stays)):
         with refused("layer-drop", "set layerdrop to 0"):
             model(**batch_of("opt"))
     else:
@@ -88,7 +89,7 @@ def test_layer_drop_seeds_hold_both_cases() -> None:
     for seed in range(8):
         torch.manual_seed(seed)
         stays = [float(torch.rand([])) >= 0.5 for _ in range(3)]
-        drawn.append(any(not below and above for below, above in zip(stays, stays[1:], strict=False)))
+        drawn.append(any(not below and above for below, above in itertools.pairwise(stays)))
     assert set(drawn) == {True, False}
 
 
@@ -157,5 +158,7 @@ def test_no_place_for_a_finite_bias(name: str, strength: float) -> None:
 
 
 def test_the_residual_skip_says_what_it_is_for() -> None:
-    with pytest.warns(UserWarning, match=r"grow by \(1 \+ alpha\) per layer; it is meant for models trained from scratch"):
+    with pytest.warns(
+        UserWarning, match=r"grow by \(1 \+ alpha\) per layer; it is meant for models trained from scratch"
+    ):
         patch_model(fresh("bert"), "mha", skip="residual")

@@ -14,7 +14,16 @@ from hf_attn_swap.variants.base import VARIANTS
 
 from .cells import COMPOSITIONS, EXTRA_CELLS, FAMILY_NAMES, SINGLES, Cell, label, swap_in
 from .harness import (
-    Gradients, assert_identical, assert_same, batch_of, fresh, padding_side, perturb, run, swaps, without_shortcut,
+    Gradients,
+    assert_identical,
+    assert_same,
+    batch_of,
+    fresh,
+    padding_side,
+    perturb,
+    run,
+    swaps,
+    without_shortcut,
 )  # fmt: skip
 
 BOTH = ["bert", "llama"]  # post-LN encoder with fused W_o, and pre-LN decoder with rotary and grouped heads

@@ -37,7 +37,9 @@ def tensors(model: nn.Module) -> dict[str, tuple[int, int, torch.Tensor]]:
     return {name: (t.data_ptr(), t._version, t.clone()) for name, t in model.state_dict().items()}
 
 
-def assert_stock_again(model: nn.Module, parts: dict[str, Any], weights: dict[str, Any], config: Any, text: str) -> None:
+def assert_stock_again(
+    model: nn.Module, parts: dict[str, Any], weights: dict[str, Any], config: Any, text: str
+) -> None:
     assert anatomy(model) == parts
     after = tensors(model)
     assert list(after) == list(weights)

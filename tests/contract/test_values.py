@@ -10,7 +10,15 @@ import torch
 from tests import reference
 
 from .cells import (
-    COMPOSITIONS, DEFAULT_CELLS, EXTRA_CELLS, FAMILY_NAMES, LARGER, PAIRS, Cell, label, swap_in,
+    COMPOSITIONS,
+    DEFAULT_CELLS,
+    EXTRA_CELLS,
+    FAMILY_NAMES,
+    LARGER,
+    PAIRS,
+    Cell,
+    label,
+    swap_in,
 )  # fmt: skip
 from .harness import Gradients, assert_same, batch_of, distance, fresh, padding_side, perturb, run_all, swaps
 
@@ -29,9 +37,7 @@ def pair_of_models(family: str, cell: Cell, strength: float, **more: Any) -> tup
     variant, options = cell
     model = perturb(swap_in(fresh(family), variant, strength=strength, **options, **more))
     own = [{name: p.detach().clone().requires_grad_() for name, p in s.named_parameters()} for s in swaps(model)]
-    slow = reference.reference_model(
-        fresh(family), variant, options=options, strength=strength, parameters=own, **more
-    )
+    slow = reference.reference_model(fresh(family), variant, options=options, strength=strength, parameters=own, **more)
     return model, slow, own
 
 
