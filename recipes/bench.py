@@ -3,7 +3,7 @@
 Whole layers of the real width of BERT-base and GPT-2 with random weights and a tiny vocabulary, so that the layers
 are what is measured. Models take turns in random order; a figure is the median over rounds of the ratio to stock in
 the same round, with its bootstrap 95 % interval. "stock again" is a second copy: the noise floor. Memory is measured
-in a process per model: the peak (resident on the CPU, allocated with CUDA) of a training step above the model at rest.
+in a process per model (on Linux, or with CUDA): the peak of a training step above the model at rest.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import platform
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -117,7 +116,8 @@ def peak(options: Options) -> int:
     """The most memory this process has held so far, in bytes."""
     if options.device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = Path("/proc/self/status").read_text()  # getrusage would count the process that started this one
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def table(rows: list[dict[str, Any]]) -> str:

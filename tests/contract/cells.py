@@ -14,6 +14,8 @@ import typing
 import warnings
 from typing import Any
 
+import pytest
+
 from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.families import FAMILIES
 from hf_attn_swap.registry import parse
@@ -120,3 +122,19 @@ def advice(name: str, arguments: dict[str, Any]) -> str | None:
 def is_linear(variant: str) -> bool:
     """True if the variant has no scores: SimpleTRON."""
     return any(cls.replaces for cls in parse(variant))
+
+
+# A grid that is wide in families for single variants, and deep on two families for everything else: a post-LayerNorm
+# encoder whose W_o sits outside the core, and a pre-LayerNorm decoder with rotary embedding and grouped heads.
+DEEP = ("bert", "llama")
+FamilyCell = tuple[str, Cell]
+WIDE: tuple[FamilyCell, ...] = tuple((family, cell) for family in FAMILY_NAMES for cell in DEFAULT_CELLS)
+COMPOSED: tuple[FamilyCell, ...] = tuple((family, (name, {})) for family in DEEP for name in PAIRS)
+OPTIONS: tuple[FamilyCell, ...] = tuple((family, cell) for family in DEEP for cell in EXTRA_CELLS)
+GRID = WIDE + COMPOSED + OPTIONS
+
+
+def over(cells: tuple[FamilyCell, ...], families: tuple[str, ...] = FAMILY_NAMES) -> Any:
+    """Parametrise a test over the cells of these families."""
+    chosen = [cell for cell in cells if cell[0] in families]
+    return pytest.mark.parametrize(("family", "cell"), chosen, ids=[f"{family}-{label(cell)}" for family, cell in chosen])

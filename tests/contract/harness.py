@@ -141,6 +141,12 @@ def perturb(model: nn.Module, seed: int = 3) -> nn.Module:
     return model
 
 
+def neutral(model: nn.Module) -> bool:
+    """True for the control, and for options under which the formula is ordinary attention."""
+    variants = swaps(model)[0].variants
+    return all(not type(v).places or getattr(v.options, "stretch", None) == 0 == v.options.zeta - 1 for v in variants)
+
+
 @contextlib.contextmanager
 def refused(*reasons: str) -> Iterator[None]:
     """A ValueError that names all of these, word for word."""

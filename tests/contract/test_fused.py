@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_attn_swap import compute, describe
 from tests import zoo
 
-from .cells import EVERY, EXTRA_CELLS, FAMILY_NAMES, Cell, is_linear, label, swap_in
+from .cells import COMPOSED, EVERY, FAMILY_NAMES, GRID, WIDE, Cell, is_linear, over, swap_in
 from .harness import (
     CAUSAL_FAMILIES,
     LENGTH,
@@ -26,8 +26,6 @@ from .harness import (
     run_all,
 )  # fmt: skip
 
-CELLS: tuple[Cell, ...] = (*((name, {}) for name in EVERY), *EXTRA_CELLS)
-PADDED = [(family, side) for family in FAMILY_NAMES for side in dict.fromkeys((None, padding_side(family)))]
 POSITIONS = {"gpt2": "n_positions"}
 
 
@@ -64,13 +62,13 @@ def force_reference(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize(("family", "padded"), PADDED)
-@pytest.mark.parametrize("cell", CELLS, ids=label)
-@pytest.mark.parametrize("strength", [1.0, 0.5])
+@over(GRID)
+@pytest.mark.parametrize(("padded", "strength"), [(False, 1.0), (True, 1.0), (True, 0.5)])
 def test_fused_equals_reference(
-    family: str, padded: str | None, cell: Cell, strength: float, monkeypatch: pytest.MonkeyPatch
+    family: str, padded: bool, cell: Cell, strength: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch = model_of(family, cell, strength), batch_of(family, padded=padded)
+    model = model_of(family, cell, strength)
+    batch = batch_of(family, padded=padding_side(family) if padded else None)
     if is_reference(model):
         return
     with monkeypatch.context() as patched:
@@ -89,9 +87,8 @@ def test_most_variants_have_a_fused_form() -> None:
     assert {"belief+outeffhop", "gated+outeffhop"} <= set(fused)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@over(GRID)
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("cell", CELLS, ids=label)
 def test_what_describe_says_is_what_runs(family: str, cell: Cell, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fused primitive is called once per layer, and a layer that is fused never makes the weights itself."""
     model, batch = model_of(family, cell), batch_of(family, padded=padding_side(family))
@@ -141,12 +138,12 @@ def allowed(family: str, batch: dict[str, Any], keys: int) -> Tensor:
     return mask.tril() if family in CAUSAL_FAMILIES else mask
 
 
-@pytest.mark.parametrize(("family", "padded"), PADDED)
-@pytest.mark.parametrize("cell", CELLS, ids=label)
-@pytest.mark.parametrize("strength", [0.0, 1.0])
-def test_weights_on_request(family: str, padded: str | None, cell: Cell, strength: float) -> None:
+@over(GRID)
+@pytest.mark.parametrize(("padded", "strength"), [(False, 1.0), (True, 1.0), (True, 0.0)])
+def test_weights_on_request(family: str, padded: bool, cell: Cell, strength: float) -> None:
     """(B,H,Q,K) per layer, zeros where masked, the rows of normalised variants sum to at most 1; same outputs."""
-    model, batch = model_of(family, cell, strength), batch_of(family, padded=padded)
+    model = model_of(family, cell, strength)
+    batch = batch_of(family, padded=padding_side(family) if padded else None)
     wanted = forward(model, batch)
     with torch.no_grad():
         out = model(**batch, output_attentions=True)

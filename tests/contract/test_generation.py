@@ -10,13 +10,11 @@ from torch import Tensor
 
 from tests import zoo
 
-from .cells import EXTRA_CELLS, PAIRS, SINGLES, Cell, label, swap_in
+from .cells import COMPOSED, OPTIONS, WIDE, Cell, over, swap_in
 from .harness import CAUSAL_FAMILIES, TOLERANCE, distance, fresh, perturb
 
 NEW = 5
 PROMPT = 6
-CELLS: tuple[Cell, ...] = tuple((name, {}) for name in SINGLES)
-COMPOSED: tuple[Cell, ...] = tuple((name, {}) for name in PAIRS)
 
 
 def model_of(family: str, cell: Cell, strength: float = 1.0) -> Any:
@@ -52,43 +50,39 @@ def assert_equal_generation(model: Any, prompt: dict[str, Any], cached: dict[str
     assert distance(logits, wanted) <= TOLERANCE[torch.float64]
 
 
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@over(WIDE + COMPOSED, CAUSAL_FAMILIES)
 @pytest.mark.parametrize("padded", [None, "left"])
-@pytest.mark.parametrize("cell", CELLS + COMPOSED, ids=label)
 def test_dynamic_cache(family: str, cell: Cell, padded: str | None) -> None:
     assert_equal_generation(model_of(family, cell), prompt_of(family, padded), {})
 
 
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@over(WIDE, CAUSAL_FAMILIES)
 @pytest.mark.parametrize("padded", [None, "left"])
-@pytest.mark.parametrize("cell", CELLS, ids=label)
 def test_static_cache(family: str, cell: Cell, padded: str | None) -> None:
     assert_equal_generation(model_of(family, cell), prompt_of(family, padded), {"cache_implementation": "static"})
 
 
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-@pytest.mark.parametrize("cell", CELLS, ids=label)
+@over(WIDE, CAUSAL_FAMILIES)
 def test_beam_search(family: str, cell: Cell) -> None:
     """Beams are reordered in the cache; the row of a token's own value must move with it."""
     assert_equal_generation(model_of(family, cell), prompt_of(family, "left"), {}, num_beams=3)
 
 
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
-@pytest.mark.parametrize("cell", EXTRA_CELLS, ids=label)
-def test_options(cell: Cell, cache: dict[str, Any]) -> None:
+@over(OPTIONS, ("llama",))
+def test_options(family: str, cell: Cell, cache: dict[str, Any]) -> None:
     if cell[1].get("length") == "fixed":  # the padded length is part of the formula, and it differs by design
         return
-    assert_equal_generation(model_of("llama", cell), prompt_of("llama", "left"), cache)
+    assert_equal_generation(model_of(family, cell), prompt_of(family, "left"), cache)
 
 
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
-@pytest.mark.parametrize("cell", CELLS, ids=label)
-def test_in_between(cell: Cell, cache: dict[str, Any]) -> None:
-    assert_equal_generation(model_of("gpt2", cell, strength=0.5), prompt_of("gpt2", "left"), cache)
+@over(WIDE, ("gpt2",))
+def test_in_between(family: str, cell: Cell, cache: dict[str, Any]) -> None:
+    assert_equal_generation(model_of(family, cell, strength=0.5), prompt_of(family, "left"), cache)
 
 
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-@pytest.mark.parametrize("cell", CELLS + COMPOSED, ids=label)
+@over(WIDE + COMPOSED, CAUSAL_FAMILIES)
 def test_in_chunks(family: str, cell: Cell) -> None:
     """Several tokens at once onto a cache that holds some: the queries are the last rows."""
     model, prompt = model_of(family, cell), prompt_of(family)
@@ -103,9 +97,9 @@ def test_in_chunks(family: str, cell: Cell) -> None:
     assert distance(got, wanted) <= TOLERANCE[torch.float64]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=label)
-def test_sampling_is_reproducible_and_runs(cell: Cell) -> None:
-    model, prompt = model_of("gpt2", cell), prompt_of("gpt2")
+@over(WIDE, ("gpt2",))
+def test_sampling_is_reproducible_and_runs(family: str, cell: Cell) -> None:
+    model, prompt = model_of(family, cell), prompt_of(family)
     drawn = []
     for _ in range(2):
         torch.manual_seed(0)

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from tests import zoo
 
-from .cells import EVERY, EXTRA_CELLS, FAMILY_NAMES, Cell, label, swap_in
+from .cells import COMPOSED, FAMILY_NAMES, GRID, WIDE, Cell, over, swap_in
 from .harness import CAUSAL_FAMILIES, TEXT_FAMILIES, TOLERANCE, batch_of, distance, fresh, perturb
 
-CELLS: tuple[Cell, ...] = (*((name, {}) for name in EVERY), *EXTRA_CELLS)
 STRENGTHS = (1.0, 0.5)
 
 
@@ -52,9 +51,8 @@ def close(got: Tensor, wanted: Tensor) -> None:
     assert distance(got, wanted) <= TOLERANCE[torch.float64]
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@over(GRID, TEXT_FAMILIES)
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("cell", CELLS, ids=label)
 def test_padding_and_batch(family: str, cell: Cell, side: str) -> None:
     """A row alone, in a batch, with more padding, and with other ids in the padding: the same outputs."""
     model, rows = model_of(family, cell, 1.0), rows_of(family)
@@ -69,18 +67,15 @@ def test_padding_and_batch(family: str, cell: Cell, side: str) -> None:
         close(results[2], torch.cat(alone))
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=label)
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@over(WIDE + COMPOSED, TEXT_FAMILIES)
 def test_padding_and_batch_in_between(family: str, cell: Cell) -> None:
     model, rows = model_of(family, cell, 0.5), rows_of(family)
     alone = [outputs(model, row[None], torch.ones_like(row)[None])[0] for row in rows]
     ids, mask = pad(rows, 8, "left" if family in CAUSAL_FAMILIES else "right", 3)
-    if not counts_padding(cell):
-        close(outputs(model, ids, mask)[mask.bool()], torch.cat(alone))
+    close(outputs(model, ids, mask)[mask.bool()], torch.cat(alone))
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILY_NAMES if name not in TEXT_FAMILIES])
-@pytest.mark.parametrize("cell", CELLS, ids=label)
+@over(WIDE, tuple(name for name in FAMILY_NAMES if name not in TEXT_FAMILIES))
 def test_other_images_of_the_batch(family: str, cell: Cell) -> None:
     model, batch = model_of(family, cell, 1.0), batch_of(family)
     with torch.no_grad():
@@ -91,9 +86,8 @@ def test_other_images_of_the_batch(family: str, cell: Cell) -> None:
     close(torch.cat(alone), wanted)
 
 
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@over(GRID, CAUSAL_FAMILIES)
 @pytest.mark.parametrize("strength", STRENGTHS)
-@pytest.mark.parametrize("cell", CELLS, ids=label)
 def test_the_future_has_no_influence(family: str, cell: Cell, strength: float) -> None:
     model = model_of(family, cell, strength)
     ids = batch_of(family)["input_ids"]
@@ -107,8 +101,7 @@ def test_the_future_has_no_influence(family: str, cell: Cell, strength: float) -
             assert not torch.allclose(got[:, seen:], wanted[:, seen:])
 
 
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-@pytest.mark.parametrize("cell", CELLS, ids=label)
+@over(WIDE + COMPOSED, CAUSAL_FAMILIES)
 def test_no_gradient_from_the_past_to_the_future(family: str, cell: Cell) -> None:
     model = model_of(family, cell, 1.0)
     embedded = model.get_input_embeddings()(batch_of(family)["input_ids"]).detach().requires_grad_()

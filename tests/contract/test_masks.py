@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests import reference, zoo
 
-from .cells import EVERY, EXTRA_CELLS, FAMILY_NAMES, Cell, is_linear, label, swap_in
+from .cells import COMPOSED, FAMILY_NAMES, GRID, WIDE, Cell, is_linear, over, swap_in
 from .harness import (
     BATCH,
     CAUSAL_FAMILIES,
@@ -25,14 +25,7 @@ from .harness import (
     swaps,
 )  # fmt: skip
 
-CELLS: tuple[Cell, ...] = (*((name, {}) for name in EVERY), *EXTRA_CELLS)
-TRUE_LENGTH = tuple(cell for cell in CELLS if cell[1].get("length") != "fixed")
-PLAIN_CELLS = [(family, cell) for family in TEXT_FAMILIES for cell in CELLS if "+" not in cell[0] or family == "llama"]
-DRAWN_CELLS = [(f, cell) for f in TEXT_FAMILIES for cell in TRUE_LENGTH if "+" not in cell[0] or f in ("bert", "gpt2")]
-
-
-def ids(cells: Any) -> list[str]:
-    return [f"{family}-{label(cell)}" for family, cell in cells]
+TRUE_LENGTH = tuple(cell for cell in GRID if cell[1][1].get("length") != "fixed")
 
 
 def model_of(family: str, cell: Cell, strength: float = 1.0) -> Any:
@@ -58,7 +51,7 @@ class Shown(nn.Module):
         return type(out)(logits=zoo.output(out)[self.real])
 
 
-@pytest.mark.parametrize(("family", "cell"), PLAIN_CELLS, ids=ids(PLAIN_CELLS))
+@over(GRID, TEXT_FAMILIES)
 def test_plain_masks_given_in_four_dimensions(family: str, cell: Cell) -> None:
     """The same mask as 2-D, as 4-D bool, as 4-D float, and per head: the same outputs and gradients."""
     model, batch = model_of(family, cell), batch_of(family, padded=padding_side(family))
@@ -94,35 +87,31 @@ def equals_slow(family: str, cell: Cell, strength: float, mask: Tensor) -> None:
     assert_same((got[0], {name: got[1][name] for name in wanted[1]}), wanted)
 
 
-@pytest.mark.parametrize(("family", "cell"), DRAWN_CELLS, ids=ids(DRAWN_CELLS))
+@over(TRUE_LENGTH, TEXT_FAMILIES)
 def test_any_bool_mask(family: str, cell: Cell) -> None:
     equals_slow(family, cell, 1.0, drawn_mask(family))
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
-@pytest.mark.parametrize("name", EVERY)
-def test_any_float_mask_in_between(family: str, name: str) -> None:
+@over(WIDE + COMPOSED, TEXT_FAMILIES)
+def test_any_float_mask_in_between(family: str, cell: Cell) -> None:
     """Finite entries are a bias on the scores, and are not carried; without scores there is no place for them."""
-    if "+" in name and family != "bert":
-        return
     mask = additive(drawn_mask(family))
-    if not is_linear(name):
+    if not is_linear(cell[0]):
         generator = torch.Generator().manual_seed(9)
         mask = mask + torch.randn(mask.shape, generator=generator, dtype=torch.float64)
-    equals_slow(family, (name, {}), 0.5, mask)
+    equals_slow(family, cell, 0.5, mask)
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@over(WIDE + COMPOSED, TEXT_FAMILIES)
 @pytest.mark.parametrize("kind", ["bool", "float"])
-@pytest.mark.parametrize("name", EVERY)
-def test_a_row_that_may_see_nothing(family: str, kind: str, name: str) -> None:
+def test_a_row_that_may_see_nothing(family: str, cell: Cell, kind: str) -> None:
     """It reads zeros, never NaN, and its gradients are finite.
 
     With a finite float mask SDPA itself reads the mean of all values there; softmax_n has zeros under any mask.
     """
     mask = drawn_mask(family)
     mask[0, :, 2] = False
-    model, batch = model_of(family, (name, {})), shown(family, mask if kind == "bool" else additive(mask))
+    model, batch = model_of(family, cell), shown(family, mask if kind == "bool" else additive(mask))
     out, gradients = run_all(model, batch)
     assert out.isfinite().all()
     assert all(gradient.isfinite().all() for gradient in gradients.values())
@@ -131,7 +120,7 @@ def test_a_row_that_may_see_nothing(family: str, kind: str, name: str) -> None:
     model(**batch)
     hook.remove()
     assert seen[0].any()
-    if kind == "bool" or "outeffhop" in name:
+    if kind == "bool" or "outeffhop" in cell[0]:
         assert not seen[0][0, 2].any()
 
 

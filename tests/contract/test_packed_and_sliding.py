@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests import zoo
 
-from .cells import EVERY, EXTRA_CELLS, SINGLES, Cell, label, swap_in
+from .cells import DEFAULT_CELLS, EXTRA_CELLS, PAIRS, SINGLES, Cell, FamilyCell, label, over, swap_in
 from .harness import CAUSAL_FAMILIES, TOLERANCE, assert_same, distance, forward, fresh, perturb, run_all
 
-CELLS: tuple[Cell, ...] = (*((name, {}) for name in EVERY), *EXTRA_CELLS)
+CELLS: tuple[Cell, ...] = (*((name, {}) for name in (*SINGLES, *PAIRS)), *EXTRA_CELLS)
 TRUE_LENGTH = tuple(cell for cell in CELLS if cell[1].get("length") != "fixed")
 PIECES = (4, 3)
 WINDOW, LONG = 3, 7
@@ -40,21 +40,25 @@ def packs(family: str) -> bool:
 PACKING = [family for family in (*CAUSAL_FAMILIES, SLIDING) if packs(family)]
 
 
+PACKED: tuple[FamilyCell, ...] = (
+    *((family, cell) for family in PACKING for cell in DEFAULT_CELLS),
+    *((PACKING[0], cell) for cell in TRUE_LENGTH if cell not in DEFAULT_CELLS),
+)
+
+
 def test_some_families_pack() -> None:
     assert {"llama", SLIDING} <= set(PACKING)
 
 
-@pytest.mark.parametrize("family", PACKING)
+@over(PACKED, tuple(PACKING))
 @pytest.mark.parametrize("strength", [1.0, 0.5])
-@pytest.mark.parametrize("cell", TRUE_LENGTH, ids=label)
 def test_packed_sequences_do_not_see_each_other(family: str, strength: float, cell: Cell) -> None:
     model = perturb(swap_in(fresh(family), cell[0], strength=strength, **cell[1]))
     batch = {**packed_batch(), "use_cache": False}
     assert distance(forward(model, batch), separately(model)) <= TOLERANCE[torch.float64]
 
 
-@pytest.mark.parametrize("family", PACKING)
-@pytest.mark.parametrize("cell", TRUE_LENGTH, ids=label)
+@over(PACKED, tuple(PACKING))
 def test_packed_equals_the_block_mask(family: str, cell: Cell) -> None:
     """In gradients too."""
     model = perturb(swap_in(fresh(family), cell[0], **cell[1]))
@@ -70,8 +74,7 @@ def band() -> Tensor:
     return (ones.tril() & ones.triu(1 - WINDOW)).expand(2, 1, -1, -1)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("strength", "explicit"), [(0.0, False), (0.5, False), (1.0, False), (1.0, True)])
 @pytest.mark.parametrize("cell", TRUE_LENGTH, ids=label)
 def test_sliding_window(cell: Cell, strength: float, explicit: bool) -> None:
     """Fused and explicit; simple counts the keys inside the window."""

@@ -12,13 +12,14 @@ from torch import Tensor
 from hf_attn_swap import describe, patch_model, set_strength
 from hf_attn_swap.variants.base import VARIANTS
 
-from .cells import COMPOSITIONS, EXTRA_CELLS, FAMILY_NAMES, SINGLES, Cell, label, swap_in
+from .cells import FAMILY_NAMES, GRID, SINGLES, Cell, over, swap_in
 from .harness import (
     Gradients,
     assert_identical,
     assert_same,
     batch_of,
     fresh,
+    neutral,
     padding_side,
     perturb,
     run,
@@ -26,13 +27,6 @@ from .harness import (
     without_shortcut,
 )  # fmt: skip
 
-BOTH = ["bert", "llama"]  # post-LN encoder with fused W_o, and pre-LN decoder with rotary and grouped heads
-CELLS: tuple[tuple[str, Cell], ...] = (
-    *((family, (name, {})) for family in FAMILY_NAMES for name in SINGLES),
-    *((family, (name, {})) for family in BOTH for name in COMPOSITIONS),
-    *((family, cell) for family in FAMILY_NAMES for cell in EXTRA_CELLS),
-)
-IDS = [f"{family}-{label(cell)}" for family, cell in CELLS]
 DTYPES = (torch.float64, torch.float32)
 
 
@@ -50,7 +44,7 @@ def patched(family: str, cell: Cell, strength: float, dtype: torch.dtype = torch
     return perturb(swap_in(fresh(family, dtype), cell[0], strength=strength, **cell[1]))
 
 
-@pytest.mark.parametrize(("family", "cell"), CELLS, ids=IDS)
+@over(GRID)
 @pytest.mark.parametrize("padded", [False, True])
 def test_zero_runs_the_stock_function(family: str, cell: Cell, padded: bool) -> None:
     side = padding_side(family) if padded else None
@@ -62,7 +56,7 @@ def test_zero_runs_the_stock_function(family: str, cell: Cell, padded: bool) -> 
         assert_identical(run(model, batch_of(family, dtype, side)), stock(family, dtype, padded))
 
 
-@pytest.mark.parametrize(("family", "cell"), CELLS, ids=IDS)
+@over(GRID)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_zero_without_the_shortcut(family: str, cell: Cell, dtype: torch.dtype) -> None:
     """Every variant's own path at s = 0: values and gradients of all pretrained parameters."""
@@ -71,7 +65,7 @@ def test_zero_without_the_shortcut(family: str, cell: Cell, dtype: torch.dtype) 
     assert_same(run(model, batch_of(family, dtype, side)), stock(family, dtype, side is not None))
 
 
-@pytest.mark.parametrize(("family", "cell"), CELLS, ids=IDS)
+@over(GRID)
 def test_small_strengths_differ_in_proportion(family: str, cell: Cell) -> None:
     """At s = 1e-3 the difference is of order s, in values and gradients: twice s, twice the difference."""
     batch = batch_of(family, padded=padding_side(family))
@@ -90,12 +84,6 @@ def test_small_strengths_differ_in_proportion(family: str, cell: Cell) -> None:
 
 def difference(one: Gradients, other: Gradients) -> float:
     return sum(float((one[name] - other[name]).square().sum()) for name in other) ** 0.5
-
-
-def neutral(model: Any) -> bool:
-    """True for the control, and for options under which the formula is ordinary attention."""
-    variants = swaps(model)[0].variants
-    return all(not type(v).places or getattr(v.options, "stretch", None) == 0 == v.options.zeta - 1 for v in variants)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

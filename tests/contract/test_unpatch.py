@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 
-from .cells import EVERY, FAMILY_NAMES, OPTION_CELLS, Cell, label, swap_in
+from .cells import COMPOSED, FAMILY_NAMES, OPTION_CELLS, WIDE, Cell, label, over, swap_in
 from .harness import assert_identical, batch_of, forward, fresh, padding_side, perturb, run, swaps
 
 
@@ -51,13 +51,12 @@ def assert_stock_again(
     assert config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", EVERY)
-def test_unpatch_is_bit_exact(family: str, variant: str) -> None:
+@over(WIDE + COMPOSED)
+def test_unpatch_is_bit_exact(family: str, cell: Cell) -> None:
     model, batch = fresh(family), batch_of(family, padded=padding_side(family))
     config, text = model.config, model.config.to_json_string()
     wanted, parts, weights = run(model, batch), anatomy(model), tensors(model)
-    perturb(patch_model(model, variant))
+    perturb(patch_model(model, cell[0]))
     forward(model, batch)
     assert model.config is not config
     assert config.to_json_string() == text, "the stock config must not be written to"
@@ -93,21 +92,20 @@ def test_unpatch_after_hybrids_and_repeats(family: str) -> None:
     assert len(swaps(model)) == len(describe(model).rows)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", EVERY)
-def test_a_second_model_from_the_same_config_is_untouched(family: str, variant: str) -> None:
+@over(WIDE + COMPOSED)
+def test_a_second_model_from_the_same_config_is_untouched(family: str, cell: Cell) -> None:
     first = fresh(family)
     second = type(first)(first.config).to(first.dtype).eval()
     assert second.config is first.config
     batch = batch_of(family)
     wanted, parts = run(second, batch), anatomy(second)
-    patch_model(first, variant)
+    patch_model(first, cell[0])
     third = type(second)(second.config)
     assert anatomy(second) == parts
     assert_identical(run(second, batch), wanted)
     assert not swaps(third)
     patch_model(second, "softmax")
-    assert {row.attention for row in describe(first).rows} == {variant}
+    assert {row.attention for row in describe(first).rows} == {cell[0]}
     unpatch_model(first)
     assert {row.attention for row in describe(second).rows} == {"softmax"}
     assert_identical(run(second, batch), wanted)
@@ -140,13 +138,12 @@ def test_hybrids_and_the_last_call_wins() -> None:
     assert not [name for name, _ in model.named_parameters() if "attn_swap" in name]
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", EVERY)
-def test_a_second_call_equals_only_that_call(family: str, variant: str) -> None:
+@over(WIDE + COMPOSED)
+def test_a_second_call_equals_only_that_call(family: str, cell: Cell) -> None:
     """Nothing of the first swap stays: classes, hooks, scores."""
     once, twice, batch = fresh(family), fresh(family), batch_of(family)
-    patch_model(once, variant)
-    patch_model(patch_model(twice, "mha+belief", strength=0.5), variant)
+    patch_model(once, cell[0])
+    patch_model(patch_model(twice, "mha+belief", strength=0.5), cell[0])
     parts = [anatomy(model) for model in (once, twice)]
     for part in (part for parts_of in parts for part in parts_of.values()):
         part.pop("config")

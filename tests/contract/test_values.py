@@ -10,26 +10,18 @@ import torch
 from tests import reference
 
 from .cells import (
-    COMPOSITIONS,
-    DEFAULT_CELLS,
-    EXTRA_CELLS,
-    FAMILY_NAMES,
-    LARGER,
-    PAIRS,
-    Cell,
-    label,
-    swap_in,
+    COMPOSED, COMPOSITIONS, DEEP, EXTRA_CELLS, FAMILY_NAMES, GRID, LARGER, OPTIONS, PAIRS, WIDE, Cell,
+    FamilyCell, over, swap_in,
 )  # fmt: skip
-from .harness import Gradients, assert_same, batch_of, distance, fresh, padding_side, perturb, run_all, swaps
+from .harness import (
+    TEXT_FAMILIES, Gradients, assert_same, batch_of, distance, fresh, neutral, padding_side, perturb, run_all, swaps,
+)  # fmt: skip
 
 ISSUE = ("outeffhop+clipped", "outeffhop+gated", "outeffhop+belief", "mha+belief", "mha+outeffhop")
-BOTH = ["bert", "llama"]
-SINGLE_CELLS = [(family, cell) for family in FAMILY_NAMES for cell in (*DEFAULT_CELLS, *EXTRA_CELLS)]
-COMPOSED_CELLS = [(family, (name, {})) for family in BOTH for name in COMPOSITIONS]
-
-
-def ids(cells: Any) -> list[str]:
-    return [f"{family}-{label(cell)}" for family, cell in cells]
+EVERY_OPTION: tuple[FamilyCell, ...] = tuple((family, cell) for family in FAMILY_NAMES for cell in EXTRA_CELLS)
+EVERY_SET: tuple[FamilyCell, ...] = tuple((family, (name, {})) for family in DEEP for name in COMPOSITIONS)
+REST = tuple(family for family in FAMILY_NAMES if family not in DEEP)
+EVERY_PAIR: tuple[FamilyCell, ...] = tuple((family, (name, {})) for family in REST for name in PAIRS)
 
 
 def pair_of_models(family: str, cell: Cell, strength: float, **more: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
@@ -56,45 +48,25 @@ def assert_equals_slow(family: str, cell: Cell, strength: float, padded: bool, *
     assert_same(run_all(model, batch), wanted)
 
 
-@pytest.mark.parametrize(("family", "cell"), SINGLE_CELLS, ids=ids(SINGLE_CELLS))
-def test_single_variants(family: str, cell: Cell) -> None:
+@over(WIDE + EVERY_OPTION + EVERY_SET + EVERY_PAIR)
+def test_full_strength(family: str, cell: Cell) -> None:
     assert_equals_slow(family, cell, 1.0, padded=True)
 
 
-@pytest.mark.parametrize(("family", "cell"), SINGLE_CELLS, ids=ids(SINGLE_CELLS))
-def test_single_variants_in_between(family: str, cell: Cell) -> None:
+@over(WIDE + OPTIONS + COMPOSED)
+def test_in_between(family: str, cell: Cell) -> None:
     assert_equals_slow(family, cell, 0.5, padded=True)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILY_NAMES if padding_side(name)])
-@pytest.mark.parametrize("cell", DEFAULT_CELLS, ids=label)
+@over(WIDE + COMPOSED, TEXT_FAMILIES)
 @pytest.mark.parametrize("strength", [1.0, 0.5])
 def test_without_padding(family: str, cell: Cell, strength: float) -> None:
     """No mask at all: other code, with the causal flag."""
     assert_equals_slow(family, cell, strength, padded=False)
 
 
-@pytest.mark.parametrize(("family", "cell"), COMPOSED_CELLS, ids=ids(COMPOSED_CELLS))
-def test_compositions(family: str, cell: Cell) -> None:
-    assert_equals_slow(family, cell, 1.0, padded=True)
-
-
-@pytest.mark.parametrize("family", BOTH)
-@pytest.mark.parametrize("name", COMPOSITIONS)
-def test_compositions_in_between(family: str, name: str) -> None:
-    assert_equals_slow(family, (name, {}), 0.5, padded=family == "bert")
-
-
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize("name", PAIRS)
-def test_pairs_on_every_family(family: str, name: str) -> None:
-    if family not in BOTH:
-        assert_equals_slow(family, (name, {}), 1.0, padded=False)
-
-
-@pytest.mark.parametrize("cell", DEFAULT_CELLS, ids=label)
+@over(WIDE, ("bert", "gpt2"))
 @pytest.mark.parametrize("layers", [[1], [0, 2]])
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_partial_layers(family: str, cell: Cell, layers: list[int]) -> None:
     assert_equals_slow(family, cell, 1.0, padded=True, layers=layers)
 
@@ -105,15 +77,14 @@ def test_the_issue_names_these() -> None:
     assert len(LARGER) > 0
 
 
-@pytest.mark.parametrize(("family", "cell"), SINGLE_CELLS + COMPOSED_CELLS, ids=ids(SINGLE_CELLS + COMPOSED_CELLS))
+@over(GRID)
 def test_differs_from_stock(family: str, cell: Cell) -> None:
     batch = batch_of(family)
     wanted, wanted_slope = run_all(fresh(family), batch)
     model = perturb(swap_in(fresh(family), cell[0], **cell[1]))
     out, slope = run_all(model, batch)
     moved = distance(out, wanted)
-    variants = swaps(model)[0].variants
-    if all(not type(v).places or getattr(v.options, "stretch", None) == 0 == v.options.zeta - 1 for v in variants):
+    if neutral(model):
         assert_same((out, slope), (wanted, wanted_slope))
     else:
         assert moved > 1e-4
