@@ -14,7 +14,12 @@ from .data import Sentences
 from .options import CONTROL, DemoOptions
 from .report import Row
 
+AUTO_CLASS = "AutoModelForSequenceClassification"
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+LIMITS = (
+    "One seed, one small training set and one learning rate: another seed would change the difference to the control.",
+    "Trained on short film reviews only.",
+)
 ROTTEN_TOMATOES = "cornell-movie-review-data/rotten_tomatoes"
 
 
@@ -32,12 +37,7 @@ def demo_result(
     variant = row.variant.replace("+", "-").replace("_", "-")
     return RunResult(
         name=f"minilm-rotten-tomatoes-{variant}" if options.model is None else f"demo-{variant}",
-        base=BaseModel(
-            name=options.model or MINILM,
-            revision=None,
-            relation="finetune",
-            auto_class="AutoModelForSequenceClassification",
-        ),
+        base=BaseModel(name=options.model or MINILM, revision=None, relation="finetune", auto_class=AUTO_CLASS),
         modules=modules,
         swaps=swaps,
         parameters_added=row.parameters_added,
@@ -63,22 +63,19 @@ def demo_result(
             learning_rate=options.learning_rate,
             optimizer="AdamW, linear schedule with 10 % warm-up",
         ),
-        versions={
-            "hf_attn_swap": __version__,
-            "torch": torch.__version__.partition("+")[0],
-            "transformers": transformers.__version__,
-        },
-        hardware=f"{model.device.type}, {platform.machine()}, {torch.get_num_threads()} threads",
         wall_seconds=seconds,
+        versions=_versions(),
+        hardware=f"{model.device.type}, {platform.machine()}, {torch.get_num_threads()} threads",
         intended_use="Shows a conversion end to end; a sentiment classifier of short English film reviews.",
-        limits=(
-            "One seed, one small training set and one learning rate: the difference to the control is within what "
-            "another seed would change.",
-            "Trained on short film reviews only.",
-        ),
+        limits=LIMITS,
         license="apache-2.0",
         language=("en",),
     )
+
+
+def _versions() -> dict[str, str]:
+    torch_version = torch.__version__.partition("+")[0]
+    return {"hf_attn_swap": __version__, "torch": torch_version, "transformers": transformers.__version__}
 
 
 def _measured(row: Row, options: DemoOptions) -> Measured:

@@ -137,4 +137,6 @@ GRID = WIDE + COMPOSED + OPTIONS
 def over(cells: tuple[FamilyCell, ...], families: tuple[str, ...] = FAMILY_NAMES) -> Any:
     """Parametrise a test over the cells of these families."""
     chosen = [cell for cell in cells if cell[0] in families]
-    return pytest.mark.parametrize(("family", "cell"), chosen, ids=[f"{family}-{label(cell)}" for family, cell in chosen])
+    return pytest.mark.parametrize(
+        ("family", "cell"), chosen, ids=[f"{family}-{label(cell)}" for family, cell in chosen]
+    )

@@ -168,7 +168,8 @@ def test_weights_on_request(family: str, padded: bool, cell: Cell, strength: flo
 def test_weights_of_the_control_are_those_of_eager_attention(family: str) -> None:
     model, stock = swap_in(fresh(family), "softmax"), fresh(family)
     stock.set_attn_implementation("eager")
-    batch = batch_of(family, padded=padding_side(family))
+    causal = family in CAUSAL_FAMILIES  # there stock eager gives NaN for float64 rows that may see nothing
+    batch = batch_of(family, padded=None if causal else padding_side(family))
     with torch.no_grad():
         got, wanted = (each(**batch, output_attentions=True).attentions for each in (model, stock))
     padding = batch.get("attention_mask", torch.ones(1, 1))[:, None, :, None] == 0

@@ -111,7 +111,7 @@ def test_training_moves_every_parameter(name: str, variant: str) -> None:
     """A few steps from the neutral start, at half strength: the loss falls and every parameter of the swap moves."""
     model, batch = patch_model(fresh(name), variant, strength=0.5).train(), batch_of(name)
     target = zoo.output(fresh(name)(**batch)).detach() + 0.3
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     started = {key: p.detach().clone() for key, p in model.named_parameters() if ".attn_swap." in key}
     losses = []
     for _ in range(6):

@@ -24,7 +24,7 @@ def loosely(variant: str) -> float:
     return 1e-3 if any(cls.replaces for cls in parse(variant)) else TOLERANCE
 
 
-@pytest.mark.parametrize("name", map(needs, CHECKPOINTS))
+@pytest.mark.parametrize("name", list(map(needs, CHECKPOINTS)))
 @VARIANTS
 def test_exact_at_zero_and_back(name: str, variant: str) -> None:
     """Stock bits with the shortcut, fp32 tolerance without it, another model at 1, stock bits after unpatching."""
@@ -39,7 +39,7 @@ def test_exact_at_zero_and_back(name: str, variant: str) -> None:
     assert torch.equal(run(unpatch_model(model), batch), wanted)
 
 
-@pytest.mark.parametrize("name", map(needs, CHECKPOINTS))
+@pytest.mark.parametrize("name", list(map(needs, CHECKPOINTS)))
 @VARIANTS
 def test_fused_equals_reference(name: str, variant: str) -> None:
     batch = inputs(name)
@@ -67,7 +67,7 @@ def test_gradients_at_zero(name: str, variant: str) -> None:
     assert gradient_distance(gradients(without_shortcut(model)), wanted) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", map(needs, TEXTS))
+@pytest.mark.parametrize("name", list(map(needs, TEXTS)))
 @VARIANTS
 def test_padding_does_not_matter(name: str, variant: str) -> None:
     batch = inputs(name)
@@ -77,7 +77,7 @@ def test_padding_does_not_matter(name: str, variant: str) -> None:
         assert relative(row, run(model, alone(batch, index))) <= loosely(variant)
 
 
-@pytest.mark.parametrize("name", map(needs, GENERATING))
+@pytest.mark.parametrize("name", list(map(needs, GENERATING)))
 @VARIANTS
 def test_cached_generation(name: str, variant: str) -> None:
     """Greedy tokens and logits of a left-padded batch do not depend on the cache."""
@@ -117,7 +117,7 @@ print(hf_attn_swap.describe(model).summary())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", map(needs, CHECKPOINTS))
+@pytest.mark.parametrize("name", list(map(needs, CHECKPOINTS)))
 def test_loaded_in_a_fresh_process(name: str, tmp_path: Path) -> None:
     batch = inputs(name)
     model = perturb(patch_model(fresh(name), "outeffhop+gated", strength=0.3))
