@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_attn_swap import compute, describe
 from tests import zoo
 
-from .cells import COMPOSED, EVERY, FAMILY_NAMES, GRID, WIDE, Cell, is_linear, over, swap_in
+from .cells import EVERY, FAMILY_NAMES, GRID, Cell, is_linear, over, swap_in
 from .harness import (
     CAUSAL_FAMILIES,
     LENGTH,

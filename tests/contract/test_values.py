@@ -10,11 +10,33 @@ import torch
 from tests import reference
 
 from .cells import (
-    COMPOSED, COMPOSITIONS, DEEP, EXTRA_CELLS, FAMILY_NAMES, GRID, LARGER, OPTIONS, PAIRS, WIDE, Cell,
-    FamilyCell, over, swap_in,
+    COMPOSED,
+    COMPOSITIONS,
+    DEEP,
+    EXTRA_CELLS,
+    FAMILY_NAMES,
+    GRID,
+    LARGER,
+    OPTIONS,
+    PAIRS,
+    WIDE,
+    Cell,
+    FamilyCell,
+    over,
+    swap_in,
 )  # fmt: skip
 from .harness import (
-    TEXT_FAMILIES, Gradients, assert_same, batch_of, distance, fresh, neutral, padding_side, perturb, run_all, swaps,
+    TEXT_FAMILIES,
+    Gradients,
+    assert_same,
+    batch_of,
+    distance,
+    fresh,
+    neutral,
+    padding_side,
+    perturb,
+    run_all,
+    swaps,
 )  # fmt: skip
 
 ISSUE = ("outeffhop+clipped", "outeffhop+gated", "outeffhop+belief", "mha+belief", "mha+outeffhop")
