@@ -18,6 +18,7 @@ AUTO_CLASS = "AutoModelForSequenceClassification"
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 LIMITS = (
     "One seed, one small training set and one learning rate: another seed would change the difference to the control.",
+    "It was kept as the best of the demo's converted models on the same test sentences, which flatters it a little.",
     "Trained on short film reviews only.",
 )
 ROTTEN_TOMATOES = "cornell-movie-review-data/rotten_tomatoes"
