@@ -17,6 +17,7 @@ from .checkpoints import CHECKPOINTS, GENERATING, TEXTS, alone, fresh, inputs, n
 
 VARIANTS = pytest.mark.parametrize("variant", list_variants())
 TOLERANCE = 2e-5  # fp32, a few dozen layers deep
+FP64 = 1e-11
 
 
 def loosely(variant: str) -> float:
@@ -42,11 +43,12 @@ def test_exact_at_zero_and_back(name: str, variant: str) -> None:
 @pytest.mark.parametrize("name", list(map(needs, CHECKPOINTS)))
 @VARIANTS
 def test_fused_equals_reference(name: str, variant: str) -> None:
-    batch = inputs(name)
-    model = perturb(patch_model(fresh(name), variant))
+    """In fp64: thirty trained layers amplify fp32's rounding by hundreds, which is the model's own, not the form's."""
+    batch = {key: value.double() if value.is_floating_point() else value for key, value in inputs(name).items()}
+    model = perturb(patch_model(fresh(name).double(), variant))
     for strength in (1.0, 0.3):
         fused = run(set_strength(model, strength), batch)
-        assert relative(run(model, batch, output_attentions=True), fused) <= loosely(variant)
+        assert relative(run(model, batch, output_attentions=True), fused) <= FP64
 
 
 @pytest.mark.parametrize("name", [needs(name) for name in CHECKPOINTS if not CHECKPOINTS[name].slow])
