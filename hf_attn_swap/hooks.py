@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .seam import CACHES, CALL, CARRIED, LAYER, NAME, swap_of
+from .seam import CACHES, CALL, CARRIED, LAYER, NAME, STOCK, swap_of
 from .swap import Swap
 from .variants.base import Call, Carried
 
@@ -22,18 +22,25 @@ def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """On the model that owns the layers: what they share during this pass."""
     want = kwargs.get("output_attentions")
     want = getattr(module.config, "output_attentions", False) if want is None else want
-    return args, {**kwargs, CARRIED: Carried(want_weights=bool(want))}
+    return args, {**kwargs, CARRIED: Carried(want_weights=bool(want), gradients=torch.is_grad_enabled())}
 
 
 def after_stack(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """The pass is over: a shared module called again now is a re-computation, whose order nobody knows."""
-    kwargs[CARRIED].closed = True
+    carried: Carried = kwargs[CARRIED]
+    carried.closed = True
+    if carried.want_weights and not carried.arrived:
+        raise ValueError(
+            f"{type(module).__name__} does not pass keyword arguments on to its layers, so attention weights cannot "
+            "be asked for; leave out output_attentions, or use a newer transformers."
+        )
 
 
 def before_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """On the block around a layer that carries scores: its residual stream, and whether it is checkpointed."""
     checkpointed = bool(getattr(module, "gradient_checkpointing", False)) and module.training
-    if checkpointed and torch.is_grad_enabled():
+    carried: Carried | None = kwargs.get(CARRIED)
+    if checkpointed and (torch.is_grad_enabled() if carried is None else carried.gradients):
         function = getattr(module, "_gradient_checkpointing_func", None)
         if getattr(function, "keywords", {}).get("use_reentrant", True):
             raise ValueError(
@@ -58,7 +65,7 @@ def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     """What comes after W_o, where the module returns W_o's output first."""
     call: Call | None = kwargs.get(CALL)
     swap = swap_of(module)
-    if call is None or swap is None:
+    if call is None or swap is None or call.ordinary:
         return output
     if isinstance(output, Tensor):
         return swap.write(output, call)
@@ -69,7 +76,7 @@ def finish(core: nn.Module, out: Tensor, kwargs: dict[str, Any], dropout: nn.Mod
     """What comes after W_o and dropout, inside a container that goes on to LayerNorm."""
     call: Call | None = kwargs.get(CALL)
     swap = swap_of(core)
-    if call is None or swap is None:
+    if call is None or swap is None or call.ordinary:
         return out
     call.dropout = dropout
     return swap.write(out, call)
@@ -83,7 +90,7 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
             f"{type(core).__name__} is swapped, but the model's attention implementation is now "
             f"{core.config._attn_implementation!r}; keep {NAME!r}, or call unpatch_model first."  # type: ignore[union-attr]  # as above
         )
-    if swap is None or swap.phase == "off":
+    if swap is None or swap.phase == "off" or kwargs.get(STOCK):
         return args, kwargs
     for name in ("encoder_hidden_states", "key_value_states"):
         if kwargs.get(name) is not None:
@@ -100,6 +107,7 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
         recomputed=checkpointed,
         dropout=container.get_submodule(swap.dropout_path) if swap.dropout_path else None,
     )
+    _refuse_adapter(core, container, swap)
     _warn_frozen(core, swap)
     return args, {**kwargs, CALL: call}
 
@@ -128,10 +136,22 @@ def _order(swap: Swap, carried: Carried | None) -> int:
     return carried.calls - 1
 
 
+def _refuse_adapter(core: nn.Module, container: nn.Module, swap: Swap) -> None:
+    """A merged matrix holds the calibration; what an adapter adds to it would not be what it learned elsewhere."""
+    if swap.merged is None or swap.folded_path is None:
+        return
+    folded = (container if swap.keeps_projection else core).get_submodule(swap.folded_path)
+    if hasattr(folded, "base_layer"):
+        raise ValueError(
+            f"{type(core).__name__}: an adapter sits on {swap.folded_path}, into which a calibration was merged; leave "
+            "it out of target_modules, or add adapters to the model from before the merge."
+        )
+
+
 def _warn_frozen(core: nn.Module, swap: Swap) -> None:
     if not (core.training and swap.fresh and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return
-    parameters = list(swap.parameters())
+    parameters = [parameter for variant in swap.variants for parameter in variant.parameters()]
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         warnings.warn(
             f"the new parameters of {'+'.join(swap.names)} are frozen, so they stay at their neutral start; with PEFT, "

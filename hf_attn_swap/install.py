@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,6 +133,7 @@ class Installation:
     def _describe(swap: Swap, site: Site) -> None:
         names = list(inspect.signature(type(site.container).forward).parameters)[1:]
         swap.cache_position = next((names.index(name) for name in seam.CACHES if name in names), None)
+        swap.folded_path = site.family.output if swap.keeps_projection else site.family.value
         swap.dropout_path = site.family.dropout if site.family.block == "core" else None
 
     def _hook(self, site: Site, swap: Swap) -> None:
@@ -162,6 +163,20 @@ class Installation:
         usable = [site for site in sites(self.root) if site.usable]
         children = {index: getattr(site.core, "attn_swap", None) for index, site in enumerate(usable)}
         return {index: list(_each(child)) for index, child in children.items() if _is_swap(child)}
+
+    def refuse_merged(self, what: str, layers: Iterable[int] | None = None) -> None:
+        """Guard what a merged calibration makes wrong.
+
+        Raises:
+            ValueError: one of these layers (None: any) has a calibration in its weights.
+        """
+        swapped = self.swaps()
+        wanted = swapped if layers is None else layers
+        if merged := [index for index in wanted if index in swapped and swapped[index][0].merged is not None]:
+            raise ValueError(
+                f"layers {merged} cannot be {what}: a calibration was merged into their weights, which are no longer "
+                "the pretrained ones; load the model from before the merge."
+            )
 
     def refresh(self) -> None:
         """Make phases, buffers and the config's block say what the strengths are."""

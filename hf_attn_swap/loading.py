@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import seam
+from .calibration import check_fit
 from .families import sites
 from .install import ATTRIBUTE, VERSION, Installation
 from .patch import build_swap, check_strength
@@ -25,7 +26,9 @@ from .variants.base import Variant
 ABSENT = object()
 LIMIT = 100_000  # no model has more attention modules; a larger count is a damaged file
 LONGEST = 400  # characters of an error: what is damaged may be long
-Plan = list[tuple[tuple[type[Variant], ...], Options, list[int], float]]
+KEYS = {"variant", "layers", "options", "strength"}
+Planned = tuple[tuple[type[Variant], ...], Options, list[int], float, str | None, bool]
+Plan = list[Planned]
 
 
 def read_block(block: Any) -> tuple[int, Plan]:
@@ -56,8 +59,8 @@ def read_block(block: Any) -> tuple[int, Plan]:
     return modules, plan
 
 
-def _read_swap(entry: Any, modules: int) -> tuple[tuple[type[Variant], ...], Options, list[int], float]:
-    _keys(entry, {"variant", "layers", "options", "strength"}, "a swap")
+def _read_swap(entry: Any, modules: int) -> Planned:
+    _keys(entry, KEYS | ({"calibration"} if isinstance(entry, dict) and "calibration" in entry else set()), "a swap")
     layers, options = entry["layers"], entry["options"]
     if not isinstance(layers, list) or not layers or not all(_whole(i) and 0 <= i < modules for i in layers):
         raise _damaged(f"layers must be whole numbers from 0 to {modules - 1}")
@@ -71,9 +74,24 @@ def _read_swap(entry: Any, modules: int) -> tuple[tuple[type[Variant], ...], Opt
                 options[cls.name], {field.name for field in dataclasses.fields(cls.Options)}, f"options of {cls.name}"
             )
         chosen = parse_options(classes, options if len(classes) > 1 else options[classes[0].name])
-        return classes, chosen, layers, check_strength(entry["strength"])
+        strength = check_strength(entry["strength"])
+        return classes, chosen, layers, strength, *_read_calibration(entry, strength)
     except ValueError as problem:
         raise problem if str(problem).startswith("attn_swap:") else _damaged(str(problem)) from None
+
+
+def _read_calibration(entry: dict[str, Any], strength: float) -> tuple[str | None, bool]:
+    """The fit, and whether it was merged into the weights."""
+    if "calibration" not in entry:
+        return None, False
+    calibration = entry["calibration"]
+    _keys(calibration, {"fit", "merged"}, "the calibration")
+    check_fit(calibration["fit"])
+    if not isinstance(calibration["merged"], bool):
+        raise _damaged(f"merged must be true or false, got {calibration['merged']!r}")
+    if calibration["merged"] and strength != 1:
+        raise _damaged(f"a merged calibration is right at strength 1 alone, got {strength}")
+    return calibration["fit"], calibration["merged"]
 
 
 def _keys(thing: Any, wanted: set[str], where: str) -> None:
@@ -103,10 +121,14 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
             f"attn_implementation={model.config._attn_implementation!r}; leave that argument out."
         )
     installation = Installation.start(model, model, loaded=True)
-    for classes, options, layers, strength in plan:
+    for classes, options, layers, strength, fit, merged in plan:
         for index in layers:
             swap = build_swap(usable[index], classes, options, index)
             swap.strength = strength
+            if merged:
+                swap.merged = fit
+            elif fit is not None:
+                swap.calibrate(fit, next(usable[index].container.parameters()))
             usable[index].core.attn_swap = swap
     installation.wire()
     installation.refresh()

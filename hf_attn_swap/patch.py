@@ -54,6 +54,8 @@ def patch_model(
     usable = swappable(root)
     indices = check_layers(layers, len(usable))
     swaps = {index: build_swap(usable[index], classes, chosen, index) for index in indices}
+    if installation is not None:
+        installation.refuse_merged("patched again", indices)
     if installation is None:
         installation = Installation.start(model, root)
     _attach(installation, usable, swaps, strength)
@@ -65,9 +67,11 @@ def unpatch_model(model: M, /) -> M:
     """Take every swap out: the model is bit for bit what it was, with its old config object.
 
     Raises:
-        ValueError: the model is not patched.
+        ValueError: the model is not patched, or a calibration was merged into its weights.
     """
-    _need(model).remove()
+    installation = need_installation(model)
+    installation.refuse_merged("unpatched")
+    installation.remove()
     return model
 
 
@@ -75,10 +79,11 @@ def set_strength(model: M, strength: float, /, *, layers: int | Iterable[int] | 
     """Set the strength of swapped layers (None: all of them), 0 the pretrained model, 1 the paper's formula.
 
     Raises:
-        ValueError: not between 0 and 1, a model that is not patched, or a layer that is not swapped.
+        ValueError: not between 0 and 1, a model that is not patched, a layer that is not swapped, or one whose
+            calibration was merged (its strength stays 1).
     """
     strength = check_strength(strength)
-    installation = _need(model)
+    installation = need_installation(model)
     swapped = installation.swaps()
     if layers is None:
         indices = sorted(swapped)
@@ -86,6 +91,8 @@ def set_strength(model: M, strength: float, /, *, layers: int | Iterable[int] | 
         indices = check_layers(layers, len(swappable(installation.root)))
         if missing := [index for index in indices if index not in swapped]:
             raise ValueError(f"layers {missing} are not swapped; swapped are {sorted(swapped)}.")
+    if strength != 1:
+        installation.refuse_merged("set to a strength below 1", indices)
     for index in indices:
         for swap in swapped[index]:
             swap.strength = strength
@@ -93,7 +100,12 @@ def set_strength(model: M, strength: float, /, *, layers: int | Iterable[int] | 
     return model
 
 
-def _need(model: nn.Module) -> Installation:
+def need_installation(model: nn.Module) -> Installation:
+    """What a patched model carries.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
     installation = installation_of(model_root(model))
     if installation is None:
         raise ValueError("this model is not patched; call patch_model on it first.")

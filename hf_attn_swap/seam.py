@@ -21,6 +21,7 @@ from .variants.base import VARIANTS, Call, Carried
 
 NAME = "hf_attn_swap"
 CALL, CARRIED, LAYER = "attn_swap_call", "attn_swap_carried", "attn_swap_layer"
+STOCK = "attn_swap_stock"  # True in the keyword arguments of an attention module: run it as if it were not swapped
 CACHES = ("past_key_values", "layer_past")  # how architectures call the cache (GPT-NeoX keeps the old name)
 
 
@@ -62,12 +63,15 @@ def attention_forward(
     call: Call | None = kwargs.pop(CALL, None)
     carried: Carried | None = kwargs.pop(CARRIED, None)
     kwargs.pop(LAYER, None)
+    stock = bool(kwargs.pop(STOCK, False))
     want_weights = bool(kwargs.pop("output_attentions", False)) or (carried is not None and carried.want_weights)
+    if carried is not None:
+        carried.arrived = True
     swap = swap_of(module)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
     inputs = _inputs(query, key, value, attention_mask, scaling, dropout, causal, kwargs)
     sdpa = functools.partial(_sdpa, module, inputs, kwargs)
-    if swap is not None and swap.phase != "off":
+    if swap is not None and swap.phase != "off" and not stock:
         if call is None:
             raise ValueError(
                 f"{type(module).__name__} is swapped but was called around its hooks; call the module, not .forward()."

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .calibration import Calibration
 from .compute import FusedSoftmax, Inputs, Places, attend
 from .registry import Options, build_options
-from .variants.base import Call, Geometry, Variant
+from .variants.base import Call, Geometry, Variant, mix
 
 
 class Swap(nn.Module):
@@ -24,6 +25,7 @@ class Swap(nn.Module):
     """
 
     strength_value: Tensor
+    calibration: Calibration | None
 
     def __init__(self, classes: tuple[type[Variant], ...], options: Options, geometry: Geometry) -> None:
         super().__init__()
@@ -32,11 +34,14 @@ class Swap(nn.Module):
         self.order: int | None = 0  # place among the layers that carry scores; None counts calls
         self.cache_position: int | None = None  # of the cache among the container's positional arguments
         self.dropout_path: str | None = None  # of the hidden dropout behind W_o, from the container
+        self.folded_path: str | None = None  # of W_o from the container, or of W_v from the core without W_o
         self.fresh = True
+        self.merged: str | None = None  # the fit that was folded into the weights
         self.strength, self.phase = 1.0, "full"
         self.options = options
         for cls in classes:
             self.add_module(cls.name, cls(build_options(cls, options[cls.name]), geometry))
+        self.register_module("calibration", None)
         self.register_buffer("strength_value", torch.ones(1, dtype=torch.float32), persistent=False)
 
     @property
@@ -66,13 +71,25 @@ class Swap(nn.Module):
         return any(variant.writes for variant in self.variants)
 
     @property
+    def keeps_projection(self) -> bool:
+        """False if the read-out is the layer's output, without W_o."""
+        return all(variant.keeps_projection for variant in self.variants)
+
+    @property
     def wants_residual(self) -> bool:
         """True if the block's residual stream must be handed in."""
         return any(variant.wants_residual for variant in self.variants)
 
     def spec(self) -> dict[str, Any]:
         """What config.json says of this layer: variant, options and strength."""
-        return {"variant": "+".join(self.names), "options": self.options, "strength": self.strength}
+        spec = {"variant": "+".join(self.names), "options": self.options, "strength": self.strength}
+        fit = self.calibration.fit if self.calibration is not None else self.merged
+        return spec if fit is None else {**spec, "calibration": {"fit": fit, "merged": self.calibration is None}}
+
+    def calibrate(self, fit: str, like: Tensor) -> Calibration:
+        """Put a neutral calibration in, on the device and in the dtype of `like`."""
+        self.calibration = Calibration(fit, self.geometry).to(like)
+        return self.calibration
 
     def set_strength(self, strength: float, *, never_off: bool = False) -> None:
         """Set s; `never_off` keeps the layer computing at s = 0, for a neighbour that reads its scores."""
@@ -98,9 +115,15 @@ class Swap(nn.Module):
         """Heads (B,Q,H,D) as W_o is given them, and the weights (B,H,Q,K) where wanted."""
         call.strength = 1.0 if self.phase == "full" else self.strength_value
         call.value = inputs.value
-        heads, weights = attend(self.places(), inputs, call, sdpa, want_weights)
+        places = self.places()
+        heads, weights = attend(places, inputs, call, sdpa, want_weights)
+        if self.calibration is not None and places.replacement is not None:
+            heads = self.calibration(heads)  # the variant's branch alone: `read` mixes it with the ordinary one
         reader = self.at("read")
-        return (reader.read(heads, call) if reader is not None else heads), weights
+        heads = reader.read(heads, call) if reader is not None else heads
+        if self.calibration is not None and places.replacement is None:
+            heads = mix(heads, self.calibration(heads), call.strength)
+        return heads, weights
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         """What comes after W_o."""
@@ -113,6 +136,11 @@ class Swap(nn.Module):
         """How this layer runs when nothing forces the reference, in words."""
         if self.phase == "off":
             return "stock"
+        fit = f"; calibrated ({self.calibration.fit})" if self.calibration is not None else ""
+        fit = f"; calibrated ({self.merged}, merged)" if self.merged is not None else fit
+        return self._form() + fit
+
+    def _form(self) -> str:
         explicit = [variant.name for variant in self.variants if variant.explicit]
         if explicit:
             return f"reference ({', '.join(explicit)} needs the weights)"

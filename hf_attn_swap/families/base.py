@@ -39,6 +39,11 @@ class Family:
     block: str = "core"
     shared: bool = False
 
+    @property
+    def post_norm(self) -> bool:
+        """True if LayerNorm follows the residual sum inside the container."""
+        return self.block in ("bert", "albert")
+
 
 def attributes(
     *, heads: str, head_dim: str, hidden: str = "config.hidden_size", kv_heads: str | None = None

@@ -43,6 +43,8 @@ class Carried:
         closed: the pass is over; a later call is a re-computation.
         want_weights: the caller asked for the attention weights.
         key_mask: the last 2-D mask seen and its 4-D form, so that it is expanded once.
+        gradients: the pass was started with gradients; re-entrant checkpointing hides them from the layers.
+        arrived: a layer was handed this: the architecture passes keyword arguments on.
     """
 
     scores: dict[int, Tensor] = field(default_factory=dict)
@@ -51,6 +53,8 @@ class Carried:
     closed: bool = False
     want_weights: bool = False
     key_mask: tuple[Tensor, Tensor] | None = None
+    gradients: bool = True
+    arrived: bool = False
 
 
 @dataclass
@@ -68,6 +72,7 @@ class Call:
         value: (B,G,K,D), the values of all keys.
         kept: what `read` leaves for `write`.
         dropout: the model's hidden dropout, for variants that bypass W_o.
+        ordinary: the heads were put back to ordinary attention's (calibration), so nothing comes after W_o.
         recomputed: the enclosing layer is under activation checkpointing, so carried scores must stay as they are.
     """
 
@@ -81,6 +86,7 @@ class Call:
     kept: dict[str, Tensor] = field(default_factory=dict)
     dropout: Callable[[Tensor], Tensor] | None = None
     recomputed: bool = False
+    ordinary: bool = False
 
     def own_values(self, heads: int) -> Tensor:
         """The rows of V that belong to the current tokens, repeated per group: (B,Q,H,D)."""
@@ -130,6 +136,7 @@ class Variant(nn.Module):
         alone: True if it composes with nothing.
         fused: the exact fast form, in words, for `describe` and the documentation.
         explicit: True if there is no fused form: it needs the weights as a tensor.
+        keeps_projection: False if the read-out is the layer's output, without W_o.
     """
 
     name: ClassVar[str]
@@ -142,6 +149,7 @@ class Variant(nn.Module):
     replaces: ClassVar[bool] = False
     alone: ClassVar[bool] = False
     explicit: ClassVar[bool] = False
+    keeps_projection: ClassVar[bool] = True
     Options: ClassVar[type[Any]] = NoOptions
 
     def __init__(self, options: Any, geometry: Geometry) -> None:
@@ -168,6 +176,11 @@ class Variant(nn.Module):
     def wants_residual(self) -> bool:
         """True if `write` reads the block's residual stream."""
         return False
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """(c, m) where the layer's output at full strength is c x + m (what W_o gives): what a fit must undo."""
+        return 0.0, 1.0
 
     @property
     def runs(self) -> str:

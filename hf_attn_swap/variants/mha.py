@@ -74,6 +74,10 @@ class Mha(Variant):
     def wants_residual(self) -> bool:
         return self.options.skip == "residual" and self.writes
 
+    @property
+    def shares(self) -> tuple[float, float]:
+        return self.options.alpha, 1 - self.options.alpha
+
     def warn(self) -> str | None:
         if not self.wants_residual:
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class Simple(Variant):
     alone = True
     Options = SimpleOptions
     options: SimpleOptions
-    keeps_projection: ClassVar[bool] = False
+    keeps_projection = False
 
     @classmethod
     def check(cls, options: Any, geometry: Geometry) -> None:
@@ -69,6 +69,10 @@ class Simple(Variant):
     def adds_input(self) -> bool:
         """True if x is added inside the layer."""
         return False
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        return float(self.adds_input), 1.0
 
     def linear(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool) -> Tensor:
         """A (B,H,Q,D) in linear time; causal is aligned to the bottom right."""

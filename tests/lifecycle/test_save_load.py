@@ -149,6 +149,11 @@ def test_a_head_loads_from_a_bare_checkpoint(name: str, tmp_path: Path) -> None:
     bare = next(
         iter(cls for auto, cls in heads(source.config).items() if auto in ("AutoModel", "AutoModelForTextEncoding"))
     )
+    stock = bare(source.config)
+    stock.save_pretrained(tmp_path / "stock")
+    missing = type(source).from_pretrained(tmp_path / "stock", output_loading_info=True)[1]["missing_keys"]
+    if len(missing) > len(stock.state_dict()) / 2:
+        pytest.skip("this transformers cannot load its own bare checkpoint of this architecture into a head")
     model = perturb(patch_model(bare(source.config).eval(), "gated"))
     model.save_pretrained(tmp_path)
     batch = batch_of(name, torch.float32)

@@ -1,0 +1,8 @@
+"""Conversion with little loss: calibration, a schedule of strengths, attention transfer."""
+
+from .calibrate import calibrate
+from .merge import merge_calibration
+from .schedule import StrengthSchedule
+from .transfer import AttentionTransferTrainer
+
+__all__ = ["AttentionTransferTrainer", "StrengthSchedule", "calibrate", "merge_calibration"]

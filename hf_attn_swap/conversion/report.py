@@ -1,0 +1,81 @@
+"""What a calibration did: the explained share per layer and head, before and after, as a table or as data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from html import escape
+from statistics import fmean
+from typing import Any
+
+HEADER = ("layer", "module", "R2 before", "R2 after", "worst head", "negative gains")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFit:
+    """One layer.
+
+    Attributes:
+        layer, module: number and path of the attention module.
+        before, after: R^2 per head of the variant's heads as they were, and as fitted, on the calibration tokens.
+        gains: per head; None for maps.
+        tokens: real tokens that were counted.
+    """
+
+    layer: int
+    module: str
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    gains: tuple[float, ...] | None
+    tokens: int
+
+    @property
+    def negative(self) -> tuple[int, ...]:
+        """Heads whose gain is negative: the variant points away from what it should give."""
+        return tuple(head for head, gain in enumerate(self.gains or ()) if gain < 0)
+
+    def cells(self) -> tuple[str, ...]:
+        """The layer as text."""
+        worst = min(range(len(self.after)), key=self.after.__getitem__)
+        negative = ", ".join(map(str, self.negative)) or ("none" if self.gains is not None else "-")
+        means = (f"{fmean(self.before):.3g}", f"{fmean(self.after):.3f}")
+        return (str(self.layer), self.module, *means, f"{worst} ({self.after[worst]:.3f})", negative)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationReport:
+    """All layers of one calibration; `lengths` are the shortest and longest rows it saw, in real tokens."""
+
+    fit: str
+    source: str
+    layers: tuple[LayerFit, ...]
+    lengths: tuple[int, int]
+
+    @property
+    def unexplained(self) -> float:
+        """1 - R^2 after, mean over layers and heads."""
+        return 1 - fmean(value for layer in self.layers for value in layer.after)
+
+    def summary(self) -> str:
+        """Two sentences."""
+        shortest, longest = self.lengths
+        span = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
+        return (
+            f"{self.fit} fitted to {self.source} on {self.layers[0].tokens:,} tokens: {self.unexplained:.1%} of the "
+            f"read-out stays unexplained. Rows had {span} tokens; use the model at such lengths."
+        )
+
+    def __str__(self) -> str:
+        table = [HEADER, *(layer.cells() for layer in self.layers)]
+        widths = [max(len(line[column]) for line in table) for column in range(len(HEADER))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+        return "\n".join([self.summary(), *(line.rstrip() for line in lines)])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in HEADER)
+        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in layer.cells()) for layer in self.layers)
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<p>{escape(self.summary())}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return asdict(self)
