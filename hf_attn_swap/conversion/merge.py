@@ -80,7 +80,7 @@ def _projection(site: Site) -> nn.Module:
 
 def _plain(site: Site, module: nn.Module) -> nn.Module:
     if not isinstance(module, (nn.Linear, Conv1D)) or hasattr(module, "base_layer"):
-        raise ValueError(f"{site.path}: {type(module).__name__} is no plain matrix (adapter? quantised?); merge first.")
+        raise ValueError(f"{site.path}: {type(module).__name__} is no plain matrix (adapter? quantised?).")
     return module
 
 

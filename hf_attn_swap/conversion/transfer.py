@@ -20,8 +20,8 @@ from ..install import Installation
 from ..patch import need_installation, swappable
 from ..seam import STOCK
 from .batches import token_mask, without_labels
+from .parts import PARTS, site_part
 
-PARTS = ("query", "key", "value", "output", "swap")
 ADAPTERS = "adapters"
 
 
@@ -122,25 +122,13 @@ def _choose(model: nn.Module, swapped: list[Site], trainable: tuple[str, ...]) -
         model.requires_grad_(False)
         for site in swapped:
             for part in trainable:
-                _part(site, part).requires_grad_(True)
+                site_part(site, part).requires_grad_(True)
     inside = {id(p) for site in swapped for p in site.container.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in inside:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("there is nothing to train: the variant has no parameters; name projections in trainable.")
-
-
-def _part(site: Site, part: str) -> nn.Module:
-    if part == "swap":
-        swap = site.core.attn_swap
-        assert isinstance(swap, nn.Module)
-        return swap
-    holder = site.container if part == "output" else site.core
-    path = getattr(site.family, part)
-    if path is None:
-        raise ValueError(f"{site.path}: the {part} projection is under no name that we know; choose other parts.")
-    return holder.get_submodule(path)
 
 
 def _copies(container: nn.Module) -> dict[str, Tensor]:

@@ -56,6 +56,7 @@ def demo_result(
         ),
         converted=_measured(row, options),
         control=_measured(control, options),
+        difference=None,
         cost=Cost(ratio=row.time_ratio, of="forward and backward of one held-out batch, models taking turns"),
         budget=Budget(
             steps=-(-len(sentences.train) // options.batch_size),

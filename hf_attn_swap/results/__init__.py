@@ -1,7 +1,7 @@
 """What one published run did and measured: the file that recipes write and cards, plots and tables read."""
 
-from .from_model import applied_swaps
-from .parts import AppliedSwap, BaseModel, Budget, Component, Cost, DataSet, Measured, Metric
+from .from_model import applied_swaps, read_swaps
+from .parts import AppliedSwap, BaseModel, Budget, Component, Cost, DataSet, Interval, Measured, Metric
 from .run import RESULTS_FILE, RunResult
 
 __all__ = [
@@ -12,8 +12,10 @@ __all__ = [
     "Component",
     "Cost",
     "DataSet",
+    "Interval",
     "Measured",
     "Metric",
     "RunResult",
     "applied_swaps",
+    "read_swaps",
 ]

@@ -135,6 +135,27 @@ class Measured(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interval(Record):
+    """The headline metric's difference to the control: converted minus control, with its 95 % interval.
+
+    Args:
+        mean: over the seeds.
+        low: end of the interval.
+        high: its other end.
+        of: how it was found.
+    """
+
+    mean: float
+    low: float
+    high: float
+    of: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(self.low <= self.high, "high", "at least low")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cost(Record):
     """Time or memory against stock attention: 1.2 is a fifth more; `of` says what was measured, and how."""
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .parts import AppliedSwap, BaseModel, Budget, Cost, DataSet, Measured, Metric, different
+from .parts import AppliedSwap, BaseModel, Budget, Cost, DataSet, Interval, Measured, Metric, different
 from .record import Record, read_record
 
 VERSION = 1
@@ -38,6 +38,7 @@ class RunResult(Record):
         data: what it was trained and measured on.
         converted: the converted model's figures.
         control: those of the softmax model trained the same way; None if there is none.
+        difference: of the headline metric to the control, paired row by row; None if not measured.
         cost: against stock attention; None if not measured.
         budget: of each of the two.
         versions: of packages, by import name; at least hf_attn_swap, torch and transformers.
@@ -59,6 +60,7 @@ class RunResult(Record):
     data: DataSet
     converted: Measured
     control: Measured | None
+    difference: Interval | None
     cost: Cost | None
     budget: Budget
     versions: dict[str, str]
@@ -85,6 +87,7 @@ class RunResult(Record):
         self.check(IDENTIFIER.fullmatch(self.license) is not None, "license", 'an identifier such as "apache-2.0"')
         self.check(all(LANGUAGE.fullmatch(code) for code in self.language), "language", 'codes such as "en"')
         self.check(set(REPORTED_VERSIONS) <= set(self.versions), "versions", f"of {', '.join(REPORTED_VERSIONS)}")
+        self.check(self.control is not None or self.difference is None, "difference", "null without a control")
         if self.control is not None:
             _check_alike(self.converted.metrics, self.control.metrics, "metrics")
             _check_alike(self.converted.outliers or (), self.control.outliers or (), "outliers")

@@ -1,0 +1,160 @@
+"""Arguments that every recipe takes, from a YAML file and the command line, by `HfArgumentParser`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import HfArgumentParser
+
+from ..arguments import parse_layers
+from ..calibration import check_fit
+from ..registry import parse as parse_variant
+from ..registry import parse_options
+
+CONTROL = "softmax"
+
+
+@dataclass(kw_only=True)
+class ModelArguments:
+    """The pretrained model and what becomes of its attention.
+
+    Raises:
+        ValueError: an unknown variant or option, or a seed named twice.
+    """
+
+    model: str = field(metadata={"help": "Name on the Hub, or folder, of the pretrained model."})
+    base_name: str | None = field(default=None, metadata={"help": "Its name on the Hub for the card, if a folder."})
+    variant: str = field(default=CONTROL, metadata={"help": "As patch_model takes it; softmax is the control."})
+    options: str = field(default="{}", metadata={"help": "Options of the variant, as JSON."})
+    layers: str | None = field(default=None, metadata={"help": 'Layers to swap, as "0-5,7"; all if left out.'})
+    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "One run each, for the control too."})
+    label: str | None = field(default=None, metadata={"help": "Name of the run; the variant's if left out."})
+
+    def __post_init__(self) -> None:
+        if len(set(self.seeds)) != len(self.seeds) or not self.seeds:
+            raise ValueError(f"seeds must be one or more, all different, got {self.seeds}.")
+        parse_options(parse_variant(self.variant), self.option_values)
+        parse_layers(self.layers)
+
+    @property
+    def option_values(self) -> dict[str, Any]:
+        """The options as keyword arguments of `patch_model`."""
+        try:
+            values = json.loads(self.options)
+        except json.JSONDecodeError as problem:
+            raise ValueError(f"--options must be a JSON object, got {self.options!r} ({problem}).") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"--options must be a JSON object, got {self.options!r}.")
+        return values
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run and of its folder."""
+        return (self.label or self.variant).replace("+", "-").replace("_", "-")
+
+
+@dataclass(kw_only=True)
+class ConversionArguments:
+    """How the swapped model is brought back to what it knew; nothing by default.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    calibrate: str | None = field(default=None, metadata={"help": '"gain" or "map": least squares per head.'})
+    calibration_rows: int = field(default=512, metadata={"help": "Training rows to calibrate on."})
+    source: str = field(default=CONTROL, metadata={"help": "The attention that the weights were trained with."})
+    transfer_epochs: float = field(default=0.0, metadata={"help": "Epochs of attention transfer, without labels."})
+    transfer_learning_rate: float = field(default=1e-3, metadata={"help": "Its peak learning rate."})
+    transfer_trainable: list[str] = field(
+        default_factory=lambda: ["query", "key", "swap"], metadata={"help": "What trains during the transfer."}
+    )
+    schedule: str | None = field(default=None, metadata={"help": '"linear" or "cosine": strength rises from 0.'})
+    schedule_share: float = field(default=0.5, metadata={"help": "Share of the steps in which it rises."})
+    freeze: list[str] = field(
+        default_factory=list, metadata={"help": "Projections that stay as they are: query, key, value, output."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.calibrate is not None:
+            check_fit(self.calibrate)
+        if self.calibration_rows < 1:
+            raise ValueError(f"calibration_rows must be at least 1, got {self.calibration_rows}.")
+        if self.transfer_epochs < 0:
+            raise ValueError(f"transfer_epochs must be at least 0, got {self.transfer_epochs}.")
+
+
+@dataclass(kw_only=True)
+class DataArguments:
+    """Labelled or plain rows: a set on the Hub, a folder of parquet or CSV files per split, or two files.
+
+    Raises:
+        ValueError: a size below 1, or no data named.
+    """
+
+    dataset: str | None = field(default=None, metadata={"help": "Name on the Hub, or folder."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Its configuration, as a GLUE task."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Its name on the Hub for the card, if a folder."})
+    train_file: str | None = field(default=None, metadata={"help": "CSV, JSON lines or parquet, instead of --dataset."})
+    test_file: str | None = field(default=None, metadata={"help": "The same, held out."})
+    train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    test_split: str = field(default="test", metadata={"help": "Split to measure on; it must have labels."})
+    columns: list[str] = field(default_factory=lambda: ["text"], metadata={"help": "Input columns, one or a pair."})
+    label_column: str = field(default="label", metadata={"help": "Column of the class."})
+    train_rows: int | None = field(default=None, metadata={"help": "A sample of so many rows; all if left out."})
+    test_rows: int | None = field(default=None, metadata={"help": "The first so many rows; all if left out."})
+    max_length: int = field(default=128, metadata={"help": "Tokens kept of a row."})
+    metrics: list[str] = field(default_factory=lambda: ["accuracy"], metadata={"help": "The first is the headline."})
+
+    def __post_init__(self) -> None:
+        for name in ("train_rows", "test_rows", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if (self.dataset is None) == (self.train_file is None):
+            raise ValueError("name the data by --dataset, or by --train_file and --test_file.")
+        if (self.train_file is None) != (self.test_file is None):
+            raise ValueError("--train_file and --test_file go together.")
+
+    @property
+    def published_name(self) -> str:
+        """The set's name for the card."""
+        return self.dataset_name or Path(self.dataset or self.train_file or "").stem
+
+
+def parse(classes: Sequence[Any], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
+    """One instance per dataclass: YAML files first, in order, then options, which win.
+
+    Args:
+        classes: dataclasses of `HfArgumentParser`.
+        argv: files ending in .yaml, then `--name value ...`; the command line's by default.
+
+    Raises:
+        SystemExit: with one line on what was wrong, code 2.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    count = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
+    parser = HfArgumentParser(tuple(classes), description=sys.modules["__main__"].__doc__)
+    try:
+        return tuple(parser.parse_args_into_dataclasses([*_from_yaml(words[:count]), *words[count:]]))
+    except (ValueError, OSError) as problem:
+        parser.exit(2, f"error: {' '.join(str(problem).split())}\n")
+
+
+def _from_yaml(paths: Sequence[str]) -> list[str]:
+    import yaml  # transformers installs it
+
+    words: list[str] = []
+    for path in paths:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: a YAML file of --name: value pairs was expected.")
+        for name, value in values.items():
+            if value is not None:
+                words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words

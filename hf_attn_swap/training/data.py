@@ -1,0 +1,103 @@
+"""Rows to train and measure on, checked before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
+
+from .arguments import DataArguments
+
+READERS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+MISSING = -1  # how the Hub's test splits mark labels that are kept secret
+
+
+def load_splits(data: DataArguments, *, labelled: bool = True) -> tuple[Dataset, Dataset, list[str]]:
+    """The training sample, the held-out rows, and the names of the classes (none for plain text).
+
+    Labels become numbers from 0, in the order of the set's own class names, or sorted.
+
+    Raises:
+        ValueError: a path, split or column that is not there, an empty split, or a class that was not trained on.
+    """
+    train, test = _read(data)
+    for name, split in (("training", train), ("held-out", test)):
+        _check(name, split, [*data.columns, *([data.label_column] if labelled else [])])
+    if data.train_rows is not None:
+        if data.train_rows > len(train):
+            raise ValueError(f"train_rows is {data.train_rows}, but the training split has {len(train)} rows.")
+        train = train.shuffle(seed=0).select(range(data.train_rows))
+    if data.test_rows is not None:
+        test = test.select(range(min(data.test_rows, len(test))))
+    if not labelled:
+        return train, test, []
+    return _number(train, test, data.label_column)
+
+
+def _read(data: DataArguments) -> tuple[Dataset, Dataset]:
+    if data.dataset is None:
+        assert data.train_file is not None
+        assert data.test_file is not None
+        return _file(data.train_file), _file(data.test_file)
+    if data.dataset.startswith((".", "/", "~")) and not Path(data.dataset).is_dir():
+        raise ValueError(f"there is no folder {data.dataset!r}.")
+    try:
+        found = load_dataset(data.dataset, data.dataset_config)
+    except Exception as problem:  # datasets raises a dozen kinds: not found, no files, no such configuration
+        raise ValueError(f"the data set {data.dataset!r} cannot be read: {problem}") from problem
+    assert isinstance(found, DatasetDict)
+    for split in (data.train_split, data.test_split):
+        if split not in found:
+            raise ValueError(f"{data.dataset!r} has no split {split!r}; it has {', '.join(map(str, found))}.")
+    return found[data.train_split], found[data.test_split]
+
+
+def _file(path: str) -> Dataset:
+    suffix = Path(path).suffix
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path!r}.")
+    if suffix not in READERS:
+        raise ValueError(f"{path!r}: the file must end in {', '.join(READERS)}.")
+    extra: dict[str, Any] = {"delimiter": "\t"} if suffix == ".tsv" else {}
+    try:
+        return load_dataset(READERS[suffix], data_files=path, split="train", **extra)
+    except Exception as problem:  # as above, and whatever the parsers raise
+        raise ValueError(f"{path!r} cannot be read: {problem}") from problem
+
+
+def _check(name: str, split: Dataset, columns: list[str]) -> None:
+    if missing := [column for column in columns if column not in split.column_names]:
+        raise ValueError(f"the {name} split has no column {missing[0]!r}; it has {', '.join(split.column_names)}.")
+    if not len(split):
+        raise ValueError(f"the {name} split is empty.")
+
+
+def _number(train: Dataset, test: Dataset, column: str) -> tuple[Dataset, Dataset, list[str]]:
+    """Labels as numbers from 0."""
+    feature = train.features[column]
+    if isinstance(feature, ClassLabel):
+        classes = list(feature.names)
+        known: dict[Any, int] = {index: index for index in range(len(classes))}
+    else:
+        known = {value: index for index, value in enumerate(sorted(set(train[column]), key=_order))}
+        classes = [str(value) for value in known]
+    if len(classes) < 2:
+        raise ValueError(f"column {column!r} has a single class, {classes}; there is nothing to learn.")
+    for name, split in (("training", train), ("held-out", test)):
+        for row, value in enumerate(split[column]):
+            if value not in known:
+                secret = " (the labels of this split are not public)" if value == MISSING else ""
+                raise ValueError(
+                    f"row {row} of the {name} split has the unknown label {value!r}{secret}; "
+                    f"known: {', '.join(classes)}."
+                )
+    train, test = (
+        split.map(lambda row: {"labels": known[row[column]]}, remove_columns=[column], desc="labels")
+        for split in (train, test)
+    )
+    return train, test, classes
+
+
+def _order(value: Any) -> tuple[str, Any]:
+    return type(value).__name__, value

@@ -1,0 +1,128 @@
+"""Runs of several seeds, and the control's of the same seeds, as one `results.json` and a card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import TrainingArguments
+
+from ..card import render
+from ..results import RESULTS_FILE, BaseModel, Budget, DataSet, Interval, Measured, Metric, RunResult, read_swaps
+from .arguments import DataArguments, ModelArguments
+from .metrics import LOWER_IS_BETTER, paired_interval
+from .outcome import Outcome
+
+PAIRED = "95 %, paired bootstrap over the held-out rows (1,000 draws), mean over seeds; it does not hold their spread"
+ONE_SEED = "One seed: another would change the difference to the control."
+SMALL = "A small budget, the same for the control: it compares attentions, and is not the best this model can do."
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What a card says besides figures."""
+
+    prefix: str
+    task: str
+    auto_class: str
+    intended_use: str
+    license: str = "apache-2.0"
+    language: tuple[str, ...] = ("en",)
+
+
+def publish(
+    converted: Sequence[Outcome],
+    control: Sequence[Outcome],
+    about: About,
+    model: ModelArguments,
+    data: DataArguments,
+    training: TrainingArguments,
+) -> RunResult:
+    """Write `results.json` and `README.md` of a run into its folder, next to the folders of its seeds.
+
+    Args:
+        converted: one outcome per seed.
+        control: of the same seeds, in the same order; empty for the control's own record.
+        about: the words of the card.
+        model: what was converted.
+        data: what it was measured on.
+        training: the budget.
+    """
+    first = converted[0]
+    modules, swaps = read_swaps(json.loads(first.swap))
+    difference = _difference(converted, control) if control else None
+    result = RunResult(
+        name=f"{about.prefix}-{model.run_name}",
+        base=BaseModel(
+            name=model.base_name or model.model, revision=None, relation="finetune", auto_class=about.auto_class
+        ),
+        modules=modules,
+        swaps=swaps,
+        parameters_added=first.parameters_added,
+        conversion=first.conversion,
+        task=about.task,
+        data=DataSet(
+            name=data.published_name,
+            config=data.dataset_config,
+            revision=None,
+            rows={data.train_split: first.rows["train"], data.test_split: first.rows["test"]},
+            evaluated=data.test_split,
+        ),
+        converted=_measured(converted),
+        control=_measured(control) if control else None,
+        difference=difference,
+        cost=None,
+        budget=Budget(
+            steps=first.steps,
+            batch_size=training.train_batch_size * training.world_size * training.gradient_accumulation_steps,
+            sequence_length=data.max_length,
+            learning_rate=training.learning_rate,
+            optimizer="AdamW",
+        ),
+        versions=first.versions,
+        hardware=first.hardware,
+        wall_seconds=sum(outcome.wall_seconds for outcome in converted),
+        intended_use=about.intended_use,
+        limits=(*((ONE_SEED,) if len(converted) == 1 else ()), SMALL),
+        license=about.license,
+        language=about.language,
+    )
+    folder = Path(training.output_dir or "runs") / model.run_name
+    result.save(folder / RESULTS_FILE)
+    (folder / "README.md").write_text(render(result), encoding="utf-8")
+    return result
+
+
+def _measured(outcomes: Sequence[Outcome]) -> Measured:
+    return Measured(
+        seeds=tuple(outcome.seed for outcome in outcomes),
+        metrics=tuple(
+            Metric(
+                name=name,
+                higher_is_better=not name.startswith(LOWER_IS_BETTER),
+                values=tuple(outcome.metrics[name] for outcome in outcomes),
+            )
+            for name in outcomes[0].metrics
+        ),
+        outliers=None,
+        wall_seconds=sum(outcome.wall_seconds for outcome in outcomes),
+    )
+
+
+def _difference(converted: Sequence[Outcome], control: Sequence[Outcome]) -> Interval:
+    """Paired row by row.
+
+    Raises:
+        ValueError: the two were not measured on the same rows.
+    """
+    if any(outcome.references != converted[0].references for outcome in (*converted, *control)):
+        raise ValueError("the converted model and its control were not measured on the same rows; run both again.")
+    mean, low, high = paired_interval(
+        next(iter(converted[0].metrics)),
+        [outcome.predictions for outcome in converted],
+        [outcome.predictions for outcome in control],
+        converted[0].references,
+    )
+    return Interval(mean=mean, low=low, high=high, of=PAIRED)

@@ -1,0 +1,240 @@
+"""One run: load, swap, convert, fine-tune, measure; killed at any step and started again, it gives the same weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from .. import __version__, patch_model
+from ..arguments import parse_layers
+from ..conversion import AttentionTransferTrainer, StrengthSchedule, calibrate
+from ..conversion.parts import part_of
+from ..patch import set_strength
+from .arguments import CONTROL, ConversionArguments, ModelArguments
+from .metrics import scores
+from .outcome import Outcome
+
+CONVERTED, TRANSFER, TRAINED = "converted", "transfer", "model"
+Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a recipe brings: data ready for the model, and how to measure.
+
+    Attributes:
+        load: builds the stock model; called after the seed is set.
+        train, test: tokenised rows with labels.
+        collate: rows to a batch.
+        metrics: names; the first is the headline.
+        predict: from a trained model's `Trainer` to predictions and references, a number per held-out row.
+        settings: what the figures depend on besides model, conversion and training arguments.
+        processor: tokenizer or image processor, saved with the model.
+    """
+
+    load: Callable[[], PreTrainedModel]
+    train: Dataset
+    test: Dataset
+    collate: Collator
+    metrics: Sequence[str]
+    predict: Callable[[Trainer, Dataset], tuple[Sequence[float], Sequence[float]]]
+    settings: dict[str, Any]
+    processor: Any = None
+
+
+def run(
+    task: Task, model: ModelArguments, conversion: ConversionArguments, training: TrainingArguments, seed: int
+) -> Outcome:
+    """Train and measure one model of one seed, or return what an earlier call measured.
+
+    The control (softmax, without a conversion) is trained by the same arguments.
+
+    Raises:
+        ValueError: the folder holds a run with other settings, or a conversion that does not fit.
+    """
+    folder = Path(training.output_dir or "runs") / model.run_name / f"seed-{seed}"
+    settings = _settings(task, model, conversion, training)
+    if (done := Outcome.find(folder, settings)) is not None:
+        return done
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    args = replace(training, output_dir=str(folder), seed=seed)
+    before, converted, sentences = _converted(task, model, conversion, args, folder)
+    callbacks: list[TrainerCallback] = []
+    if conversion.schedule is not None:
+        callbacks.append(StrengthSchedule(share=conversion.schedule_share, shape=conversion.schedule))
+        set_strength(converted, 0.0)
+        part = f"over the first {conversion.schedule_share:.0%} of the steps"
+        sentences.append(f"Strength raised from 0 to 1, {conversion.schedule}, {part}.")
+    _freeze(converted, conversion.freeze)
+    trainer = Trainer(
+        model=converted, args=args, train_dataset=task.train, data_collator=task.collate, callbacks=callbacks
+    )
+    sentences.append(f"Fine-tuned for {args.num_train_epochs:g} epochs on {len(task.train):,} rows.")
+    trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
+    predictions, references = task.predict(trainer, task.test)
+    outcome = Outcome(
+        settings={key: str(value) for key, value in settings.items()},
+        seed=seed,
+        metrics=scores(task.metrics, predictions, references),
+        predictions=tuple(map(float, predictions)),
+        references=tuple(map(float, references)),
+        swap=json.dumps(converted.config.attn_swap),
+        parameters_added=_count(converted) - before,
+        conversion=tuple(sentences),
+        steps=trainer.state.global_step,
+        rows={"train": len(task.train), "test": len(task.test)},
+        wall_seconds=time.perf_counter() - start,
+        hardware=_hardware(args),
+        versions=_versions(),
+    )
+    _keep(trainer, task, folder, outcome)
+    return outcome
+
+
+def last_whole_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end; what a killed run left half-written is removed."""
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+    for path in found:
+        try:  # the Trainer writes this file last
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            shutil.rmtree(path)
+        else:
+            return str(path)
+    return None
+
+
+def _converted(
+    task: Task, model: ModelArguments, conversion: ConversionArguments, args: TrainingArguments, folder: Path
+) -> tuple[int, PreTrainedModel, list[str]]:
+    """The swapped model before fine-tuning, from the folder if a killed run got that far."""
+    set_seed(args.seed)
+    stock = task.load()
+    before = _count(stock)
+    patched = patch_model(stock, model.variant, layers=parse_layers(model.layers), **model.option_values)
+    sentences = [f"Attention replaced by {model.variant}, weights kept."]
+    if conversion.calibrate is None and not conversion.transfer_epochs:
+        return before, patched, sentences
+    saved, notes = folder / CONVERTED, folder / CONVERTED / "conversion.json"
+    if notes.exists():
+        restored = type(patched).from_pretrained(saved)
+        return before, restored, json.loads(notes.read_text(encoding="utf-8"))
+    if conversion.calibrate is not None:
+        sentences.append(_calibrate(patched, task, conversion, args))
+    if conversion.transfer_epochs:
+        sentences.append(_transfer(patched, task, conversion, args, folder))
+    if args.should_save:
+        part = folder / f"{CONVERTED}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        patched.save_pretrained(part)
+        (part / notes.name).write_text(json.dumps(sentences), encoding="utf-8")
+        part.replace(saved)
+    return before, patched, sentences
+
+
+def _calibrate(model: PreTrainedModel, task: Task, conversion: ConversionArguments, args: TrainingArguments) -> str:
+    """Fit on the first training rows, sorted by length so that there is little padding."""
+    rows = [_inputs(row) for row in task.train.select(range(min(conversion.calibration_rows, len(task.train))))]
+    rows.sort(key=lambda row: len(row.get("input_ids", ())))
+    size = args.train_batch_size
+    batches = [task.collate(rows[start : start + size]) for start in range(0, len(rows), size)]
+    assert conversion.calibrate is not None
+    return f"Calibrated: {calibrate(model, batches, fit=conversion.calibrate, source=conversion.source).summary()}"
+
+
+def _transfer(
+    model: PreTrainedModel,
+    task: Task,
+    conversion: ConversionArguments,
+    args: TrainingArguments,
+    folder: Path,
+) -> str:
+    training = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    own = replace(
+        args,
+        output_dir=str(folder / TRANSFER),
+        num_train_epochs=conversion.transfer_epochs,
+        learning_rate=conversion.transfer_learning_rate,
+        max_steps=-1,
+    )
+    trainer = AttentionTransferTrainer(
+        model,
+        own,
+        trainable=conversion.transfer_trainable,
+        train_dataset=task.train,
+        data_collator=task.collate,
+    )
+    trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder / TRANSFER))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(training[name])
+    what = ", ".join(conversion.transfer_trainable)
+    return f"Attention transfer without labels: {conversion.transfer_epochs:g} epochs on the training rows ({what})."
+
+
+def _inputs(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in ("labels", "label")}
+
+
+def _freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
+    for part in parts:
+        for module in part_of(model, part):
+            module.requires_grad_(False)
+
+
+def _keep(trainer: Trainer, task: Task, folder: Path, outcome: Outcome) -> None:
+    """The trained model and its outcome; what was for resuming goes."""
+    trainer.save_model(str(folder / TRAINED))
+    if not trainer.is_world_process_zero():
+        return
+    if task.processor is not None:
+        task.processor.save_pretrained(folder / TRAINED)
+    for path in (*folder.glob("checkpoint-*"), folder / TRANSFER, folder / CONVERTED):
+        shutil.rmtree(path, ignore_errors=True)
+    outcome.save(folder)
+
+
+def _settings(
+    task: Task, model: ModelArguments, conversion: ConversionArguments, training: TrainingArguments
+) -> dict[str, Any]:
+    own = {"variant": model.variant, "options": model.options, "layers": model.layers, "model": model.model}
+    batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+    budget = {
+        "epochs": training.num_train_epochs,
+        "max_steps": training.max_steps,
+        "batch": batch,
+        "learning_rate": training.learning_rate,
+        "warmup": training.warmup_steps,
+        "weight_decay": training.weight_decay,
+        "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32",
+    }
+    converting = vars(conversion) if model.variant != CONTROL or conversion.calibrate else {"freeze": conversion.freeze}
+    return {**own, **budget, **converting, **task.settings}
+
+
+def _count(model: nn.Module) -> int:
+    return sum(math.prod(parameter.shape) for parameter in model.parameters())
+
+
+def _hardware(args: TrainingArguments) -> str:
+    device = args.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+    return f"{args.world_size} x {name}, {torch.get_num_threads()} threads each"
+
+
+def _versions() -> dict[str, str]:
+    torch_version = torch.__version__.partition("+")[0]
+    return {"hf_attn_swap": __version__, "torch": torch_version, "transformers": transformers.__version__}

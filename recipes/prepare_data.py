@@ -1,0 +1,111 @@
+"""Original files of AG News, GLUE, CIFAR-10 and WikiText-2 as folders with the columns of the same sets on the Hub.
+
+    python recipes/prepare_data.py SOURCE OUT
+
+For machines without the Hub: `--dataset OUT/ag_news` then stands for `--dataset fancyzhx/ag_news`. Looks in SOURCE for
+`ag_news/`, `glue/<task>/`, `cifar10/` and `wikitext-2/`, and leaves out what is not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from datasets import ClassLabel, Dataset, Features, Image, Value, load_dataset
+
+AG_NEWS = ["World", "Sports", "Business", "Sci/Tech"]
+GLUE: dict[str, tuple[list[str], list[str] | None]] = {  # columns, and the names of the classes (None: a number)
+    "SST-2": (["sentence"], ["negative", "positive"]),
+    "CoLA": (["sentence"], ["unacceptable", "acceptable"]),
+    "MRPC": (["#1 String", "#2 String"], ["not_equivalent", "equivalent"]),
+    "RTE": (["sentence1", "sentence2"], ["entailment", "not_entailment"]),
+    "STS-B": (["sentence1", "sentence2"], None),
+}
+LABELS = {"MRPC": "Quality", "STS-B": "score"}
+
+
+def save(rows: list[dict[str, Any]], path: Path, label: ClassLabel | Value) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    features = Features({name: label if name == "label" else Value("string") for name in rows[0]})
+    Dataset.from_list(rows, features=features).to_parquet(path)
+    print(f"{path}: {len(rows):,} rows")
+
+
+def ag_news(source: Path, out: Path) -> None:
+    """Test rows are class (from 1), title, description; training rows have the text joined and the class from 0."""
+    label = ClassLabel(names=AG_NEWS)
+    with (source / "test.csv").open(encoding="utf-8", newline="") as lines:
+        rows = [{"text": f"{title} {body}", "label": int(kind) - 1} for kind, title, body in csv.reader(lines)]
+    save(rows, out / "test.parquet", label)
+    with (source / "train_subset_merged.csv").open(encoding="utf-8", newline="") as lines:
+        rows = [{"text": row["text"], "label": int(row["label"])} for row in csv.DictReader(lines)]
+    save(rows, out / "train.parquet", label)
+
+
+def glue(source: Path, out: Path, task: str) -> None:
+    """The dev split stands for the Hub's validation split; test labels are not public."""
+    columns, names = GLUE[task]
+    label = Value("float32") if names is None else ClassLabel(names=names)
+    for file, split in (("train.tsv", "train"), ("dev.tsv", "validation")):
+        rows = [
+            {
+                **{f"sentence{i}" if len(columns) > 1 else "sentence": row[c] for i, c in enumerate(columns, 1)},
+                "label": float(row["label"])
+                if names is None
+                else label.str2int(row["label"])
+                if not row["label"].isdecimal()
+                else int(row["label"]),
+            }
+            for row in tsv(source / file, task)
+        ]
+        save(rows, out / f"{split}.parquet", label)
+
+
+def tsv(path: Path, task: str) -> Iterator[dict[str, str]]:
+    """GLUE's files: tabs, no quoting; CoLA has no header."""
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+        head = ["source", "label", "star", "sentence"] if task == "CoLA" else next(reader)
+        for row in reader:
+            if len(row) == len(head):
+                found = dict(zip(head, row, strict=True))
+                yield {**found, "label": found[LABELS.get(task, "label")]}
+
+
+def cifar10(source: Path, out: Path) -> None:
+    label = ClassLabel(names=(source / "classes.txt").read_text(encoding="utf-8").split())
+    for file in sorted(source.glob("*.parquet")):
+        images = load_dataset("parquet", data_files=str(file), split="train").select_columns(["img", "label"])
+        images = images.cast_column("img", Image()).cast_column("label", label)
+        path = out / f"{file.name.partition('_')[0]}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        images.to_parquet(path)
+        print(f"{path}: {len(images):,} rows")
+
+
+def wikitext(source: Path, out: Path) -> None:
+    for file in sorted(source.glob("*.txt")):
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        name = {"valid": "validation"}.get(file.stem, file.stem)
+        save([{"text": line} for line in lines], out / f"{name}.parquet", Value("string"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    source, out = arguments.source, arguments.out
+    for folder, prepare in (("ag_news", ag_news), ("cifar10", cifar10), ("wikitext-2", wikitext)):
+        if (source / folder).is_dir():
+            prepare(source / folder, out / folder)
+    for task in GLUE:
+        if (source / "glue" / task).is_dir():
+            glue(source / "glue" / task, out / "glue" / task.replace("-", "").lower(), task)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Many runs of one recipe from one YAML file, several at a time: every combination of the listed values.
+
+    python recipes/sweep.py recipes/configs/sweep_ag_news.yaml --jobs 2 -- --dataset data/ag_news
+
+    recipe: text_classification.py          # next to this file
+    config: ag_news.yaml                    # next to the YAML
+    runs:                                   # one recipe call each; a list under `grid` is varied
+      - {variant: belief, seeds: [0, 1, 2]}
+      - {variant: mha, calibrate: map, grid: {options: ['{"alpha": 0.0}', '{"alpha": 0.5}']}, label: "mha-{index}"}
+
+Controls run first, then every seed by itself, then each run once more to gather its seeds; what is done is not done
+again. Output goes to `<out>/<run>.log`; a run that fails is named at the end, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+Run = dict[str, Any]
+
+
+def expand(run: Run) -> Iterator[Run]:
+    """One run per combination of the grid's values; `{name}` in a label is filled in, `{index}` counts."""
+    grid = run.get("grid", {})
+    fixed = {name: value for name, value in run.items() if name != "grid"}
+    for index, values in enumerate(itertools.product(*grid.values())):
+        chosen = {**fixed, **dict(zip(grid, values, strict=True))}
+        if "label" in chosen:
+            chosen["label"] = chosen["label"].format(index=index, **{k: str(v) for k, v in chosen.items()})
+        yield chosen
+
+
+def words(run: Run) -> list[str]:
+    """A run as command-line options."""
+    found = []
+    for name, value in run.items():
+        found += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return found
+
+
+def call(command: list[str], log: Path, threads: int) -> bool:
+    """Whether a command ends well; its output is appended to the log."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    with log.open("a", encoding="utf-8") as lines:
+        return not subprocess.run(
+            command, stdout=lines, stderr=subprocess.STDOUT, env=environment, check=False
+        ).returncode
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweep", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="Runs at a time; each gets its share of the cores.")
+    parser.add_argument("--out", type=Path, default=Path("runs/logs"), help="Folder of the logs.")
+    parser.add_argument("rest", nargs="*", help="After --: options for every run.")
+    arguments = parser.parse_args()
+    sweep = yaml.safe_load(arguments.sweep.read_text(encoding="utf-8"))
+    recipe = [
+        sys.executable,
+        str(Path(__file__).parent / sweep["recipe"]),
+        str(arguments.sweep.parent / sweep["config"]),
+    ]
+    runs = [each for run in sweep["runs"] for each in expand(run)]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    threads = max(1, (os.cpu_count() or 1) // arguments.jobs)
+    seeds = sorted({seed for run in runs for seed in run.get("seeds", [0])})
+    single = [{**run, "seeds": [seed]} for run in runs for seed in run.get("seeds", [0])]
+    phases = [[{"variant": "softmax", "seeds": [seed]} for seed in seeds], single, runs]
+    failed: list[str] = []
+    with tqdm(total=sum(map(len, phases)), desc="sweep", unit="run") as bar:
+        for phase in phases:
+            with ThreadPoolExecutor(arguments.jobs) as pool:
+                names = [f"{run.get('label') or run['variant']}-{run.get('seeds', [0])}" for run in phase]
+                commands = [[*recipe, *words(run), *arguments.rest] for run in phase]
+                logs = [arguments.out / f"{name}.log" for name in names]
+                for name, well in zip(names, pool.map(call, commands, logs, itertools.repeat(threads)), strict=True):
+                    bar.update()
+                    if not well:
+                        failed.append(name)
+                        tqdm.write(f"{name} failed; see {arguments.out / name}.log")
+    if failed:
+        sys.exit(f"{len(failed)} of {bar.total} failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
