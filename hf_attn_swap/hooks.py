@@ -65,7 +65,7 @@ def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     """What comes after W_o, where the module returns W_o's output first."""
     call: Call | None = kwargs.get(CALL)
     swap = swap_of(module)
-    if call is None or swap is None or call.ordinary:
+    if call is None or swap is None:
         return output
     if isinstance(output, Tensor):
         return swap.write(output, call)
@@ -76,7 +76,7 @@ def finish(core: nn.Module, out: Tensor, kwargs: dict[str, Any], dropout: nn.Mod
     """What comes after W_o and dropout, inside a container that goes on to LayerNorm."""
     call: Call | None = kwargs.get(CALL)
     swap = swap_of(core)
-    if call is None or swap is None or call.ordinary:
+    if call is None or swap is None:
         return out
     call.dropout = dropout
     return swap.write(out, call)
@@ -102,7 +102,7 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
         x=x,
         start=_cache_length(core, swap, args, kwargs),
         carried=carried,
-        order=_order(swap, carried),
+        order=order_of(swap, carried),
         residual=residual,
         recomputed=checkpointed,
         dropout=container.get_submodule(swap.dropout_path) if swap.dropout_path else None,
@@ -123,7 +123,7 @@ def _cache_length(core: nn.Module, swap: Swap, args: Any, kwargs: dict[str, Any]
     return length.clone() if isinstance(length, Tensor) else length
 
 
-def _order(swap: Swap, carried: Carried | None) -> int:
+def order_of(swap: Swap, carried: Carried | None) -> int:
     """The layer's place among those that carry scores; a shared module counts its calls."""
     if swap.order is not None or carried is None:
         return swap.order or 0

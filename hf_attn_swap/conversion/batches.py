@@ -5,7 +5,7 @@ Axes: B batch, L token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,19 +16,20 @@ LABELS = ("labels", "label", "label_ids")
 MASKS = ("attention_mask", "decoder_attention_mask")
 
 
-def as_batches(batches: Iterable[Any]) -> list[Batch]:
-    """Batches without their labels.
+def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
+    """Batches without their labels, one at a time.
 
     Raises:
         ValueError: there are none, or one is no dict of tensors.
     """
-    found = [batches] if isinstance(batches, Mapping) else list(batches)
-    if not found:
-        raise ValueError("there are no batches; pass a few dicts of tensors as the model takes them.")
-    for batch in found:
+    empty = True
+    for batch in [batches] if isinstance(batches, Mapping) else batches:
+        empty = False
         if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
             raise ValueError(f"a batch is a dict of tensors as the model takes them, got {type(batch).__name__}.")
-    return [without_labels(batch) for batch in found]
+        yield without_labels(batch)
+    if empty:
+        raise ValueError("there are no batches; pass a few dicts of tensors as the model takes them.")
 
 
 def without_labels(batch: Mapping[str, Any]) -> Batch:

@@ -1,7 +1,10 @@
-"""Fit a swapped attention's read-out to the one its weights were trained with, layer by layer, by least squares.
+"""Fit a swapped attention's read-out to the one its weights were trained with, head by head, by least squares.
 
 gain: g_h = <A_h, R_h> / <A_h, A_h>; map: [M_h; b_h] = argmin ||A_h M_h + b_h - R_h||^2, A the variant's heads at
 strength 1, R the target's, on the same input. Normal equations in fp64; padding is left out.
+Every layer reads the original's stream, so that one pass fits them all. Fitting in order, each layer on what the fitted
+layers below give, takes a pass per layer and gave MiniLM the same: squared error of its last hidden states 0.463
+against 0.445 in one pass (simple_resl), 0.171 against 0.178 (mha), 0.106 against 0.116 (belief).
 Ours; the gain is SimpleTRON's missing scale (no paper). Axes: B batch, L token, H head, D head width, E model width.
 """
 
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +20,17 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..calibration import check_fit
+from ..hooks import order_of
 from ..install import Installation
 from ..patch import build_swap, need_installation, swappable
 from ..registry import parse, parse_options
+from ..variants.base import Call
 from .batches import Batch, as_batches, forward, token_mask
 from .moments import Moments
 from .report import CalibrationReport, LayerFit
 from .target import Target
 
 RIDGE = 1e-4
-
-
-class _Enough(Exception):  # noqa: N818  # not an error: it ends a forward pass whose rest nobody needs
-    """The layer that is being fitted has been read."""
 
 
 def calibrate(
@@ -43,14 +45,14 @@ def calibrate(
 ) -> CalibrationReport:
     """Fit every swapped layer's read-out to the attention its weights come from, in place; nothing is trained.
 
-    Layers are fitted in order, each on what the layers below, swapped and fitted, hand it. In a post-LayerNorm block
-    (BERT, ALBERT) a skip inside the variant (`simple_resl`, `mha`) is undone by fitting to a multiple of the target:
-    LayerNorm removes the common factor. Calibrate on text of the length of use: gains of `simple*` depend on it.
+    In a post-LayerNorm block (BERT, ALBERT) a skip inside the variant (`simple_resl`, `mha`) is undone by fitting to a
+    multiple of the target: LayerNorm removes the common factor. Calibrate on text of the length of use: what suits
+    `simple*` depends on it. An earlier calibration is replaced.
 
     Args:
-        model: patched by `patch_model`; the strength may be anything and stays.
-        batches: dicts as the model takes them (a `DataLoader`, a list), a few hundred tokens or more; a 2-D
-            `attention_mask` marks the real tokens. They are read once per layer.
+        model: patched by `patch_model`; its strength may be anything and stays.
+        batches: dicts as the model takes them (a `DataLoader`, a list), read once; a few thousand tokens do, and a
+            2-D `attention_mask` marks the real ones.
         fit: "gain", one number per head, or "map", a D x D matrix and a bias per head.
         ridge: added to the normal equations, as a share of the mean square of the variant's heads.
         source: the attention that the weights were trained with, such as "simple_resl" for a model that was
@@ -68,65 +70,66 @@ def calibrate(
     check_fit(fit)
     if not ridge >= 0:
         raise ValueError(f"ridge must be at least 0, got {ridge!r}.")
-    read = as_batches(batches)
     installation = need_installation(model)
-    targets = _targets(installation, source, options)
-    fits, lengths = [], list[Tensor]()
-    with (
-        _ready(model, installation),
-        tqdm(total=len(targets) * len(read), desc="calibrate", unit="batch", disable=not progress) as bar,
-    ):
-        for index, target in targets.items():
-            fits.append(_fit_layer(model, read, target, index, (fit, ridge), lengths, bar))
+    targets = _targets(installation, source, options, constant=fit == "map")
+    fittings = {index: _Fitting(target, Moments(target.swap.geometry, fit)) for index, target in targets.items()}
+    lengths: list[Tensor] = []
+    with _source_in_place(model, installation, targets):
+        for batch in tqdm(as_batches(batches), desc="calibrate", unit="batch", disable=not progress):
+            with contextlib.ExitStack() as hooked:
+                for fitting in fittings.values():
+                    fitting.hook(batch, lengths, hooked)
+                forward(model, batch)
+        solved = {index: fitting.solve(ridge, index) for index, fitting in fittings.items()}
+        layers = tuple(fittings[index].apply(*solution, index) for index, solution in solved.items())
     seen = torch.cat(lengths)
-    return CalibrationReport(fit=fit, source=source, layers=tuple(fits), lengths=(int(seen.min()), int(seen.max())))
+    return CalibrationReport(fit=fit, source=source, layers=layers, lengths=(int(seen.min()), int(seen.max())))
 
 
-def _fit_layer(
-    model: nn.Module,
-    batches: list[Batch],
-    target: Target,
-    index: int,
-    how: tuple[str, float],
-    lengths: list[Tensor],
-    bar: Any,
-) -> LayerFit:
-    swap, shared = target.swap, target.site.family.shared
-    moments = Moments(swap.geometry, how[0])
-    swap.calibration = None
-    for batch in batches:
+@dataclass
+class _Fitting:
+    """One layer while it is fitted."""
 
-        def collect(module: nn.Module, args: tuple[Any, ...], output: Any, batch: Batch = batch) -> Any:
+    target: Target
+    moments: Moments
+
+    def hook(self, batch: Batch, lengths: list[Tensor], hooked: contextlib.ExitStack) -> None:
+        """Count the layer's tokens in the next forward pass of the source, whose layers stand in the model."""
+
+        def collect(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             inputs, call, sdpa, _ = args
-            ordinary, wanted = target(inputs, call, sdpa)
-            real = token_mask(batch, output[0])
+            swap = self.target.swap
+            own = Call(x=call.x, start=call.start, carried=call.carried, order=order_of(swap, call.carried))
+            heads = swap(inputs, own, sdpa, False)[0]
+            real = token_mask(batch, heads)
+            self.moments.add(heads[real], self.target.wanted(output[0])[real])
             lengths.append(real.sum(1).cpu())
-            moments.add(output[0][real], wanted[real])
-            if not shared:
-                raise _Enough
-            call.ordinary = True  # later calls of the same module must not read what is not fitted yet
-            return ordinary, output[1]
 
-        handle = swap.register_forward_hook(collect)
-        try:
-            forward(model, batch)
-        except _Enough:
-            pass
-        finally:
-            handle.remove()
-        bar.update()
-    weight, bias = moments.solve(how[1], f"layer {index} ({target.site.path})")
-    calibration = swap.calibrate(how[0], target.like)
-    with torch.no_grad():
-        calibration.weight.copy_(weight)
-        if bias is not None:
-            calibration.bias.copy_(bias)
-    before, after = moments.r_squared(weight, bias)
-    gains = tuple(weight.tolist()) if bias is None else None
-    return LayerFit(layer=index, module=target.site.path, before=before, after=after, gains=gains, tokens=moments.rows)
+        hooked.callback(self.target.source.register_forward_hook(collect).remove)
+
+    def solve(self, ridge: float, index: int) -> tuple[Tensor, Tensor | None]:
+        """The fit, without touching the layer yet."""
+        return self.moments.solve(ridge, f"layer {index} ({self.target.site.path})")
+
+    def apply(self, weight: Tensor, bias: Tensor | None, index: int) -> LayerFit:
+        """Put the fit into the layer."""
+        calibration = self.target.swap.calibrate(self.moments.fit, self.target.like)
+        with torch.no_grad():
+            calibration.weight.copy_(weight)
+            if bias is not None:
+                calibration.bias.copy_(bias)
+        before, after = self.moments.r_squared(weight, bias)
+        return LayerFit(
+            layer=index,
+            module=self.target.site.path,
+            before=before,
+            after=after,
+            gains=tuple(weight.tolist()) if bias is None else None,
+            tokens=self.moments.rows,
+        )
 
 
-def _targets(installation: Installation, source: str, options: dict[str, Any]) -> dict[int, Target]:
+def _targets(installation: Installation, source: str, options: dict[str, Any], *, constant: bool) -> dict[int, Target]:
     """By layer number, in the order in which they are called."""
     classes = parse(source)
     chosen = parse_options(classes, options)
@@ -141,29 +144,35 @@ def _targets(installation: Installation, source: str, options: dict[str, Any]) -
         original = build_swap(site, classes, chosen, index)
         if original.carries or any(True for _ in original.parameters()):
             raise ValueError(f"source={source!r} has parameters or scores of its own, which this model does not hold.")
-        targets[index] = Target(site, swap, original)
+        targets[index] = Target(site, swap, original, constant)
     return targets
 
 
 @contextlib.contextmanager
-def _ready(model: nn.Module, installation: Installation) -> Iterator[None]:
-    """In evaluation and at strength 1; afterwards as it was, with the old calibrations if something failed."""
+def _source_in_place(model: nn.Module, installation: Installation, targets: dict[int, Target]) -> Iterator[None]:
+    """The model in evaluation with its source's attention; inside, the swaps are at strength 1 and not calibrated.
+
+    Afterwards it is as it was, with the old calibrations if something failed.
+    """
     training = [module for module in model.modules() if module.training]
-    swaps = [swap for group in installation.swaps().values() for swap in group]
-    before = [(swap, swap.strength, swap.calibration) for swap in swaps]
+    before = [(target, target.swap.strength, target.swap.calibration) for target in targets.values()]
     try:
         model.eval()
-        for swap in swaps:
-            swap.strength = 1.0
-        installation.refresh()
+        for target, _, _ in before:
+            target.swap.calibration = None
+            target.swap.set_strength(1.0)
+            target.site.core.attn_swap = target.source
+        installation.wire()
         yield
     except BaseException:
-        for swap, _, calibration in before:
-            swap.calibration = calibration
+        for target, _, calibration in before:
+            target.swap.calibration = calibration
         raise
     finally:
-        for swap, strength, _ in before:
-            swap.strength = strength
+        for target, strength, _ in before:
+            target.swap.strength = strength
+            target.site.core.attn_swap = target.swap
+        installation.wire()
         installation.refresh()
         for module in training:
             module.training = True

@@ -106,7 +106,7 @@ def _into_values(site: Site, calibration: Calibration) -> None:
 
 
 def _values(site: Site, width: int) -> tuple[Tensor, Tensor | None]:
-    """W_v as (in, out) and b_v: views of the parameters; the last third where Q, K and V are one matrix side by side."""
+    """W_v as (in, out) and b_v: views of the parameters, the last third where one matrix holds Q, K and V."""
     family = site.family
     if family.value is None:
         raise ValueError(f"{site.path}: the value projection is under no name that we know; keep the calibration.")

@@ -1,26 +1,26 @@
 """What a swapped layer's heads should have been, for its block to do what the weights were trained for.
 
 Layer output c x + m Z, Z = W_o(heads) or the heads themselves; primes mark the source. Wanted, pre-LayerNorm:
-m Z = m' Z'. Post-LayerNorm, LN(x + c x + m Z) = LN(x + c' x + m' Z'): m Z = (1 + c) / (1 + c') m' Z'.
+m Z = m' Z'. Post-LayerNorm, LN(x + c x + m Z) = LN(x + c' x + m' Z'): m Z = (1 + c) / (1 + c') m' Z'. Z = f Z' with b_o
+in both asks for heads R = f Y + (f - 1) W_o^-1 b_o.
 Axes: B batch, L token, H head, D head width.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from ..compute import FusedSoftmax, Inputs
 from ..families import Site
 from ..swap import Swap
-from ..variants.base import Call
 
 
 @dataclass(frozen=True)
 class Target:
-    """One layer: its swap, and the attention that its weights were trained with.
+    """One layer: its swap, and the attention that its weights were trained with; `constant` if the fit has a bias.
 
     Raises:
         ValueError: the variant leaves nothing of the read-out.
@@ -29,6 +29,7 @@ class Target:
     site: Site
     swap: Swap
     source: Swap
+    constant: bool = True
 
     def __post_init__(self) -> None:
         if _shares(self.swap)[1] == 0:
@@ -54,15 +55,27 @@ class Target:
         scale = (1 + skip) / (1 + source_skip) if self.site.family.post_norm else 1.0
         return scale * source_share / share
 
-    def __call__(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax) -> tuple[Tensor, Tensor]:
-        """The source's heads, and what the swapped layer's heads should be: (B,L,H,D) both."""
-        heads = self.source(inputs, Call(x=call.x, start=call.start, carried=call.carried), sdpa, False)[0]
+    def wanted(self, heads_BLHD: Tensor) -> Tensor:
+        """From the source's heads to what the swapped layer's should be: (B,L,H,D)."""
         ours, theirs = self.swap.keeps_projection, self.source.keeps_projection
-        if ours == theirs:
-            return heads, self.factor * heads
-        flat = heads.flatten(2)
-        wanted = self._through(flat) if theirs else self._back(flat)
-        return heads, self.factor * wanted.view_as(heads)
+        flat = heads_BLHD.flatten(2)
+        if ours and theirs:
+            flat = self.factor * flat + self.offset
+        elif ours:
+            flat = self.factor * self._back(flat) + self.offset
+        else:
+            flat = self.factor * (self._through(flat) if theirs else flat)
+        return flat.view_as(heads_BLHD)
+
+    @cached_property
+    def offset(self) -> Tensor | float:
+        """What W_o turns into the part of b_o that the factor asks for beside the heads; a gain cannot give it."""
+        if not self.constant or self.factor == 1:
+            return 0.0
+        bias = getattr(self.projection, "bias", None)
+        if bias is None:
+            return 0.0
+        return self._heads_for((self.factor - 1) * bias)
 
     def _through(self, heads_BLE: Tensor) -> Tensor:
         out: Tensor = self.projection(heads_BLE)
@@ -70,11 +83,15 @@ class Target:
 
     def _back(self, out_BLE: Tensor) -> Tensor:
         """The heads that W_o turns into this output (least squares, in fp64)."""
-        weight, bias = output_matrix(self.projection)
-        out = out_BLE.double() - (bias.double() / self.factor if bias is not None else 0.0)
-        solved = torch.linalg.lstsq(weight.double().T.cpu(), out.flatten(0, 1).T.cpu(), driver="gelsd").solution
-        heads_BLE: Tensor = solved.T.reshape(out_BLE.shape).to(out_BLE)
-        return heads_BLE
+        bias = getattr(self.projection, "bias", None)
+        return self._heads_for(out_BLE if bias is None else out_BLE - bias)
+
+    def _heads_for(self, out_E: Tensor) -> Tensor:
+        """(...,E) to the (...,H D) that W_o turns into it."""
+        weight = output_matrix(self.projection)[0].double().T.cpu()
+        flat = out_E.detach().double().cpu().reshape(-1, out_E.shape[-1])
+        solved: Tensor = torch.linalg.lstsq(weight, flat.T, driver="gelsd").solution.T
+        return solved.reshape(*out_E.shape[:-1], -1).to(out_E)
 
 
 def output_matrix(projection: nn.Module) -> tuple[Tensor, Tensor | None]:

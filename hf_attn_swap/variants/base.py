@@ -72,7 +72,6 @@ class Call:
         value: (B,G,K,D), the values of all keys.
         kept: what `read` leaves for `write`.
         dropout: the model's hidden dropout, for variants that bypass W_o.
-        ordinary: the heads were put back to ordinary attention's (calibration), so nothing comes after W_o.
         recomputed: the enclosing layer is under activation checkpointing, so carried scores must stay as they are.
     """
 
@@ -86,7 +85,6 @@ class Call:
     kept: dict[str, Tensor] = field(default_factory=dict)
     dropout: Callable[[Tensor], Tensor] | None = None
     recomputed: bool = False
-    ordinary: bool = False
 
     def own_values(self, heads: int) -> Tensor:
         """The rows of V that belong to the current tokens, repeated per group: (B,Q,H,D)."""
