@@ -63,8 +63,8 @@ def main() -> None:
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="Runs at a time; each gets its share of the cores.")
     parser.add_argument("--out", type=Path, default=Path("runs/logs"), help="Folder of the logs.")
-    parser.add_argument("rest", nargs="*", help="After --: options for every run.")
-    arguments = parser.parse_args()
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    arguments, rest = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
     sweep = yaml.safe_load(arguments.sweep.read_text(encoding="utf-8"))
     recipe = [
         sys.executable,
@@ -82,7 +82,7 @@ def main() -> None:
         for phase in phases:
             with ThreadPoolExecutor(arguments.jobs) as pool:
                 names = [f"{run.get('label') or run['variant']}-{run.get('seeds', [0])}" for run in phase]
-                commands = [[*recipe, *words(run), *arguments.rest] for run in phase]
+                commands = [[*recipe, *words(run), *rest] for run in phase]
                 logs = [arguments.out / f"{name}.log" for name in names]
                 for name, well in zip(names, pool.map(call, commands, logs, itertools.repeat(threads)), strict=True):
                     bar.update()

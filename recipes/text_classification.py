@@ -10,18 +10,22 @@ A YAML file first, then options, which win. Every seed of the variant and of the
 from __future__ import annotations
 
 import functools
-import shutil
-import sys
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-import transformers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, TrainingArguments
 
-from hf_attn_swap.hub import push_folder
-from hf_attn_swap.training import ConversionArguments, DataArguments, ModelArguments, Task, load_splits, parse, run
-from hf_attn_swap.training.publish import About, publish
+from hf_attn_swap.training import (
+    About,
+    ConversionArguments,
+    DataArguments,
+    ModelArguments,
+    Task,
+    compare,
+    load_splits,
+    parse,
+    push_run,
+)
 
 
 @dataclass(kw_only=True)
@@ -41,7 +45,8 @@ def encode(dataset: Any, tokenizer: Any, data: DataArguments) -> Any:
         return tokenizer(*texts, truncation=True, max_length=data.max_length)
 
     keep = [name for name in dataset.column_names if name != "labels"]
-    return dataset.map(tokens, batched=True, remove_columns=keep, desc="tokenise")
+    rows = dataset.map(tokens, batched=True, remove_columns=keep, desc="tokenise")
+    return rows.map(lambda row: {"length": len(row["input_ids"])}, desc="length")
 
 
 def predict(trainer: Any, test: Any) -> tuple[list[float], list[float]]:
@@ -70,7 +75,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
             **({} if own.regression else names),
         ),
         train=encode(train, tokenizer, data),
-        test=encode(test, tokenizer, data),
+        test=encode(test, tokenizer, data).sort("length"),  # less padding; the same order for every model
         collate=DataCollatorWithPadding(tokenizer),
         metrics=data.metrics,
         predict=predict,
@@ -83,35 +88,15 @@ def main(argv: list[str] | None = None) -> None:
     model, data, conversion, own, training = parse(
         (ModelArguments, DataArguments, ConversionArguments, RecipeArguments, TrainingArguments), argv
     )
-    transformers.utils.logging.set_verbosity_error()
-    try:
-        task = build_task(model, data, own)
-        control = replace(model, variant="softmax", options="{}", layers=None, label=None)
-        plain = ConversionArguments(freeze=conversion.freeze)
-        controls = [run(task, control, plain, training, seed) for seed in model.seeds]
-        alone = model.run_name == control.run_name
-        outcomes = controls if alone else [run(task, model, conversion, training, seed) for seed in model.seeds]
-    except (ValueError, OSError) as problem:
-        sys.exit(f"error: {' '.join(str(problem).split())}")
-    if training.process_index:
-        return
     about = About(
         prefix=own.card_name,
         task="text-classification",
         auto_class="AutoModelForSequenceClassification",
         intended_use="Compares attentions on this task; a classifier of texts like those it was trained on.",
     )
-    result = publish(outcomes, [] if alone else controls, about, model, data, training)
-    for metric in result.converted.metrics:
-        print(f"{result.name}: {metric.name} {metric.mean:.4f} over seeds {', '.join(map(str, model.seeds))}")
-    if result.difference is not None:
-        low, mean, high = result.difference.low, result.difference.mean, result.difference.high
-        print(f"difference to softmax: {mean:+.4f} [{low:+.4f}, {high:+.4f}]")
-    if own.push_to:
-        folder = Path(training.output_dir) / model.run_name
-        trained = folder / f"seed-{model.seeds[0]}" / "model"
-        shutil.copyfile(folder / "results.json", trained / "results.json")
-        print(push_folder(trained, own.push_to).commit_url)
+    result = compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
+    if result is not None and own.push_to:
+        print(push_run(own.push_to, model, training))
 
 
 if __name__ == "__main__":

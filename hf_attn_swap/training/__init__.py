@@ -1,19 +1,22 @@
 """What the recipes share: arguments from YAML and the command line, data, metrics, one run, its record."""
 
 from .arguments import ConversionArguments, DataArguments, ModelArguments, parse
+from .compare import compare, push_run
 from .data import load_splits
 from .outcome import Outcome
-from .publish import publish
+from .publish import About
 from .run import Task, run
 
 __all__ = [
+    "About",
     "ConversionArguments",
     "DataArguments",
     "ModelArguments",
     "Outcome",
     "Task",
+    "compare",
     "load_splits",
     "parse",
-    "publish",
+    "push_run",
     "run",
 ]

@@ -53,6 +53,11 @@ class ModelArguments:
         return values
 
     @property
+    def published_name(self) -> str:
+        """The pretrained model's name for the card."""
+        return self.base_name or (Path(self.model).name if Path(self.model).is_dir() else self.model)
+
+    @property
     def run_name(self) -> str:
         """Name of the run and of its folder."""
         return (self.label or self.variant).replace("+", "-").replace("_", "-")
@@ -98,7 +103,9 @@ class DataArguments:
     """
 
     dataset: str | None = field(default=None, metadata={"help": "Name on the Hub, or folder."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Its configuration, as a GLUE task."})
+    dataset_config: str | None = field(
+        default=None, metadata={"help": 'Its configuration, as a GLUE task; "" is none.'}
+    )
     dataset_name: str | None = field(default=None, metadata={"help": "Its name on the Hub for the card, if a folder."})
     train_file: str | None = field(default=None, metadata={"help": "CSV, JSON lines or parquet, instead of --dataset."})
     test_file: str | None = field(default=None, metadata={"help": "The same, held out."})
@@ -112,6 +119,7 @@ class DataArguments:
     metrics: list[str] = field(default_factory=lambda: ["accuracy"], metadata={"help": "The first is the headline."})
 
     def __post_init__(self) -> None:
+        self.dataset_config = self.dataset_config or None  # an empty option undoes the YAML's
         for name in ("train_rows", "test_rows", "max_length"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -55,9 +55,7 @@ def publish(
     difference = _difference(converted, control) if control else None
     result = RunResult(
         name=f"{about.prefix}-{model.run_name}",
-        base=BaseModel(
-            name=model.base_name or model.model, revision=None, relation="finetune", auto_class=about.auto_class
-        ),
+        base=BaseModel(name=model.published_name, revision=None, relation="finetune", auto_class=about.auto_class),
         modules=modules,
         swaps=swaps,
         parameters_added=first.parameters_added,

@@ -43,6 +43,7 @@ class Task:
         predict: from a trained model's `Trainer` to predictions and references, a number per held-out row.
         settings: what the figures depend on besides model, conversion and training arguments.
         processor: tokenizer or image processor, saved with the model.
+        before: measure the swapped model before anything is fitted or trained, too.
     """
 
     load: Callable[[], PreTrainedModel]
@@ -53,6 +54,7 @@ class Task:
     predict: Callable[[Trainer, Dataset], tuple[Sequence[float], Sequence[float]]]
     settings: dict[str, Any]
     processor: Any = None
+    before: bool = False
 
 
 def run(
@@ -72,7 +74,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     args = replace(training, output_dir=str(folder), seed=seed)
-    before, converted, sentences = _converted(task, model, conversion, args, folder)
+    before, first, converted, sentences = _converted(task, model, conversion, args, folder)
     callbacks: list[TrainerCallback] = []
     if conversion.schedule is not None:
         callbacks.append(StrengthSchedule(share=conversion.schedule_share, shape=conversion.schedule))
@@ -86,10 +88,11 @@ def run(
     sentences.append(f"Fine-tuned for {args.num_train_epochs:g} epochs on {len(task.train):,} rows.")
     trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
     predictions, references = task.predict(trainer, task.test)
+    measured = scores(task.metrics, predictions, references)
     outcome = Outcome(
         settings={key: str(value) for key, value in settings.items()},
         seed=seed,
-        metrics=scores(task.metrics, predictions, references),
+        metrics={**measured, **{f"{name}_before": value for name, value in first.items()}},
         predictions=tuple(map(float, predictions)),
         references=tuple(map(float, references)),
         swap=json.dumps(converted.config.attn_swap),
@@ -120,19 +123,25 @@ def last_whole_checkpoint(folder: Path) -> str | None:
 
 def _converted(
     task: Task, model: ModelArguments, conversion: ConversionArguments, args: TrainingArguments, folder: Path
-) -> tuple[int, PreTrainedModel, list[str]]:
-    """The swapped model before fine-tuning, from the folder if a killed run got that far."""
+) -> tuple[int, dict[str, float], PreTrainedModel, list[str]]:
+    """The stock model's parameters, figures of the patched one, and the converted one.
+
+    That is read from the folder if a killed run got that far.
+    """
     set_seed(args.seed)
     stock = task.load()
     before = _count(stock)
     patched = patch_model(stock, model.variant, layers=parse_layers(model.layers), **model.option_values)
     sentences = [f"Attention replaced by {model.variant}, weights kept."]
+    first: dict[str, float] = {}
+    if task.before:
+        first = scores(task.metrics, *task.predict(Trainer(patched, args, data_collator=task.collate), task.test))
     if conversion.calibrate is None and not conversion.transfer_epochs:
-        return before, patched, sentences
+        return before, first, patched, sentences
     saved, notes = folder / CONVERTED, folder / CONVERTED / "conversion.json"
     if notes.exists():
         restored = type(patched).from_pretrained(saved)
-        return before, restored, json.loads(notes.read_text(encoding="utf-8"))
+        return before, first, restored, json.loads(notes.read_text(encoding="utf-8"))
     if conversion.calibrate is not None:
         sentences.append(_calibrate(patched, task, conversion, args))
     if conversion.transfer_epochs:
@@ -143,7 +152,7 @@ def _converted(
         patched.save_pretrained(part)
         (part / notes.name).write_text(json.dumps(sentences), encoding="utf-8")
         part.replace(saved)
-    return before, patched, sentences
+    return before, first, patched, sentences
 
 
 def _calibrate(model: PreTrainedModel, task: Task, conversion: ConversionArguments, args: TrainingArguments) -> str:

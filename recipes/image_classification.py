@@ -1,0 +1,107 @@
+"""Fine-tune an image classifier with a swapped attention, and the softmax control beside it.
+
+    python recipes/image_classification.py recipes/configs/cifar10.yaml --variant outeffhop
+
+Works on any data set with an image column: the Hub's, parquet files, or an image folder (one folder per class). With
+`--image_size` other than the model's, position embeddings are interpolated: fewer patches, several times faster.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoImageProcessor, AutoModelForImageClassification, TrainingArguments
+
+from hf_attn_swap.training import (
+    About,
+    ConversionArguments,
+    DataArguments,
+    ModelArguments,
+    Task,
+    compare,
+    load_splits,
+    parse,
+    push_run,
+)
+
+
+@dataclass(kw_only=True)
+class RecipeArguments:
+    """What is this recipe's own."""
+
+    card_name: str = field(default="image-classifier", metadata={"help": "Start of the run's name on its card."})
+    image_size: int | None = field(default=None, metadata={"help": "Side in pixels; the processor's if left out."})
+    flip: bool = field(default=True, metadata={"help": "Mirror half of the training images."})
+    push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
+
+
+def predict(trainer: Any, test: Any) -> tuple[list[float], list[float]]:
+    """The predicted and the true class of every held-out image."""
+    found = trainer.predict(test)
+    return found.predictions.argmax(-1).tolist(), found.label_ids.tolist()
+
+
+def prepare(rows: dict[str, list[Any]], column: str, processor: Any, size: int | None, flip: bool) -> dict[str, Any]:
+    """Pixels (3,S,S) of a few rows, when they are asked for."""
+    sizes = {} if size is None else {"size": {"height": size, "width": size}, "do_center_crop": False}
+    images = [image.convert("RGB") for image in rows[column]]
+    pixels = processor(images, return_tensors="pt", **sizes)["pixel_values"]
+    if flip:
+        mirrored = torch.rand(len(images)) < 0.5
+        pixels[mirrored] = pixels[mirrored].flip(-1)
+    return {"pixel_values": list(pixels), "labels": rows["labels"]}
+
+
+def collate(rows: list[dict[str, Any]], interpolate: bool) -> dict[str, Any]:
+    batch: dict[str, Any] = {"pixel_values": torch.stack([row["pixel_values"] for row in rows])}
+    if "labels" in rows[0]:
+        batch["labels"] = torch.tensor([row["labels"] for row in rows])
+    return {**batch, "interpolate_pos_encoding": True} if interpolate else batch
+
+
+def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments) -> Task:
+    """Everything is read and checked here, before any training."""
+    train, test, classes = load_splits(data)
+    processor = AutoImageProcessor.from_pretrained(model.model)
+    ready = functools.partial(prepare, column=data.columns[0], processor=processor, size=own.image_size)
+    return Task(
+        load=functools.partial(
+            AutoModelForImageClassification.from_pretrained,
+            model.model,
+            num_labels=len(classes),
+            id2label=dict(enumerate(classes)),
+            label2id={name: index for index, name in enumerate(classes)},
+            dtype="float32",
+        ),
+        train=train.with_transform(functools.partial(ready, flip=own.flip)),
+        test=test.with_transform(functools.partial(ready, flip=False)),
+        collate=functools.partial(collate, interpolate=own.image_size is not None),
+        metrics=data.metrics,
+        predict=predict,
+        settings={**{k: v for k, v in vars(data).items() if not k.endswith("_name")}, "image_size": own.image_size},
+        processor=processor,
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    model, data, conversion, own, training = parse(
+        (ModelArguments, DataArguments, ConversionArguments, RecipeArguments, TrainingArguments), argv
+    )
+    training.remove_unused_columns = False  # the image column is what the transform reads
+    about = About(
+        prefix=own.card_name,
+        task="image-classification",
+        auto_class="AutoModelForImageClassification",
+        intended_use="Compares attentions on this task; a classifier of images like those it was trained on.",
+        language=(),
+    )
+    result = compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
+    if result is not None and own.push_to:
+        print(push_run(own.push_to, model, training))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Causal or masked language modelling with a swapped attention, and the softmax control beside it.
+
+    python recipes/language_modeling.py recipes/configs/wikitext2.yaml --variant belief
+    python recipes/language_modeling.py recipes/configs/wikitext2.yaml --objective masked --model roberta-base
+    python recipes/language_modeling.py recipes/configs/scratch_gpt2.yaml --variant outeffhop
+
+Text is cut into blocks of `--max_length` tokens. The figure is perplexity on held-out blocks, before the conversion
+(`perplexity_before`: swapped, nothing fitted or trained) and after it. With `--from_scratch`, `--model` gives the
+tokenizer and the architecture, and `--config_overrides` its sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from tqdm import tqdm
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from hf_attn_swap.training import (
+    About,
+    ConversionArguments,
+    DataArguments,
+    ModelArguments,
+    Task,
+    compare,
+    load_splits,
+    parse,
+    push_run,
+)
+
+AUTO = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM}
+
+
+@dataclass(kw_only=True)
+class RecipeArguments:
+    """What is this recipe's own."""
+
+    card_name: str = field(default="lm", metadata={"help": "Start of the run's name on its card."})
+    objective: str = field(default="causal", metadata={"help": '"causal" or "masked".'})
+    train_tokens: int | None = field(default=None, metadata={"help": "Tokens to train on; all if left out."})
+    test_tokens: int | None = field(default=None, metadata={"help": "Tokens to measure on; all if left out."})
+    from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
+    config_overrides: str = field(default="{}", metadata={"help": "JSON: config values, with --from_scratch."})
+    push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
+
+    def __post_init__(self) -> None:
+        if self.objective not in AUTO:
+            raise ValueError(f"objective must be one of {', '.join(AUTO)}, got {self.objective!r}.")
+
+
+def blocks(split: Dataset, column: str, tokenizer: Any, length: int, tokens: int | None) -> list[list[int]]:
+    """The text as one stream, cut into whole blocks."""
+    wanted = None if tokens is None else -(-tokens // length) * length
+    texts = (text for text in split[column] if text.strip())
+    ids = (i for text in texts for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    stream = list(itertools.islice(ids, wanted))
+    found = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
+    if not found:
+        raise ValueError(f"the text has {len(stream)} tokens, less than one block of {length} (--max_length).")
+    return found
+
+
+@torch.no_grad()
+def predict(trainer: Any, test: Dataset, shift: int) -> tuple[list[float], list[float]]:
+    """Mean loss of every held-out block, and zeros."""
+    model = trainer.model.eval()
+    losses: list[float] = []
+    for batch in tqdm(trainer.get_test_dataloader(test), desc="perplexity", unit="batch", leave=False):
+        labels = batch["labels"]
+        logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+        end = logits.shape[1] - shift
+        each = F.cross_entropy(logits[:, :end].transpose(1, 2).float(), labels[:, shift:], reduction="none")
+        counted = (labels[:, shift:] != -100).sum(1)
+        losses += trainer.accelerator.gather_for_metrics(each.sum(1) / counted.clamp_min(1)).tolist()
+    return losses, [0.0] * len(losses)
+
+
+def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments) -> Task:
+    """Everything is read and checked here, before any training."""
+    train, test, _ = load_splits(data, labelled=False)
+    tokenizer = AutoTokenizer.from_pretrained(model.model)
+    auto, causal = AUTO[own.objective], own.objective == "causal"
+    if own.from_scratch:
+        config = AutoConfig.from_pretrained(model.model, **json.loads(own.config_overrides))
+        load = functools.partial(auto.from_config, config, dtype=torch.float32)
+    else:
+        load = functools.partial(auto.from_pretrained, model.model, dtype="float32")
+    cut = functools.partial(blocks, column=data.columns[0], tokenizer=tokenizer, length=data.max_length)
+    rows = {"train": cut(train, tokens=own.train_tokens), "test": cut(test, tokens=own.test_tokens)}
+    sets = {name: Dataset.from_dict({"input_ids": found, "labels": found}) for name, found in rows.items()}
+    collate = default_data_collator
+    if not causal:
+        hide = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15, seed=0)
+        hidden = [hide([{"input_ids": row}]) for row in rows["test"]]  # the same tokens are hidden from every model
+        sets["test"] = Dataset.from_list([{name: value[0].tolist() for name, value in row.items()} for row in hidden])
+        sets["train"] = sets["train"].remove_columns("labels")
+        collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
+    return Task(
+        load=load,
+        train=sets["train"],
+        test=sets["test"],
+        collate=collate,
+        metrics=["perplexity"],
+        predict=functools.partial(predict, shift=int(causal)),
+        settings={**{k: v for k, v in vars(data).items() if not k.endswith("_name")}, **vars(own)},
+        processor=tokenizer,
+        before=not own.from_scratch,
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    model, data, conversion, own, training = parse(
+        (ModelArguments, DataArguments, ConversionArguments, RecipeArguments, TrainingArguments), argv
+    )
+    about = About(
+        prefix=own.card_name,
+        task="text-generation" if own.objective == "causal" else "fill-mask",
+        auto_class=AUTO[own.objective].__name__,
+        intended_use="Compares attentions of a language model on this text.",
+    )
+    result = compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
+    if result is not None and own.push_to:
+        print(push_run(own.push_to, model, training))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""SimpleTRON's test of what q, k and v learned: train with `simple*`, go back to softmax, retrain all but q, k, v.
+
+    python recipes/transfer_back.py recipes/configs/ag_news.yaml --variant simple_resl --output_dir runs/back
+
+Three runs per seed, with one budget: the variant; softmax from the variant's weights with q, k and v frozen; and, as
+the control, softmax from the pretrained weights with q, k and v frozen. `--calibrate map` converts both ways.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import transformers
+from text_classification import RecipeArguments, build_task
+from transformers import TrainingArguments
+
+from hf_attn_swap.training import About, ConversionArguments, DataArguments, ModelArguments, Outcome, parse, run
+from hf_attn_swap.training.publish import publish
+
+QKV = ["query", "key", "value"]
+
+
+def main(argv: list[str] | None = None) -> None:
+    model, data, conversion, own, training = parse(
+        (ModelArguments, DataArguments, ConversionArguments, RecipeArguments, TrainingArguments), argv
+    )
+    transformers.utils.logging.set_verbosity_error()
+    softmax = replace(model, variant="softmax", options="{}")
+    back = replace(softmax, label=f"softmax-from-{model.run_name}")
+    frozen = ConversionArguments(calibrate=conversion.calibrate, source=model.variant, freeze=QKV)
+    found: dict[str, list[Outcome]] = {"there": [], "back": [], "control": []}
+    try:
+        task = build_task(model, data, own)
+        for seed in model.seeds:
+            found["there"].append(run(task, model, conversion, training, seed))
+            trained = Path(training.output_dir) / model.run_name / f"seed-{seed}" / "model"
+            start = build_task(replace(model, model=str(trained)), data, own).load
+            found["back"].append(run(replace(task, load=start), back, frozen, training, seed))
+            found["control"].append(run(task, softmax, ConversionArguments(freeze=QKV), training, seed))
+    except (ValueError, OSError) as problem:
+        sys.exit(f"error: {' '.join(str(problem).split())}")
+    if training.process_index:
+        return
+    about = About(
+        prefix=own.card_name,
+        task="text-classification",
+        auto_class="AutoModelForSequenceClassification",
+        intended_use="Shows what queries, keys and values learn under another attention.",
+    )
+    publish(found["back"], found["control"], about, back, data, training)
+    for name, outcomes in found.items():
+        print(f"{name}: {data.metrics[0]} {', '.join(f'{each.metrics[data.metrics[0]]:.4f}' for each in outcomes)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What is wrong with the data is said in one sentence before any training."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import ClassLabel, Dataset, Features, Value
+
+from hf_attn_swap.training import DataArguments, load_splits
+
+from .conftest import write_rows
+
+
+def files(tmp_path: Path, **changes: Any) -> DataArguments:
+    train, test = write_rows(tmp_path / "a.csv", 8, 1), write_rows(tmp_path / "b.csv", 6, 2)
+    return DataArguments(**{"train_file": str(train), "test_file": str(test), **changes})
+
+
+def test_splits_and_classes(tmp_path: Path) -> None:
+    train, test, classes = load_splits(files(tmp_path, train_rows=5, test_rows=4))
+    assert (len(train), len(test), classes) == (5, 4, ["0", "1"])
+    assert set(train["labels"]) | set(test["labels"]) == {0, 1}
+    again, _, _ = load_splits(files(tmp_path, train_rows=5, test_rows=4))
+    assert again["text"] == train["text"]
+
+
+def test_names_of_classes_keep_their_order(tmp_path: Path) -> None:
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["sad", "glad"])})
+    for split in ("train", "test"):
+        rows = Dataset.from_dict({"text": ["x", "y"], "label": [1, 0]}, features=features)
+        rows.to_parquet(tmp_path / f"{split}.parquet")
+    train, _, classes = load_splits(DataArguments(dataset=str(tmp_path)))
+    assert classes == ["sad", "glad"]
+    assert train["labels"][:] == [1, 0]
+
+
+def test_plain_text_needs_no_labels(tmp_path: Path) -> None:
+    train, _, classes = load_splits(files(tmp_path, label_column="nothing"), labelled=False)
+    assert (len(train), classes) == (8, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"columns": ["body"]}, "the training split has no column 'body'; it has text, label"),
+        ({"label_column": "stars"}, "no column 'stars'"),
+        ({"train_rows": 100}, "train_rows is 100, but the training split has 8 rows"),
+        ({"train_file": "nowhere.csv"}, "there is no file 'nowhere.csv'"),
+        ({"train_file": __file__}, "must end in .csv"),
+    ],
+)
+def test_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_splits(files(tmp_path, **changes))
+
+
+def test_an_empty_split(tmp_path: Path) -> None:
+    empty = write_rows(tmp_path / "empty.csv", 0, 1)
+    with pytest.raises(ValueError, match=r"held-out split is empty|cannot be read"):
+        load_splits(files(tmp_path, test_file=str(empty)))
+
+
+def test_an_unknown_label(tmp_path: Path) -> None:
+    odd = tmp_path / "odd.csv"
+    odd.write_text("text,label\nx,0\ny,7\n")
+    with pytest.raises(ValueError, match=r"row 1 of the held-out split has the unknown label 7; known: 0, 1"):
+        load_splits(files(tmp_path, test_file=str(odd)))
+
+
+def test_labels_that_are_not_public(tmp_path: Path) -> None:
+    odd = tmp_path / "odd.csv"
+    odd.write_text("text,label\nx,-1\ny,-1\n")
+    with pytest.raises(ValueError, match="the labels of this split are not public"):
+        load_splits(files(tmp_path, test_file=str(odd)))
+
+
+def test_a_single_class(tmp_path: Path) -> None:
+    odd = tmp_path / "odd.csv"
+    odd.write_text("text,label\nx,3\ny,3\n")
+    with pytest.raises(ValueError, match="a single class"):
+        load_splits(files(tmp_path, train_file=str(odd)))
+
+
+def test_a_missing_split_and_folder(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.csv", 4, 1)
+    with pytest.raises(ValueError, match="has no split 'test'; it has train"):
+        load_splits(DataArguments(dataset=str(tmp_path)))
+    with pytest.raises(ValueError, match="there is no folder"):
+        load_splits(DataArguments(dataset=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "name the data"),
+        ({"dataset": "x", "train_file": "y"}, "name the data"),
+        ({"train_file": "y"}, "go together"),
+        ({"dataset": "x", "max_length": 0}, "max_length must be at least 1"),
+    ],
+)
+def test_arguments_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataArguments(**arguments)

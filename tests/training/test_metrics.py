@@ -1,0 +1,41 @@
+"""The bundled metrics against hand-computed cases, and the paired interval against a known spread."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from hf_attn_swap.training.metrics import Score, paired_interval, scores
+
+
+@pytest.mark.parametrize(
+    ("name", "predictions", "references", "wanted"),
+    [
+        ("accuracy", [0, 1, 1, 2], [0, 1, 2, 2], 3 / 4),
+        ("f1", [1, 1, 0, 0], [1, 0, 1, 0], 1 / 2),
+        ("f1", [0, 1, 2, 2], [0, 1, 2, 1], (1 + 2 / 3 + 2 / 3) / 3),
+        ("matthews_correlation", [1, 1, 0, 0], [1, 0, 0, 0], 1 / math.sqrt(3)),
+        ("spearmanr", [1.0, 2.0, 3.0, 4.0], [1.0, 3.0, 2.0, 4.0], 0.8),
+        ("perplexity", [math.log(2), math.log(8)], [0, 0], 4.0),
+    ],
+)
+def test_by_hand(name: str, predictions: list[float], references: list[float], wanted: float) -> None:
+    assert scores([name], predictions, references) == {name: pytest.approx(wanted)}
+
+
+def test_unknown() -> None:
+    with pytest.raises(ValueError, match=r"unknown metric 'bleu'; known: accuracy"):
+        Score("bleu")
+
+
+def test_paired_interval() -> None:
+    """Ten of a hundred rows are lost by one model alone: -0.1 with the normal interval of a paired difference."""
+    references = [1.0] * 100
+    control, ours = [1.0] * 100, [1.0] * 90 + [0.0] * 10
+    mean, low, high = paired_interval("accuracy", [ours], [control], references)
+    half = 1.96 * float(np.std([0.0] * 90 + [1.0] * 10)) / 10
+    assert mean == pytest.approx(-0.1)
+    assert (low, high) == (pytest.approx(-0.1 - half, abs=0.01), pytest.approx(-0.1 + half, abs=0.01))
+    assert paired_interval("accuracy", [control], [control], references) == (0.0, 0.0, 0.0)

@@ -1,0 +1,135 @@
+"""A recipe from end to end on a tiny model: record, card, the same again, other settings, errors before training."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+import hf_attn_swap
+from hf_attn_swap.results import RunResult
+from hf_attn_swap.training import parse
+from hf_attn_swap.training.arguments import ConversionArguments, ModelArguments
+
+from .conftest import options, write_rows
+
+RECIPES = Path(hf_attn_swap.__file__).parent.parent / "recipes"
+pytestmark = pytest.mark.skipif(not RECIPES.is_dir(), reason="recipes/ is not next to the installed package")
+NO_SAVING = ("--save_strategy", "no")
+
+
+def recipe(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.syspath_prepend(str(RECIPES))
+    runpy.run_path(str(RECIPES / name), run_name="__main__")
+
+
+def test_converted_beside_its_control(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    words = ("--variant", "simple_resl", "--seeds", "0", "1", "--calibrate", "map", "--transfer_epochs", "1")
+    arguments = options(tiny, tmp_path, *words, "--schedule", "linear", *NO_SAVING)
+    recipe("text_classification.py", arguments, monkeypatch)
+    result = RunResult.load(tmp_path / "simple-resl" / "results.json")
+    assert result.control is not None
+    assert result.difference is not None
+    assert (result.converted.seeds, result.control.seeds) == ((0, 1), (0, 1))
+    assert result.difference.mean == pytest.approx(result.converted.metrics[0].mean - result.control.metrics[0].mean)
+    assert len(result.conversion) == 5
+    assert "simple_resl" in (tmp_path / "simple-resl" / "README.md").read_text()
+    trained = tmp_path / "simple-resl" / "seed-1" / "model"
+    model = AutoModelForSequenceClassification.from_pretrained(trained)
+    assert "calibrated (map)" in str(hf_attn_swap.describe(model))
+    assert not list(tmp_path.rglob("checkpoint-*"))
+    before = (trained / "model.safetensors").stat().st_mtime_ns
+    recipe("text_classification.py", arguments, monkeypatch)  # nothing is done twice
+    assert (trained / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(SystemExit, match=r"holds a run with epochs = 1\.0, not 2\.0"):
+        recipe("text_classification.py", [*arguments, "--num_train_epochs", "2"], monkeypatch)
+    assert "difference to the softmax control" in capsys.readouterr().out
+
+
+def test_same_seed_same_weights(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    weights = []
+    for name in ("a", "b"):
+        recipe("text_classification.py", options(tiny, tmp_path / name, *NO_SAVING), monkeypatch)
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "softmax" / "seed-0" / "model")
+        weights.append(torch.cat([p.flatten() for p in model.parameters()]))
+    assert torch.equal(*weights)
+
+
+def test_transfer_back(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Queries, keys and values stay those that the variant learned."""
+    recipe(
+        "transfer_back.py",
+        options(tiny, tmp_path, "--variant", "simple_resl", "--calibrate", "map", *NO_SAVING),
+        monkeypatch,
+    )
+    found = {}
+    for name in ("simple-resl", "softmax-from-simple-resl", "softmax"):
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "seed-0" / "model")
+        core = model.bert.encoder.layer[0].attention
+        found[name] = (core.self.key.weight, core.output.dense.weight)
+    key, projection = zip(*found.values(), strict=True)
+    assert torch.equal(key[0], key[1])
+    assert not torch.equal(key[1], key[2])
+    assert not torch.equal(projection[0], projection[1])
+
+
+def test_linear_probe(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    arguments = options(tiny, tmp_path, "--variant", "mha", "--calibrate", "map", "--calibration_rows", "48")
+    recipe("linear_probe.py", arguments, monkeypatch)
+    assert "calibrated: accuracy" in capsys.readouterr().out
+    assert (tmp_path / "probe-mha.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--columns", "body"), "no column 'body'"),
+        (("--dataset", "/nowhere"), "there is no folder '/nowhere'"),
+        (("--variant", "mha", "--calibrate", "gain", "--options", '{"alpha": 1.0}'), "drops the read-out"),
+    ],
+)
+def test_one_line(words: tuple[str, ...], message: str, tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        recipe("text_classification.py", options(tiny, tmp_path, *NO_SAVING, *words), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--variant", "nonsense"), "unknown variant 'nonsense'"),
+        (("--options", "[1]"), "--options must be a JSON object"),
+        (("--seeds", "1", "1"), "seeds must be one or more, all different"),
+    ],
+)
+def test_arguments_refused(words: tuple[str, ...], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse((ModelArguments,), ["--model", "x", *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_yaml_first_options_win(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("model: x\nvariant: belief\nseeds: [3, 4]\ncalibrate: map\n")
+    model, conversion = parse((ModelArguments, ConversionArguments), [str(file), "--variant", "mha"])
+    assert (model.variant, model.seeds, conversion.calibrate) == ("mha", [3, 4], "map")
+    with pytest.raises(SystemExit):
+        parse((ModelArguments,), [str(tmp_path / "nowhere.yaml")])
+
+
+def test_labels_written_wrong_end_before_training(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    write_rows(tmp_path / "test.csv", 6, 1)
+    text = (tmp_path / "test.csv").read_text().replace(",1", ",9")
+    (tmp_path / "test.csv").write_text(text)
+    files = ("--train_file", str(tiny / "data" / "train.csv"), "--test_file", str(tmp_path / "test.csv"))
+    words = options(tiny, tmp_path / "out", *files, *NO_SAVING)
+    place = words.index("--dataset")
+    with pytest.raises(SystemExit, match="unknown label 9"):
+        recipe("text_classification.py", words[:place] + words[place + 2 :], monkeypatch)
+    assert not (tmp_path / "out").exists()
