@@ -119,6 +119,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         predict=functools.partial(predict, shift=int(causal)),
         settings={**{k: v for k, v in vars(data).items() if not k.endswith("_name")}, **vars(own)},
         processor=tokenizer,
+        mean_loss=False,
         before=not own.from_scratch,
     )
 

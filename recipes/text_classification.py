@@ -45,8 +45,13 @@ def encode(dataset: Any, tokenizer: Any, data: DataArguments) -> Any:
         return tokenizer(*texts, truncation=True, max_length=data.max_length)
 
     keep = [name for name in dataset.column_names if name != "labels"]
-    rows = dataset.map(tokens, batched=True, remove_columns=keep, desc="tokenise")
-    return rows.map(lambda row: {"length": len(row["input_ids"])}, desc="length")
+    return dataset.map(tokens, batched=True, remove_columns=keep, desc="tokenise")
+
+
+def by_length(dataset: Any) -> Any:
+    """Rows of similar length together, so that there is less padding; the same order for every model."""
+    lengths = [len(ids) for ids in dataset["input_ids"]]
+    return dataset.select(sorted(range(len(lengths)), key=lengths.__getitem__))
 
 
 def predict(trainer: Any, test: Any) -> tuple[list[float], list[float]]:
@@ -75,7 +80,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
             **({} if own.regression else names),
         ),
         train=encode(train, tokenizer, data),
-        test=encode(test, tokenizer, data).sort("length"),  # less padding; the same order for every model
+        test=by_length(encode(test, tokenizer, data)),
         collate=DataCollatorWithPadding(tokenizer),
         metrics=data.metrics,
         predict=predict,

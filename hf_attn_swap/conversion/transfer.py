@@ -1,19 +1,22 @@
 """Attention transfer: train swapped layers to give what the original attention gives, layer by layer, without labels.
 
-loss = mean over swapped layers of ||out_l - teacher_l||^2 / ||teacher_l||^2 over real tokens, both on the same input,
-which is the teacher's stream. The teacher is the same module at strength 0 with frozen copies of whatever trains.
+loss = mean over swapped layers and rows of ||out - teacher||^2 / ||teacher||^2 over a row's real tokens, both on the
+same input, which is the teacher's stream. A row's part does not depend on the rest of its batch, so that two processes
+with half a batch each train as one does. The teacher is the same module at strength 0 with frozen copies of whatever
+trains.
 SPEC 3 (ours; after attention transfer in linearised transformers). Axes: B batch, L token, E model width.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from ..families import Site
 from ..install import Installation
@@ -43,13 +46,22 @@ class AttentionTransferTrainer(Trainer):
     """
 
     def __init__(
-        self, model: nn.Module, *args: Any, trainable: Iterable[str] = ("query", "key", "swap"), **kwargs: Any
+        self,
+        model: nn.Module,
+        args: TrainingArguments | None = None,
+        *,
+        trainable: Iterable[str] = ("query", "key", "swap"),
+        **kwargs: Any,
     ) -> None:
         installation = need_installation(model)
         self.swapped = _swapped(installation)
         _choose(model, self.swapped, tuple([trainable] if isinstance(trainable, str) else trainable))
         self.frozen = [_copies(site.container) for site in self.swapped]
-        super().__init__(model, *args, **kwargs)
+        if args is not None and args.ddp_find_unused_parameters is None:
+            args = copy.copy(args)
+            args.ddp_find_unused_parameters = False  # DDP would look for the losses in the model's output
+        super().__init__(model, args, **kwargs)
+        self.model_accepts_loss_kwargs = False  # ours is a mean: Trainer divides by the accumulation steps
         self.can_return_loss = True  # without labels there is still a loss to evaluate
         self.label_names: list[str] = []
 
@@ -78,9 +90,12 @@ class AttentionTransferTrainer(Trainer):
 
 
 def relative_error(out_BLE: Tensor, teacher_BLE: Tensor, real_BL: Tensor) -> Tensor:
-    """||out - teacher||^2 / ||teacher||^2 over real tokens, in fp32."""
-    out, teacher = out_BLE[real_BL].float(), teacher_BLE[real_BL].float()
-    return (out - teacher).square().sum() / teacher.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+    """Mean over rows of ||out - teacher||^2 / ||teacher||^2 over real tokens, in fp32 at least."""
+    wide = torch.promote_types(out_BLE.dtype, torch.float32)
+    hidden_BL1 = ~real_BL[..., None]
+    out, teacher = (each.to(wide).masked_fill(hidden_BL1, 0.0) for each in (out_BLE, teacher_BLE))
+    error_B, size_B = (out - teacher).square().sum((1, 2)), teacher.square().sum((1, 2))
+    return (error_B / size_B.clamp_min(torch.finfo(wide).tiny)).mean()
 
 
 def _comparison(frozen: dict[str, Tensor], batch: dict[str, Any], losses: list[Tensor]) -> Any:

@@ -43,6 +43,8 @@ class Task:
         predict: from a trained model's `Trainer` to predictions and references, a number per held-out row.
         settings: what the figures depend on besides model, conversion and training arguments.
         processor: tokenizer or image processor, saved with the model.
+        mean_loss: the head's loss is a mean over rows whatever the number of processes and accumulation steps. (Trainer
+            sees keyword arguments in such a head's signature and would scale the loss as if it had used them.)
         before: measure the swapped model before anything is fitted or trained, too.
     """
 
@@ -54,6 +56,7 @@ class Task:
     predict: Callable[[Trainer, Dataset], tuple[Sequence[float], Sequence[float]]]
     settings: dict[str, Any]
     processor: Any = None
+    mean_loss: bool = True
     before: bool = False
 
 
@@ -85,6 +88,8 @@ def run(
     trainer = Trainer(
         model=converted, args=args, train_dataset=task.train, data_collator=task.collate, callbacks=callbacks
     )
+    if task.mean_loss:
+        trainer.model_accepts_loss_kwargs = False
     sentences.append(f"Fine-tuned for {args.num_train_epochs:g} epochs on {len(task.train):,} rows.")
     trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
     predictions, references = task.predict(trainer, task.test)
