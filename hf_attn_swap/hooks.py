@@ -90,7 +90,9 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
             f"{type(core).__name__} is swapped, but the model's attention implementation is now "
             f"{core.config._attn_implementation!r}; keep {NAME!r}, or call unpatch_model first."  # type: ignore[union-attr]  # as above
         )
-    if swap is None or swap.phase == "off" or kwargs.get(STOCK):
+    if kwargs.get(STOCK):
+        return args, {name: value for name, value in kwargs.items() if name != CALL}  # of the call that it repeats
+    if swap is None or swap.phase == "off":
         return args, kwargs
     for name in ("encoder_hidden_states", "key_value_states"):
         if kwargs.get(name) is not None:

@@ -92,9 +92,9 @@ def _into_output(projection: nn.Module, calibration: Calibration) -> None:
     if calibration.fit == "gain":
         weight_IE.copy_((wide_HDE * fitted[:, None, None]).flatten(0, 1))
         return
-    weight_IE.copy_((fitted @ wide_HDE).flatten(0, 1))
     assert bias_E is not None
     bias_E.copy_(bias_E.double() + torch.einsum("hd,hde->e", calibration.bias.double(), wide_HDE))
+    weight_IE.copy_((fitted @ wide_HDE).flatten(0, 1))  # last: in fp64 `wide_HDE` is the weight itself
 
 
 def _into_values(site: Site, calibration: Calibration) -> None:

@@ -1,0 +1,207 @@
+"""Calibration, family by variant from the registries: exact where it must be, the least squares that it says it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
+from hf_attn_swap.conversion import calibrate
+from hf_attn_swap.variants.base import VARIANTS
+from tests.contract.cells import FAMILY_NAMES, SINGLES
+from tests.contract.harness import (
+    TEXT_FAMILIES,
+    assert_identical,
+    batch_of,
+    distance,
+    forward,
+    fresh,
+    neutral,
+    perturb,
+    refused,
+    run,
+    swaps,
+)
+
+FITS = ("gain", "map")
+
+
+def batches(name: str, count: int = 12, padded: str | None = None) -> list[dict[str, Any]]:
+    """More tokens than a map has unknowns."""
+    return [batch_of(name, padded=padded, seed=seed) for seed in range(count)]
+
+
+def fit(model: Any, name: str, **arguments: Any) -> Any:
+    return calibrate(model, batches(name), progress=False, **arguments)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", SINGLES)
+def test_every_variant(name: str, variant: str) -> None:
+    """The map explains at least as much as the gain, and that as much as nothing; strength 0 stays the stock model."""
+    stock, batch = fresh(name), batch_of(name)
+    wanted = run(stock, batch)
+    model = perturb(patch_model(fresh(name), variant, strength=0.3))
+    reports = {kind: fit(model, name, fit=kind, ridge=0.0) for kind in FITS}
+    for gain, mapped in zip(*(reports[kind].layers for kind in FITS), strict=True):
+        for before, scaled, full in zip(gain.before, gain.after, mapped.after, strict=True):
+            assert before - 1e-9 <= scaled <= full + 1e-9 <= 1 + 2e-9
+    assert all(row.strength in (None, 0.3) for row in describe(model).rows)
+    assert all("calibrated (map)" in row.runs for row in describe(model).rows if row.strength is not None)
+    between = forward(model, batch)
+    assert distance(between, forward(set_strength(model, 1.0), batch)) > 1e-9 or neutral(model)
+    assert_identical(run(set_strength(model, 0.0), batch), wanted)
+    assert_identical(run(unpatch_model(model), batch), wanted)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_softmax_needs_nothing(name: str) -> None:
+    model = patch_model(fresh(name), "softmax")
+    wanted = forward(model, batch_of(name))
+    report = fit(model, name, fit="gain", ridge=0.0)
+    assert all(abs(gain - 1) < 1e-12 for layer in report.layers for gain in layer.gains)
+    assert distance(forward(model, batch_of(name)), wanted) < 1e-12
+    fit(model, name, fit="map", ridge=0.0)
+    for swap in swaps(model):
+        assert (swap.calibration.weight - torch.eye(swap.geometry.head_dim)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["albert", "bert"])
+@pytest.mark.parametrize("alpha", [0.25, 0.5])
+def test_a_skip_is_undone_behind_layer_norm(name: str, alpha: float) -> None:
+    """alpha' = 0 reads what the stock model reads; LayerNorm takes the factor out, the map's bias that of b_o."""
+    stock = fresh(name)
+    for module in stock.modules():
+        if isinstance(module, torch.nn.Linear) and module.bias is not None:
+            torch.nn.init.normal_(module.bias, std=0.3, generator=torch.Generator().manual_seed(1))
+        if isinstance(module, torch.nn.LayerNorm):
+            module.eps = 0.0  # it would see the factor
+    wanted = forward(stock, batch_of(name))
+    model = patch_model(stock, "mha", alpha=alpha, alpha_prime=0.0)
+    assert distance(forward(model, batch_of(name)), wanted) > 1e-3
+    fit(model, name, ridge=0.0)
+    assert distance(forward(model, batch_of(name)), wanted) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "opt", "vit"])
+@pytest.mark.parametrize("variant", ["outeffhop", "belief", "gated", "entmax"])
+def test_is_least_squares(name: str, variant: str) -> None:
+    """The last layer's map against numpy, from heads that this test records by itself on the stock model's stream."""
+    model = patch_model(fresh(name), variant)
+    recorded = _record(model, name)
+    fit(model, name, ridge=0.0)
+    last = swaps(model)[-1]
+    for head in range(last.geometry.heads):
+        features, wanted = (each[:, head] for each in recorded)
+        features = np.concatenate([features, np.ones((len(features), 1))], 1)
+        solution = np.linalg.lstsq(features, wanted, rcond=None)[0]
+        got = torch.cat([last.calibration.weight[head], last.calibration.bias[head][None]]).detach().numpy()
+        assert np.abs(features @ (got - solution)).max() < 1e-7
+
+
+def _record(model: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The variant's and the ordinary heads of the last layer, (N,H,D), every layer handing the ordinary ones on."""
+    ours, theirs = [], []
+
+    def collect(module: Any, args: Any, output: Any) -> Any:
+        inputs, call, sdpa, _ = args
+        mask, causal = inputs.dense_mask(call)
+        ordinary = sdpa((inputs.query, inputs.key, inputs.value), mask, causal)
+        if module is swaps(model)[-1]:
+            ours.append(output[0].flatten(0, 1))
+            theirs.append(ordinary.flatten(0, 1))
+        return ordinary, output[1]
+
+    handles = [swap.register_forward_hook(collect) for swap in swaps(model)]
+    for batch in batches(name):
+        forward(model, batch)
+    for handle in handles:
+        handle.remove()
+    return torch.cat(ours).numpy(), torch.cat(theirs).numpy()
+
+
+@pytest.mark.parametrize("name", TEXT_FAMILIES)
+@pytest.mark.parametrize("variant", ["simple_resl", "mha", "belief"])
+def test_padding_is_left_out(name: str, variant: str) -> None:
+    padded = batches(name, padded="right")  # on the left, GPT-2 would count other positions
+    single = [
+        {key: value[row : row + 1][:, batch["attention_mask"][row].bool()] for key, value in batch.items()}
+        for batch in padded
+        for row in range(len(batch["attention_mask"]))
+    ]
+    found = []
+    for each in (padded, single):
+        model = patch_model(fresh(name), variant)
+        calibrate(model, iter(each), fit="gain", progress=False)
+        found.append(torch.cat([swap.calibration.weight for swap in swaps(model)]))
+    assert (found[0] - found[1]).abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("source", [name for name in SINGLES if VARIANTS[name].replaces])
+def test_back_to_softmax(source: str) -> None:
+    """From the attention that the weights were trained with; fitted to itself it needs nothing."""
+    model = patch_model(fresh("bert"), "softmax")
+    report = fit(model, "bert", fit="map", source=source, ridge=0.0)
+    assert all(
+        after > before for layer in report.layers for before, after in zip(layer.before, layer.after, strict=True)
+    )
+    same = patch_model(fresh("bert"), source)
+    assert fit(same, "bert", fit="gain", source=source, ridge=0.0).unexplained < 1e-12
+
+
+def test_labels_are_not_read_and_modes_stay() -> None:
+    model = patch_model(fresh("bert"), "mha").train()
+    model.bert.encoder.layer[1].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    report = calibrate(model, [{**batch, "labels": "none of yours"} for batch in batches("bert")], progress=False)
+    assert modes.items() <= {name: module.training for name, module in model.named_modules()}.items()
+    assert report.lengths == (6, 6)
+    assert "R2 after" in str(report)
+    assert "<table>" in report._repr_html_()
+    assert report.to_dict()["layers"][0]["tokens"] == 12 * 12
+
+
+def test_negative_gains_are_named() -> None:
+    model = patch_model(fresh("bert"), "simple_resl")
+    report = fit(model, "bert", fit="gain")
+    negative = [head for layer in report.layers for head, gain in enumerate(layer.gains) if gain < 0]
+    assert negative == [head for layer in report.layers for head in layer.negative]
+
+
+def test_refused() -> None:
+    model = patch_model(fresh("bert"), "simple_resl")
+    with refused("not patched"):
+        fit(fresh("bert"), "bert")
+    with refused("there are no batches"):
+        calibrate(model, [], progress=False)
+    with refused("a batch is a dict of tensors", "got Tensor"):
+        calibrate(model, [torch.ones(2, 3)], progress=False)
+    with refused("2 real tokens are too few"):
+        calibrate(model, [{"input_ids": torch.ones(1, 2, dtype=torch.long)}], progress=False)
+    with refused("fit must be one of 'gain', 'map'"):
+        fit(model, "bert", fit="full")
+    with refused("ridge must be at least 0"):
+        fit(model, "bert", ridge=-1.0)
+    for source in ("belief_star", "mha"):
+        with refused("has parameters or scores of its own"):
+            fit(model, "bert", source=source)
+    with refused("drops the read-out"):
+        fit(patch_model(fresh("bert"), "mha", alpha=1.0), "bert")
+    square = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    with refused("does not say which of (2, 6) tokens are real"):
+        calibrate(model, [{**batch_of("bert"), "attention_mask": square}], progress=False)
+    assert all(swap.calibration is None and swap.strength == 1 for swap in swaps(model))
+
+
+def test_activations_that_are_not_finite() -> None:
+    """The model keeps the calibration it had."""
+    model = perturb(patch_model(fresh("bert"), "simple_resl"))
+    fit(model, "bert")
+    kept = swaps(model)[0].calibration
+    torch.nn.init.constant_(model.bert.encoder.layer[0].attention.self.value.weight, float("nan"))
+    with refused("activations are not finite"):
+        fit(model, "bert")
+    assert swaps(model)[0].calibration is kept

@@ -1,0 +1,102 @@
+"""The strengths that a training sees, interrupted or not, and how often they recompile."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.conversion import StrengthSchedule
+from tests.contract.harness import batch_of, fresh, refused, swaps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ({"share": 0.0}, [1.0] * 8),
+        ({"share": 1.0}, [step / 8 for step in range(1, 9)]),
+        ({"start": 0.8, "end": 0.4, "share": 0.25}, [0.6, *[0.4] * 7]),
+        ({"share": 1.0, "shape": "cosine"}, [(1 - math.cos(math.pi * step / 8)) / 2 for step in range(1, 9)]),
+    ],
+)
+def test_strength_by_step(arguments: dict[str, Any], wanted: list[float]) -> None:
+    schedule = StrengthSchedule(**arguments)
+    assert [schedule.strength(step, 8) for step in range(1, 9)] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"share": 1.5}, "share is a part of the steps"),
+        ({"shape": "step"}, "shape must be one of linear, cosine"),
+        ({"start": -1}, "strength must be a number from 0"),
+        ({"end": 2}, "strength must be a number from 0"),
+    ],
+)
+def test_refused(arguments: dict[str, Any], reason: str) -> None:
+    with refused(reason):
+        StrengthSchedule(**arguments)
+
+
+class Seen(TrainerCallback):
+    """The strength of every layer while a step runs."""
+
+    def __init__(self) -> None:
+        self.strengths: dict[int, set[float]] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.strengths[state.global_step] = {float(swap.strength_value) for swap in swaps(kwargs["model"])}
+
+
+def trained(folder: Path, resume: str | None, **arguments: Any) -> dict[int, set[float]]:
+    row = {key: value[0] for key, value in batch_of("bert", torch.float32).items()}
+    data = [{**row, "labels": row["input_ids"]}] * 12
+    seen = Seen()
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        num_train_epochs=1,
+        save_strategy="steps",
+        save_steps=3,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        **arguments,
+    )
+    model = patch_model(fresh("bert", torch.float32), "simple_resl", strength=0.0)
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[StrengthSchedule(share=0.8), seen])
+    trainer.train(resume_from_checkpoint=resume)
+    return seen.strengths
+
+
+def test_resumed(tmp_path: Path) -> None:
+    whole = trained(tmp_path, None)
+    assert {step: strengths for step, strengths in whole.items() if len(strengths) != 1} == {}
+    assert [min(whole[step]) for step in range(1, 7)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    rest = trained(tmp_path, str(tmp_path / "checkpoint-3"))
+    assert rest == {step: whole[step] for step in (4, 5, 6)}
+
+
+def test_recompiles_at_its_ends_alone() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    model = patch_model(fresh("bert", torch.float32, num_hidden_layers=1), "simple_resl", strength=0.0)
+    schedule, whole, batch = StrengthSchedule(share=1.0), torch.compile(model, backend=counter), batch_of("bert")
+    frames = []
+    state = type("State", (), {"max_steps": 6})()
+    for step in range(-1, 6):
+        state.global_step = step
+        schedule.on_step_begin(None, state, None, model=model)
+        whole(**batch)
+        frames.append(counter.frame_count)
+    assert frames[1] == frames[5], "it compiles once between the ends"
+    assert frames[6] > frames[5] > frames[0] > 0
+    torch._dynamo.reset()

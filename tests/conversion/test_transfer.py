@@ -1,0 +1,121 @@
+"""Attention transfer: what trains, what it reads, and that the teacher does not move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from hf_attn_swap import list_variants, patch_model, set_strength
+from hf_attn_swap.conversion import AttentionTransferTrainer, calibrate, merge_calibration
+from hf_attn_swap.variants.base import VARIANTS
+from tests.contract.cells import FAMILY_NAMES
+from tests.contract.harness import TEXT_FAMILIES, batch_of, fresh, padding_side, perturb, refused
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
+SMOKES = list({VARIANTS[name].places: name for name in list_variants()}.values())  # one for each set of places
+
+
+def trainer_of(model: Any, folder: Path, name: str = "bert", **arguments: Any) -> AttentionTransferTrainer:
+    batch = batch_of(name, torch.float32)
+    rows = [{key: value[row] for key, value in batch.items()} for row in (0, 1)] * 8
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        num_train_epochs=5,
+        learning_rate=2e-3,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+    )
+    return AttentionTransferTrainer(model, args, train_dataset=rows, **arguments)
+
+
+def loss_of(trainer: AttentionTransferTrainer, batch: dict[str, Any]) -> float:
+    with torch.no_grad():
+        return float(trainer.compute_loss(trainer.model, batch))
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", SMOKES)
+def test_learns_the_original(name: str, variant: str, tmp_path: Path) -> None:
+    """The loss falls, only what was chosen moves, and the model goes on with the original's outputs all along."""
+    batch, stock = batch_of(name, torch.float32), fresh(name, torch.float32)
+    model = perturb(patch_model(fresh(name, torch.float32), variant))
+    trainer = trainer_of(model, tmp_path, name, trainable=("query", "key", "value", "swap"))
+    chosen = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    first = loss_of(trainer, batch)
+    trainer.train()
+    last = loss_of(trainer, batch)
+    assert last < 0.99 * first or first < 1e-9
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved <= chosen
+    assert moved or variant == "softmax"
+    with torch.no_grad():
+        _, outputs = trainer.compute_loss(model, batch, return_outputs=True)
+        assert (outputs["logits"] - stock(**batch)[0]).abs().max() < 1e-5
+
+
+def test_softmax_has_nothing_to_learn(tmp_path: Path) -> None:
+    trainer = trainer_of(patch_model(fresh("bert", torch.float32), "softmax"), tmp_path)
+    assert loss_of(trainer, batch_of("bert")) < 1e-12
+
+
+@pytest.mark.parametrize("name", TEXT_FAMILIES)
+def test_padding_and_labels_do_not_count(name: str, tmp_path: Path) -> None:
+    model = patch_model(fresh(name), "simple_resl")
+    trainer = trainer_of(model, tmp_path, name)
+    batch = batch_of(name, padded=padding_side(name))
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    batch |= {"position_ids": positions} if padding_side(name) == "left" else {}
+    single = [
+        {key: value[row : row + 1][:, batch["attention_mask"][row].bool()] for key, value in batch.items()}
+        for row in (0, 1)
+    ]
+    alone = sum(loss_of(trainer, each) for each in single) / 2
+    assert loss_of(trainer, {**batch, "labels": None}) == pytest.approx(alone, rel=1e-9)
+
+
+def test_adapters_alone(tmp_path: Path) -> None:
+    base = patch_model(fresh("bert", torch.float32), "simple_resl")
+    calibrate(base, [batch_of("bert", torch.float32, seed=seed) for seed in range(12)], progress=False)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["query", "key"]))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    trainer = trainer_of(model, tmp_path, trainable="adapters")
+    first = loss_of(trainer, batch_of("bert"))
+    trainer.train()
+    assert loss_of(trainer, batch_of("bert")) < first
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved
+    assert all("lora_" in key for key in moved)
+
+
+def test_evaluated_without_labels(tmp_path: Path) -> None:
+    trainer = trainer_of(patch_model(fresh("bert", torch.float32), "mha"), tmp_path)
+    batch = batch_of("bert", torch.float32)
+    found = trainer.evaluate([{key: value[row] for key, value in batch.items()} for row in (0, 1)])
+    assert found["eval_loss"] == pytest.approx(loss_of(trainer, batch), rel=1e-5)
+
+
+def test_refused(tmp_path: Path) -> None:
+    with refused("not patched"):
+        trainer_of(fresh("bert"), tmp_path)
+    with refused("is at strength 0, the original itself"):
+        trainer_of(patch_model(fresh("bert"), "mha", strength=0.0), tmp_path)
+    for wrong in ("nothing", ("query", "adapters"), ()):
+        with refused("must be some of query, key, value, output, swap"):
+            trainer_of(patch_model(fresh("bert"), "mha"), tmp_path, trainable=wrong)
+    with refused("there is nothing to train"):
+        trainer_of(patch_model(fresh("bert"), "mha"), tmp_path, trainable=("swap",))
+    merged = patch_model(fresh("bert"), "mha")
+    calibrate(merged, [batch_of("bert", seed=seed) for seed in range(12)], progress=False)
+    with refused("its calibration was merged"):
+        trainer_of(merge_calibration(set_strength(merged, 1.0)), tmp_path)
