@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .seam import CACHES, CALL, CARRIED, LAYER, NAME, STOCK, swap_of
-from .swap import Swap
+from .seam import CACHES, CALL, CARRIED, LAYER, NAME, swap_of
+from .swap import STOCK, Swap
 from .variants.base import Call, Carried
 
 
@@ -104,7 +104,7 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
         x=x,
         start=_cache_length(core, swap, args, kwargs),
         carried=carried,
-        order=order_of(swap, carried),
+        order=swap.place_in(carried),
         residual=residual,
         recomputed=checkpointed,
         dropout=container.get_submodule(swap.dropout_path) if swap.dropout_path else None,
@@ -123,19 +123,6 @@ def _cache_length(core: nn.Module, swap: Swap, args: Any, kwargs: dict[str, Any]
         return None
     length: int | Tensor = cache.get_seq_length(core.layer_idx)
     return length.clone() if isinstance(length, Tensor) else length
-
-
-def order_of(swap: Swap, carried: Carried | None) -> int:
-    """The layer's place among those that carry scores; a shared module counts its calls."""
-    if swap.order is not None or carried is None:
-        return swap.order or 0
-    if carried.closed and swap.carries:
-        raise ValueError(
-            "a module that serves several layers was computed again after the pass (activation checkpointing): its "
-            "place is not known any more; train this model without checkpointing, or with another variant than mha."
-        )
-    carried.calls += 1
-    return carried.calls - 1
 
 
 def _refuse_adapter(core: nn.Module, container: nn.Module, swap: Swap) -> None:

@@ -16,12 +16,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from .compute import Inputs, Places, reference
-from .swap import Swap
+from .swap import STOCK, Swap
 from .variants.base import VARIANTS, Call, Carried
 
 NAME = "hf_attn_swap"
 CALL, CARRIED, LAYER = "attn_swap_call", "attn_swap_carried", "attn_swap_layer"
-STOCK = "attn_swap_stock"  # True in the keyword arguments of an attention module: run it as if it were not swapped
 CACHES = ("past_key_values", "layer_past")  # how architectures call the cache (GPT-NeoX keeps the old name)
 
 

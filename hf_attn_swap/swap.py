@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from .calibration import Calibration
 from .compute import FusedSoftmax, Inputs, Places, attend
 from .registry import Options, build_options
-from .variants.base import Call, Geometry, Variant, mix
+from .variants.base import Call, Carried, Geometry, Variant, mix
+
+STOCK = "attn_swap_stock"  # True in the keyword arguments of an attention module: run it as if it were not swapped
 
 
 class Swap(nn.Module):
@@ -79,6 +81,23 @@ class Swap(nn.Module):
     def wants_residual(self) -> bool:
         """True if the block's residual stream must be handed in."""
         return any(variant.wants_residual for variant in self.variants)
+
+    def place_in(self, carried: Carried | None) -> int:
+        """The layer's place among those that carry scores; a shared module counts its calls.
+
+        Raises:
+            ValueError: a shared module is computed again after the pass.
+        """
+        if self.order is not None or carried is None:
+            return self.order or 0
+        if carried.closed and self.carries:
+            raise ValueError(
+                "a module that serves several layers was computed again after the pass (activation checkpointing): "
+                "its place is not known any more; train this model without checkpointing, or with another variant "
+                "than mha."
+            )
+        carried.calls += 1
+        return carried.calls - 1
 
     def spec(self) -> dict[str, Any]:
         """What config.json says of this layer: variant, options and strength."""

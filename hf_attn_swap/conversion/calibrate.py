@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..calibration import check_fit
-from ..hooks import order_of
 from ..install import Installation
 from ..patch import build_swap, need_installation, swappable
 from ..registry import parse, parse_options
@@ -46,13 +45,12 @@ def calibrate(
     """Fit every swapped layer's read-out to the attention its weights come from, in place; nothing is trained.
 
     In a post-LayerNorm block (BERT, ALBERT) a skip inside the variant (`simple_resl`, `mha`) is undone by fitting to a
-    multiple of the target: LayerNorm removes the common factor. Calibrate on text of the length of use: what suits
-    `simple*` depends on it. An earlier calibration is replaced.
+    multiple of the target: LayerNorm removes the common factor. What suits `simple*` depends on the length: calibrate
+    at the length of use. An earlier calibration is replaced.
 
     Args:
         model: patched by `patch_model`; its strength may be anything and stays.
-        batches: dicts as the model takes them (a `DataLoader`, a list), read once; a few thousand tokens do, and a
-            2-D `attention_mask` marks the real ones.
+        batches: dicts as the model takes them, read once; a few thousand tokens do, a 2-D mask marks the real ones.
         fit: "gain", one number per head, or "map", a D x D matrix and a bias per head.
         ridge: added to the normal equations, as a share of the mean square of the variant's heads.
         source: the attention that the weights were trained with, such as "simple_resl" for a model that was
@@ -99,7 +97,7 @@ class _Fitting:
         def collect(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             inputs, call, sdpa, _ = args
             swap = self.target.swap
-            own = Call(x=call.x, start=call.start, carried=call.carried, order=order_of(swap, call.carried))
+            own = Call(x=call.x, start=call.start, carried=call.carried, order=swap.place_in(call.carried))
             heads = swap(inputs, own, sdpa, False)[0]
             real = token_mask(batch, heads)
             self.moments.add(heads[real], self.target.wanted(output[0])[real])

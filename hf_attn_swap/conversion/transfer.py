@@ -21,7 +21,7 @@ from transformers import Trainer, TrainingArguments
 from ..families import Site
 from ..install import Installation
 from ..patch import need_installation, swappable
-from ..seam import STOCK
+from ..swap import STOCK
 from .batches import token_mask, without_labels
 from .parts import PARTS, site_part
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from transformers import TrainingArguments
+
+from .. import __version__
 from ..results.record import Record, read_record
 
 OUTCOME_FILE = "outcome.json"
@@ -66,3 +72,16 @@ class Outcome(Record):
                     "another --output_dir."
                 )
         return outcome
+
+
+def hardware(args: TrainingArguments) -> str:
+    """Number and name of the devices."""
+    device = args.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+    return f"{args.world_size} x {name}, {torch.get_num_threads()} threads each"
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that figures depend on."""
+    torch_version = torch.__version__.partition("+")[0]
+    return {"hf_attn_swap": __version__, "torch": torch_version, "transformers": transformers.__version__}

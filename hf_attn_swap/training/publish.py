@@ -61,24 +61,12 @@ def publish(
         parameters_added=first.parameters_added,
         conversion=first.conversion,
         task=about.task,
-        data=DataSet(
-            name=data.published_name,
-            config=data.dataset_config,
-            revision=None,
-            rows={data.train_split: first.rows["train"], data.test_split: first.rows["test"]},
-            evaluated=data.test_split,
-        ),
+        data=_data(data, first),
         converted=_measured(converted),
         control=_measured(control) if control else None,
         difference=difference,
         cost=None,
-        budget=Budget(
-            steps=first.steps,
-            batch_size=training.train_batch_size * training.world_size * training.gradient_accumulation_steps,
-            sequence_length=data.max_length,
-            learning_rate=training.learning_rate,
-            optimizer="AdamW",
-        ),
+        budget=_budget(data, training, first),
         versions=first.versions,
         hardware=first.hardware,
         wall_seconds=sum(outcome.wall_seconds for outcome in converted),
@@ -91,6 +79,26 @@ def publish(
     result.save(folder / RESULTS_FILE)
     (folder / "README.md").write_text(render(result), encoding="utf-8")
     return result
+
+
+def _data(data: DataArguments, first: Outcome) -> DataSet:
+    return DataSet(
+        name=data.published_name,
+        config=data.dataset_config,
+        revision=None,
+        rows={data.train_split: first.rows["train"], data.test_split: first.rows["test"]},
+        evaluated=data.test_split,
+    )
+
+
+def _budget(data: DataArguments, training: TrainingArguments, first: Outcome) -> Budget:
+    return Budget(
+        steps=first.steps,
+        batch_size=training.train_batch_size * training.world_size * training.gradient_accumulation_steps,
+        sequence_length=data.max_length,
+        learning_rate=training.learning_rate,
+        optimizer=str(training.optim.value if hasattr(training.optim, "value") else training.optim),
+    )
 
 
 def _measured(outcomes: Sequence[Outcome]) -> Measured:

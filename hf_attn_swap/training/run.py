@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -12,20 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from .. import __version__, patch_model
+from .. import patch_model
 from ..arguments import parse_layers
 from ..conversion import AttentionTransferTrainer, StrengthSchedule, calibrate
 from ..conversion.parts import part_of
 from ..patch import set_strength
 from .arguments import CONTROL, ConversionArguments, ModelArguments
 from .metrics import scores
-from .outcome import Outcome
+from .outcome import Outcome, hardware, versions
 
 CONVERTED, TRANSFER, TRAINED = "converted", "transfer", "model"
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -82,8 +79,7 @@ def run(
     if conversion.schedule is not None:
         callbacks.append(StrengthSchedule(share=conversion.schedule_share, shape=conversion.schedule))
         set_strength(converted, 0.0)
-        part = f"over the first {conversion.schedule_share:.0%} of the steps"
-        sentences.append(f"Strength raised from 0 to 1, {conversion.schedule}, {part}.")
+        sentences.append(f"Strength 0 to 1 over {conversion.schedule_share:.0%} of the steps ({conversion.schedule}).")
     _freeze(converted, conversion.freeze)
     trainer = Trainer(
         model=converted, args=args, train_dataset=task.train, data_collator=task.collate, callbacks=callbacks
@@ -106,8 +102,8 @@ def run(
         steps=trainer.state.global_step,
         rows={"train": len(task.train), "test": len(task.test)},
         wall_seconds=time.perf_counter() - start,
-        hardware=_hardware(args),
-        versions=_versions(),
+        hardware=hardware(args),
+        versions=versions(),
     )
     _keep(trainer, task, folder, outcome)
     return outcome
@@ -241,14 +237,3 @@ def _settings(
 
 def _count(model: nn.Module) -> int:
     return sum(math.prod(parameter.shape) for parameter in model.parameters())
-
-
-def _hardware(args: TrainingArguments) -> str:
-    device = args.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
-    return f"{args.world_size} x {name}, {torch.get_num_threads()} threads each"
-
-
-def _versions() -> dict[str, str]:
-    torch_version = torch.__version__.partition("+")[0]
-    return {"hf_attn_swap": __version__, "torch": torch_version, "transformers": transformers.__version__}

@@ -35,26 +35,16 @@ class NoOptions:
 
 @dataclass
 class Carried:
-    """What the layers of one stack share during one forward pass; made anew for every pass.
+    """What the layers of one stack share during one forward pass; made anew for every pass."""
 
-    Attributes:
-        scores: H by layer order; `raw` likewise holds S where a scheme needs it.
-        calls: how often a shared module was called so far (ALBERT).
-        closed: the pass is over; a later call is a re-computation.
-        want_weights: the caller asked for the attention weights.
-        key_mask: the last 2-D mask seen and its 4-D form, so that it is expanded once.
-        gradients: the pass was started with gradients; re-entrant checkpointing hides them from the layers.
-        arrived: a layer was handed this: the architecture passes keyword arguments on.
-    """
-
-    scores: dict[int, Tensor] = field(default_factory=dict)
-    raw: dict[int, Tensor] = field(default_factory=dict)
-    calls: int = 0
-    closed: bool = False
-    want_weights: bool = False
-    key_mask: tuple[Tensor, Tensor] | None = None
-    gradients: bool = True
-    arrived: bool = False
+    scores: dict[int, Tensor] = field(default_factory=dict)  # H by layer order
+    raw: dict[int, Tensor] = field(default_factory=dict)  # likewise S, where a scheme needs it
+    calls: int = 0  # of a shared module so far (ALBERT)
+    closed: bool = False  # the pass is over; a later call is a re-computation
+    want_weights: bool = False  # the caller asked for the attention weights
+    key_mask: tuple[Tensor, Tensor] | None = None  # the last 2-D mask and its 4-D form: it is expanded once
+    gradients: bool = True  # the pass has gradients; re-entrant checkpointing hides them from the layers
+    arrived: bool = False  # a layer was handed this: the architecture passes keyword arguments on
 
 
 @dataclass

@@ -23,7 +23,8 @@ MAY = {
     "variants": IDEAS,
     "compute": {VARIANT_BASE},
     "registry": {"variants", VARIANT_BASE},
-    "swap": {"compute", "registry", VARIANT_BASE},
+    "calibration": {VARIANT_BASE},
+    "swap": {"calibration", "compute", "registry", VARIANT_BASE},
     "blocks": set(),
     FAMILY_BASE: {VARIANT_BASE},
     "seam": {"compute", "swap", VARIANT_BASE},
@@ -31,7 +32,10 @@ MAY = {
     **{idea: {"functional", VARIANT_BASE} for idea in IDEAS},
 }
 BELOW_PATCH = {*MAY, "install", "families"}
-ABOVE_PATCH = {"loading", "describe", "cli", "checkpoint", "demo", "conversion", "analysis", "hub", "card", "results"}
+ABOVE_PATCH = {
+    *("loading", "describe", "cli", "checkpoint", "demo", "conversion", "training"),
+    *("analysis", "hub", "card", "results"),
+}
 INTERFACES = ("masking_utils", "integrations", "modeling_utils", "AttentionInterface", "AttentionMaskInterface")
 
 

@@ -81,7 +81,7 @@ def test_wrong_types_are_named(path: Path_) -> None:
     """Each value in turn becomes everything of another type."""
     right = type(at(FULL, path))
     fine = {float: (float, int), type(None): (type(None), str)}.get(right, (right,))
-    if path[:1] in [("control",), ("cost",)] and len(path) == 1:
+    if path[:1] in [("control",), ("cost",), ("difference",)] and len(path) == 1:
         fine = (dict, type(None))
     if path[-1] in ("revision", "config", "learning_rate", "optimizer", "outliers"):
         fine = (*fine, type(None), str) if path[-1] in ("revision", "config", "optimizer") else (*fine, type(None))
