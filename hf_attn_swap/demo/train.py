@@ -23,7 +23,8 @@ from transformers import (
     set_seed,
 )
 
-from .. import patch_model, set_strength
+from .. import patch_model
+from ..conversion import StrengthSchedule
 from .data import Sentences
 from .measure import Batch
 from .options import DemoOptions
@@ -37,21 +38,6 @@ class Trained:
     parameters_added: int
     train_loss: float
     seconds: float
-
-
-class StrengthRamp(TrainerCallback):
-    """Raises the strength linearly from 0 to 1 over the first `ramp` of the steps."""
-
-    def __init__(self, ramp: float) -> None:
-        self.ramp = ramp
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Set the strength of the step that is about to run; the last step runs at 1 whatever `ramp` is."""
-        steps = round(self.ramp * state.max_steps)
-        strength = min(1.0, (state.global_step + 1) / max(steps, 1))
-        set_strength(kwargs["model"], strength)
 
 
 class Progress(TrainerCallback):
@@ -119,7 +105,7 @@ def fine_tune(
             args=_arguments(options, folder, steps=-(-len(rows) // options.batch_size)),
             train_dataset=rows,
             data_collator=DataCollatorWithPadding(tokenizer),
-            callbacks=[StrengthRamp(options.ramp), Progress(name)],
+            callbacks=[StrengthSchedule(share=options.ramp), Progress(name)],
         )
         trainer.remove_callback(PrinterCallback)
         result = trainer.train()
