@@ -28,17 +28,23 @@ import yaml
 from tqdm import tqdm
 
 Run = dict[str, Any]
+NAMED = ("label", "output_dir")
+OF_VARIANT = ("variant", "options", "layers", "label", "calibrat", "transfer", "schedule")
 
 
 def expand(run: Run) -> Iterator[Run]:
-    """One run per combination of the grid's values; `{name}` in a label is filled in, `{index}` counts."""
+    """One run per combination of the grid's values; `{index}` and `{variant}` are filled in where it is named."""
     grid = run.get("grid", {})
     fixed = {name: value for name, value in run.items() if name != "grid"}
     for index, values in enumerate(itertools.product(*grid.values())):
         chosen = {**fixed, **dict(zip(grid, values, strict=True))}
-        if "label" in chosen:
-            chosen["label"] = chosen["label"].format(index=index, **{k: str(v) for k, v in chosen.items()})
-        yield chosen
+        named = {name: chosen[name].format(index=index, variant=chosen["variant"]) for name in NAMED if name in chosen}
+        yield {**chosen, **named}
+
+
+def control(run: Run) -> Run:
+    """The softmax run that a run is compared with: the same but for what makes the variant."""
+    return {**{name: value for name, value in run.items() if not name.startswith(OF_VARIANT)}, "variant": "softmax"}
 
 
 def words(run: Run) -> list[str]:
@@ -47,6 +53,12 @@ def words(run: Run) -> list[str]:
     for name, value in run.items():
         found += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return found
+
+
+def name_of(run: Run) -> str:
+    """A run in one word, for its log."""
+    where = f"{Path(run['output_dir']).name}-" if "output_dir" in run else ""
+    return f"{where}{run.get('label') or run['variant']}-{'-'.join(map(str, run.get('seeds', [0])))}"
 
 
 def call(command: list[str], log: Path, threads: int) -> bool:
@@ -74,14 +86,14 @@ def main() -> None:
     runs = [each for run in sweep["runs"] for each in expand(run)]
     arguments.out.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // arguments.jobs)
-    seeds = sorted({seed for run in runs for seed in run.get("seeds", [0])})
     single = [{**run, "seeds": [seed]} for run in runs for seed in run.get("seeds", [0])]
-    phases = [[{"variant": "softmax", "seeds": [seed]} for seed in seeds], single, runs]
+    controls = list({repr(control(run)): control(run) for run in single}.values())
+    phases = [controls, single, runs]
     failed: list[str] = []
     with tqdm(total=sum(map(len, phases)), desc="sweep", unit="run") as bar:
         for phase in phases:
             with ThreadPoolExecutor(arguments.jobs) as pool:
-                names = [f"{run.get('label') or run['variant']}-{run.get('seeds', [0])}" for run in phase]
+                names = [name_of(run) for run in phase]
                 commands = [[*recipe, *words(run), *rest] for run in phase]
                 logs = [arguments.out / f"{name}.log" for name in names]
                 for name, well in zip(names, pool.map(call, commands, logs, itertools.repeat(threads)), strict=True):

@@ -10,10 +10,18 @@ A YAML file first, then options, which win. Every seed of the variant and of the
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, TrainingArguments
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    TrainingArguments,
+)
 
 from hf_attn_swap.training import (
     About,
@@ -34,7 +42,17 @@ class RecipeArguments:
 
     card_name: str = field(default="classifier", metadata={"help": "Start of the run's name on its card."})
     regression: bool = field(default=False, metadata={"help": "The labels are numbers (STS-B)."})
+    from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
+    config_overrides: str = field(
+        default="{}", metadata={"help": 'Config values as JSON; {"num_hidden_layers": 2} keeps the first two layers.'}
+    )
     push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
+
+    def changed(self) -> dict[str, Any]:
+        """What the figures depend on, where it is not as usual."""
+        usual = RecipeArguments()
+        names = ("regression", "from_scratch", "config_overrides")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
 
 
 def encode(dataset: Any, tokenizer: Any, data: DataArguments) -> Any:
@@ -71,20 +89,21 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         )
     tokenizer = AutoTokenizer.from_pretrained(model.model)
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
+    values = {"num_labels": 1} if own.regression else {"num_labels": len(classes), **names}
+    values |= json.loads(own.config_overrides)
+    auto = AutoModelForSequenceClassification
+    load = functools.partial(auto.from_pretrained, model.model, dtype=torch.float32, **values)
+    if own.from_scratch:
+        config = AutoConfig.from_pretrained(model.model, **values)
+        load = functools.partial(auto.from_config, config, dtype=torch.float32)
     return Task(
-        load=functools.partial(
-            AutoModelForSequenceClassification.from_pretrained,
-            model.model,
-            num_labels=1 if own.regression else len(classes),
-            dtype="float32",
-            **({} if own.regression else names),
-        ),
+        load=load,
         train=encode(train, tokenizer, data),
         test=by_length(encode(test, tokenizer, data)),
         collate=DataCollatorWithPadding(tokenizer),
         metrics=data.metrics,
         predict=predict,
-        settings={name: value for name, value in vars(data).items() if not name.endswith("_name")},
+        settings={name: value for name, value in vars(data).items() if not name.endswith("_name")} | own.changed(),
         processor=tokenizer,
     )
 

@@ -1,0 +1,53 @@
+"""What a sweep's YAML turns into, and that every shipped one is well-formed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import hf_attn_swap
+from hf_attn_swap.registry import parse
+
+RECIPES = Path(hf_attn_swap.__file__).parent.parent / "recipes"
+CONFIGS = sorted((RECIPES / "configs").glob("*.yaml")) if RECIPES.is_dir() else []
+SWEEPS = [path for path in CONFIGS if path.stem.startswith("sweep_")]
+pytestmark = pytest.mark.skipif(not RECIPES.is_dir(), reason="recipes/ is not next to the installed package")
+
+
+@pytest.fixture(scope="module")
+def sweep() -> Any:
+    spec = importlib.util.spec_from_file_location("sweep", RECIPES / "sweep.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_expand(sweep: Any) -> None:
+    run = {"variant": "mha", "label": "{variant}-{index}", "grid": {"layers": ["0", "1"], "calibrate": ["gain", "map"]}}
+    found = list(sweep.expand(run))
+    assert [each["label"] for each in found] == ["mha-0", "mha-1", "mha-2", "mha-3"]
+    assert [(each["layers"], each["calibrate"]) for each in found][1] == ("0", "map")
+    assert sweep.words({"seeds": [0, 1], "variant": "mha"}) == ["--seeds", "0", "1", "--variant", "mha"]
+
+
+def test_the_control_shares_all_but_the_variant(sweep: Any) -> None:
+    run = {"variant": "mha", "calibrate": "map", "seeds": [3], "output_dir": "x", "config_overrides": "{}"}
+    assert sweep.control(run) == {"variant": "softmax", "seeds": [3], "output_dir": "x", "config_overrides": "{}"}
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_shipped_sweeps(path: Path, sweep: Any) -> None:
+    content = yaml.safe_load(path.read_text())
+    assert (RECIPES / content["recipe"]).exists()
+    assert (path.parent / content["config"]).exists()
+    runs = [each for run in content["runs"] for each in sweep.expand(run)]
+    names = [sweep.name_of(run) for run in runs]
+    assert len(set(names)) == len(names)
+    for run in runs:
+        parse(run["variant"])
