@@ -57,7 +57,7 @@ def words(run: Run) -> list[str]:
 
 def name_of(run: Run) -> str:
     """A run in one word, for its log."""
-    where = f"{Path(run['output_dir']).name}-" if "output_dir" in run else ""
+    where = "".join(f"{part}-" for part in Path(run.get("output_dir", "")).parts[-2:])
     return f"{where}{run.get('label') or run['variant']}-{'-'.join(map(str, run.get('seeds', [0])))}"
 
 
