@@ -206,6 +206,8 @@ def _comparison(result: RunResult, kind: str) -> list[tuple[str, str, str, str]]
         control = "none" if other is None else number(other.mean, other.spread)
         paired = result.control is not None and result.control.seeds == result.converted.seeds
         difference = "" if other is None else _difference(metric, other, paired=paired)
+        if result.difference is not None and metric is result.converted.metrics[0]:
+            difference += f" [{result.difference.low:+.3g}, {result.difference.high:+.3g}]"
         rows.append((name, number(metric.mean, metric.spread), control, difference))
     return rows
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_attn_swap.variants.base import VARIANTS
@@ -27,9 +28,9 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
     BertForSequenceClassification(config).save_pretrained(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
+    names: dict[str, object] = {"batches": [{"input_ids": torch.arange(48).view(4, 12)}]}
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     try:
         for block in blocks:
             exec(compile(block.replace("bert-base-uncased", "tiny"), "README.md", "exec"), names)

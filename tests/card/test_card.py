@@ -60,7 +60,7 @@ def test_card_says_everything_the_results_hold() -> None:
     text = render(result(), "me/model")
     for part in (
         "| metric | belief, outeffhop+gated | softmax control | difference |",
-        "| accuracy (higher is better) | 0.8200 ± 0.0100 | 0.8100 ± 0.0100 | +0.0100 ± 0.0100 |",
+        "| accuracy (higher is better) | 0.8200 ± 0.0100 | 0.8100 ± 0.0100 | +0.0100 ± 0.0100 [-0.005, +0.025] |",
         "loss (lower is better)",
         "seeds 0, 1, 2: accuracy 0.81, 0.83, 0.82",
         "softmax control, seeds 0, 1, 2: accuracy 0.8, 0.81, 0.82",
@@ -94,7 +94,7 @@ def test_a_card_without_control_seeds_cost_and_outliers_says_so() -> None:
 def test_seeds_that_differ_are_not_paired() -> None:
     control = {**measured(0.80, 0.81, 0.82), "seeds": [7, 8, 9]}
     text = render(result(control=control))
-    assert "| +0.01 |" in text
+    assert "| +0.01 [-0.005, +0.025] |" in text
     assert "seed by seed" not in text
     assert "softmax control, seeds 7, 8, 9" in text
 
@@ -175,7 +175,7 @@ def test_table(tmp_path: Path) -> None:
     assert len(lines) == 2 + 4  # two metrics each
     assert len({line.count(" | ") for line in lines}) == 1
     assert lines[2].startswith("| [minilm-belief-reviews](one/README.md) | sentence-transformers/all-MiniLM-L6-v2 |")
-    assert "| 0.8200 ± 0.0100 | 0.8100 ± 0.0100 | +0.0100 ± 0.0100 | 3 | × 1.12 |" in lines[2]
+    assert "| 0.8200 ± 0.0100 | 0.8100 ± 0.0100 | +0.0100 ± 0.0100 [-0.005, +0.025] | 3 | × 1.12 |" in lines[2]
     assert "| 0.5 | none |  | 1 | not measured |" in lines[4]
     with pytest.raises(ValueError, match=r"no results\.json in any folder"):
         table(tmp_path / "one")
