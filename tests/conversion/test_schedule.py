@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import StrengthSchedule
 from tests.contract.harness import batch_of, fresh, refused, swaps
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -100,3 +104,11 @@ def test_recompiles_at_its_ends_alone() -> None:
     assert frames[1] == frames[5], "it compiles once between the ends"
     assert frames[6] > frames[5] > frames[0] > 0
     torch._dynamo.reset()
+
+
+def test_sharded() -> None:
+    """`fully_shard` (FSDP2) on one process: the same outputs as the whole model at every strength of a schedule."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.conversion.fsdp_child"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,33 @@
+"""A recipe pushes its first seed's model with the card of the whole run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_attn_swap
+
+from ..training.conftest import options, tiny  # noqa: F401  # a fixture
+from .conftest import Setup
+from .store import WRITER
+
+RECIPE = Path(hf_attn_swap.__file__).parent.parent / "recipes" / "text_classification.py"
+pytestmark = [
+    pytest.mark.xdist_group("hub"),
+    pytest.mark.skipif(not RECIPE.exists(), reason="recipes/ is not next to the installed package"),
+]
+
+
+def test_pushed_with_its_card(world: Setup, tiny: Path, tmp_path: Path) -> None:  # noqa: F811  # the fixture
+    words = options(tiny, tmp_path / "out", "--variant", "belief_star", "--save_strategy", "no", "--push_to", "me/tiny")
+    environment = world.hub.env(tmp_path / "home", WRITER)
+    done = subprocess.run(
+        [sys.executable, str(RECIPE), *words], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    files = world.hub.repository("me/tiny").at().files
+    assert {"README.md", "config.json", "model.safetensors", "results.json"} <= set(files)
+    assert "outcome.json" not in files
