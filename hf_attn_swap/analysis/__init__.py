@@ -1,0 +1,1 @@
+"""What an attention swap does to a model: outliers, similarity of tokens, entropy, geometry."""
