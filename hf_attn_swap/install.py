@@ -121,7 +121,7 @@ class Installation:
                 orders[id(stack)] = orders.get(id(stack), 0) + 1
             self._hook(site, next(_each(swap)))
             if any(each.carries or each.wants_residual for each in _each(swap)):
-                layer = _layer(self.root, site.path)
+                layer = layer_of(self.root, site.path)
                 layers[id(layer)] = layer
         for layer in layers.values():
             self._pre(layer, hooks.before_layer)
@@ -228,7 +228,7 @@ def _stacks(root: PreTrainedModel, found: list[Site]) -> list[PreTrainedModel]:
     return [next((models[name] for name in prefixes if name in models), root) for prefixes in parts]
 
 
-def _layer(root: nn.Module, path: str) -> nn.Module:
+def layer_of(root: nn.Module, path: str) -> nn.Module:
     """The block around a core: its nearest ancestor in a list of modules, or the core itself."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from hf_attn_swap.variants.base import VARIANTS
 
-from .readme import variants_table
+from .readme import conversion_table, variants_table
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -22,6 +22,10 @@ def between(name: str) -> str:
 
 def test_table_of_variants_is_the_registry() -> None:
     assert between("variants") == variants_table()
+
+
+def test_table_of_conversions_is_the_published_runs() -> None:
+    assert conversion_table() in between("conversion")
 
 
 def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

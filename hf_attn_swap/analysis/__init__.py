@@ -1,1 +1,6 @@
 """What an attention swap does to a model: outliers, similarity of tokens, entropy, geometry."""
+
+from .record import record
+from .recording import Recording
+
+__all__ = ["Recording", "record"]

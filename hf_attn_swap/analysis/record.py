@@ -1,0 +1,233 @@
+"""Records diagnostics while a model runs: streamed, in bounded memory, without a change to what the model gives.
+
+Hooks on modules read activations; attention weights are computed beside the model's own attention, from the same
+inputs, by the readable pipeline. Numbers per sample, layer and head are kept, never activations.
+Axes: B batch, T token, E feature, H head, Q query, K key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..families import Site, sites
+from ..install import installation_of, layer_of, model_root
+from ..patch import build_swap, patch_model, swappable, unpatch_model
+from ..registry import parse, parse_options
+from ..swap import Swap
+from ..variants.base import Carried
+from . import metrics
+from .recording import Activation, Layer, Recording
+
+CONTROL = "softmax"
+MASKS = ("attention_mask", "decoder_attention_mask")
+OUTLIERS = {  # SPEC 7: where the paper looks; a family that is not named: every linear map and norm of the layers
+    "bert": r"encoder\.layer\.\d+\..*output\.(dense|LayerNorm)$",
+    "opt": r"(final_layer_norm|self_attn_layer_norm|fc2|out_proj|decoder\.layers\.\d+)$",
+    "vit": r"^(?!.*(dropout|attention\.attention$)).+",
+}
+KINDS = ("Linear", "Conv1D", "Norm")
+
+
+@contextlib.contextmanager
+def record(model: nn.Module, *, sink_ids: Collection[int] = (), modules: str | None = None) -> Iterator[Recording]:
+    """Record a transformers model, swapped or stock, while it is called inside; `generate` is recorded too.
+
+    Args:
+        model: a `PreTrainedModel`, or a wrapper that holds one.
+        sink_ids: token ids counted as sinks beside the first real token (separators).
+        modules: regular expression of module paths for kurtosis and maximum; None takes the family's of SPEC 7.
+
+    Yields:
+        What was recorded so far.
+
+    Raises:
+        ValueError: no transformers model, nothing to record in it, or activations that are not finite.
+    """
+    root = model_root(model)
+    stock = installation_of(root) is None
+    if stock:
+        patch_model(root, CONTROL)
+    recording = Recording()
+    try:
+        with _ordinary_where_off(root), contextlib.ExitStack() as hooks:
+            _Recorder(root, recording, tuple(sink_ids)).hook(hooks, modules)
+            yield recording
+    finally:
+        if stock:
+            unpatch_model(root)
+
+
+@contextlib.contextmanager
+def _ordinary_where_off(root: Any) -> Iterator[None]:
+    """Layers that run the stock function get a softmax swap, which computes the same bits and can be watched."""
+    installation = installation_of(root)
+    assert installation is not None
+    classes = parse(CONTROL)
+    usable, swapped = swappable(root), installation.swaps()
+    quiet = [index for index in range(len(usable)) if index not in swapped or swapped[index][0].phase == "off"]
+    before = {index: getattr(usable[index].core, "attn_swap", None) for index in quiet}
+    try:
+        for index in quiet:
+            usable[index].core.__dict__.pop("attn_swap", None)
+            usable[index].core.attn_swap = build_swap(usable[index], classes, parse_options(classes, {}), index)
+        if quiet:
+            installation.wire()
+        yield
+    finally:
+        for index, child in before.items():
+            del usable[index].core.attn_swap
+            if child is not None:
+                usable[index].core.attn_swap = child
+        if quiet:
+            installation.wire()
+            installation.refresh()
+
+
+class _Recorder:
+    """The hooks of one recording; what a pass needs lives here, not on modules."""
+
+    def __init__(self, root: Any, recording: Recording, sink_ids: tuple[int, ...]) -> None:
+        self.root, self.recording, self.sink_ids = root, recording, sink_ids
+        self.mask: Tensor | None = None
+        self.ids: Tensor | None = None
+        self.calls: dict[str, int] = {}
+        self.inputs: dict[str, Tensor] = {}
+
+    def hook(self, hooks: contextlib.ExitStack, modules: str | None) -> None:
+        """Put every hook in place."""
+        hooks.callback(self.root.register_forward_pre_hook(self._start, with_kwargs=True).remove)
+        usable = [site for site in sites(self.root) if site.usable]
+        for place, site in enumerate(usable):
+            swap = next(module for module in site.core.modules() if isinstance(module, Swap))
+            name = f"{place}" if not site.family.shared else ""
+            hooks.callback(swap.register_forward_pre_hook(self._weights(name)).remove)
+            block = layer_of(self.root, site.path)
+            hooks.callback(block.register_forward_hook(self._states(name)).remove)
+            self._hook_update(site, name, hooks)
+        names = self._outliers(usable, modules)
+        for path in names:
+            hooks.callback(self.root.get_submodule(path).register_forward_hook(self._activation(path)).remove)
+
+    def _outliers(self, usable: list[Site], modules: str | None) -> list[str]:
+        pattern = modules if modules is not None else OUTLIERS.get(usable[0].family.name)
+        named = [(path, module) for path, module in self.root.named_modules() if path and "attn_swap" not in path]
+        if pattern is not None:
+            found = [path for path, _ in named if re.search(pattern, path)]
+        else:
+            blocks = tuple({f"{site.path.rpartition('.')[0]}" for site in usable})
+            found = [p for p, m in named if p.startswith(blocks) or type(m).__name__.endswith(KINDS)]
+        if not found:
+            raise ValueError(f"no module of {type(self.root).__name__} matches {pattern!r}; nothing would be recorded.")
+        return found
+
+    def _start(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        masks = (kwargs.get(name) for name in MASKS)
+        self.mask = next((mask for mask in masks if isinstance(mask, Tensor) and mask.dim() == 2), None)
+        self.ids = kwargs.get("input_ids", args[0] if args and isinstance(args[0], Tensor) else None)
+        self.calls.clear()
+
+    def _place(self, kind: str, name: str) -> int:
+        """The layer's place: its number, or the count of calls of a shared module."""
+        if name:
+            return int(name)
+        self.calls[kind] = self.calls.get(kind, -1) + 1
+        return self.calls[kind]
+
+    def _layer(self, kind: str, name: str) -> Layer:
+        return self.recording.layers.setdefault(self._place(kind, name), Layer())
+
+    def _real(self, tokens_BT: Tensor) -> Tensor:
+        """(B,T): the current tokens are the last of the mask, with a cache too."""
+        batch, length = tokens_BT.shape[:2]
+        if self.mask is None or self.mask.shape[0] != batch or self.mask.shape[1] < length:
+            return torch.ones(batch, length, dtype=torch.bool, device=tokens_BT.device)
+        return self.mask[:, -length:].to(tokens_BT.device).bool()
+
+    def _activation(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            if not isinstance(value, Tensor) or value.dim() != 3:
+                return
+            _finite(value, path)
+            rows = self._real(value)
+            kept = rows.any(1)
+            found = self.recording.activations.setdefault(path, Activation())
+            found.kurtosis += metrics.kurtosis(value[kept].detach(), rows[kept]).tolist()
+            found.max_infinity_norm += metrics.max_infinity_norm(value[kept].detach(), rows[kept]).tolist()
+
+        return hook
+
+    def _states(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            states = output[0] if isinstance(output, tuple) else output
+            _finite(states, type(module).__name__)
+            layer, real = self._layer("states", name), self._real(states)
+            several = real.sum(1) > 1
+            if name in ("0", "") and self.calls.get("states", 0) == 0:
+                self.recording.samples += len(states)
+            layer.similarity += (
+                metrics.token_similarity(states[several].detach(), real[several]).tolist() if several.any() else []
+            )
+            layer.residual += (
+                metrics.residual_ratio(states[several].detach(), real[several]).tolist() if several.any() else []
+            )
+
+        return hook
+
+    def _weights(self, name: str) -> Any:
+        @torch.no_grad()
+        def hook(swap: Swap, args: tuple[Any, ...]) -> None:
+            inputs, call, sdpa, _ = args
+            own = copy.copy(call)
+            own.kept = {}
+            if call.carried is not None:
+                scores = {order: value.clone() for order, value in call.carried.scores.items()}
+                own.carried = Carried(scores=scores, raw=dict(call.carried.raw))
+            weights = swap.forward(inputs, own, sdpa, True)[1]
+            layer = self._layer("weights", name)
+            if weights is None:
+                return
+            real = self._real(call.x)
+            layer.entropy.add(metrics.attention_entropy(weights).transpose(1, 2)[real])
+            layer.sinks.add(metrics.sink_mass(weights, self._sinks(weights)).transpose(1, 2)[real])
+
+        return hook
+
+    def _sinks(self, weights_BHQK: Tensor) -> Tensor:
+        """(B,K): the first real key, and separators."""
+        batch, keys = weights_BHQK.shape[0], weights_BHQK.shape[3]
+        sinks = torch.zeros(batch, keys, dtype=torch.bool, device=weights_BHQK.device)
+        whole = self.mask is not None and self.mask.shape == sinks.shape
+        first = self.mask.to(sinks.device).int().argmax(1) if whole and self.mask is not None else sinks.int().argmax(1)
+        sinks[torch.arange(batch, device=sinks.device), first] = True
+        if self.ids is not None and self.ids.shape == sinks.shape and self.sink_ids:
+            sinks |= torch.isin(self.ids, torch.tensor(self.sink_ids, device=self.ids.device)).to(sinks.device)
+        return sinks
+
+    def _hook_update(self, site: Site, name: str, hooks: contextlib.ExitStack) -> None:
+        if site.family.output is None:
+            return
+
+        def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            self.inputs[site.path] = (args[0] if args else kwargs["hidden_states"]).detach()
+
+        def after(module: nn.Module, args: Any, output: Tensor) -> None:
+            layer = self._layer("update", name)
+            norm, angle = metrics.update_geometry(self.inputs[site.path], output.detach(), self._real(output))
+            layer.update_norm.add(norm)
+            layer.update_angle.add(angle)
+
+        hooks.callback(site.container.register_forward_pre_hook(before, with_kwargs=True).remove)
+        hooks.callback(site.container.get_submodule(site.family.output).register_forward_hook(after).remove)
+
+
+def _finite(value: Tensor, where: str) -> None:
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(f"{where}: activations are not finite; check the weights, the inputs and the dtype (fp16).")

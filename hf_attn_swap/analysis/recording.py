@@ -1,0 +1,79 @@
+"""What a recording holds: numbers per sample, layer and head, never activations. Axes: N row, H head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Mean:
+    """A running mean of equally shaped tensors; NaN entries are left out."""
+
+    total: Tensor | None = None
+    count: Tensor | None = None
+
+    def add(self, values: Tensor) -> None:
+        """Count the rows of (N,...)."""
+        values = values.detach().double().cpu()
+        total, count = values.nan_to_num().sum(0), (~values.isnan()).sum(0)
+        self.total = total if self.total is None else self.total + total
+        self.count = count if self.count is None else self.count + count
+
+    @property
+    def value(self) -> Tensor:
+        """The mean so far; NaN where nothing was counted."""
+        if self.total is None or self.count is None:
+            return torch.tensor(float("nan"), dtype=torch.float64)
+        return self.total / self.count
+
+
+@dataclass
+class Activation:
+    """One module's outputs: a number per sample."""
+
+    kurtosis: list[float] = field(default_factory=list)
+    max_infinity_norm: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Layer:
+    """One call of an attention layer: numbers per sample, and means per head over rows.
+
+    Attributes:
+        similarity, residual: of the block's output, per sample with more than one token.
+        entropy, sinks: (H,) means over the rows of real queries.
+        update_norm, update_angle: of W_o's output against the layer's input, means over real tokens.
+    """
+
+    similarity: list[float] = field(default_factory=list)
+    residual: list[float] = field(default_factory=list)
+    entropy: Mean = field(default_factory=Mean)
+    sinks: Mean = field(default_factory=Mean)
+    update_norm: Mean = field(default_factory=Mean)
+    update_angle: Mean = field(default_factory=Mean)
+
+
+@dataclass
+class Recording:
+    """What was recorded so far: activations by module path, layers by their place in the pass."""
+
+    activations: dict[str, Activation] = field(default_factory=dict)
+    layers: dict[int, Layer] = field(default_factory=dict)
+    samples: int = 0
+
+    @property
+    def kurtosis(self) -> float:
+        """Mean over samples, then over modules."""
+        return _mean([_mean(each.kurtosis) for each in self.activations.values()])
+
+    @property
+    def max_infinity_norm(self) -> float:
+        """Mean over samples, then the maximum over modules."""
+        return max((_mean(each.max_infinity_norm) for each in self.activations.values()), default=float("nan"))
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

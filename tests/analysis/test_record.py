@@ -1,0 +1,132 @@
+"""Recording changes nothing, leaves nothing behind, and records what the metrics say of the tensors themselves."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from hf_attn_swap import list_variants, patch_model, set_strength
+from hf_attn_swap.analysis import metrics, record
+from tests.contract.cells import FAMILY_NAMES
+from tests.contract.harness import TEXT_FAMILIES, batch_of, forward, fresh, padding_side, perturb, refused
+
+
+def state_of(model: Any) -> list[Any]:
+    """Everything that a recording might have left behind."""
+    return [
+        (name, type(module), len(module._forward_hooks), len(module._forward_pre_hooks), sorted(module.__dict__))
+        for name, module in model.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", [None, *list_variants()])
+@pytest.mark.parametrize("strength", [0.0, 1.0])
+def test_changes_nothing(name: str, variant: str | None, strength: float) -> None:
+    model, batch = fresh(name, torch.float32), batch_of(name, torch.float32, padded=padding_side(name))
+    if variant is not None:
+        perturb(patch_model(model, variant, strength=strength))
+    wanted, before = forward(model, batch), state_of(model)
+    with record(model) as recording:
+        assert torch.equal(forward(model, batch), wanted)
+        assert torch.equal(forward(model, batch), wanted)
+    assert state_of(model) == before
+    assert torch.equal(forward(model, batch), wanted)
+    assert recording.samples == 2 * len(next(iter(batch.values())))
+    assert sorted(recording.layers) == [0, 1, 2]
+    assert all(len(layer.similarity) == recording.samples for layer in recording.layers.values())
+    assert recording.max_infinity_norm > 0
+    heads = 4
+    linear = variant is not None and variant.startswith("simple") and strength == 1
+    for layer in recording.layers.values():
+        assert layer.entropy.value.shape == (heads,)
+        assert layer.entropy.value.isfinite().all() or linear
+        assert (layer.sinks.value >= 0).all()
+        assert (layer.sinks.value <= 1 + 1e-6).all()
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_equals_the_public_outputs(name: str) -> None:
+    """Similarity and entropy against `output_hidden_states` and `output_attentions` of the stock eager model."""
+    stock = fresh(name)
+    batch = batch_of(name, padded=padding_side(name))
+    model = copy.deepcopy(stock)
+    with record(model) as recording:
+        forward(model, batch)
+    stock.set_attn_implementation("eager")
+    with torch.no_grad():
+        outputs = stock(**batch, output_attentions=True, output_hidden_states=True)
+    real = batch.get("attention_mask", torch.ones(outputs.hidden_states[0].shape[:2])).bool()
+    for place, layer in recording.layers.items():
+        entropy = metrics.attention_entropy(outputs.attentions[place]).transpose(1, 2)[real].mean(0)
+        assert torch.allclose(layer.entropy.value, entropy, atol=1e-6)
+        if place + 1 < len(recording.layers):  # the last hidden states have passed the final norm
+            similarity = metrics.token_similarity(outputs.hidden_states[place + 1], real)
+            assert layer.similarity == pytest.approx(similarity.tolist(), abs=1e-7)  # eager softmax is fp32
+
+
+@pytest.mark.parametrize("name", TEXT_FAMILIES)
+def test_padding_does_not_count(name: str) -> None:
+    padded = batch_of(name, padded="right")
+    found = []
+    for batches in (
+        [padded],
+        [{k: v[row : row + 1][:, padded["attention_mask"][row].bool()] for k, v in padded.items()} for row in (0, 1)],
+    ):
+        model = perturb(patch_model(fresh(name), "outeffhop"))
+        with record(model) as recording:
+            for batch in batches:
+                forward(model, batch)
+        found.append(recording)
+    one, two = found
+    assert one.kurtosis == pytest.approx(two.kurtosis, rel=1e-9)
+    assert one.max_infinity_norm == pytest.approx(two.max_infinity_norm, rel=1e-9)
+    for place, layer in one.layers.items():
+        assert torch.allclose(layer.entropy.value, two.layers[place].entropy.value, rtol=1e-9)
+        assert torch.allclose(layer.sinks.value, two.layers[place].sinks.value, rtol=1e-9)
+        assert torch.allclose(layer.update_norm.value, two.layers[place].update_norm.value, rtol=1e-9)
+
+
+@pytest.mark.parametrize("variant", [None, "mha", "belief"])
+def test_generation(variant: str | None) -> None:
+    model = fresh("llama", torch.float32)
+    if variant is not None:
+        patch_model(model, variant)
+    ids = batch_of("llama")["input_ids"]
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = model.generate(ids, **settings)
+    with record(model) as recording:
+        assert torch.equal(model.generate(ids, **settings), wanted)
+    count = recording.layers[0].entropy.count
+    assert count is not None
+    assert count.tolist() == [2 * (ids.shape[1] + 3)] * 4
+
+
+def test_separators_are_sinks() -> None:
+    batch = batch_of("bert")
+    ids = batch["input_ids"]
+    found = []
+    for sinks in ((), ids.unique().tolist()):
+        with record(fresh("bert"), sink_ids=sinks) as recording:
+            pass
+        model = fresh("bert")
+        with record(model, sink_ids=sinks) as recording:
+            forward(model, batch)
+        found.append(recording.layers[1].sinks.value)
+    assert (found[0] < 0.9).all()
+    assert torch.allclose(found[1], torch.ones(4, dtype=torch.float64))
+
+
+def test_refused_and_put_back() -> None:
+    model = fresh("bert")
+    before = state_of(model)
+    with refused("matches 'nothing like this'"), record(model, modules="nothing like this"):
+        pass
+    assert state_of(model) == before
+    broken = set_strength(patch_model(fresh("bert"), "belief"), 0.5)
+    torch.nn.init.constant_(broken.bert.encoder.layer[1].output.dense.bias, float("nan"))
+    with refused("activations are not finite"), record(broken):
+        forward(broken, batch_of("bert"))
