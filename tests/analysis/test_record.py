@@ -52,7 +52,8 @@ def test_changes_nothing(name: str, variant: str | None, strength: float) -> Non
 def test_equals_the_public_outputs(name: str) -> None:
     """Similarity and entropy against `output_hidden_states` and `output_attentions` of the stock eager model."""
     stock = fresh(name)
-    batch = batch_of(name, padded=padding_side(name))
+    side = "right" if name in TEXT_FAMILIES else None  # on the left, eager attention gives NaN in fp64
+    batch = batch_of(name, padded=side)
     model = copy.deepcopy(stock)
     with record(model) as recording:
         forward(model, batch)
