@@ -128,8 +128,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         speed = [f"{row[k]:.2f} [{row[f'{k}_95'][0]:.2f}, {row[f'{k}_95'][1]:.2f}]" for k in ("forward", "train")]
         if row["variant"] == STOCK:
             stock, speed = row, [f"{row[f'{k}_ms']:.0f} ms" for k in ("forward", "train")]
-        share = row["peak_mb"] / max(stock["peak_mb"], 1e-9)
-        memory = f"{row['peak_mb']:.0f} MB" if row is stock else f"{share:.2f}"
+        memory = f"{row['peak_mb']:.0f} MB" if row is stock else f"{row['peak_mb'] / max(stock['peak_mb'], 1e-9):.2f}"
         lines.append(f"| {row['model']} {row['shape']} | {row['variant']} | {speed[0]} | {speed[1]} | {memory} |")
     return "\n".join(lines)
 
@@ -146,6 +145,6 @@ if __name__ == "__main__":
         for cell in cells:
             measured += measure(*cell, everyone, chosen, progress)
     machine = {"machine": platform.platform(), "torch": torch.__version__, "transformers": transformers.__version__}
-    content = {"options": asdict(chosen), "machine": machine, "rows": measured}
-    Path(chosen.out).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    record = json.dumps({"options": asdict(chosen), "machine": machine, "rows": measured}, indent=2)
+    Path(chosen.out).write_text(f"{record}\n", encoding="utf-8")
     print(table(measured))
