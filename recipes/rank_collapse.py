@@ -1,0 +1,102 @@
+"""Table 8 of the modern Hopfield paper: how fast tokens become one in an attention-only ViT-T at its start.
+
+    python recipes/rank_collapse.py --dataset uoft-cs/cifar10 --out rank_collapse.json
+
+No MLP and no residual connection: x <- alpha x' + (1 - alpha) softmax(H) V W_o with x' = LayerNorm(x) and
+H <- alpha' H + (1 - alpha') S. All four cells of (alpha, alpha'): the paper prints the two of equal values only.
+The residual ratio (SPEC 7) of the tokens after each layer, on real images, over seeds of the weights; fp64, since fp32
+stops at 2e-7. Axes: B batch, T token, H head, D head width, E model width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from datasets import load_dataset
+from torch import Tensor
+
+from hf_attn_swap.analysis.metrics import residual_ratio
+from hf_attn_swap.functional import hopfield_scores
+
+WIDTH, HEADS, DEPTH, PATCH = 192, 3, 12, 4
+CELLS = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.0), (0.5, 0.5))
+
+
+def kaiming(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """PyTorch's own start of a linear map, Kaiming's with a = sqrt(5): uniform in +-1 / sqrt(rows)."""
+    return (2 * torch.rand(rows, columns, generator=generator, dtype=torch.float64) - 1) * rows**-0.5
+
+
+def tokens(images: Tensor, generator: torch.Generator) -> Tensor:
+    """(B,3,S,S) to a class token and patches with positions: (B,T,E)."""
+    patches = F.unfold(images, PATCH, stride=PATCH).transpose(1, 2)
+    embedded = patches @ kaiming(patches.shape[2], WIDTH, generator)
+    start = 0.02 * torch.randn(1, 1, WIDTH, generator=generator, dtype=torch.float64)
+    positions = 0.02 * torch.randn(1, 1 + patches.shape[1], WIDTH, generator=generator, dtype=torch.float64)
+    return torch.cat([start.expand(len(images), -1, -1), embedded], 1) + positions
+
+
+def ratios(images: Tensor, alpha: float, alpha_prime: float, seed: int) -> list[float]:
+    """Mean residual ratio over images after each layer."""
+    generator = torch.Generator().manual_seed(seed)
+    x_BTE = tokens(images, generator)
+    hidden_BHTT: Tensor | float = 0.0
+    found = []
+    for _ in range(DEPTH):
+        x_BTE = F.layer_norm(x_BTE, (WIDTH,))
+        split = (*x_BTE.shape[:2], HEADS, WIDTH // HEADS)
+        q, k, v = ((x_BTE @ kaiming(WIDTH, WIDTH, generator)).view(split).transpose(1, 2) for _ in range(3))
+        scores = q @ k.transpose(2, 3) * split[3] ** -0.5
+        hidden_BHTT = hopfield_scores(scores, hidden_BHTT, alpha_prime)
+        heads = (hidden_BHTT.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        x_BTE = alpha * x_BTE + (1 - alpha) * heads @ kaiming(WIDTH, WIDTH, generator)
+        found.append(residual_ratio(x_BTE).mean().item())
+    return found
+
+
+def measure(images: Tensor, seeds: int) -> list[dict[str, Any]]:
+    """One row per cell and layer, the geometric mean and the range over seeds."""
+    rows = []
+    for alpha, alpha_prime in CELLS:
+        each = [ratios(images, alpha, alpha_prime, seed) for seed in range(seeds)]
+        for layer, values in enumerate(zip(*each, strict=True), 1):
+            centre = statistics.geometric_mean(max(value, 1e-300) for value in values)
+            row = {"alpha": alpha, "alpha_prime": alpha_prime, "layer": layer, "values": list(values)}
+            rows.append({**row, "mean": centre, "low": min(values), "high": max(values)})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Layers down, cells across."""
+    head = "".join(f" α = {a:g}, α′ = {b:g} |" for a, b in CELLS)
+    lines = [f"| layer |{head}", "|---|" + "---|" * len(CELLS)]
+    for layer in range(1, DEPTH + 1):
+        cells = [row for row in rows if row["layer"] == layer]
+        lines.append(f"| {layer} |" + "".join(f" {c['mean']:.2g} ({c['low']:.2g} to {c['high']:.2g}) |" for c in cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", default="uoft-cs/cifar10", help="Name on the Hub, or folder.")
+    parser.add_argument("--column", default="img")
+    parser.add_argument("--images", type=int, default=64)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("rank_collapse.json"))
+    arguments = parser.parse_args()
+    pictures = load_dataset(arguments.dataset, split="test").select(range(arguments.images))[arguments.column]
+    arrays = np.stack([np.asarray(picture.convert("RGB"), dtype=np.float64) / 127.5 - 1 for picture in pictures])
+    rows = measure(torch.from_numpy(arrays).permute(0, 3, 1, 2), arguments.seeds)
+    arguments.out.write_text(json.dumps({"images": arguments.images, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
