@@ -88,6 +88,7 @@ def run(
         trainer.model_accepts_loss_kwargs = False
     sentences.append(f"Fine-tuned for {args.num_train_epochs:g} epochs on {len(task.train):,} rows.")
     trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
+    trainer.args.train_sampling_strategy = "random"  # "group_by_length" would shuffle the held-out rows too, by seed
     predictions, references = task.predict(trainer, task.test)
     measured = scores(task.metrics, predictions, references)
     outcome = Outcome(

@@ -31,7 +31,8 @@ def recipe(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_converted_beside_its_control(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     words = ("--variant", "simple_resl", "--seeds", "0", "1", "--calibrate", "map", "--transfer_epochs", "1")
-    arguments = options(tiny, tmp_path, *words, "--schedule", "linear", *NO_SAVING)
+    grouped = ("--train_sampling_strategy", "group_by_length")
+    arguments = options(tiny, tmp_path, *words, "--schedule", "linear", *grouped, *NO_SAVING)
     recipe("text_classification.py", arguments, monkeypatch)
     result = RunResult.load(tmp_path / "simple-resl" / "results.json")
     assert result.control is not None
