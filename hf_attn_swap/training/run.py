@@ -84,8 +84,7 @@ def run(
     trainer = Trainer(
         model=converted, args=args, train_dataset=task.train, data_collator=task.collate, callbacks=callbacks
     )
-    if task.mean_loss:
-        trainer.model_accepts_loss_kwargs = False
+    trainer.model_accepts_loss_kwargs &= not task.mean_loss
     sentences.append(f"Fine-tuned for {args.num_train_epochs:g} epochs on {len(task.train):,} rows.")
     trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
     trainer.args.train_sampling_strategy = "random"  # "group_by_length" would shuffle the held-out rows too, by seed

@@ -41,8 +41,7 @@ def eager_and_compiled(name: str, variant: str, strength: float, backend: str) -
     ("name", "strength"),
     [
         ("bert", 1.0),
-        ("llama", 0.4),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("bert", 0.4), ("llama", 1.0)]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("bert", 0.4), ("llama", 0.4), ("llama", 1.0)]),
     ],
 )
 @pytest.mark.parametrize("variant", list_variants())

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).parents[2] / "recipes" / "bench.py"
 
 
+@pytest.mark.slow  # a process per model
 def test_bench_reports_every_cell(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     flags = ["--models=gpt2", "--shapes=2x16", "--variants=belief", "--width=64", "--layers=1", "--rounds=2"]
