@@ -85,8 +85,9 @@ def run(
         model=converted, args=args, train_dataset=task.train, data_collator=task.collate, callbacks=callbacks
     )
     trainer.model_accepts_loss_kwargs &= not task.mean_loss
-    sentences.append(f"Fine-tuned for {args.num_train_epochs:g} epochs on {len(task.train):,} rows.")
-    trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
+    if args.num_train_epochs or args.max_steps > 0:
+        sentences.append(f"Fine-tuned for {args.num_train_epochs:g} epochs on {len(task.train):,} rows.")
+        trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
     trainer.args.train_sampling_strategy = "random"  # "group_by_length" would shuffle the held-out rows too, by seed
     predictions, references = task.predict(trainer, task.test)
     measured = scores(task.metrics, predictions, references)
