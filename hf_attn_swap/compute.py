@@ -109,7 +109,7 @@ def attend(
     """Heads (B,Q,H,D) before the read-out step, and the weights if wanted."""
     if places.replacement is not None:
         return _replaced(places.replacement, inputs, call, sdpa, want_weights)
-    plain = inputs.softcap is None and inputs.position_bias is None and not want_weights
+    plain = inputs.softcap is None and inputs.position_bias is None and not want_weights and call.tap is None
     if not plain or places.explicit:
         return reference(places, inputs, call)
     normaliser = places.normaliser
@@ -159,6 +159,7 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     carrier, normaliser, adjuster = places.carrier, places.normaliser, places.adjuster
     if carrier is not None:
         scores = carrier.carry(scores, call)
+    scores = scores if call.tap is None else call.tap("scores", scores)
     if (bias := inputs.mask_bias()) is not None:
         scores = scores + bias
     allowed = inputs.allowed(call)
@@ -170,6 +171,7 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     if allowed is not None:  # a row that may see nothing reads nothing, as in SDPA
         weights = weights.masked_fill(~allowed, 0.0)
     weights = weights.to(value.dtype)
+    weights = weights if call.tap is None else call.tap("probabilities", weights)
     return (F.dropout(weights, inputs.dropout) @ value).transpose(1, 2), weights
 
 

@@ -136,6 +136,7 @@ class Swap(nn.Module):
         call.value = inputs.value
         places = self.places()
         heads, weights = attend(places, inputs, call, sdpa, want_weights)
+        heads = heads if call.tap is None else call.tap("context", heads)
         if self.calibration is not None and places.replacement is not None:
             heads = self.calibration(heads)  # the variant's branch alone: `read` mixes it with the ordinary one
         reader = self.at("read")

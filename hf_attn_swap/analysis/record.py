@@ -17,15 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ..families import Site, sites
-from ..install import installation_of, layer_of, model_root
-from ..patch import build_swap, patch_model, swappable, unpatch_model
-from ..registry import parse, parse_options
+from ..install import layer_of
 from ..swap import Swap
 from ..variants.base import Carried
 from . import metrics
 from .recording import Activation, Layer, Recording
+from .watched import watched
 
-CONTROL = "softmax"
 MASKS = ("attention_mask", "decoder_attention_mask")
 OUTLIERS = {  # SPEC 7: where the paper looks; a family that is not named: every linear map and norm of the layers
     "bert": r"encoder\.layer\.\d+\..*output\.(dense|LayerNorm)$",
@@ -50,44 +48,10 @@ def record(model: nn.Module, *, sink_ids: Collection[int] = (), modules: str | N
     Raises:
         ValueError: no transformers model, nothing to record in it, or activations that are not finite.
     """
-    root = model_root(model)
-    stock = installation_of(root) is None
-    if stock:
-        patch_model(root, CONTROL)
     recording = Recording()
-    try:
-        with _ordinary_where_off(root), contextlib.ExitStack() as hooks:
-            _Recorder(root, recording, tuple(sink_ids)).hook(hooks, modules)
-            yield recording
-    finally:
-        if stock:
-            unpatch_model(root)
-
-
-@contextlib.contextmanager
-def _ordinary_where_off(root: Any) -> Iterator[None]:
-    """Layers that run the stock function get a softmax swap, which computes the same bits and can be watched."""
-    installation = installation_of(root)
-    assert installation is not None
-    classes = parse(CONTROL)
-    usable, swapped = swappable(root), installation.swaps()
-    quiet = [index for index in range(len(usable)) if index not in swapped or swapped[index][0].phase == "off"]
-    before = {index: getattr(usable[index].core, "attn_swap", None) for index in quiet}
-    try:
-        for index in quiet:
-            usable[index].core.__dict__.pop("attn_swap", None)
-            usable[index].core.attn_swap = build_swap(usable[index], classes, parse_options(classes, {}), index)
-        if quiet:
-            installation.wire()
-        yield
-    finally:
-        for index, child in before.items():
-            del usable[index].core.attn_swap
-            if child is not None:
-                usable[index].core.attn_swap = child
-        if quiet:
-            installation.wire()
-            installation.refresh()
+    with watched(model) as root, contextlib.ExitStack() as hooks:
+        _Recorder(root, recording, tuple(sink_ids)).hook(hooks, modules)
+        yield recording
 
 
 class _Recorder:

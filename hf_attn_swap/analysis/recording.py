@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +57,13 @@ class Layer:
     update_norm: Mean = field(default_factory=Mean)
     update_angle: Mean = field(default_factory=Mean)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Lists and numbers for JSON, None for what was not recorded or is not defined."""
+        values = {
+            name: value.value.tolist() if isinstance(value, Mean) else value for name, value in vars(self).items()
+        }
+        return {name: plain(value) for name, value in values.items()}
+
 
 @dataclass
 class Recording:
@@ -73,6 +82,29 @@ class Recording:
     def max_infinity_norm(self) -> float:
         """Mean over samples, then the maximum over modules."""
         return max((_mean(each.max_infinity_norm) for each in self.activations.values()), default=float("nan"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Lists and numbers for JSON, layers in their order."""
+        return {
+            "samples": self.samples,
+            "kurtosis": plain(self.kurtosis),
+            "max_infinity_norm": plain(self.max_infinity_norm),
+            "layers": [self.layers[place].to_dict() for place in sorted(self.layers)],
+            "modules": {
+                path: {
+                    "kurtosis": plain(_mean(each.kurtosis)),
+                    "max_infinity_norm": plain(_mean(each.max_infinity_norm)),
+                }
+                for path, each in self.activations.items()
+            },
+        }
+
+
+def plain(value: Any) -> Any:
+    """NaN and infinity, which JSON does not know, as None."""
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
 def _mean(values: list[float]) -> float:

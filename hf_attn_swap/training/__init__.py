@@ -2,7 +2,7 @@
 
 from .arguments import ConversionArguments, DataArguments, ModelArguments, parse
 from .compare import compare, push_run
-from .data import load_splits
+from .data import load_rows, load_splits
 from .outcome import Outcome
 from .publish import About
 from .run import Task, run
@@ -15,6 +15,7 @@ __all__ = [
     "Outcome",
     "Task",
     "compare",
+    "load_rows",
     "load_splits",
     "parse",
     "push_run",

@@ -35,22 +35,46 @@ def load_splits(data: DataArguments, *, labelled: bool = True) -> tuple[Dataset,
     return _number(train, test, data.label_column)
 
 
+def load_rows(source: str, config: str | None, split: str | None, column: str) -> Dataset:
+    """The rows of one split of a set on the Hub, of a folder or of a file; the held-out one if no split is named.
+
+    Raises:
+        ValueError: a path, split or column that is not there, or no rows.
+    """
+    if Path(source).is_file():
+        rows = _file(source)
+    else:
+        found = _splits(source, config)
+        usual = [name for name in ("test", "validation", *map(str, found)) if name in found]
+        rows = _split(source, found, split or usual[0])
+    _check("chosen", rows, [column])
+    return rows
+
+
 def _read(data: DataArguments) -> tuple[Dataset, Dataset]:
     if data.dataset is None:
         assert data.train_file is not None
         assert data.test_file is not None
         return _file(data.train_file), _file(data.test_file)
-    if data.dataset.startswith((".", "/", "~")) and not Path(data.dataset).is_dir():
-        raise ValueError(f"there is no folder {data.dataset!r}.")
+    found = _splits(data.dataset, data.dataset_config)
+    return _split(data.dataset, found, data.train_split), _split(data.dataset, found, data.test_split)
+
+
+def _splits(source: str, config: str | None) -> DatasetDict:
+    if source.startswith((".", "/", "~")) and not Path(source).is_dir():
+        raise ValueError(f"there is no folder {source!r}.")
     try:
-        found = load_dataset(data.dataset, data.dataset_config)
+        found = load_dataset(source, config)
     except Exception as problem:  # datasets raises a dozen kinds: not found, no files, no such configuration
-        raise ValueError(f"the data set {data.dataset!r} cannot be read: {problem}") from problem
+        raise ValueError(f"the data set {source!r} cannot be read: {problem}") from problem
     assert isinstance(found, DatasetDict)
-    for split in (data.train_split, data.test_split):
-        if split not in found:
-            raise ValueError(f"{data.dataset!r} has no split {split!r}; it has {', '.join(map(str, found))}.")
-    return found[data.train_split], found[data.test_split]
+    return found
+
+
+def _split(source: str, found: DatasetDict, name: str) -> Dataset:
+    if name not in found:
+        raise ValueError(f"{source!r} has no split {name!r}; it has {', '.join(map(str, found))}.")
+    return found[name]
 
 
 def _file(path: str) -> Dataset:

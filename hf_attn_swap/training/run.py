@@ -81,9 +81,7 @@ def run(
         set_strength(converted, 0.0)
         sentences.append(f"Strength 0 to 1 over {conversion.schedule_share:.0%} of the steps ({conversion.schedule}).")
     _freeze(converted, conversion.freeze)
-    trainer = Trainer(
-        model=converted, args=args, train_dataset=task.train, data_collator=task.collate, callbacks=callbacks
-    )
+    trainer = Trainer(converted, args, task.collate, train_dataset=task.train, callbacks=callbacks)
     trainer.model_accepts_loss_kwargs &= not task.mean_loss
     if args.num_train_epochs or args.max_steps > 0:
         sentences.append(f"Fine-tuned for {args.num_train_epochs:g} epochs on {len(task.train):,} rows.")

@@ -53,8 +53,7 @@ class Call:
 
     Attributes:
         x: (B,Q,E), what the layer's own Q/K/V projections read.
-        start: position of the current tokens' values among the keys (the cache's length before the update); None
-            where no cache was handed in, so that keys and queries must be the same tokens.
+        start: where the current tokens' values are among the keys (the cache's length before the update), or None.
         carried: what the layers share, or None where the architecture passes nothing on.
         order: place among the layers that carry scores.
         residual: (B,Q,E), the block's residual stream, where a variant asked for it.
@@ -63,6 +62,7 @@ class Call:
         kept: what `read` leaves for `write`.
         dropout: the model's hidden dropout, for variants that bypass W_o.
         recomputed: the enclosing layer is under activation checkpointing, so carried scores must stay as they are.
+        tap: sees "scores" (before the mask), "probabilities" and "context", and gives what goes on in their place.
     """
 
     x: Tensor
@@ -75,6 +75,7 @@ class Call:
     kept: dict[str, Tensor] = field(default_factory=dict)
     dropout: Callable[[Tensor], Tensor] | None = None
     recomputed: bool = False
+    tap: Callable[[str, Tensor], Tensor] | None = None
 
     def own_values(self, heads: int) -> Tensor:
         """The rows of V that belong to the current tokens, repeated per group: (B,Q,H,D)."""
@@ -125,6 +126,7 @@ class Variant(nn.Module):
         fused: the exact fast form, in words, for `describe` and the documentation.
         explicit: True if there is no fused form: it needs the weights as a tensor.
         keeps_projection: False if the read-out is the layer's output, without W_o.
+        projections: its own projections of the heads beside W_o, which quantisation treats like W_o.
     """
 
     name: ClassVar[str]
@@ -138,6 +140,7 @@ class Variant(nn.Module):
     alone: ClassVar[bool] = False
     explicit: ClassVar[bool] = False
     keeps_projection: ClassVar[bool] = True
+    projections: ClassVar[tuple[str, ...]] = ()
     Options: ClassVar[type[Any]] = NoOptions
 
     def __init__(self, options: Any, geometry: Geometry) -> None:
@@ -205,12 +208,10 @@ class Variant(nn.Module):
 
         Args:
             qkv: query (B,H,Q,D), key and value (B,G,K,D).
-            mask: bool or additive float, broadcastable to (B,H,Q,K), or None.
-            causal: SDPA's flag (square; never together with a mask).
+            mask, causal: bool or additive float, broadcastable to (B,H,Q,K), or SDPA's flag (square), or neither.
             call: for the strength.
 
-        Returns:
-            The three tensors, mask and flag for SDPA; with the flag, row 0 of the result is a dummy.
+        Returns: the three tensors, mask and flag for SDPA; with the flag, row 0 of the result is a dummy.
         """
         raise NotImplementedError
 

@@ -41,6 +41,7 @@ class BeliefStar(Belief):
     parameters_added = "H D E (no bias)"
     fused = "SDPA, then both projections"
     places = ("read", "write")
+    projections: ClassVar[tuple[str, ...]] = ("w_s",)
 
     def __init__(self, options: Any, geometry: Geometry) -> None:
         super().__init__(options, geometry)

@@ -1,0 +1,132 @@
+"""Records a model with and without its swap on the same rows.
+
+Axes: H head, Q query, K key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from ..conversion import calibrate
+from ..describe import describe
+from ..install import installation_of
+from ..patch import need_installation, patch_model, set_strength
+from .inputs import Batch, Inputs
+from .record import record
+from .recording import Recording
+from .report import Report
+from .watched import watched
+
+BEFORE = "unswapped"
+Maps = list[np.ndarray]
+
+
+def compare(
+    model: PreTrainedModel,
+    inputs: Inputs,
+    data: str,
+    variant: str | None = None,
+    *,
+    fit: str | None = None,
+    **options: Any,
+) -> Report:
+    """Record a stock model, swap its attention, record it again; or a swapped model at strength 0 and as it is.
+
+    Args:
+        model: changed in place: a stock model is swapped afterwards.
+        inputs: rows and the sample.
+        data: what the rows are, in words.
+        variant: for a stock model; None for a swapped one.
+        fit: "gain" or "map": calibrate on the rows before the second recording.
+        options: of the variant.
+
+    Raises:
+        ValueError: a stock model without a variant, a swapped one with one, or activations that are not finite.
+    """
+    swapped = installation_of(model) is not None
+    if swapped and (variant is not None or fit is not None):
+        raise ValueError("this model is swapped already; leave the variant and the calibration out.")
+    if not swapped and variant is None:
+        raise ValueError("this model is not swapped; name a variant to compare it with.")
+    found, notes = _both(model.eval(), inputs, variant, fit, options)
+    label = list(found)[-1]
+    if inputs.rows == 1:
+        notes.append("A single row: its figures have no spread, and another row may look different.")
+    maps = {name: maps for name, (_, maps) in found.items() if maps}
+    if not maps:
+        notes.append("This architecture does not hand out attention weights, so there are no maps.")
+    return Report(
+        title=f"{label} in {type(model).__name__}",
+        data=data,
+        description=describe(model),
+        recordings={name: recording for name, (recording, _) in found.items()},
+        maps=maps,
+        inputs=inputs,
+        notes=tuple(notes),
+    )
+
+
+def _both(
+    model: PreTrainedModel, inputs: Inputs, variant: str | None, fit: str | None, options: dict[str, Any]
+) -> tuple[dict[str, tuple[Recording, Maps]], list[str]]:
+    """Recordings and maps by label, the unswapped one first, and what a reader should know of them."""
+    found: dict[str, tuple[Recording, Maps]] = {}
+    notes: list[str] = []
+    if variant is not None:
+        found[BEFORE] = _run(model, inputs, BEFORE)
+        patch_model(model, variant, **options)
+        if fit is not None:
+            notes.append(f"Calibrated on the same rows: {calibrate(model, inputs.batches, fit=fit).summary()}")
+    elif any(swaps[0].merged is not None for swaps in need_installation(model).swaps().values()):
+        notes.append("A calibration was merged into the weights, so the unswapped model cannot be shown beside.")
+    else:
+        with _at_zero(model):
+            found[BEFORE] = _run(model, inputs, BEFORE)
+        notes.append(f"“{BEFORE}” is the same checkpoint at strength 0: its weights as they are, ordinary attention.")
+    label = variant or "+".join(_names(model))
+    found[label] = _run(model, inputs, label)
+    return found, notes
+
+
+@torch.no_grad()
+def _run(model: PreTrainedModel, inputs: Inputs, label: str) -> tuple[Recording, Maps]:
+    with record(model, sink_ids=inputs.sink_ids) as recording:
+        for batch in tqdm(inputs.batches, desc=f"record {label}", unit="batch"):
+            model(**batch)
+    return recording, _maps(model, inputs.sample, inputs.image is not None)
+
+
+def _maps(model: PreTrainedModel, sample: Batch, image: bool) -> Maps:
+    """Of one row, per layer: mean over heads (Q,K), or of an image where its first token looks, (rows,columns)."""
+    with watched(model) as root:
+        outputs = root(**sample, output_attentions=True)
+    found = outputs.get("attentions") or outputs.get("encoder_attentions") or ()
+    maps = [weights[0].float().mean(0).cpu().numpy() for weights in found if weights is not None]
+    if not image:
+        return maps
+    side = int((maps[0].shape[1] - 1) ** 0.5) if maps else 0
+    if any(each.shape[1] != side * side + 1 for each in maps):
+        return []  # more tokens than patches and one class token
+    return [each[0, 1:].reshape(side, side) for each in maps]
+
+
+@contextlib.contextmanager
+def _at_zero(model: PreTrainedModel) -> Iterator[None]:
+    before = {index: swaps[0].strength for index, swaps in need_installation(model).swaps().items()}
+    set_strength(model, 0.0)
+    try:
+        yield
+    finally:
+        for index, strength in before.items():
+            set_strength(model, strength, layers=index)
+
+
+def _names(model: PreTrainedModel) -> list[str]:
+    return list(dict.fromkeys(name for swaps in need_installation(model).swaps().values() for name in swaps[0].names))

@@ -1,0 +1,138 @@
+"""What a report runs a model on: batches of real text or images, and one sample to look into.
+
+Axes: B batch, T token, S side of an image.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Batches for a recording.
+
+    Attributes:
+        batches: as the model takes them.
+        sample: the row whose attention is drawn, without padding.
+        tokens: its tokens; empty for an image.
+        image: its pixels (S,S,3) from 0 to 1; None for a text.
+        sink_ids: ids of separators.
+        rows: how many rows there are.
+    """
+
+    batches: list[Batch]
+    sample: Batch
+    tokens: tuple[str, ...]
+    image: np.ndarray | None
+    sink_ids: tuple[int, ...]
+    rows: int
+
+
+def prepare(
+    model: PreTrainedModel,
+    source: str,
+    rows: Dataset,
+    column: str,
+    *,
+    limit: int = 64,
+    batch_size: int = 16,
+    max_length: int = 128,
+    shown: int = 0,
+    shown_tokens: int = 32,
+) -> Inputs:
+    """Batches for a text or an image model, by the processor that is saved with it.
+
+    Args:
+        model: says by its main input which of both it is.
+        source: name or folder of the tokenizer or image processor.
+        rows: what to run on.
+        column: of the text or the image.
+        limit: how many of the rows, the first; blank texts are left out and do not count.
+        batch_size: rows at a time.
+        max_length: tokens kept of a text.
+        shown: index of the row whose attention is drawn.
+        shown_tokens: tokens of it that are drawn.
+
+    Raises:
+        ValueError: another kind of model, no processor, a row that is not there, or values of the wrong kind.
+    """
+    if model.main_input_name not in ("input_ids", "pixel_values"):
+        raise ValueError(f"a report is for models of text or images; this one takes {model.main_input_name}.")
+    filled = (value for value in rows[column] if not isinstance(value, str) or value.strip())
+    values = list(itertools.islice(filled, limit))
+    if not values:
+        raise ValueError(f"column {column!r} holds no text: every row is blank.")
+    if not 0 <= shown < len(values):
+        raise ValueError(f"row {shown} cannot be shown: there are {len(values)} rows, counted from 0.")
+    device = next(model.parameters()).device
+    if model.main_input_name == "pixel_values":
+        return _images(source, values, batch_size, shown, device)
+    return _texts(source, values, batch_size, shown, device, max_length, shown_tokens)
+
+
+def _texts(
+    source: str, values: list[Any], size: int, shown: int, device: torch.device, max_length: int, shown_tokens: int
+) -> Inputs:
+    if not all(isinstance(value, str) for value in values):
+        raise ValueError("this model takes text; name the column that holds it.")
+    tokenizer = _processor(AutoTokenizer, source, "tokenizer")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    options = {"return_tensors": "pt", "truncation": True, "padding": True}
+    order = sorted(values, key=len)
+    batches = [
+        dict(tokenizer(order[start : start + size], max_length=max_length, **options).to(device))
+        for start in range(0, len(order), size)
+    ]
+    sample = dict(tokenizer([values[shown]], max_length=shown_tokens, **options).to(device))
+    names = tokenizer.convert_ids_to_tokens(sample["input_ids"][0].tolist())
+    separators = (tokenizer.sep_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return Inputs(
+        batches=batches,
+        sample=sample,
+        tokens=tuple(names),
+        image=None,
+        sink_ids=tuple({identity for identity in separators if identity is not None}),
+        rows=len(values),
+    )
+
+
+def _images(source: str, values: list[Any], size: int, shown: int, device: torch.device) -> Inputs:
+    if not all(hasattr(value, "convert") for value in values):
+        raise ValueError("this model takes images; name the column that holds them.")
+    processor = _processor(AutoImageProcessor, source, "image processor")
+    images = [value.convert("RGB") for value in values]
+    batches = [
+        {"pixel_values": processor(images[start : start + size], return_tensors="pt")["pixel_values"].to(device)}
+        for start in range(0, len(images), size)
+    ]
+    sample = {"pixel_values": processor([images[shown]], return_tensors="pt")["pixel_values"].to(device)}
+    pixels = sample["pixel_values"][0].permute(1, 2, 0).float().cpu().numpy()
+    low, high = pixels.min(), pixels.max()
+    return Inputs(
+        batches=batches,
+        sample=sample,
+        tokens=(),
+        image=(pixels - low) / max(float(high - low), 1e-6),
+        sink_ids=(),
+        rows=len(images),
+    )
+
+
+def _processor(auto: Any, source: str, what: str) -> Any:
+    try:
+        return auto.from_pretrained(source)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(
+            f"{source!r} has no {what} that can be loaded; name one that fits with --processor."
+        ) from problem

@@ -1,0 +1,153 @@
+"""A report on what a swap does to a model: both attentions recorded on the same rows, as one page and as JSON.
+
+Axes: T token.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import torch
+import transformers
+from matplotlib.figure import Figure
+
+from .. import __version__
+from ..describe import Description
+from . import plots
+from .inputs import Inputs
+from .recording import Recording, plain
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+PAGE, FIGURES = "report.html", "report.json"
+SUMMARY = (
+    ("kurtosis", "Kurtosis of activations, mean over modules (3 is a normal distribution)"),
+    ("max_infinity_norm", "Largest activation, maximum over modules"),
+    ("similarity_first", "Token similarity after the first layer"),
+    ("similarity_last", "Token similarity after the last layer (1: all tokens are one)"),
+    ("entropy", "Attention entropy in nats, mean over layers and heads"),
+    ("sinks", "Attention on the first token and separators, mean over layers and heads"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Recordings of both attentions on the same rows, by label, and the attention of one sample.
+
+    Attributes:
+        title: what was compared.
+        description: what was swapped, where.
+        recordings: by label, the unswapped model first (alone missing where its weights are gone).
+        maps: by label, per layer the sample's attention, mean over heads: (T,T), or (rows,columns) of patches.
+        notes: what a reader should know.
+    """
+
+    title: str
+    data: str
+    description: Description
+    recordings: dict[str, Recording]
+    maps: dict[str, list[np.ndarray]]
+    inputs: Inputs
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        return {
+            "title": self.title,
+            "data": self.data,
+            "rows": self.inputs.rows,
+            "versions": versions(),
+            "notes": list(self.notes),
+            "swap": self.description.to_dict(),
+            "summary": {label: _summary(recording) for label, recording in self.recordings.items()},
+            "recordings": {label: recording.to_dict() for label, recording in self.recordings.items()},
+            "tokens": list(self.inputs.tokens),
+            "attention": {label: [plain(each.tolist()) for each in maps] for label, maps in self.maps.items()},
+        }
+
+    def figures(self) -> Iterator[tuple[str, str, Figure]]:
+        """Heading, how to read it, picture."""
+        found, image = self.recordings, self.inputs.image
+        yield "Token similarity", plots.similarity.__doc__ or "", plots.similarity(found)
+        yield "Attention entropy", plots.entropy.__doc__ or "", plots.entropy(found)
+        yield "Sink tokens", plots.sinks.__doc__ or "", plots.sinks(found)
+        yield "Outliers", plots.outliers.__doc__ or "", plots.outliers(found)
+        if any(layer.update_norm.total is not None for each in found.values() for layer in each.layers.values()):
+            yield "The update", plots.updates.__doc__ or "", plots.updates(found)
+        if self.maps and image is not None:
+            yield "Attention maps", plots.patch_maps.__doc__ or "", plots.patch_maps(self.maps, image)
+        elif self.maps:
+            yield (
+                "Attention maps",
+                plots.attention_maps.__doc__ or "",
+                plots.attention_maps(self.maps, self.inputs.tokens),
+            )
+
+    def html(self) -> str:
+        """One page with everything inside: no network, no other file."""
+        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+        pictures = [(heading, words.split(": each")[0], _png(figure)) for heading, words, figure in self.figures()]
+        summaries = {label: _summary(recording) for label, recording in self.recordings.items()}
+        rows = [(words, [_number(values[name]) for values in summaries.values()]) for name, words in SUMMARY]
+        return template.render(
+            report=self,
+            labels=list(summaries),
+            rows=rows,
+            pictures=pictures,
+            versions=versions(),
+            table=self.description,
+        )
+
+    def save(self, folder: Path) -> Path:
+        """Write report.html and report.json; returns the page's path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
+        (folder / FIGURES).write_text(text + "\n", encoding="utf-8")
+        (folder / PAGE).write_text(self.html(), encoding="utf-8")
+        return folder / PAGE
+
+
+def _summary(recording: Recording) -> dict[str, float | None]:
+    layers = [recording.layers[place].to_dict() for place in sorted(recording.layers)]
+    values = {
+        "kurtosis": recording.kurtosis,
+        "max_infinity_norm": recording.max_infinity_norm,
+        "similarity_first": _mean(layers[0]["similarity"]),
+        "similarity_last": _mean(layers[-1]["similarity"]),
+        "entropy": _mean([value for layer in layers for value in _list(layer["entropy"])]),
+        "sinks": _mean([value for layer in layers for value in _list(layer["sinks"])]),
+    }
+    return {name: plain(value) for name, value in values.items()}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _mean(values: list[Any]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else float("nan")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _png(figure: Figure) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that figures depend on."""
+    torch_version = torch.__version__.partition("+")[0]
+    return {"hf-attn-swap": __version__, "torch": torch_version, "transformers": transformers.__version__}

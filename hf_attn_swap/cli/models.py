@@ -1,0 +1,117 @@
+"""Commands on models and what is published with them: variants, patch, describe, card, push, table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from .. import describe, list_variants
+from ..arguments import parse_layers, parse_options
+from ..card import render, table
+from ..hub import push_folder
+from ..registry import get_variant
+from ..results import RunResult
+from .app import app, console, notify
+
+
+@app.command()
+def variants() -> None:
+    """List the variants: name, options with their defaults, what changes, paper."""
+    table = Table("name", "options", "what it changes", "adds", "paper", show_lines=True)
+    for name in list_variants():
+        variant = get_variant(name)
+        options = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(variant.Options))
+        table.add_row(name, options or "-", variant.summary, variant.parameters_added, variant.paper)
+    console().print(table)
+    print('Variants that touch different places compose with "+", as in outeffhop+gated.')
+
+
+@app.command()
+def patch(
+    model: Annotated[str, typer.Argument(help="Name on the Hub, or folder of a saved model.")],
+    variant: Annotated[str, typer.Argument(help='Name from `variants`, or a composition such as "mha+belief".')],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    strength: Annotated[float, typer.Option(help="0 is the pretrained model, 1 the paper's formula.")] = 1.0,
+    layers: Annotated[
+        str | None, typer.Option(help='Which self-attention layers, as "0-5,7"; all if left out.')
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="key=value; component.key=value in a composition.")
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            "--task",
+            "--auto-class",
+            help="AutoModel class, as AutoModelForCausalLM or causal-lm; by default the class that was saved.",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
+) -> None:
+    """Load a pretrained model, swap its attention, and save it with its tokenizer or image processor."""
+    from ..checkpoint import convert
+
+    fresh = convert(
+        model,
+        variant,
+        out,
+        strength=strength,
+        layers=parse_layers(layers),
+        options=parse_options(option or [], composed="+" in variant),
+        task=task,
+        overwrite=overwrite,
+        notify=notify,
+    )
+    if fresh:
+        notify(f"note: not in the checkpoint, so newly initialised: {', '.join(fresh)}")
+
+
+@app.command(name="describe")
+def describe_command(
+    model: Annotated[str, typer.Argument(help="Name on the Hub, or folder of a saved model.")],
+    task: Annotated[str | None, typer.Option("--task", "--auto-class", help="As for `patch`.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what is swapped in a saved model, or what could be in a stock one; reads the config, not the weights."""
+    from ..checkpoint import skeleton
+
+    notify(f"reading the config of {model}")
+    description = describe(skeleton(model, task))
+    print(json.dumps(description.to_dict(), indent=2) if as_json else description)
+    layers = [row.layer for row in description.rows if row.layer is not None]
+    if layers and not as_json and all(row.strength is None for row in description.rows):
+        print(f"Layers 0 to {layers[-1]} can be swapped: hf-attn-swap patch {model} VARIANT OUT")
+
+
+@app.command()
+def card(
+    results: Annotated[Path, typer.Argument(help="A results.json.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write it; printed if left out.")] = None,
+    repo: Annotated[str | None, typer.Option(help="Name on the Hub, for the lines that load it.")] = None,
+) -> None:
+    """Render the model card of a run from its results.json alone."""
+    text = render(RunResult.load(results), repo)
+    print(text) if out is None else out.write_text(text, encoding="utf-8")
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="Folder of a saved converted model.")],
+    repo: Annotated[str, typer.Argument(help="Name on the Hub, as me/bert-belief.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch.")] = None,
+) -> None:
+    """Publish a saved model with its card, in one commit; a results.json in the folder becomes the card."""
+    notify(f"pushing {folder} to {repo}")
+    print(push_folder(folder, repo, private=private, revision=revision).commit_url)
+
+
+@app.command(name="table")
+def table_command(folder: Annotated[Path, typer.Argument(help="Folder of runs, as model_cards/.")]) -> None:
+    """One Markdown table of all runs in a folder."""
+    print(table(folder))

@@ -1,0 +1,89 @@
+"""Commands that measure: demo, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import transformers
+import typer
+
+from ..arguments import parse_options
+from ..demo.options import DEFAULT_VARIANTS, DemoOptions
+from .app import app, console, notify
+
+
+@app.command()
+def demo(
+    variants: Annotated[str, typer.Option(help="Comma-separated; the control is always there.")] = ",".join(
+        DEFAULT_VARIANTS
+    ),
+    model: Annotated[str | None, typer.Option(help="Hub name or folder; by default the extra's MiniLM.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Hub name or folder; by default rotten_tomatoes.")] = None,
+    text_column: Annotated[str, typer.Option(help="Column of --dataset with the text.")] = "text",
+    label_column: Annotated[str, typer.Option(help="Column of --dataset with the class.")] = "label",
+    train_size: Annotated[int, typer.Option(help="Sentences to train on.")] = DemoOptions.train_size,
+    test_size: Annotated[int, typer.Option(help="Sentences held out.")] = DemoOptions.test_size,
+    batch_size: Annotated[int, typer.Option(help="Sentences per step.")] = DemoOptions.batch_size,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = DemoOptions.learning_rate,
+    max_length: Annotated[int, typer.Option(help="Tokens kept of a sentence.")] = DemoOptions.max_length,
+    ramp: Annotated[float, typer.Option(help="Share of the steps in which strength rises.")] = DemoOptions.ramp,
+    seed: Annotated[int, typer.Option(help="The same for every model.")] = DemoOptions.seed,
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = DemoOptions.out,
+) -> None:
+    """Fine-tune a pretrained BERT with several attentions on real text, compare them, save and reload the best."""
+    options = DemoOptions(
+        variants=tuple(name.strip() for name in variants.split(",") if name.strip()),
+        model=model,
+        dataset=dataset,
+        text_column=text_column,
+        label_column=label_column,
+        train_size=train_size,
+        test_size=test_size,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        max_length=max_length,
+        ramp=ramp,
+        seed=seed,
+        out=out,
+    )
+    from ..demo.run import run_demo
+
+    transformers.utils.logging.disable_progress_bar()  # six bars of a loading that takes no time
+    run_demo(options, console())
+
+
+@app.command()
+def report(
+    model: Annotated[str, typer.Argument(help="Name on the Hub, or folder of a saved model, stock or swapped.")],
+    data: Annotated[str, typer.Option(help="Set on the Hub, folder, or file of text or images.")],
+    variant: Annotated[str | None, typer.Option(help="For a stock model, as for `patch`.")] = None,
+    option: Annotated[list[str] | None, typer.Option("--option", "-o", help="As for `patch`.")] = None,
+    calibrate: Annotated[str | None, typer.Option(help='"gain" or "map": fit the swap on the rows first.')] = None,
+    column: Annotated[str, typer.Option(help="Of the text or the image.")] = "text",
+    config: Annotated[str | None, typer.Option(help="Configuration of the set, as a GLUE task.")] = None,
+    split: Annotated[str | None, typer.Option(help="Of the set; the held-out one if left out.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="So many rows, the first.")] = 64,
+    show: Annotated[int, typer.Option(help="Row whose attention is drawn, from 0.")] = 0,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of a row.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 16,
+    task: Annotated[str | None, typer.Option("--task", "--auto-class", help="As for `patch`.")] = None,
+    processor: Annotated[str | None, typer.Option(help="Tokenizer or image processor, if not the model's.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write report.html and report.json into.")] = Path("report"),
+) -> None:
+    """What a swap does to a model: outliers, token similarity, entropy, attention maps, beside the unswapped one."""
+    from ..analysis.comparison import compare
+    from ..analysis.inputs import prepare
+    from ..checkpoint import model_class, read_config
+    from ..training import load_rows
+
+    chosen = parse_options(option or [], composed="+" in (variant or ""))
+    found = load_rows(data, config, split, column)
+    loaded = model_class(read_config(model), task).from_pretrained(model)
+    inputs = prepare(
+        loaded, processor or model, found, column, limit=rows, batch_size=batch_size, max_length=max_length, shown=show
+    )
+    made = compare(loaded, inputs, Path(data).name, variant, fit=calibrate, **chosen)
+    for note in made.notes:
+        notify(f"note: {note}")
+    print(made.save(out))
