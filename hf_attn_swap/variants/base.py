@@ -204,14 +204,13 @@ class Variant(nn.Module):
     def fuse(
         self, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, causal: bool, call: Call
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, bool]:
-        """normaliser, fused: the same attention as plain SDPA over other tensors.
+        """normaliser, fused: the three tensors, mask and flag for plain SDPA; with the flag, row 0 is a dummy.
 
         Args:
             qkv: query (B,H,Q,D), key and value (B,G,K,D).
-            mask, causal: bool or additive float, broadcastable to (B,H,Q,K), or SDPA's flag (square), or neither.
+            mask: bool or additive float, broadcastable to (B,H,Q,K), or None.
+            causal: SDPA's flag (square; never together with a mask).
             call: for the strength.
-
-        Returns: the three tensors, mask and flag for SDPA; with the flag, row 0 of the result is a dummy.
         """
         raise NotImplementedError
 
