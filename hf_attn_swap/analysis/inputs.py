@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
 
 Batch = dict[str, Any]
+NOTHING = "{!r} has no {} that can be loaded; name one that fits with --processor."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ def prepare(
     """
     if model.main_input_name not in ("input_ids", "pixel_values"):
         raise ValueError(f"a report is for models of text or images; this one takes {model.main_input_name}.")
-    filled = (value for value in rows[column] if not isinstance(value, str) or value.strip())
+    filled = (value for value in rows[column] if value is not None and (not isinstance(value, str) or value.strip()))
     values = list(itertools.islice(filled, limit))
     if not values:
         raise ValueError(f"column {column!r} holds no text: every row is blank.")
@@ -86,6 +87,8 @@ def _texts(
     if not all(isinstance(value, str) for value in values):
         raise ValueError("this model takes text; name the column that holds it.")
     tokenizer = _processor(AutoTokenizer, source, "tokenizer")
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made up by transformers for a folder without one
+        raise ValueError(NOTHING.format(source, "tokenizer"))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     options = {"return_tensors": "pt", "truncation": True, "padding": True}
@@ -133,6 +136,4 @@ def _processor(auto: Any, source: str, what: str) -> Any:
     try:
         return auto.from_pretrained(source)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(
-            f"{source!r} has no {what} that can be loaded; name one that fits with --processor."
-        ) from problem
+        raise ValueError(NOTHING.format(source, what)) from problem

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .recording import Mean, Recording
+from .recording import Recording
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3")
 WIDTH, HEIGHT = 7.0, 3.2  # inches
@@ -47,7 +47,7 @@ def entropy(recordings: Recordings) -> Figure:
     figure, axes = _figure("layer", "attention entropy (nats)")
     for number, (label, recording) in enumerate(recordings.items()):
         places, colour = _places(recording), COLOURS[number % len(COLOURS)]
-        heads = [_heads(recording.layers[place].entropy) for place in places]
+        heads = [recording.layers[place].entropy.known for place in places]
         for x, values in zip(_beside(places, number, len(recordings)), heads, strict=True):
             axes.plot([x] * len(values), values, ".", color=colour, markersize=4, alpha=0.6)
         axes.plot(places, [_mean(values) for values in heads], color=colour, label=label)
@@ -60,7 +60,7 @@ def sinks(recordings: Recordings) -> Figure:
     figure, axes = _figure("layer", "attention on sink tokens")
     for number, (label, recording) in enumerate(recordings.items()):
         places, colour = _places(recording), COLOURS[number % len(COLOURS)]
-        heads = [_heads(recording.layers[place].sinks) for place in places]
+        heads = [recording.layers[place].sinks.known for place in places]
         axes.plot(places, [_mean(values) for values in heads], color=colour, label=label)
         axes.plot(places, [max(values, default=math.nan) for values in heads], ":", color=colour)
     _finish(axes, recordings)
@@ -165,10 +165,6 @@ def _places(recording: Recording) -> list[int]:
 
 def _beside(places: Sequence[int], number: int, count: int) -> list[float]:
     return [place + (number - (count - 1) / 2) * 0.8 / count for place in places]
-
-
-def _heads(mean: Mean) -> list[float]:
-    return [value for value in mean.value.flatten().tolist() if math.isfinite(value)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -159,7 +159,10 @@ class _Recorder:
             if weights is None:
                 return
             real = self._real(call.x)
-            layer.entropy.add(metrics.attention_entropy(weights).transpose(1, 2)[real])
+            entropy = metrics.attention_entropy(weights)
+            if swap.places().replacement is not None:
+                entropy = torch.full_like(entropy, float("nan"))  # its weights are products, not probabilities
+            layer.entropy.add(entropy.transpose(1, 2)[real])
             layer.sinks.add(metrics.sink_mass(weights, self._sinks(weights)).transpose(1, 2)[real])
 
         return hook

@@ -31,6 +31,11 @@ class Mean:
             return torch.tensor(float("nan"), dtype=torch.float64)
         return self.total / self.count
 
+    @property
+    def known(self) -> list[float]:
+        """The values that are defined (a linear attention has no entropy)."""
+        return [value for value in self.value.flatten().tolist() if math.isfinite(value)]
+
 
 @dataclass
 class Activation:
@@ -82,6 +87,19 @@ class Recording:
     def max_infinity_norm(self) -> float:
         """Mean over samples, then the maximum over modules."""
         return max((_mean(each.max_infinity_norm) for each in self.activations.values()), default=float("nan"))
+
+    def summary(self) -> dict[str, float | None]:
+        """One number per diagnostic: the outliers, similarity after the first and last layer, means of the rest."""
+        layers = [self.layers[place] for place in sorted(self.layers)]
+        values = {
+            "kurtosis": self.kurtosis,
+            "max_infinity_norm": self.max_infinity_norm,
+            "similarity_first": _mean(layers[0].similarity),
+            "similarity_last": _mean(layers[-1].similarity),
+            "entropy": _mean([value for layer in layers for value in layer.entropy.known]),
+            "sinks": _mean([value for layer in layers for value in layer.sinks.known]),
+        }
+        return {name: plain(value) for name, value in values.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Lists and numbers for JSON, layers in their order."""

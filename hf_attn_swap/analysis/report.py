@@ -66,7 +66,7 @@ class Report:
             "versions": versions(),
             "notes": list(self.notes),
             "swap": self.description.to_dict(),
-            "summary": {label: _summary(recording) for label, recording in self.recordings.items()},
+            "summary": {label: recording.summary() for label, recording in self.recordings.items()},
             "recordings": {label: recording.to_dict() for label, recording in self.recordings.items()},
             "tokens": list(self.inputs.tokens),
             "attention": {label: [plain(each.tolist()) for each in maps] for label, maps in self.maps.items()},
@@ -95,7 +95,7 @@ class Report:
         environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
         pictures = [(heading, words.split(": each")[0], _png(figure)) for heading, words, figure in self.figures()]
-        summaries = {label: _summary(recording) for label, recording in self.recordings.items()}
+        summaries = {label: recording.summary() for label, recording in self.recordings.items()}
         rows = [(words, [_number(values[name]) for values in summaries.values()]) for name, words in SUMMARY]
         return template.render(
             report=self,
@@ -113,28 +113,6 @@ class Report:
         (folder / FIGURES).write_text(text + "\n", encoding="utf-8")
         (folder / PAGE).write_text(self.html(), encoding="utf-8")
         return folder / PAGE
-
-
-def _summary(recording: Recording) -> dict[str, float | None]:
-    layers = [recording.layers[place].to_dict() for place in sorted(recording.layers)]
-    values = {
-        "kurtosis": recording.kurtosis,
-        "max_infinity_norm": recording.max_infinity_norm,
-        "similarity_first": _mean(layers[0]["similarity"]),
-        "similarity_last": _mean(layers[-1]["similarity"]),
-        "entropy": _mean([value for layer in layers for value in _list(layer["entropy"])]),
-        "sinks": _mean([value for layer in layers for value in _list(layer["sinks"])]),
-    }
-    return {name: plain(value) for name, value in values.items()}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _mean(values: list[Any]) -> float:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else float("nan")
 
 
 def _number(value: float | None) -> str:

@@ -10,6 +10,7 @@ Axes: B batch, H head, Q query, K key, D head width.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -63,11 +64,13 @@ class _Quantizer:
     def __init__(self, root: Any, momentum: float) -> None:
         self.root, self.momentum, self.fitting = root, momentum, True
         self.points: dict[str, Point] = {}
+        self.calls: dict[str, int] = {}  # of this pass: a module that serves several layers has a range in each
         self.flops = {"covered": 0.0, "rest": 0.0}
 
     def place(self, stack: contextlib.ExitStack) -> None:
         """Put rounded weights and all hooks in place; the stack takes them out."""
         chosen = dict(quantizable(self.root))
+        stack.callback(self.root.register_forward_pre_hook(lambda *_: self.calls.clear()).remove)
         for path, module in chosen.items():
             self._weight(path, module, stack)
             if is_norm(module):
@@ -88,6 +91,8 @@ class _Quantizer:
     def _round(self, name: str, tensor: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             raise ValueError("a model in fake 8 bits is for evaluation; call it under torch.no_grad().")
+        self.calls[name] = self.calls.get(name, 0) + 1
+        name = name if self.calls[name] == 1 else f"{name}, call {self.calls[name]}"
         point = self.points.setdefault(name, Point(name))
         if self.fitting:
             point.observe(tensor, self.momentum)
@@ -103,6 +108,8 @@ class _Quantizer:
             return  # a norm without parameters
         with torch.no_grad():
             end = float(weight.abs().max())
+            if not math.isfinite(end):
+                raise ValueError(f"{path}.weight is not finite; check the checkpoint.")
             point = Point(f"{path}.weight", low=-128 / 127 * end, high=end, seen=True)
             rounded = point.apply(weight)
             point.signal = float(weight.double().square().sum())

@@ -87,6 +87,8 @@ def _file(path: str) -> Dataset:
     try:
         return load_dataset(READERS[suffix], data_files=path, split="train", **extra)
     except Exception as problem:  # as above, and whatever the parsers raise
+        if "corresponds to no data" in str(problem):
+            raise ValueError(f"{path!r} holds no rows.") from problem
         raise ValueError(f"{path!r} cannot be read: {problem}") from problem
 
 

@@ -1,0 +1,62 @@
+"""The pictures show the recorded numbers, both models beside each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.analysis import Recording, plots, record
+from tests.contract.harness import batch_of, forward, fresh, perturb
+
+
+@pytest.fixture(scope="module")
+def recordings() -> dict[str, Recording]:
+    model, batch = fresh("bert", torch.float32), batch_of("bert", torch.float32, padded="right")
+    found = {}
+    for label in ("unswapped", "simple_resl"):
+        if label != "unswapped":
+            perturb(patch_model(model, label))
+        with record(model) as found[label]:
+            forward(model, batch)
+    return found
+
+
+def labels(figure: plots.Figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
+def test_similarity(recordings: dict[str, Recording]) -> None:
+    figure = plots.similarity(recordings)
+    assert labels(figure) == list(recordings)
+    drawn = [line.get_ydata() for line in figure.axes[0].lines if line.get_marker() == "."]
+    for line, recording in zip(drawn, recordings.values(), strict=True):
+        assert line == pytest.approx([np.median(recording.layers[place].similarity) for place in range(3)])
+    assert len(figure.axes[0].collections) == 2 * (3 + 3)  # a body per layer, and three bars, per model
+
+
+def test_entropy_and_sinks(recordings: dict[str, Recording]) -> None:
+    """A linear attention has no entropy, and is drawn as a gap."""
+    lines = {line.get_label(): line.get_ydata() for line in plots.entropy(recordings).axes[0].lines}
+    assert lines["unswapped"] == pytest.approx(
+        [float(recordings["unswapped"].layers[p].entropy.value.mean()) for p in range(3)]
+    )
+    assert np.isnan(lines["simple_resl"]).all()
+    assert labels(plots.sinks(recordings)) == list(recordings)
+
+
+def test_outliers_and_updates(recordings: dict[str, Recording]) -> None:
+    figure = plots.outliers(recordings)
+    modules = recordings["unswapped"].activations
+    assert [len(line.get_ydata()) for line in figure.axes[1].lines] == [len(modules)] * 2
+    norms = plots.updates(recordings).axes[0].lines[0].get_ydata()
+    assert norms == pytest.approx([float(recordings["unswapped"].layers[p].update_norm.value) for p in range(3)])
+
+
+def test_maps_are_chosen_evenly() -> None:
+    maps = {"a": [np.full((3, 3), float(layer)) for layer in range(12)], "b": [np.eye(3)] * 12}
+    figure = plots.attention_maps(maps, ["x", "y", "z"])
+    assert [axes.get_title() for axes in figure.axes[:6]] == [f"layer {place}" for place in (0, 2, 4, 7, 9, 11)]
+    assert float(figure.axes[5].images[0].get_array()[0, 0]) == 11
+    assert len(plots.patch_maps(maps, np.zeros((8, 8, 3))).axes) == 12

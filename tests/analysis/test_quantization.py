@@ -1,0 +1,169 @@
+"""Fake 8 bits: by hand on plain numbers, on every family with every variant, and nothing left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap.quantization import Point, fake_w8a8, int8_dynamic, points
+from tests import zoo
+from tests.contract.cells import FAMILY_NAMES
+from tests.contract.harness import batch_of, forward, fresh, padding_side, perturb
+
+
+def point(low: float, high: float) -> Point:
+    return Point("x", low=low, high=high, seen=True)
+
+
+def test_rounding_by_hand() -> None:
+    tensor = torch.tensor([-1.0, -0.013, 0.0, 0.007, 0.013, 1.55, 9.0])
+    wanted = [-1.0, -0.01, 0.0, 0.01, 0.01, 1.55, 1.55]  # step 0.01, zero point 100, the last one clipped
+    assert point(-1.0, 1.55).apply(tensor).tolist() == pytest.approx(wanted, abs=1e-6)
+    assert point(0.0, 0.0).apply(torch.zeros(3)).tolist() == [0.0] * 3
+
+
+def test_range_is_a_running_mean_that_holds_zero() -> None:
+    seen = Point("x")
+    for batch in ([2.0, 4.0], [-1.0, 14.0]):
+        seen.observe(torch.tensor(batch), 0.9)
+    assert (seen.low, seen.high) == pytest.approx((0.9 * 0 + 0.1 * -1, 0.9 * 4 + 0.1 * 14))
+
+
+def test_signal_to_noise() -> None:
+    assert Point("x", signal=100.0, noise=1.0).sqnr == pytest.approx(20)
+    assert Point("x", signal=1.0).sqnr == math.inf
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", [None, *list_variants()])
+def test_close_while_inside_and_gone_afterwards(name: str, variant: str | None) -> None:
+    model, batch = fresh(name, torch.float32), batch_of(name, torch.float32, padded=padding_side(name))
+    if variant is not None:
+        perturb(patch_model(model, variant))
+    wanted = forward(model, batch)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    with fake_w8a8(model, [batch, batch]) as quantized:
+        inside = forward(model, batch)
+    assert not torch.equal(inside, wanted)
+    linear = variant is not None and variant.startswith("simple")
+    assert 0.5 < quantized.flops_covered <= 1
+    kinds = {each.name.rpartition(".")[2] for each in quantized.points}
+    assert {"weight", "output", "input", "context"} <= kinds
+    assert ({"scores", "probabilities"} <= kinds) != linear
+    assert {"query", "key"} <= kinds or name != "llama"
+    assert all(math.isfinite(each.step) and each.low <= 0 <= each.high for each in quantized.points)
+    assert f"{quantized.flops_covered:.1%}" in str(quantized)
+    assert torch.equal(forward(model, batch), wanted)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", [None, *list_variants()])
+def test_with_many_levels_it_is_the_model(name: str, variant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding is all that changes: with 2^20 levels instead of 2^8 next to nothing does."""
+    model, batch = fresh(name, torch.float64), batch_of(name, torch.float64, padded=padding_side(name))
+    if variant is not None:
+        perturb(patch_model(model, variant))
+    wanted = forward(model, batch)
+    monkeypatch.setattr(points, "LEVELS", 2**20 - 1)
+    with fake_w8a8(model, [batch]):
+        assert (forward(model, batch) - wanted).norm() < 1e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_everything_lies_on_its_grid(name: str) -> None:
+    """What leaves a projection, and what goes down the residual stream, has at most 256 values."""
+    model, batch = fresh(name, torch.float32), batch_of(name, torch.float32)
+    seen: dict[str, torch.Tensor] = {}
+    with fake_w8a8(model, [batch]):
+        handles = []
+        for path, module in model.base_model.named_modules():
+            if isinstance(module, nn.Linear | nn.LayerNorm) and "attn_swap" not in path:
+
+                def keep(
+                    _: Any,
+                    args: Any,
+                    output: torch.Tensor,
+                    path: str = path,
+                    norm: bool = isinstance(module, nn.LayerNorm),
+                ) -> None:
+                    seen[path] = output
+                    if norm:
+                        seen[f"{path}.input"] = args[0]
+
+                handles.append(module.register_forward_hook(keep))
+            if isinstance(module, nn.Linear):
+                steps = (module.weight / (module.weight.abs().max() / 127)).detach()
+                assert torch.allclose(steps, steps.round(), atol=1e-3)
+        forward(model, batch)
+        for handle in handles:
+            handle.remove()
+    assert seen
+    assert all(len(value.unique()) <= 256 for value in seen.values())
+
+
+@pytest.mark.parametrize(("variant", "own"), [("belief_star", 3), ("gated", 0), ("mha+gated", 0)])
+def test_the_head_and_gates_stay_as_they_are(variant: str, own: int) -> None:
+    """A second output projection is quantised in each of three layers, a gate and a tied head are not."""
+    model, batch = fresh("bert", torch.float32, head="lm"), batch_of("bert", torch.float32)
+    gates = {"gated": {"kind": "all_features"}} if "+" in variant else {}
+    perturb(patch_model(model, variant, **gates))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    with fake_w8a8(model, [batch]) as quantized:
+        names = [each.name for each in quantized.points]
+        assert not torch.equal(head.weight, embedding.weight)
+    assert head.weight is embedding.weight
+    assert len([name for name in names if ".attn_swap." in name and name.endswith("w_s.weight")]) == own
+    assert not [name for name in names if "gate" in name or name.startswith("cls")]
+
+
+def test_flops_by_hand() -> None:
+    """Two products of attention, four projections of width E, two of the MLP per layer; the head is not covered."""
+    model, batch = fresh("bert", torch.float32, head="lm"), batch_of("bert", torch.float32)
+    (rows, length), width, inner = batch["input_ids"].shape, zoo.HIDDEN, 48
+    tokens = rows * length
+    layer = 2 * tokens * (4 * width * width + 2 * width * inner) + 2 * 2 * tokens * length * width
+    head = 2 * tokens * (width * width + width * zoo.VOCABULARY)
+    with fake_w8a8(model, [batch]) as quantized:
+        pass
+    assert quantized.flops_covered == pytest.approx(zoo.LAYERS * layer / (zoo.LAYERS * layer + head))
+
+
+def test_refusals() -> None:
+    model, batch = fresh("bert", torch.float32), batch_of("bert", torch.float32)
+    with pytest.raises(ValueError, match="no batch"), fake_w8a8(model, []):
+        pass
+    with pytest.raises(ValueError, match=r"model\.eval\(\)"), fake_w8a8(model.train(), [batch]):
+        pass
+    model.eval()
+    with fake_w8a8(model, [batch]), pytest.raises(ValueError, match="no_grad"):
+        model(**batch)
+    with torch.no_grad():
+        next(model.base_model.encoder.parameters()).fill_(math.nan)
+    with pytest.raises(ValueError, match="not finite"), fake_w8a8(model, [batch]):
+        pass
+
+
+def test_without_torchao_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torchao.quantization", None)
+    with pytest.raises(ImportError, match=r"hf-attn-swap\[quant\]"):
+        int8_dynamic(fresh("bert", torch.float32))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed (extra quant)")
+@pytest.mark.filterwarnings("ignore")  # torchao's own
+@pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name != "gpt2"])
+def test_integer_kernels(name: str) -> None:
+    model, batch = fresh(name, torch.float32), batch_of(name, torch.float32)
+    patch_model(model, "outeffhop")
+    wanted = forward(model, batch)
+    got = forward(int8_dynamic(model), batch)
+    assert 0 < (got - wanted).norm() < 0.2 * wanted.norm()

@@ -1,0 +1,178 @@
+"""`hf-attn-swap report` on text, causal and image models, and what it says to bad input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from transformers import AutoTokenizer, BertModel, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.conversion import calibrate, merge_calibration
+
+Command = Callable[..., Any]
+
+
+def texts(path: Path, rows: list[str], column: str = "sentence") -> Path:
+    with path.open("w", encoding="utf-8", newline="") as lines:
+        csv.writer(lines).writerows([[column], *([row] for row in rows)])
+    return path
+
+
+def page(folder: Path) -> tuple[str, dict[str, Any]]:
+    return (folder / "report.html").read_text("utf-8"), json.loads((folder / "report.json").read_text("utf-8"))
+
+
+def words(data: Path, out: Path, *more: str) -> list[str]:
+    return ["--data", str(data), "--column", "sentence", "--out", str(out), *more]
+
+
+def test_a_stock_model_with_a_variant(command: Command, tiny_bert: Path, labelled_texts: Path, tmp_path: Path) -> None:
+    done = command("report", tiny_bert, *words(labelled_texts, tmp_path, "--variant", "mha", "-o", "alpha=0.25"))
+    assert done.code == 0, done.err
+    html, figures = page(tmp_path)
+    assert list(figures["recordings"]) == ["unswapped", "mha"] == list(figures["attention"])
+    assert figures["rows"] == figures["recordings"]["mha"]["samples"] == 32
+    assert figures["summary"]["mha"]["entropy"] != figures["summary"]["unswapped"]["entropy"]
+    assert np.shape(figures["attention"]["mha"]) == (2, len(figures["tokens"]), len(figures["tokens"]))
+    assert figures["tokens"][0] == "[CLS]"
+    assert figures["swap"]["rows"][0]["options"] == {
+        "mha": {**figures["swap"]["rows"][0]["options"]["mha"], "alpha": 0.25}
+    }
+    assert html.count("data:image/png;base64,") == 6
+    assert not re.findall(r"(?:src|href)=.(?!data:)", html), "the page must not need anything else"
+    assert str(tmp_path / "report.html") in done.out
+
+
+@pytest.mark.parametrize("fit", ["gain", "map"])
+def test_calibrated(command: Command, tiny_bert: Path, labelled_texts: Path, tmp_path: Path, fit: str) -> None:
+    chosen = ("--variant", "simple_resl", "--calibrate", fit)
+    done = command("report", tiny_bert, *words(labelled_texts, tmp_path, *chosen))
+    assert done.code == 0, done.err
+    assert "Calibrated on the same rows" in done.err
+    assert page(tmp_path)[1]["summary"]["simple_resl"]["entropy"] is None
+
+
+def test_a_swapped_checkpoint(command: Command, tiny_bert: Path, labelled_texts: Path, tmp_path: Path) -> None:
+    model = BertModel.from_pretrained(tiny_bert)
+    patch_model(model, "outeffhop", strength=0.5)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path / "model")
+    done = command("report", tmp_path / "model", *words(labelled_texts, tmp_path / "out"))
+    assert done.code == 0, done.err
+    assert "strength 0" in done.err
+    figures = page(tmp_path / "out")[1]
+    assert [row["strength"] for row in figures["swap"]["rows"]] == [0.5, 0.5]
+    wanted = command(
+        "report", tiny_bert, *words(labelled_texts, tmp_path / "stock", "--variant", "softmax", "--task", "AutoModel")
+    )
+    assert wanted.code == 0, wanted.err
+    assert page(tmp_path / "stock")[1]["summary"]["unswapped"] == figures["summary"]["unswapped"]
+    refused = command("report", tmp_path / "model", *words(labelled_texts, tmp_path / "out", "--variant", "mha"))
+    assert refused.code == 2
+    assert "error: this model is swapped already" in refused.err
+
+
+def test_a_merged_checkpoint_stands_alone(
+    command: Command, tiny_bert: Path, labelled_texts: Path, tmp_path: Path
+) -> None:
+    model = BertModel.from_pretrained(tiny_bert)
+    patch_model(model, "simple_resl")
+    calibrate(
+        model, [{"input_ids": torch.randint(5, 17, (8, 9), generator=torch.Generator().manual_seed(0))}], fit="gain"
+    )
+    merge_calibration(model)
+    model.save_pretrained(tmp_path / "model")
+    done = command("report", tmp_path / "model", *words(labelled_texts, tmp_path, "--processor", str(tiny_bert)))
+    assert done.code == 0, done.err
+    assert list(page(tmp_path)[1]["recordings"]) == ["simple_resl"]
+    assert "merged into the weights" in done.err
+
+
+def test_a_causal_model(command: Command, tiny_bert: Path, labelled_texts: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=32)).save_pretrained(tmp_path)
+    done = command(
+        "report", tmp_path, *words(labelled_texts, tmp_path / "out", "--variant", "belief", "--processor", tiny_bert)
+    )
+    assert done.code == 0, done.err
+    attention = np.array(page(tmp_path / "out")[1]["attention"]["belief"])
+    assert np.allclose(attention, np.tril(attention))
+
+
+def test_an_image_model(command: Command, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    ViTForImageClassification(ViTConfig(**sizes, image_size=32, patch_size=8)).save_pretrained(tmp_path / "model")
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
+    (tmp_path / "images" / "test").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for index in range(3):
+        Image.fromarray(rng.integers(0, 255, (20, 20, 3), dtype=np.uint8)).save(
+            tmp_path / "images" / "test" / f"{index}.png"
+        )
+    data = ("--data", tmp_path / "images", "--column", "image", "--out", tmp_path / "out", "--variant", "clipped")
+    done = command("report", tmp_path / "model", *data)
+    assert done.code == 0, done.err
+    html, figures = page(tmp_path / "out")
+    assert np.shape(figures["attention"]["clipped"]) == (2, 4, 4)
+    assert "Where the first token looks" in html
+    refused = command(
+        "report", tmp_path / "model", *words(texts(tmp_path / "t.csv", ["x"]), tmp_path, "--variant", "mha")
+    )
+    assert "takes images" in refused.err
+
+
+def test_one_row_is_said(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    data = texts(tmp_path / "one.csv", ["the film was great"])
+    done = command("report", tiny_bert, *words(data, tmp_path, "--variant", "belief"))
+    assert done.code == 0, done.err
+    assert "A single row" in done.err
+    assert "A single row" in page(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "message"),
+    [
+        ([], ["--variant", "mha"], "holds no rows"),
+        (["", "  "], ["--variant", "mha"], "every row is blank"),
+        (["a film"], ["--variant", "mha", "--column", "text"], "no column 'text'"),
+        (["a film"], ["--variant", "mha", "--show", "3"], "row 3 cannot be shown"),
+        (["a film"], ["--variant", "no_such"], "no_such"),
+        (["a film"], [], "name a variant"),
+    ],
+)
+def test_bad_input_is_one_line(
+    command: Command, tiny_bert: Path, tmp_path: Path, rows: list[str], more: list[str], message: str
+) -> None:
+    done = command("report", tiny_bert, *words(texts(tmp_path / "rows.csv", rows), tmp_path / "out", *more))
+    assert done.code == 2
+    errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_tokenizer_and_one_with_nan(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    data = texts(tmp_path / "rows.csv", ["the film was great", "the plot was dull"])
+    model = BertModel.from_pretrained(tiny_bert)
+    model.save_pretrained(tmp_path / "bare")
+    done = command("report", tmp_path / "bare", *words(data, tmp_path, "--variant", "mha"))
+    assert done.code == 2
+    assert "no tokenizer" in done.err
+    assert "--processor" in done.err
+    with torch.no_grad():
+        model.encoder.layer[0].output.dense.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "nan")
+    done = command("report", tmp_path / "nan", *words(data, tmp_path, "--variant", "mha", "--processor", tiny_bert))
+    assert done.code == 2
+    assert "not finite" in done.err
