@@ -34,7 +34,7 @@ MAY = {
 BELOW_PATCH = {*MAY, "install", "families"}
 ABOVE_PATCH = {
     *("loading", "describe", "cli", "checkpoint", "demo", "conversion", "training"),
-    *("analysis", "hub", "card", "results"),
+    *("analysis", "quantization", "dynamics", "hub", "card", "results"),
 }
 INTERFACES = ("masking_utils", "integrations", "modeling_utils", "AttentionInterface", "AttentionMaskInterface")
 

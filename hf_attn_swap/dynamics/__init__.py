@@ -1,0 +1,24 @@
+"""Attention as a particle system: tokens that the heads of a trained model move."""
+
+from .clusters import Clusters, clusters, hyperplane_coordinates, leaders, matrix_rank, vertex_share
+from .heads import HeadMatrices, head_matrices
+from .simulate import Trajectory, simulate
+from .spectra import Spectrum, spectra
+from .tokens import embedded_tokens, random_tokens
+
+__all__ = [
+    "Clusters",
+    "HeadMatrices",
+    "Spectrum",
+    "Trajectory",
+    "clusters",
+    "embedded_tokens",
+    "head_matrices",
+    "hyperplane_coordinates",
+    "leaders",
+    "matrix_rank",
+    "random_tokens",
+    "simulate",
+    "spectra",
+    "vertex_share",
+]

@@ -1,0 +1,144 @@
+"""The matrices of trained heads: what they compare tokens by, and what they add to them.
+
+B_h = (W_Q W_K^T + its transpose) / (2 sqrt(D)), V_h = (W_V W_O)^T per head, so that a head adds sum_j P_ij V_h x_j to
+token i. Biases and rotary embeddings are left out. SPEC 8; Geshkovski et al. (2023), section 5.
+Axes: H head, D head width, E model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..families import Site, sites
+from ..install import model_root
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadMatrices:
+    """Heads as they act on row vectors x (1,E), in float64.
+
+    Attributes:
+        query, key, value: (H,E,D); grouped heads are repeated.
+        output: (H,D,E).
+        scale: factor of the scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    scale: float
+
+    @classmethod
+    def plain(cls, query: Tensor, key: Tensor, value: Tensor | None = None) -> HeadMatrices:
+        """One head of the theory: scores <Q x_i, K x_j> without a factor, value matrix V, all (E,E) on columns."""
+        width = query.shape[1]
+        identity = torch.eye(width, dtype=torch.float64)
+        value = identity if value is None else value
+        matrices = (matrix.double().T[None] for matrix in (query, key, value))
+        q, k, v = matrices
+        return cls(query=q, key=k, value=v, output=identity[None], scale=1.0)
+
+    def __len__(self) -> int:
+        return len(self.query)
+
+    def __getitem__(self, chosen: int | slice | Sequence[int]) -> HeadMatrices:
+        """Some of the heads, counted from 0.
+
+        Raises:
+            ValueError: there is no such head.
+        """
+        indices = (
+            range(len(self))[chosen] if isinstance(chosen, slice) else [chosen] if isinstance(chosen, int) else chosen
+        )
+        if not indices or any(not 0 <= index < len(self) for index in indices):
+            raise ValueError(f"head {chosen}: there are heads 0 to {len(self) - 1} (the papers count from 1).")
+        picked = torch.tensor(list(indices))
+        return replace(self, **{name: getattr(self, name)[picked] for name in ("query", "key", "value", "output")})
+
+    def to(self, device: torch.device | str) -> HeadMatrices:
+        """The same on another device."""
+        return replace(self, **{name: getattr(self, name).to(device) for name in ("query", "key", "value", "output")})
+
+    @property
+    def width(self) -> int:
+        """E."""
+        return self.query.shape[1]
+
+    @property
+    def V(self) -> Tensor:  # noqa: N802  # the papers' name
+        """(H,E,E): value matrices through W_o, on column vectors."""
+        return (self.value @ self.output).transpose(1, 2)
+
+    @property
+    def B(self) -> Tensor:  # noqa: N802  # as above
+        """(H,E,E): symmetric parts of the score forms."""
+        form = self.query @ self.key.transpose(1, 2)
+        return 0.5 * self.scale * (form + form.transpose(1, 2))
+
+
+def head_matrices(model: nn.Module, layer: int | str = 0) -> HeadMatrices:
+    """The heads of one self-attention layer of any of the six families.
+
+    Args:
+        model: a `PreTrainedModel`, stock or swapped, or a wrapper that holds one.
+        layer: place among the self-attention modules, in module order, or the module's path.
+
+    Raises:
+        ValueError: no such layer, cross-attention, a family whose projections are not known, or weights that are not
+            finite.
+    """
+    site = _site(model, layer)
+    family, sizes = site.family, site.family.geometry(site.core)
+    if family.query is None or family.key is None or family.value is None or family.output is None:
+        raise ValueError(f"{site.path}: where {type(site.core).__name__} keeps its projections is not known.")
+    fused = family.query == family.key
+    per_key = sizes.kv_heads * sizes.head_dim
+    widths = [sizes.heads * sizes.head_dim, per_key, per_key]
+    if fused:
+        found = torch.split(_matrix(site.core.get_submodule(family.query), site.path), widths, 1)
+    else:
+        found = tuple(_matrix(site.core.get_submodule(p), site.path) for p in (family.query, family.key, family.value))
+    query, key, value = (each.view(sizes.hidden, -1, sizes.head_dim).transpose(0, 1) for each in found)
+    groups = sizes.heads // sizes.kv_heads
+    output = _matrix(site.container.get_submodule(family.output), site.path)
+    return HeadMatrices(
+        query=query,
+        key=key.repeat_interleave(groups, 0),
+        value=value.repeat_interleave(groups, 0),
+        output=output.view(sizes.heads, sizes.head_dim, -1),
+        scale=sizes.head_dim**-0.5,
+    )
+
+
+def _site(model: nn.Module, layer: int | str) -> Site:
+    found = sites(model_root(model))
+    usable = [site for site in found if site.usable]
+    if isinstance(layer, int):
+        if not 0 <= layer < len(usable):
+            raise ValueError(f"layer {layer}: this model has self-attention layers 0 to {len(usable) - 1}.")
+        return usable[layer]
+    named = next((site for site in found if site.path == layer), None)
+    if named is None:
+        raise ValueError(f"there is no attention module {layer!r}; there are {', '.join(s.path for s in usable)}.")
+    if named.cross:
+        raise ValueError(
+            f"{layer} is cross-attention: its keys are not its own tokens, so they are no particle system."
+        )
+    if named.refused is not None:
+        raise ValueError(f"{layer} cannot be read: {named.refused}.")
+    return named
+
+
+def _matrix(module: nn.Module, path: str) -> Tensor:
+    """(in,out) in float64, whichever way the module keeps it."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    matrix = weight.detach().double() if type(module).__name__ == "Conv1D" else weight.detach().double().T
+    if not bool(torch.isfinite(matrix).all()):
+        raise ValueError(f"{path}: its weights are not finite; check the checkpoint.")
+    return matrix

@@ -1,0 +1,163 @@
+"""Tokens moved by heads: dx_i/dt = sum_h sum_j P^h_ij V_h x_j, in time instead of layers.
+
+z = e^{-tR} x stays bounded where x grows: dz_i/dt = sum_h sum_j P^h_ij V_h z_j - R z_i, with R what a cluster feels,
+sum_h V_h, where that commutes with every V_h, else its spectral abscissa times the identity. P is computed from x, with
+the growth e^{2 rho t} of the scores capped where softmax is one-hot to machine precision. H = 1 and V = I:
+dz_i/dt = sum_j P_ij (z_j - z_i). Geshkovski et al. (2023), eq. 1.1 and 1.3; SPEC 8.
+Axes: T time, B batch, N token, H head, D head width, E model width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchdiffeq import odeint
+
+from .heads import HeadMatrices
+
+METHODS = {"rk4": "rk4", "dopri5": "dopri5", "published": "euler"}
+EXPONENT_CAP = 600.0  # e^600: any difference of scores above 1e-258 is decided
+DIVERGED = 1e100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """The velocity of tokens under some heads; a function of time and state for an ODE solver.
+
+    Attributes:
+        heads: who moves the tokens.
+        shared: (E,E), one value matrix for all heads; None: each head's own.
+        rate: (E,E), R; zeros for x itself.
+        abscissa: rho, the largest real part of R's eigenvalues.
+    """
+
+    heads: HeadMatrices
+    shared: Tensor | None
+    rate: Tensor
+    abscissa: float
+
+    def attention(self, time: Tensor | float, z_BNE: Tensor) -> Tensor:
+        """P (B,H,N,N) at a time."""
+        heads, t = self.heads, float(time)
+        bounded = self.rate - self.abscissa * torch.eye(heads.width, dtype=z_BNE.dtype, device=z_BNE.device)
+        x_BNE = z_BNE @ torch.matrix_exp(t * bounded).T if bool(bounded.any()) else z_BNE
+        q_BHND = x_BNE[:, None] @ heads.query
+        k_BHND = x_BNE[:, None] @ heads.key
+        growth = math.exp(min(2 * self.abscissa * t, EXPONENT_CAP))
+        return torch.softmax(heads.scale * growth * (q_BHND @ k_BHND.transpose(2, 3)), -1)
+
+    def __call__(self, time: Tensor, z_BNE: Tensor) -> Tensor:
+        """dz/dt (B,N,E)."""
+        weights_BHNN = self.attention(time, z_BNE)
+        if self.shared is not None:
+            moved_BNE = weights_BHNN.sum(1) @ z_BNE @ self.shared.T
+        else:
+            read_BHND = weights_BHNN @ (z_BNE[:, None] @ self.heads.value)
+            moved_BNE = (read_BHND @ self.heads.output).sum(1)
+        return moved_BNE - z_BNE @ self.rate.T
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """States over time.
+
+    Attributes:
+        times: (T,).
+        z: (T,N,E), or (T,B,N,E) for a batch of initial tokens: rescaled tokens, or the tokens themselves.
+        field: what moved them.
+    """
+
+    times: Tensor
+    z: Tensor
+    field: Field
+
+    @property
+    def x(self) -> Tensor:
+        """The tokens themselves, e^{tR} z; overflows to infinity where they do."""
+        growth_TEE = torch.stack([torch.matrix_exp(time * self.field.rate) for time in self.times])
+        return self.z @ growth_TEE.mT.view(len(self.times), *[1] * (self.z.dim() - 3), *growth_TEE.shape[1:])
+
+    def attention(self, index: int) -> Tensor:
+        """P at one of the times: (H,N,N), or (B,H,N,N)."""
+        state = self.z[index]
+        found = self.field.attention(self.times[index], state if state.dim() == 3 else state[None])
+        return found if state.dim() == 3 else found[0]
+
+
+@torch.no_grad()
+def simulate(
+    tokens: Tensor,
+    heads: HeadMatrices,
+    *,
+    time: float,
+    step: float,
+    method: str = "rk4",
+    value: str | Tensor = "identity",
+    rescale: bool = True,
+    record: int = 1,
+) -> Trajectory:
+    """Integrate the dynamics in float64, on the device of the tokens.
+
+    Args:
+        tokens: (N,E), or (B,N,E) for several initial conditions at once.
+        heads: one or several; a row of P sums to 1 in each.
+        time: length of the simulation.
+        step: of "rk4" and "published"; where "dopri5", which chooses its own, is recorded.
+        method: "rk4", "dopri5" (adaptive), or "published": the report's scheme, whose attention is fixed inside a
+            step, so that its Runge-Kutta stages cancel and forward Euler remains.
+        value: "identity", "head" (each head's own V_h), or one matrix (E,E) on column vectors for all.
+        rescale: integrate z, which stays bounded; False integrates x, which overflows at long times.
+        record: keep every so many steps.
+
+    Raises:
+        ValueError: sizes, a method or a time that do not fit, tokens that are not finite, or a step that diverges.
+    """
+    _check(tokens, heads, time, step, method, record)
+    batched = tokens.dim() == 3
+    start = (tokens if batched else tokens[None]).double()
+    field = _field(heads.to(start.device), value, rescale)
+    steps = max(round(time / step), 1)
+    times = torch.linspace(0.0, time, steps + 1, dtype=torch.float64, device=start.device)
+    options = {"rtol": 1e-9, "atol": 1e-9} if method == "dopri5" else {}
+    states: Tensor = odeint(field, start, times, method=METHODS[method], **options)
+    large = (~states.isfinite() | (states.abs() > DIVERGED)).flatten(1).any(1)
+    if bool(large.any()):
+        at = float(times[int(large.int().argmax())])
+        cure = "use a smaller step" if rescale else "use a smaller step, or rescale=True"
+        raise ValueError(f"the simulation diverged at t = {at:.3g} with a step of {step:g}; {cure}.")
+    kept = states[::record]
+    return Trajectory(times=times[::record], z=kept if batched else kept[:, 0], field=field)
+
+
+def _field(heads: HeadMatrices, value: str | Tensor, rescale: bool) -> Field:
+    width, device = heads.width, heads.query.device
+    identity = torch.eye(width, dtype=torch.float64, device=device)
+    shared: Tensor | None = None
+    if isinstance(value, Tensor):
+        if value.shape != (width, width):
+            raise ValueError(f"value must be a {width} x {width} matrix, got {tuple(value.shape)}.")
+        shared = value.to(device, torch.float64)
+    elif value == "identity":
+        shared = identity
+    elif value != "head":
+        raise ValueError(f"value must be 'identity', 'head' or a matrix, got {value!r}.")
+    total = len(heads) * shared if shared is not None else heads.V.sum(0)
+    if not rescale:
+        return Field(heads=heads, shared=shared, rate=torch.zeros_like(identity), abscissa=0.0)
+    abscissa = float(torch.linalg.eigvals(total).real.max())
+    commutes = shared is not None or len(heads) == 1
+    return Field(heads=heads, shared=shared, rate=total if commutes else abscissa * identity, abscissa=abscissa)
+
+
+def _check(tokens: Tensor, heads: HeadMatrices, time: float, step: float, method: str, record: int) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
+    if tokens.dim() not in (2, 3) or tokens.shape[-1] != heads.width or not tokens.numel():
+        raise ValueError(f"tokens must be (N, {heads.width}) or (B, N, {heads.width}), got {tuple(tokens.shape)}.")
+    if not bool(torch.isfinite(tokens).all()):
+        raise ValueError("the initial tokens are not finite.")
+    if not 0 < step <= time or record < 1:
+        raise ValueError(f"0 < step <= time and record >= 1 are needed, got {step:g}, {time:g} and {record}.")

@@ -1,0 +1,47 @@
+"""Initial tokens: random in a box, or a text embedded by a model. Axes: B batch, N token, E model width."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..install import model_root
+
+
+def random_tokens(
+    count: int, width: int, *, low: float = -5.0, high: float = 5.0, seed: int = 0, batch: int | None = None
+) -> Tensor:
+    """(N,E), or (B,N,E) with a batch: uniform in [low, high]^E, in float64.
+
+    Raises:
+        ValueError: no token, no width, or an empty box.
+    """
+    if count < 1 or width < 1 or not low < high:
+        raise ValueError(
+            f"tokens need a count and a width of at least 1 and low < high, got {count}, {width}, {low}, {high}."
+        )
+    shape = (count, width) if batch is None else (batch, count, width)
+    generator = torch.Generator().manual_seed(seed)
+    return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
+
+
+@torch.no_grad()
+def embedded_tokens(model: Any, tokenizer: Any, text: str) -> tuple[Tensor, list[str]]:
+    """(N,E) in float64: what the first layer reads for a text, by the model's own embedding layer; and the tokens.
+
+    Raises:
+        ValueError: the text has no tokens.
+    """
+    root = model_root(model)
+    encoded = tokenizer(text, return_tensors="pt", truncation=True).to(next(root.parameters()).device)
+    if not encoded["input_ids"].numel():
+        raise ValueError("the text has no tokens.")
+    was = root.training
+    root.eval()
+    try:
+        outputs = root(**encoded, output_hidden_states=True)
+    finally:
+        root.train(was)
+    return outputs.hidden_states[0][0].double(), tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist())
