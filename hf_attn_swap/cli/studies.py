@@ -1,4 +1,4 @@
-"""Commands that measure: demo, report."""
+"""Commands that measure: demo, report, dynamics."""
 
 from __future__ import annotations
 
@@ -87,3 +87,43 @@ def report(
     for note in made.notes:
         notify(f"note: {note}")
     print(made.save(out))
+
+
+@app.command()
+def dynamics(
+    figure: Annotated[str, typer.Argument(help='A figure, "all", or "list".')] = "list",
+    model: Annotated[str | None, typer.Option(help="Name on the Hub, or folder, for figures of trained heads.")] = None,
+    layer: Annotated[int, typer.Option(help="Self-attention layer, from 0.")] = 0,
+    head: Annotated[int, typer.Option(help="Head of the single-head figures, from 0.")] = 4,
+    text: Annotated[Path | None, typer.Option(help="File with the paragraph to embed.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the initial tokens and random matrices.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder to write PNG and GIF files into.")] = Path("dynamics"),
+) -> None:
+    """Attention as a particle system: the figures of the clusters paper and of the multi-head report."""
+    from transformers import AutoModel, AutoTokenizer
+
+    from ..dynamics.figures import FIGURES, TRAINED, Settings
+
+    if figure == "list":
+        for name, draw in FIGURES.items():
+            print(f"{name:24}{(draw.__doc__ or '').strip()}{' (needs --model)' if name in TRAINED else ''}")
+        return
+    unusable = TRAINED if model is None else set() if text is not None else {"paragraph"}
+    chosen = [name for name in FIGURES if name not in unusable] if figure == "all" else [figure]
+    if unknown := [name for name in chosen if name not in FIGURES]:
+        raise ValueError(f"unknown figure {unknown[0]!r}; known: {', '.join(FIGURES)}.")
+    if missing := [name for name in chosen if name in unusable]:
+        raise ValueError(f"{missing[0]} needs {'--model' if model is None else '--text'}.")
+    settings = Settings(
+        seed=seed,
+        layer=layer,
+        head=head,
+        model=None if model is None else AutoModel.from_pretrained(model),
+        tokenizer=None if model is None or text is None else AutoTokenizer.from_pretrained(model),
+        text="" if text is None else text.read_text(encoding="utf-8"),
+    )
+    for name in chosen:
+        drawn = FIGURES[name](settings)
+        print(f"{name}: {drawn.says}")
+        for path in drawn.save(out, name):
+            print(f"  {path}")

@@ -1,0 +1,248 @@
+"""The figures of the clusters paper and of the multi-head report, by name, with their published settings.
+
+SPEC 8; Geshkovski et al. (2023); the multi-head report (2023). The report's "head 5" counts from 1.
+Axes: H head, N token, E model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from .clusters import clusters, leaders, matrix_rank
+from .drawing import animate, panels, snapshots
+from .heads import HeadMatrices, head_matrices
+from .simulate import Trajectory, simulate
+from .spectra import spectra
+from .tokens import embedded_tokens, random_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a figure is drawn with: a seed, and for the trained ones a model, a layer, a head from 0, and a text."""
+
+    seed: int = 0
+    model: Any = None
+    tokenizer: Any = None
+    layer: int = 0
+    head: int = 4
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A picture, what it shows in one sentence with its numbers, and trajectories to animate."""
+
+    figure: Figure
+    says: str
+    movies: dict[str, Trajectory] = field(default_factory=dict)
+
+    def save(self, folder: Path, name: str) -> list[Path]:
+        """Write `<name>.png`, and a GIF per trajectory."""
+        folder.mkdir(parents=True, exist_ok=True)
+        found = [folder / f"{name}.png"]
+        self.figure.savefig(found[0], dpi=130)
+        for part, trajectory in self.movies.items():
+            found.append(folder / (f"{name}-{part}.gif" if part else f"{name}.gif"))
+            animate(trajectory, found[-1], part or name)
+        return found
+
+
+NEGLIGIBLE = 1e-30  # weights that no eigenvalue notices, but at which eigenvalue routines give up
+FIGURES: dict[str, Callable[[Settings], Drawn]] = {}
+TRAINED: set[str] = set()
+
+
+def figure(name: str, *, trained: bool = False) -> Callable[[Callable[[Settings], Drawn]], Callable[[Settings], Drawn]]:
+    """Make a figure known under a name; a trained one needs a model."""
+
+    def add(draw: Callable[[Settings], Drawn]) -> Callable[[Settings], Drawn]:
+        FIGURES[name] = draw
+        TRAINED.update([name] if trained else [])
+        return draw
+
+    return add
+
+
+def _matrix(kind: str, seed: int) -> Tensor:
+    """V of the clustering figures, (2,2)."""
+    drawn = torch.rand(2, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return {
+        "identity": torch.eye(2, dtype=torch.float64),
+        "positive": drawn,
+        "symmetric": drawn + drawn.T - 1,
+        "negative": torch.diag(torch.tensor([1.0, -0.5], dtype=torch.float64)),
+    }[kind]
+
+
+@figure("clustering")
+def clustering(settings: Settings) -> Drawn:
+    """20 tokens, d = 2, T = 5, Q = K = I, V the identity, positive, symmetric, or with a negative direction."""
+    drawing, axes = panels(4)
+    movies, ends = {}, []
+    identity = torch.eye(2, dtype=torch.float64)
+    for each, kind in zip(axes, ("identity", "positive", "symmetric", "negative"), strict=True):
+        heads = HeadMatrices.plain(identity, identity, _matrix(kind, settings.seed))
+        movies[kind] = simulate(random_tokens(20, 2, seed=settings.seed), heads, time=5, step=0.1, value="head")
+        z = movies[kind].z
+        each.plot(z[..., 0], z[..., 1], color="0.8", linewidth=0.6)
+        each.scatter(*z[-1].T, s=12)
+        each.set_title(f"V {kind}", fontsize="small")
+        ends.append(f"{kind} {clusters(movies[kind]).counts[-1]}")
+    return Drawn(
+        figure=drawing, says=f"Clusters of 20 rescaled tokens at t = 5 by V: {', '.join(ends)}.", movies=movies
+    )
+
+
+@figure("leaders")
+def leaders_over_time(settings: Settings) -> Drawn:
+    """20 tokens, d = 2, T = 10, V and the score matrix drawn independently as R R^T, plain Euler."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    roots = torch.randn(2, 2, 2, generator=generator, dtype=torch.float64)
+    value, scores = roots @ roots.mT
+    heads = HeadMatrices.plain(scores, torch.eye(2), value)
+    tokens = random_tokens(20, 2, low=-1, high=1, seed=settings.seed)
+    trajectory = simulate(tokens, heads, time=10, step=0.1, value="head", method="published")
+    over_time = [leaders(trajectory.attention(index)[0]) for index in range(len(trajectory.times))]
+    drawing, (left, right) = panels(2)
+    left.plot(trajectory.times, [len(found) for found in over_time])
+    left.set_xlabel("t")
+    left.set_ylabel("leaders")
+    right.scatter(*trajectory.z[0].T, s=10, color="0.7")
+    right.scatter(*trajectory.z[0][over_time[-1]].T, s=30)
+    right.set_title("initial tokens; leaders at the end", fontsize="small")
+    kept = set(over_time[-1]) <= set(over_time[0])
+    says = f"{len(over_time[0])} tokens lead at t = 0 and {len(over_time[-1])} at t = 10, which "
+    says += "all led from the start." if kept else "did not all lead from the start."
+    return Drawn(figure=drawing, says=says, movies={"": trajectory})
+
+
+@figure("low-rank")
+def low_rank(settings: Settings) -> Drawn:
+    """40 tokens, d = 1, Q = K = V = 1: attention over time."""
+    one = torch.eye(1, dtype=torch.float64)
+    tokens = random_tokens(40, 1, low=-1, high=1, seed=settings.seed).sort(0).values
+    trajectory = simulate(tokens, HeadMatrices.plain(one, one), time=10, step=0.05)
+    drawing, axes = panels(4)
+    indices = (0, 40, 100, 200)
+    for each, index in zip(axes, indices, strict=True):
+        each.imshow(trajectory.attention(index)[0], vmin=0, vmax=1)
+        each.set_title(f"P(t), t = {float(trajectory.times[index]):g}", fontsize="small")
+    ranks = [matrix_rank(trajectory.attention(index)[0]) for index in indices]
+    return Drawn(figure=drawing, says=f"Rank of P(t) at t = 0, 2, 5, 10 (singular values above 1e-3): {ranks}.")
+
+
+@figure("polytope")
+def polytope(settings: Settings) -> Drawn:
+    """40 tokens, d = 3, V = Q = K = I: tokens go to the vertices of a polytope."""
+    identity = torch.eye(3, dtype=torch.float64)
+    trajectory = simulate(
+        random_tokens(40, 3, low=-1, high=1, seed=settings.seed),
+        HeadMatrices.plain(identity, identity),
+        time=8,
+        step=0.05,
+    )
+    z, wins = trajectory.z[-1], trajectory.attention(-1)[0].argmax(-1)
+    far = float((z - z[wins]).norm(dim=-1).max())
+    says = f"At t = 8 every token is within {far:.2g} of one of {len(set(wins.tolist()))} vertices."
+    return Drawn(figure=snapshots(trajectory, (0, 40, 160), "V = I"), says=says, movies={"": trajectory})
+
+
+@figure("spectra", trained=True)
+def trained_spectra(settings: Settings) -> Drawn:
+    """Eigenvalues of V_h in the complex plane, a panel per head; green where the hyperplane theorem applies."""
+    found = spectra(head_matrices(settings.model, settings.layer))
+    columns = min(len(found), 8)
+    rows = -(-len(found) // columns)
+    drawing = Figure(figsize=(1.6 * columns, 1.7 * rows), layout="constrained")
+    for each in found:
+        axes = drawing.add_subplot(rows, columns, each.head + 1)
+        axes.scatter(each.value.real, each.value.imag, s=4, color="tab:green" if each.satisfies else "tab:blue")
+        axes.axhline(0, color="0.8", linewidth=0.5)
+        axes.axvline(0, color="0.8", linewidth=0.5)
+        axes.set_title(f"head {each.head}", fontsize="x-small")
+        axes.tick_params(labelsize=5)
+    good, positive = [each.head for each in found if each.satisfies], [each.head for each in found if each.positive]
+    says = f"Heads (from 0) whose largest eigenvalue is real and positive: {positive}; with all conditions: {good}."
+    return Drawn(figure=drawing, says=says)
+
+
+@figure("single-head", trained=True)
+def single_head(settings: Settings) -> Drawn:
+    """One head, V = I, n = 30 in [-5, 5]^d, dt = 0.1: steps 0, 25 and 50, in principal components."""
+    trajectory = _trained(settings, 30, [settings.head], steps=50)
+    says = f"Head {settings.head}: {_clusters(trajectory, (0, 25, 50))}."
+    return Drawn(figure=snapshots(trajectory, (0, 25, 50), f"head {settings.head}"), says=says, movies={"": trajectory})
+
+
+@figure("attention-eigenvalues", trained=True)
+def attention_eigenvalues(settings: Settings) -> Drawn:
+    """Eigenvalues of P(t) of one head in the complex plane, and their moduli over time."""
+    trajectory = _trained(settings, 30, [settings.head], steps=50)
+    weights = torch.stack([trajectory.attention(index)[0] for index in range(51)])
+    values = torch.linalg.eigvals(weights.masked_fill(weights < NEGLIGIBLE, 0.0))
+    drawing, axes = panels(4)
+    for each, index in zip(axes, (0, 25, 50), strict=False):
+        each.scatter(values[index].real, values[index].imag, s=8)
+        each.set_title(f"t = {float(trajectory.times[index]):g}", fontsize="small")
+        each.set_xlim(-1.05, 1.05)
+    axes[3].plot(trajectory.times, values.abs().sort(-1, descending=True).values[:, :10])
+    axes[3].set_title("ten largest moduli", fontsize="small")
+    large = [int((values[index].abs() > 0.01).sum()) for index in (0, 25, 50)]
+    return Drawn(
+        figure=drawing, says=f"Eigenvalues of P(t) above 0.01 at steps 0, 25, 50: {large}; the largest stays 1."
+    )
+
+
+@figure("multi-head-30", trained=True)
+def multi_head_30(settings: Settings) -> Drawn:
+    """All heads, V = I, n = 30: iterations 1, 7 and 15."""
+    return _multi_head(settings, 30, (1, 7, 15))
+
+
+@figure("multi-head-100", trained=True)
+def multi_head_100(settings: Settings) -> Drawn:
+    """All heads, V = I, n = 100: iterations 1, 10 and 20."""
+    return _multi_head(settings, 100, (1, 10, 20))
+
+
+@figure("paragraph", trained=True)
+def paragraph(settings: Settings) -> Drawn:
+    """All heads, V = I, from the embedded tokens of a text: iterations 0, 10, 50 and 200."""
+    if settings.tokenizer is None or not settings.text:
+        raise ValueError("this figure starts from a text; pass one, and a model with its tokenizer.")
+    tokens, names = embedded_tokens(settings.model, settings.tokenizer, settings.text)
+    trajectory = simulate(tokens, head_matrices(settings.model, settings.layer), time=20, step=0.1)
+    nearest = torch.cdist(clusters(trajectory).centres[-1], tokens.cpu()).min(1)
+    where = ", ".join(f"{names[int(index)]!r} ({float(value):.2g})" for value, index in zip(*nearest, strict=True))
+    says = (
+        f"{len(names)} tokens: {_clusters(trajectory, (0, 10, 50, 200))}; nearest initial tokens (distance): {where}."
+    )
+    return Drawn(figure=snapshots(trajectory, (0, 10, 50, 200), "paragraph"), says=says, movies={"": trajectory})
+
+
+def _multi_head(settings: Settings, count: int, indices: tuple[int, ...]) -> Drawn:
+    trajectory = _trained(settings, count, None, steps=200)
+    largest = float(torch.linalg.eigvals(trajectory.attention(0).sum(0)).abs().max())
+    grouped = _clusters(trajectory, (*indices, 200))
+    says = f"{count} tokens: {grouped}; the largest |eigenvalue| of sum P_h is {largest:.6g}."
+    return Drawn(figure=snapshots(trajectory, indices, f"{count} tokens"), says=says, movies={"": trajectory})
+
+
+def _trained(settings: Settings, count: int, chosen: list[int] | None, steps: int) -> Trajectory:
+    heads = head_matrices(settings.model, settings.layer)
+    heads = heads if chosen is None else heads[chosen]
+    return simulate(random_tokens(count, heads.width, seed=settings.seed), heads, time=0.1 * steps, step=0.1)
+
+
+def _clusters(trajectory: Trajectory, indices: tuple[int, ...]) -> str:
+    found = clusters(trajectory)
+    when = found.collapse_time
+    collapse = "no collapse to one" if when is None else f"one from t = {when:.3g} on"
+    return f"clusters at iterations {list(indices)}: {[found.counts[index] for index in indices]}, {collapse}"
