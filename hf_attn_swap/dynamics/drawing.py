@@ -15,7 +15,7 @@ from sklearn.decomposition import PCA
 from .simulate import Trajectory
 
 PANEL = 2.6  # inches
-FRAMES, RATE = 50, 12  # of an animation, and its frames per second
+FRAMES, RATE = 36, 9  # of an animation, and its frames per second
 
 
 def projected(trajectory: Trajectory, components: int = 2) -> np.ndarray:
@@ -56,13 +56,16 @@ def animate(trajectory: Trajectory, path: Path, title: str) -> None:
     figure, (axes,) = panels(1)
     dots = axes.scatter(*points[0].T, s=14)
     _frame(axes, points)
+    axes.set_title(title, fontsize="x-small")
+    figure.canvas.draw()
+    figure.set_layout_engine("none")  # the layout stays as it is: solving it anew takes most of a frame
 
     def draw(index: int) -> list[Any]:
         dots.set_offsets(points[index])
         axes.set_title(f"{title}, t = {float(trajectory.times[index]):.2f}", fontsize="x-small")
         return [dots]
 
-    FuncAnimation(figure, draw, frames=list(chosen), blit=False).save(path, writer=PillowWriter(fps=RATE), dpi=90)
+    FuncAnimation(figure, draw, frames=list(chosen), blit=False).save(path, writer=PillowWriter(fps=RATE), dpi=80)
 
 
 def _frame(axes: Any, points: np.ndarray) -> None:

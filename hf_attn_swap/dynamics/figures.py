@@ -114,8 +114,8 @@ def leaders_over_time(settings: Settings) -> Drawn:
     left.plot(trajectory.times, [len(found) for found in over_time])
     left.set_xlabel("t")
     left.set_ylabel("leaders")
-    right.scatter(*trajectory.z[0].T, s=10, color="0.7")
-    right.scatter(*trajectory.z[0][over_time[-1]].T, s=30)
+    right.scatter(*trajectory.z[0].T.cpu().numpy(), s=10, color="0.7")
+    right.scatter(*trajectory.z[0][over_time[-1]].T.cpu().numpy(), s=30)
     right.set_title("initial tokens; leaders at the end", fontsize="small")
     kept = set(over_time[-1]) <= set(over_time[0])
     says = f"{len(over_time[0])} tokens lead at t = 0 and {len(over_time[-1])} at t = 10, which "
@@ -132,7 +132,7 @@ def low_rank(settings: Settings) -> Drawn:
     drawing, axes = panels(4)
     indices = (0, 40, 100, 200)
     for each, index in zip(axes, indices, strict=True):
-        each.imshow(trajectory.attention(index)[0], vmin=0, vmax=1)
+        each.imshow(trajectory.attention(index)[0].cpu().numpy(), vmin=0, vmax=1)
         each.set_title(f"P(t), t = {float(trajectory.times[index]):g}", fontsize="small")
     ranks = [matrix_rank(trajectory.attention(index)[0]) for index in indices]
     return Drawn(figure=drawing, says=f"Rank of P(t) at t = 0, 2, 5, 10 (singular values above 1e-3): {ranks}.")
