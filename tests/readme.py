@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 from hf_attn_swap import list_variants
 from hf_attn_swap.registry import get_variant
 from hf_attn_swap.results import RESULTS_FILE, RunResult
 
 CARDS = Path(__file__).parents[1] / "model_cards"
+FIGURES = Path(__file__).parents[1] / "recipes" / "figures"
+SHOWN_LAYERS = (1, 2, 3, 4, 8, 12)
 STEPS = (
     ("Calibrated: gain", "gain"),
     ("Calibrated: map", "map"),
@@ -43,7 +47,7 @@ def variants_table() -> str:
 def conversion_table() -> str:
     """One Markdown row per published run with a paired interval, the best difference first within a data set."""
     lines = [
-        "| model, data | attention | conversion | metric | converted | control | difference [95 %] | seeds |",
+        "| run | attention | conversion | metric | converted | control | difference [95 %] | seeds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     paths = (path for path in CARDS.glob(f"*/{RESULTS_FILE}"))
@@ -55,8 +59,8 @@ def conversion_table() -> str:
         unit = 1 if metric.name == "perplexity" else 100
         steps = " + ".join(word for start, word in STEPS if any(each.startswith(start) for each in run.conversion))
         cells = (
-            _where(run),
-            f"[`{run.variant}`](model_cards/{path.parent.name}/README.md)",
+            f"[{path.parent.name}](model_cards/{path.parent.name}/README.md)",
+            f"`{run.variant}`{_options(run)}",
             steps or "none",
             metric.name,
             _figure(metric, unit),
@@ -68,9 +72,87 @@ def conversion_table() -> str:
     return "\n".join(lines)
 
 
+def rank_table() -> str:
+    """The residual ratio after some layers, for each cell of (alpha, alpha')."""
+    rows = json.loads((FIGURES / "rank_collapse.json").read_text("utf-8"))["rows"]
+    cells = sorted({(row["alpha"], row["alpha_prime"]) for row in rows})
+    lines = [
+        "| layer | " + " | ".join(f"α = {a:g}, α′ = {b:g}" for a, b in cells) + " |",
+        "|---|" + "---|" * len(cells),
+    ]
+    for layer in SHOWN_LAYERS:
+        found = {(row["alpha"], row["alpha_prime"]): row for row in rows if row["layer"] == layer}
+        shown = [f"{found[c]['mean']:.2g} ({found[c]['low']:.2g} to {found[c]['high']:.2g})" for c in cells]
+        lines.append(f"| {layer} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def outlier_table() -> str:
+    """One row per model of every file that `recipes/outliers.py` wrote."""
+    lines = [
+        "| model, data | run | kurtosis | largest | metric | 8 bits, static [95 %] | torchao | similarity | entropy |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for path in sorted(FIGURES.glob("outliers-*.json")):
+        study = json.loads(path.read_text("utf-8"))
+        name, unit = study["metric"], 1 if study["metric"] == "perplexity" else 100
+        where = f"{study['model'].split('/')[-1]}, {study['data'].split('/')[-1]}"
+        for run, row in study["runs"].items():
+            integer = f"{unit * row['int8_dynamic']:.2f}" if "int8_dynamic" in row else "–"
+            cells = (
+                where,
+                f"`{run}`",
+                f"{row['kurtosis']:.0f}",
+                f"{row['max_infinity_norm']:.1f}",
+                f"{unit * row[name]:.2f}",
+                f"{unit * row['fake_w8a8']:.2f} ({_interval(row['fake_cost'], unit)})",
+                integer,
+                f"{row['similarity_first']:.2f} to {row['similarity_last']:.2f}",
+                f"{row['entropy']:.2f}",
+            )
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def cost_table() -> str:
+    """Seconds of a simulation against tokens and width."""
+    study = json.loads((FIGURES / "dynamics_cost.json").read_text("utf-8"))
+    lines = ["| tokens | width | seconds | loop over particles | times faster |", "|---|---|---|---|---|"]
+    for row in study["rows"]:
+        ratio = row["loop_seconds"] / row["seconds"]
+        lines.append(
+            f"| {row['tokens']} | {row['width']} | {row['seconds']:.2f} | {row['loop_seconds']:.0f} | {ratio:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+TABLES = {
+    "variants": variants_table,
+    "conversion": conversion_table,
+    "rank": rank_table,
+    "outliers": outlier_table,
+    "dynamics-cost": cost_table,
+}
+
+
+def _interval(values: list[float], unit: int) -> str:
+    mean, low, high = (unit * value for value in values)
+    return f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def _options(run: RunResult) -> str:
+    """Options that are not the defaults."""
+    changed: dict[str, Any] = {}
+    for swap in run.swaps:
+        for component in swap.components:
+            fields = {field.name: field.default for field in dataclasses.fields(get_variant(component.name).Options)}
+            changed |= {name: value for name, value in component.options.items() if fields.get(name) != value}
+    return "".join(f", {name} = {value}" for name, value in changed.items())
+
+
 def _where(run: RunResult) -> str:
-    data = " ".join(filter(None, (run.data.name.split("/")[-1], run.data.config)))
-    return f"{run.base.name.split('/')[-1]}, {data}"
+    """Model and data: what a run's name has before that of the attention."""
+    return run.name.split(run.variant.replace("+", "-").replace("_", "-"))[0]
 
 
 def _gain(run: RunResult) -> float:
@@ -84,4 +166,5 @@ def _figure(metric: object, unit: int) -> str:
 
 
 if __name__ == "__main__":
-    print(variants_table(), conversion_table(), sep="\n\n")
+    for title, table in TABLES.items():
+        print(f"<!-- {title} -->\n{table()}\n")

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from hf_attn_swap.variants.base import VARIANTS
 
-from .readme import conversion_table, variants_table
+from .readme import TABLES
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -20,12 +20,9 @@ def between(name: str) -> str:
     return README.split(f"<!-- {name}")[1].split("-->", 1)[1].split(f"<!-- /{name} -->")[0].strip()
 
 
-def test_table_of_variants_is_the_registry() -> None:
-    assert between("variants") == variants_table()
-
-
-def test_table_of_conversions_is_the_published_runs() -> None:
-    assert conversion_table() in between("conversion")
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_what_they_are_about(name: str) -> None:
+    assert TABLES[name]() in between(name)
 
 
 def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +31,7 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"batches": [{"input_ids": torch.arange(48).view(4, 12)}]}
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 7
     try:
         for block in blocks:
             exec(compile(block.replace("bert-base-uncased", "tiny"), "README.md", "exec"), names)

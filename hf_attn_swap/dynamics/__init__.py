@@ -1,6 +1,6 @@
 """Attention as a particle system: tokens that the heads of a trained model move."""
 
-from .clusters import Clusters, clusters, hyperplane_coordinates, leaders, matrix_rank, vertex_share
+from .clusters import Clusters, clusters, eigenvalues, hyperplane_coordinates, leaders, matrix_rank, vertex_share
 from .heads import HeadMatrices, head_matrices
 from .simulate import Trajectory, simulate
 from .spectra import Spectrum, spectra
@@ -12,6 +12,7 @@ __all__ = [
     "Spectrum",
     "Trajectory",
     "clusters",
+    "eigenvalues",
     "embedded_tokens",
     "head_matrices",
     "hyperplane_coordinates",

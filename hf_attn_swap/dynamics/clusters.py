@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .simulate import Trajectory
 
+NEGLIGIBLE = 1e-30  # weights that no eigenvalue notices, but at which eigenvalue routines give up
 HULL_WIDTH = 7  # Qhull's cost grows with N^(E / 2)
 
 
@@ -74,6 +75,12 @@ def leaders(attention: Tensor) -> list[int]:
 def matrix_rank(attention: Tensor, tolerance: float = 1e-3) -> int:
     """Rank of P (N,N): singular values above the tolerance times the largest."""
     return int(torch.linalg.matrix_rank(attention, rtol=tolerance))
+
+
+def eigenvalues(attention: Tensor) -> Tensor:
+    """Eigenvalues (...,N), complex, of P (...,N,N), or of a sum of heads' P, whose largest modulus is their number."""
+    found: Tensor = torch.linalg.eigvals(attention.masked_fill(attention < NEGLIGIBLE, 0.0))
+    return found
 
 
 def vertex_share(points: Tensor, tolerance: float = 0.05, start: Tensor | None = None) -> tuple[float, int]:

@@ -15,7 +15,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from .clusters import clusters, leaders, matrix_rank
+from .clusters import clusters, eigenvalues, leaders, matrix_rank
 from .drawing import animate, panels, snapshots
 from .heads import HeadMatrices, head_matrices
 from .simulate import Trajectory, simulate
@@ -54,7 +54,6 @@ class Drawn:
         return found
 
 
-NEGLIGIBLE = 1e-30  # weights that no eigenvalue notices, but at which eigenvalue routines give up
 FIGURES: dict[str, Callable[[Settings], Drawn]] = {}
 TRAINED: set[str] = set()
 
@@ -185,8 +184,7 @@ def single_head(settings: Settings) -> Drawn:
 def attention_eigenvalues(settings: Settings) -> Drawn:
     """Eigenvalues of P(t) of one head in the complex plane, and their moduli over time."""
     trajectory = _trained(settings, 30, [settings.head], steps=50)
-    weights = torch.stack([trajectory.attention(index)[0] for index in range(51)])
-    values = torch.linalg.eigvals(weights.masked_fill(weights < NEGLIGIBLE, 0.0))
+    values = eigenvalues(torch.stack([trajectory.attention(index)[0] for index in range(51)]))
     drawing, axes = panels(4)
     for each, index in zip(axes, (0, 25, 50), strict=False):
         each.scatter(values[index].real, values[index].imag, s=8)
@@ -229,7 +227,7 @@ def paragraph(settings: Settings) -> Drawn:
 
 def _multi_head(settings: Settings, count: int, indices: tuple[int, ...]) -> Drawn:
     trajectory = _trained(settings, count, None, steps=200)
-    largest = float(torch.linalg.eigvals(trajectory.attention(0).sum(0)).abs().max())
+    largest = float(eigenvalues(trajectory.attention(0).sum(0)).abs().max())
     grouped = _clusters(trajectory, (*indices, 200))
     says = f"{count} tokens: {grouped}; the largest |eigenvalue| of sum P_h is {largest:.6g}."
     return Drawn(figure=snapshots(trajectory, indices, f"{count} tokens"), says=says, movies={"": trajectory})
