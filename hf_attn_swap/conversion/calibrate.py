@@ -45,8 +45,8 @@ def calibrate(
     """Fit every swapped layer's read-out to the attention its weights come from, in place; nothing is trained.
 
     In a post-LayerNorm block (BERT, ALBERT) a skip inside the variant (`simple_resl`, `mha`) is undone by fitting to a
-    multiple of the target: LayerNorm removes the common factor. What suits `simple*` depends on the length: calibrate
-    at the length of use. An earlier calibration is replaced.
+    multiple of the target: LayerNorm removes the common factor. In a pre-norm block it stays, and the report says so.
+    What suits `simple*` depends on the length: calibrate at the length of use. An earlier calibration is replaced.
 
     Args:
         model: patched by `patch_model`; its strength may be anything and stays.
@@ -81,7 +81,9 @@ def calibrate(
         solved = {index: fitting.solve(ridge, index) for index, fitting in fittings.items()}
         layers = tuple(fittings[index].apply(*solution, index) for index, solution in solved.items())
     seen = torch.cat(lengths)
-    return CalibrationReport(fit=fit, source=source, layers=layers, lengths=(int(seen.min()), int(seen.max())))
+    left = max((target.left for target in targets.values()), key=abs)
+    span = (int(seen.min()), int(seen.max()))
+    return CalibrationReport(fit=fit, source=source, layers=layers, lengths=span, left=left)
 
 
 @dataclass

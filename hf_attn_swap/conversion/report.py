@@ -43,12 +43,18 @@ class LayerFit:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationReport:
-    """All layers of one calibration; `lengths` are the shortest and longest rows it saw, in real tokens."""
+    """All layers of one calibration.
+
+    Attributes:
+        lengths: the shortest and longest rows it saw, in real tokens.
+        left: the multiple of a layer's input that the swap adds and the fit cannot take back (pre-norm blocks).
+    """
 
     fit: str
     source: str
     layers: tuple[LayerFit, ...]
     lengths: tuple[int, int]
+    left: float = 0.0
 
     @property
     def unexplained(self) -> float:
@@ -56,12 +62,17 @@ class CalibrationReport:
         return 1 - fmean(value for layer in self.layers for value in layer.after)
 
     def summary(self) -> str:
-        """Two sentences."""
+        """Two sentences, and a third where the fit cannot be enough."""
         shortest, longest = self.lengths
         span = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
+        skip = (
+            f" The swap's skip adds {self.left:g} x in every layer, which no fit can undo in a pre-norm block: use an "
+        )
+        skip += "option without it (mha: alpha=0), or train the model for long."
         return (
             f"{self.fit} fitted to {self.source} on {self.layers[0].tokens:,} tokens: {self.unexplained:.1%} of the "
             f"read-out stays unexplained. Rows had {span} tokens; use the model at such lengths."
+            f"{skip if self.left else ''}"
         )
 
     def __str__(self) -> str:

@@ -55,6 +55,11 @@ class Target:
         scale = (1 + skip) / (1 + source_skip) if self.site.family.post_norm else 1.0
         return scale * source_share / share
 
+    @property
+    def left(self) -> float:
+        """The multiple of the input that the swap adds and no fit takes back: in a pre-norm block."""
+        return 0.0 if self.site.family.post_norm else _shares(self.swap)[0] - _shares(self.source)[0]
+
     def wanted(self, heads_BLHD: Tensor) -> Tensor:
         """From the source's heads to what the swapped layer's should be: (B,L,H,D)."""
         ours, theirs = self.swap.keeps_projection, self.source.keeps_projection

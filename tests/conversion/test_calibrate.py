@@ -205,3 +205,14 @@ def test_activations_that_are_not_finite() -> None:
     with refused("activations are not finite"):
         fit(model, "bert")
     assert swaps(model)[0].calibration is kept
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_skip_that_stays_is_said(name: str) -> None:
+    """A fit undoes the skip of mha where LayerNorm follows, and says where it cannot."""
+    stays = name not in ("albert", "bert")
+    for options, left in (({}, 0.5 if stays else 0.0), ({"alpha": 0.0}, 0.0)):
+        model = patch_model(fresh(name), "mha", **options)
+        report = calibrate(model, [batch_of(name)], progress=False)
+        assert report.left == left
+        assert ("no fit can undo" in report.summary()) == bool(left)
