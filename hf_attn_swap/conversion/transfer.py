@@ -10,6 +10,7 @@ SPEC 3 (ours; after attention transfer in linearised transformers). Axes: B batc
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -64,6 +65,10 @@ class AttentionTransferTrainer(Trainer):
         self.model_accepts_loss_kwargs = False  # ours is a mean: Trainer divides by the accumulation steps
         self.can_return_loss = True  # without labels there is still a loss to evaluate
         self.label_names: list[str] = []
+        keeps = "logits_to_keep" in inspect.signature(installation.root.forward).parameters
+        self.no_logits = (
+            {"logits_to_keep": 1} if keeps else {}
+        )  # a vocabulary's logits are costly, and nobody reads them
 
     def compute_loss(
         self,
@@ -74,7 +79,7 @@ class AttentionTransferTrainer(Trainer):
     ) -> Any:
         """Mean relative squared error of the swapped layers."""
         model.eval()
-        batch = without_labels(inputs)
+        batch = without_labels(inputs) | self.no_logits
         losses: list[Tensor] = []
         handles = [
             site.container.register_forward_hook(_comparison(frozen, batch, losses), with_kwargs=True)

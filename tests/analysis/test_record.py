@@ -24,7 +24,7 @@ def state_of(model: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 @pytest.mark.parametrize("variant", [None, *list_variants()])
-@pytest.mark.parametrize("strength", [0.0, 1.0])
+@pytest.mark.parametrize("strength", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_changes_nothing(name: str, variant: str | None, strength: float) -> None:
     model, batch = fresh(name, torch.float32), batch_of(name, torch.float32, padded=padding_side(name))
     if variant is not None:

@@ -14,7 +14,7 @@ from hf_attn_swap import list_variants, patch_model, set_strength
 from hf_attn_swap.conversion import AttentionTransferTrainer, calibrate, merge_calibration
 from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.cells import FAMILY_NAMES
-from tests.contract.harness import TEXT_FAMILIES, batch_of, fresh, padding_side, perturb, refused
+from tests.contract.harness import CAUSAL_FAMILIES, TEXT_FAMILIES, batch_of, fresh, padding_side, perturb, refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 SMOKES = list({VARIANTS[name].places: name for name in list_variants()}.values())  # one for each set of places
@@ -119,3 +119,13 @@ def test_refused(tmp_path: Path) -> None:
     calibrate(merged, [batch_of("bert", seed=seed) for seed in range(12)], progress=False)
     with refused("its calibration was merged"):
         trainer_of(merge_calibration(set_strength(merged, 1.0)), tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name in CAUSAL_FAMILIES])
+def test_a_vocabularys_logits_are_left_out(name: str, tmp_path: Path) -> None:
+    model = patch_model(fresh(name, torch.float32, head="lm"), "belief")
+    trainer, batch = trainer_of(model, tmp_path, name, trainable="query"), batch_of(name, torch.float32)
+    seen: list[tuple[int, ...]] = []
+    model.get_output_embeddings().register_forward_hook(lambda _, __, output: seen.append(tuple(output.shape[:2])))
+    loss_of(trainer, batch)
+    assert seen == [(len(batch["input_ids"]), 1)]
