@@ -80,10 +80,8 @@ def calibrate(
                 forward(model, batch)
         solved = {index: fitting.solve(ridge, index) for index, fitting in fittings.items()}
         layers = tuple(fittings[index].apply(*solution, index) for index, solution in solved.items())
-    seen = torch.cat(lengths)
-    left = max((target.left for target in targets.values()), key=abs)
-    span = (int(seen.min()), int(seen.max()))
-    return CalibrationReport(fit=fit, source=source, layers=layers, lengths=span, left=left)
+    seen, left = torch.cat(lengths).aminmax(), max((target.left for target in targets.values()), key=abs)
+    return CalibrationReport(fit=fit, source=source, layers=layers, lengths=(int(seen[0]), int(seen[1])), left=left)
 
 
 @dataclass
