@@ -70,7 +70,7 @@ class _Quantizer:
     def place(self, stack: contextlib.ExitStack) -> None:
         """Put rounded weights and all hooks in place; the stack takes them out."""
         chosen = dict(quantizable(self.root))
-        stack.callback(self.root.register_forward_pre_hook(lambda *_: self.calls.clear()).remove)
+        stack.callback(self.root.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
         for path, module in chosen.items():
             self._weight(path, module, stack)
             if is_norm(module):
@@ -88,6 +88,11 @@ class _Quantizer:
         """Share of the matmul FLOPs."""
         return self.flops["covered"] / (self.flops["covered"] + self.flops["rest"])
 
+    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.calls.clear()
+        own = kwargs.get("inputs_embeds")  # the first norm may read these, and what it reads is rounded in place
+        return args, kwargs if own is None else {**kwargs, "inputs_embeds": own.clone()}
+
     def _round(self, name: str, tensor: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             raise ValueError("a model in fake 8 bits is for evaluation; call it under torch.no_grad().")
@@ -96,6 +101,8 @@ class _Quantizer:
         point = self.points.setdefault(name, Point(name))
         if self.fitting:
             point.observe(tensor, self.momentum)
+        elif not point.seen:
+            raise ValueError(f"{name} has no 8-bit range: no batch reached it; call the model as the batches did.")
         rounded = point.apply(tensor)
         if self.fitting:
             point.signal += float(tensor.double().square().sum())

@@ -152,6 +152,18 @@ def test_refusals() -> None:
         pass
 
 
+def test_what_was_not_reached_is_refused_and_inputs_are_left_alone() -> None:
+    model, batch = fresh("llama", torch.float32), batch_of("llama", torch.float32)
+    with torch.no_grad(), fake_w8a8(model, [batch]):
+        embedded = model.get_input_embeddings().weight[batch["input_ids"]]
+        before = embedded.clone()
+        model(inputs_embeds=embedded)
+        assert torch.equal(embedded, before)
+        model(**batch)
+        with pytest.raises(ValueError, match="call the model as the batches did"):
+            model.get_input_embeddings()(batch["input_ids"])  # a second call in the same pass
+
+
 def test_without_torchao_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchao.quantization", None)
     with pytest.raises(ImportError, match=r"hf-attn-swap\[quant\]"):
