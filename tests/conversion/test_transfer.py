@@ -61,7 +61,8 @@ def test_learns_the_original(name: str, variant: str, tmp_path: Path) -> None:
     assert moved or variant == "softmax"
     with torch.no_grad():
         _, outputs = trainer.compute_loss(model, batch, return_outputs=True)
-        assert (outputs["logits"] - stock(**batch)[0]).abs().max() < 1e-5
+        given, wanted = outputs["logits"], stock(**batch)[0]  # of a language model the last token's alone
+        assert (given - wanted[:, -given.shape[1] :]).abs().max() < 1e-5
 
 
 def test_softmax_has_nothing_to_learn(tmp_path: Path) -> None:
