@@ -114,6 +114,24 @@ def outlier_table() -> str:
     return "\n".join(lines)
 
 
+def report_table() -> str:
+    """One row per model and attention of the summaries of `hf-attn-swap report`, as patched."""
+    names = ("similarity_first", "similarity_last", "entropy", "sinks", "max_infinity_norm")
+    lines = [
+        "| model, data | attention | similarity, first layer | last layer | entropy | on sinks | largest activation |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    done: set[tuple[str, str]] = set()
+    for path in sorted(FIGURES.glob("report-*.json")):
+        study = json.loads(path.read_text("utf-8"))
+        for run, row in study["summary"].items():
+            if (study["model"], run) not in done:
+                done.add((study["model"], run))
+                values = " | ".join(f"{row[name]:,.4g}" if row[name] < 1000 else f"{row[name]:,.0f}" for name in names)
+                lines.append(f"| {study['model']}, {study['data']} ({study['rows']} rows) | {run} | {values} |")
+    return "\n".join(lines)
+
+
 def cost_table() -> str:
     """Seconds of a simulation against tokens and width."""
     study = json.loads((FIGURES / "dynamics_cost.json").read_text("utf-8"))
@@ -131,6 +149,7 @@ TABLES = {
     "conversion": conversion_table,
     "rank": rank_table,
     "outliers": outlier_table,
+    "reports": report_table,
     "dynamics-cost": cost_table,
 }
 
