@@ -68,6 +68,7 @@ def diagnostics(model: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def measure(task: Task, training: TrainingArguments, own: OutlierArguments) -> dict[str, Any]:
     """All figures of one model."""
+    transformers.set_seed(own.seed_of_runs)  # the rows for the ranges may be augmented at random, alike for all
     model = task.load().eval()
     trainer = Trainer(model, training, task.collate)
     size = training.per_device_eval_batch_size

@@ -106,7 +106,10 @@ def _run(model: PreTrainedModel, inputs: Inputs, label: str) -> tuple[Recording,
 def _maps(model: PreTrainedModel, sample: Batch, image: bool) -> Maps:
     """Of one row, per layer: mean over heads (Q,K), or of an image where its first token looks, (rows,columns)."""
     with watched(model) as root:
-        outputs = root(**sample, output_attentions=True)
+        try:
+            outputs = root(**sample, output_attentions=True)
+        except ValueError:  # the same model ran the batches: it cannot give its weights
+            return []
     found = outputs.get("attentions") or outputs.get("encoder_attentions") or ()
     maps = [weights[0].float().mean(0).cpu().numpy() for weights in found if weights is not None]
     if not image:

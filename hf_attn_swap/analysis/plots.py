@@ -44,25 +44,22 @@ def similarity(recordings: Recordings) -> Figure:
 
 def entropy(recordings: Recordings) -> Figure:
     """Mean attention entropy in nats per layer, a dot per head, a line through the mean over heads."""
-    figure, axes = _figure("layer", "attention entropy (nats)")
-    for number, (label, recording) in enumerate(recordings.items()):
-        places, colour = _places(recording), COLOURS[number % len(COLOURS)]
-        heads = [recording.layers[place].entropy.known for place in places]
-        for x, values in zip(_beside(places, number, len(recordings)), heads, strict=True):
-            axes.plot([x] * len(values), values, ".", color=colour, markersize=4, alpha=0.6)
-        axes.plot(places, [_mean(values) for values in heads], color=colour, label=label)
-    _finish(axes, recordings)
-    return figure
+    return _heads(recordings, "entropy", "attention entropy (nats)")
 
 
 def sinks(recordings: Recordings) -> Figure:
-    """Share of attention on the first token and the separators per layer, mean over heads, and its largest head."""
-    figure, axes = _figure("layer", "attention on sink tokens")
+    """Share of attention on the first token and separators per layer, a dot per head, a line through their mean."""
+    return _heads(recordings, "sinks", "attention on sink tokens")
+
+
+def _heads(recordings: Recordings, name: str, words: str) -> Figure:
+    figure, axes = _figure("layer", words)
     for number, (label, recording) in enumerate(recordings.items()):
         places, colour = _places(recording), COLOURS[number % len(COLOURS)]
-        heads = [recording.layers[place].sinks.known for place in places]
+        heads = [getattr(recording.layers[place], name).known for place in places]
+        for x, values in zip(_beside(places, number, len(recordings)), heads, strict=True):
+            axes.plot([x] * len(values), values, ".", color=colour, markersize=4, alpha=0.6)
         axes.plot(places, [_mean(values) for values in heads], color=colour, label=label)
-        axes.plot(places, [max(values, default=math.nan) for values in heads], ":", color=colour)
     _finish(axes, recordings)
     return figure
 

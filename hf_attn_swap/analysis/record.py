@@ -69,9 +69,9 @@ class _Recorder:
         hooks.callback(self.root.register_forward_pre_hook(self._start, with_kwargs=True).remove)
         usable = [site for site in sites(self.root) if site.usable]
         for place, site in enumerate(usable):
-            swap = next(module for module in site.core.modules() if isinstance(module, Swap))
             name = f"{place}" if not site.family.shared else ""
-            hooks.callback(swap.register_forward_pre_hook(self._weights(name)).remove)
+            for swap in (module for module in site.core.modules() if isinstance(module, Swap)):  # PEFT keeps two
+                hooks.callback(swap.register_forward_pre_hook(self._weights(name)).remove)
             block = layer_of(self.root, site.path)
             hooks.callback(block.register_forward_hook(self._states(name)).remove)
             self._hook_update(site, name, hooks)

@@ -64,6 +64,8 @@ def _one_line(error: Exception) -> str:
     """The message of an error; its type too where the message would not do alone."""
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     message = " ".join(message.split())
+    if isinstance(error, ModuleNotFoundError):
+        message += '; pip install "hf-attn-swap[all]" brings what the commands need'
     told = isinstance(error, (ValueError, OSError, ImportError, RuntimeError)) or hasattr(error, "format_message")
     return (
         message

@@ -67,8 +67,8 @@ class CalibrationReport:
         span = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
         skip = (
             f" The swap's skip adds {self.left:g} x in every layer, which no fit can undo in a pre-norm block: use an "
+            "option without it (mha: alpha=0), or train the model for long."
         )
-        skip += "option without it (mha: alpha=0), or train the model for long."
         return (
             f"{self.fit} fitted to {self.source} on {self.layers[0].tokens:,} tokens: {self.unexplained:.1%} of the "
             f"read-out stays unexplained. Rows had {span} tokens; use the model at such lengths."

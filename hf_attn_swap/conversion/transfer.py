@@ -66,9 +66,7 @@ class AttentionTransferTrainer(Trainer):
         self.can_return_loss = True  # without labels there is still a loss to evaluate
         self.label_names: list[str] = []
         keeps = "logits_to_keep" in inspect.signature(installation.root.forward).parameters
-        self.no_logits = (
-            {"logits_to_keep": 1} if keeps else {}
-        )  # a vocabulary's logits are costly, and nobody reads them
+        self.no_logits = {"logits_to_keep": 1} if keeps else {}  # a vocabulary's are costly, and nobody reads them
 
     def compute_loss(
         self,

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..analysis import metrics
+
 Z_95 = NormalDist().inv_cdf(0.975)
 Batch = dict[str, Tensor]
 
@@ -54,8 +56,7 @@ def paired_difference(correct: Sequence[bool], control: Sequence[bool]) -> tuple
 
 def sample_kurtosis(activation: Tensor) -> float:
     """Kurtosis (not excess) of one sample's flattened activations, in fp32."""
-    flat = activation.float().flatten()
-    return float((flat - flat.mean()).pow(4).mean() / (flat.std().pow(4) + 1e-6))
+    return float(metrics.kurtosis(activation.reshape(1, -1, 1)))
 
 
 @torch.no_grad()

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..analysis.watched import watched
+from ..conversion.batches import as_batches, forward
 from ..families import sites
 from ..swap import Swap
 from .places import is_matmul, is_norm, quantizable
 from .points import Point, Quantized
-
-LABELS = ("labels",)  # of a batch, what ranges do not need
 
 
 @contextlib.contextmanager
@@ -33,7 +32,7 @@ def fake_w8a8(model: nn.Module, batches: Iterable[Mapping[str, Any]], *, momentu
 
     Args:
         model: a `PreTrainedModel`, stock or swapped, in evaluation; only the part without its task head is quantised.
-        batches: of training data, on the model's device; labels are ignored.
+        batches: of training data; labels are ignored.
         momentum: of the running ranges.
 
     Yields:
@@ -47,13 +46,8 @@ def fake_w8a8(model: nn.Module, batches: Iterable[Mapping[str, Any]], *, momentu
     with watched(model) as root, contextlib.ExitStack() as stack:
         quantizer = _Quantizer(root, momentum)
         quantizer.place(stack)
-        count = 0
-        with torch.no_grad():
-            for batch in tqdm(batches, desc="8-bit ranges", unit="batch", leave=False):
-                root(**{name: value for name, value in batch.items() if name not in LABELS})
-                count += 1
-        if not count:
-            raise ValueError("no batch to find the 8-bit ranges on; pass some of the training data.")
+        for batch in tqdm(as_batches(batches), desc="8-bit ranges", unit="batch", leave=False):
+            forward(root, batch)
         quantizer.fitting = False
         yield Quantized(tuple(quantizer.points.values()), quantizer.covered())
 
@@ -80,9 +74,9 @@ class _Quantizer:
             if is_matmul(module) and path not in chosen:
                 stack.callback(module.register_forward_hook(self._uncovered).remove)
         for site in (site for site in sites(self.root) if site.usable):
-            swap = next(module for module in site.core.modules() if isinstance(module, Swap))
             rotary = getattr(getattr(site.core, "config", None), "rope_parameters", None) is not None
-            stack.callback(swap.register_forward_pre_hook(self._attention(site.path, rotary)).remove)
+            for swap in (module for module in site.core.modules() if isinstance(module, Swap)):  # PEFT keeps two
+                stack.callback(swap.register_forward_pre_hook(self._attention(site.path, rotary)).remove)
 
     def covered(self) -> float:
         """Share of the matmul FLOPs."""
@@ -155,12 +149,18 @@ class _Quantizer:
                 inputs.query = self._round(f"{path}.query", inputs.query)
                 inputs.key = self._round(f"{path}.key", inputs.key)
             call.tap = lambda name, tensor: self._round(f"{path}.{name}", tensor)
-            linear = swap.places().replacement is not None and swap.phase == "full"
             if self.fitting:
-                batch, heads, queries, width = inputs.query.shape
-                other = width if linear else inputs.key.shape[2]
-                # of a linear attention, k^T v has 8-bit factors, but is itself a factor of the second product
-                for share in ("covered", "rest" if linear else "covered"):
-                    self.flops[share] += 2 * batch * heads * queries * width * other
+                self._count_attention(swap, inputs.query.shape, inputs.key.shape[2])
 
         return hook
+
+    def _count_attention(self, swap: Swap, query_BHQD: torch.Size, keys: int) -> None:
+        """Scores and heads; of a linear attention q (k^T v), whose k^T v has 8-bit factors but is itself none."""
+        batch, heads, queries, width = query_BHQD
+        linear = swap.places().replacement is not None
+        product = 2 * batch * heads * queries * width
+        self.flops["covered"] += product * (width if linear else 2 * keys)
+        if linear:
+            self.flops["rest"] += product * width
+        if linear and swap.phase != "full":  # the ordinary attention beside it runs fused, in full precision
+            self.flops["rest"] += 2 * product * keys

@@ -6,11 +6,13 @@ import importlib.util
 import math
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
 
 from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap.analysis import record
 from hf_attn_swap.quantization import Point, fake_w8a8, int8_dynamic, points
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
@@ -135,6 +137,35 @@ def test_flops_by_hand() -> None:
     with fake_w8a8(model, [batch]) as quantized:
         pass
     assert quantized.flops_covered == pytest.approx(zoo.LAYERS * layer / (zoo.LAYERS * layer + head))
+
+
+def test_flops_of_a_linear_attention_on_its_way() -> None:
+    """Between, the ordinary attention beside it is not in 8 bits, and does not count as if it were."""
+    model, batch = fresh("bert", torch.float32, head="base"), batch_of("bert", torch.float32)
+    (rows, length), width, inner = batch["input_ids"].shape, zoo.HIDDEN, 48
+    tokens, head_dim = rows * length, zoo.HIDDEN // zoo.HEADS
+    layers = zoo.LAYERS * 2 * tokens * (4 * width * width + 2 * width * inner) + 2 * rows * width * width  # the pooler
+    product, ordinary = 2 * tokens * width * head_dim * zoo.LAYERS, 2 * 2 * tokens * width * length * zoo.LAYERS
+    for strength, rest in ((1.0, product), (0.5, product + ordinary)):
+        patch_model(model, "simple_resl", strength=strength)
+        with fake_w8a8(model, [batch]) as quantized:
+            pass
+        covered = layers + product
+        assert quantized.flops_covered == pytest.approx(covered / (covered + rest))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
+def test_the_swap_that_peft_trains_is_the_one_that_is_seen() -> None:
+    model, batch = fresh("bert", torch.float32, head="classification"), batch_of("bert", torch.float32)
+    patch_model(model, "gated")
+    config = peft.LoraConfig(target_modules=["query"], modules_to_save=["attn_swap"])
+    tuned = peft.get_peft_model(model, config).eval()
+    with fake_w8a8(tuned, [batch]) as quantized:
+        names = [each.name for each in quantized.points]
+    assert len([name for name in names if name.endswith("probabilities")]) == zoo.LAYERS
+    with record(tuned) as recording, torch.no_grad():
+        tuned(**batch)
+    assert all(layer.entropy.known for layer in recording.layers.values())
 
 
 def test_refusals() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,3 +181,29 @@ def test_a_model_without_a_tokenizer_and_one_with_nan(command: Command, tiny_ber
     done = command("report", tmp_path / "nan", *words(data, tmp_path, "--variant", "mha", "--processor", tiny_bert))
     assert done.code == 2
     assert "not finite" in done.err
+
+
+def test_a_model_that_keeps_its_weights_gets_no_maps(
+    command: Command, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = transformers.BertForSequenceClassification.forward
+
+    def refuses(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("output_attentions"):
+            raise ValueError("no weights")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.BertForSequenceClassification, "forward", refuses)
+    data = texts(tmp_path / "rows.csv", ["the film was great", "the plot was dull"])
+    done = command("report", tiny_bert, *words(data, tmp_path, "--variant", "belief"))
+    assert done.code == 0, done.err
+    assert "there are no maps" in done.err
+    html, figures = page(tmp_path)
+    assert (figures["attention"], html.count("data:image/png;base64,")) == ({}, 5)
+
+
+def test_a_missing_package_names_the_extra(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hf_attn_swap.dynamics.figures", None)
+    refused = command("dynamics", "list")
+    assert refused.code == 2
+    assert "hf-attn-swap[all]" in refused.err
