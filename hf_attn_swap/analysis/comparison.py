@@ -18,6 +18,7 @@ from ..conversion import calibrate
 from ..describe import describe
 from ..install import installation_of
 from ..patch import need_installation, patch_model, set_strength
+from ..registry import parse, parse_options
 from .inputs import Batch, Inputs
 from .record import record
 from .recording import Recording
@@ -55,6 +56,8 @@ def compare(
         raise ValueError("this model is swapped already; leave the variant and the calibration out.")
     if not swapped and variant is None:
         raise ValueError("this model is not swapped; name a variant to compare it with.")
+    if variant is not None:
+        parse_options(parse(variant), options)  # before the recording, which takes a while
     found, notes = _both(model.eval(), inputs, variant, fit, options)
     label = list(found)[-1]
     if inputs.rows == 1:
