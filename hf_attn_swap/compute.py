@@ -183,11 +183,27 @@ def _replaced(
     if isinstance(call.strength, Tensor):
         mask, causal = inputs.dense_mask(call)
         call.kept["ordinary"] = sdpa((inputs.query, inputs.key, inputs.value), mask, causal)
+    if call.state is not None:
+        return _decoded(variant, inputs, call, want_weights), None
     query, key, value = inputs.query, _repeat(inputs.key, inputs), _repeat(inputs.value, inputs)
     if inputs.mask is not None or want_weights:
         weights = variant.products(query, key, inputs.allowed(call))
         return (weights @ value).transpose(1, 2), weights
-    return variant.linear(query, key, value, inputs.key_mask, inputs.causal).transpose(1, 2), None
+    return variant.linear((query, key, value), inputs.key_mask, inputs.causal, None).transpose(1, 2), None
+
+
+def _decoded(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -> Tensor:
+    """Heads of the current tokens over a state that stands for all before them, which then takes them in."""
+    if inputs.mask is not None or want_weights:
+        raise ValueError(
+            f"{variant.name}: a cache that holds a state has no keys to show or to mask one by one; give 4-D masks and "
+            "ask for attention weights from the first token on, or use use_cache=False."
+        )
+    queries, heads = inputs.query.shape[1:3][::-1]
+    real = inputs.key_mask[:, -queries:] if inputs.key_mask is not None else None
+    key, value, past = _repeat(inputs.key, inputs), _repeat(inputs.value, inputs), call.state.past(heads)
+    call.state.absorb(inputs.key, inputs.value, real)
+    return variant.linear((inputs.query, key, value), real, True, past).transpose(1, 2)
 
 
 def _refuse_bias(variant: Variant, inputs: Inputs) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .cache import LinearState
 from .seam import CACHES, CALL, CARRIED, LAYER, NAME, swap_of
 from .swap import STOCK, Swap
 from .variants.base import Call, Carried
@@ -100,9 +101,12 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     x = args[0] if args else kwargs["hidden_states"]
     carried: Carried | None = kwargs.get(CARRIED)
     residual, checkpointed = kwargs.get(LAYER, (None, False))
+    cache = _argument(swap.cache_position, CACHES, args, kwargs)
+    mask = _argument(swap.mask_position, ("attention_mask",), args, kwargs)
     call = Call(
         x=x,
-        start=_cache_length(core, swap, args, kwargs),
+        start=_cache_length(core, cache),
+        state=_linear_state(core, swap, cache, mask, carried),
         carried=carried,
         order=swap.place_in(carried),
         residual=residual,
@@ -114,15 +118,31 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     return args, {**kwargs, CALL: call}
 
 
-def _cache_length(core: nn.Module, swap: Swap, args: Any, kwargs: dict[str, Any]) -> int | Tensor | None:
+def _argument(place: int | None, names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> Any:
+    """One argument of an attention module, by position or by any of its names."""
+    if place is not None and len(args) > place:
+        return args[place]
+    return next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
+
+
+def _cache_length(core: nn.Module, cache: Any) -> int | Tensor | None:
     """How many tokens the cache holds before this call: read and copied before the update moves it."""
-    place = swap.cache_position
-    named = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
-    cache = args[place] if place is not None and len(args) > place else named
     if cache is None:
         return None
     length: int | Tensor = cache.get_seq_length(core.layer_idx)
     return length.clone() if isinstance(length, Tensor) else length
+
+
+def _linear_state(core: nn.Module, swap: Swap, cache: Any, mask: Any, carried: Carried | None) -> LinearState | None:
+    """The state that linear attention keeps in place of keys and values, claimed for this call."""
+    if cache is None or swap.places().replacement is None or swap.phase != "full" or torch.compiler.is_compiling():
+        return None
+    shown = carried is not None and carried.want_weights
+    start = not shown and (mask is None or mask.dim() == 2) and not torch.is_grad_enabled()
+    state = LinearState.of(cache, int(core.layer_idx), start=start)  # type: ignore[arg-type]  # an int
+    if state is not None:
+        state.claimed = True
+    return state
 
 
 def _refuse_adapter(core: nn.Module, container: nn.Module, swap: Swap) -> None:

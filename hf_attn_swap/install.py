@@ -133,6 +133,7 @@ class Installation:
     def _describe(swap: Swap, site: Site) -> None:
         names = list(inspect.signature(type(site.container).forward).parameters)[1:]
         swap.cache_position = next((names.index(name) for name in seam.CACHES if name in names), None)
+        swap.mask_position = names.index("attention_mask") if "attention_mask" in names else None
         swap.folded_path = site.family.output if swap.keeps_projection else site.family.value
         swap.dropout_path = site.family.dropout if site.family.block == "core" else None
 

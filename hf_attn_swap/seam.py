@@ -177,9 +177,10 @@ def mask_for_swap(
     """
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     last = isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0
-    whole = attention_mask is not None and tuple(attention_mask.shape) == (batch_size, kv_length)
-    if plain and last and whole and _has_linear(kwargs.get("config")):
-        assert attention_mask is not None
+    linear = plain and last and _has_linear(kwargs.get("config"))
+    if linear and attention_mask is None and 1 < q_length < kv_length:  # a chunk onto a cache: all keys are real
+        attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=kwargs.get("device"))
+    if linear and attention_mask is not None and tuple(attention_mask.shape) == (batch_size, kv_length):
         bidirectional = mask_function is bidirectional_mask_function
         may_skip = kwargs.get("allow_is_bidirectional_skip" if bidirectional else "allow_is_causal_skip", bidirectional)
         square = bidirectional or q_length in (1, kv_length)

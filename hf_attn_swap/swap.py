@@ -35,6 +35,7 @@ class Swap(nn.Module):
         self.geometry = geometry
         self.order: int | None = 0  # place among the layers that carry scores; None counts calls
         self.cache_position: int | None = None  # of the cache among the container's positional arguments
+        self.mask_position: int | None = None  # likewise of the attention mask
         self.dropout_path: str | None = None  # of the hidden dropout behind W_o, from the container
         self.folded_path: str | None = None  # of W_o from the container, or of W_v from the core without W_o
         self.fresh = True

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 PLACES = ("scores", "normaliser", "weights", "read", "write")
 Strength = float | Tensor
+Three = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class Call:
         kept: what `read` leaves for `write`.
         dropout: the model's hidden dropout, for variants that bypass W_o.
         recomputed: the enclosing layer is under activation checkpointing, so carried scores must stay as they are.
+        state: the cache of linear attention, where one is in use.
         tap: sees "scores" (before the mask), "probabilities" and "context", and gives what goes on in their place.
     """
 
@@ -75,6 +77,7 @@ class Call:
     kept: dict[str, Tensor] = field(default_factory=dict)
     dropout: Callable[[Tensor], Tensor] | None = None
     recomputed: bool = False
+    state: Any = None
     tap: Callable[[str, Tensor], Tensor] | None = None
 
     def own_values(self, heads: int) -> Tensor:
@@ -201,9 +204,7 @@ class Variant(nn.Module):
         """scores, fused: the carried scores straight from q and k; None if `carry` must do it."""
         return None
 
-    def fuse(
-        self, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, causal: bool, call: Call
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, bool]:
+    def fuse(self, qkv: Three, mask: Tensor | None, causal: bool, call: Call) -> tuple[Three, Tensor | None, bool]:
         """normaliser, fused: the three tensors, mask and flag for plain SDPA; with the flag, row 0 is a dummy.
 
         Args:
@@ -214,8 +215,8 @@ class Variant(nn.Module):
         """
         raise NotImplementedError
 
-    def linear(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool) -> Tensor:
-        """replaces: heads (B,H,Q,D) from q (B,H,Q,D) and k, v (B,H,K,D); causal is aligned to the bottom right."""
+    def linear(self, qkv: Three, key_mask: Tensor | None, causal: bool, past: Three | None) -> Tensor:
+        """replaces: heads (B,H,Q,D), as `simple_attention`; causal is aligned to the bottom right."""
         raise NotImplementedError
 
     def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:

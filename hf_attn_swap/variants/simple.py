@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..functional import simple_attention
-from .base import Call, Geometry, Variant, mix, register
+from .base import Call, Geometry, Three, Variant, mix, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +74,9 @@ class Simple(Variant):
     def shares(self) -> tuple[float, float]:
         return float(self.adds_input), 1.0
 
-    def linear(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool) -> Tensor:
+    def linear(self, qkv: Three, key_mask: Tensor | None, causal: bool, past: Three | None) -> Tensor:
         """A (B,H,Q,D) in linear time; causal is aligned to the bottom right."""
-        return simple_attention(q, k, v, causal=causal, key_mask=key_mask, length=self.options.length)
+        return simple_attention(*qkv, causal=causal, key_mask=key_mask, length=self.options.length, past=past)
 
     def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
         """L^(-1/2) q k^T with zeros where a query may not look: (B,H,Q,K); any mask is honoured."""

@@ -11,7 +11,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-CHUNK = 128  # queries per block of the causal linear form; any value gives the same result
+from .linear import CHUNK, Past, simple_attention
+from .sparse import entmax15, sparsemax
+
+__all__ = [
+    "CHUNK",
+    "Past",
+    "belief_projection",
+    "check_clip",
+    "clip",
+    "clipped_softmax",
+    "entmax15",
+    "hopfield_retrieve",
+    "hopfield_scores",
+    "simple_attention",
+    "softmax_n",
+    "sparsemax",
+]
 
 
 def softmax_n(scores: Tensor, n: float | Tensor = 1.0, dim: int = -1) -> Tensor:
@@ -73,109 +89,6 @@ def check_clip(gamma: float | Tensor, zeta: float | Tensor) -> None:
 def clip(weights: Tensor, gamma: float | Tensor, zeta: float | Tensor) -> Tensor:
     """Stretch weights to [gamma, zeta] and clip them to [0, 1]; the derivative at exactly 0 and 1 is 1."""
     return torch.clamp((zeta - gamma) * weights + gamma, 0.0, 1.0)
-
-
-def sparsemax(scores: Tensor, dim: int = -1) -> Tensor:
-    """Euclidean projection of a row of scores on the simplex: p = max(s - tau, 0), sum p = 1.
-
-    Source: Martins & Astudillo (2016); the separation function of SparseHopfield (Hu et al., 2023).
-    """
-    centred = _centred(scores, dim)
-    with torch.no_grad():
-        ordered = centred.sort(dim, descending=True).values
-        rank = _ranks(ordered, dim)
-        total = ordered.cumsum(dim)
-        size = (1 + rank * ordered > total).sum(dim, keepdim=True)
-        threshold = (total.gather(dim, size - 1) - 1) / size
-    inside = (centred - threshold).relu()  # a score exactly on the threshold is outside, in the gradient too
-    # One Newton step on sum p = 1 changes nothing in value and gives the threshold its exact gradient.
-    threshold = threshold + (inside.sum(dim, keepdim=True) - 1) / (inside > 0).sum(dim, keepdim=True)
-    return (centred - threshold).relu()
-
-
-def entmax15(scores: Tensor, dim: int = -1) -> Tensor:
-    """1.5-entmax: p = max(s / 2 - tau, 0)^2 with sum p = 1, between softmax and sparsemax.
-
-    Source: Peters, Niculae & Martins (2019); the separation function of STanHop (Wu et al., 2024) at alpha = 1.5.
-    """
-    centred = _centred(scores / 2, dim)
-    with torch.no_grad():
-        ordered = centred.sort(dim, descending=True).values
-        rank = _ranks(ordered, dim)
-        mean = ordered.cumsum(dim) / rank
-        variance = ordered.square().cumsum(dim) - rank * mean.square()
-        thresholds = mean - ((1 - variance) / rank).clamp_min(0).sqrt()
-        size = (thresholds <= ordered).sum(dim, keepdim=True)
-        threshold = thresholds.gather(dim, size - 1)
-    inside = (centred - threshold).clamp_min(0)
-    slope = 2 * inside.detach().sum(dim, keepdim=True)
-    threshold = threshold + (inside.square().sum(dim, keepdim=True) - 1) / slope
-    return (centred - threshold).clamp_min(0).square()
-
-
-def _centred(scores: Tensor, dim: int) -> Tensor:
-    """Scores less their maximum, cut at -2: the threshold of both normalisers lies above -1."""
-    return (scores - scores.detach().amax(dim, keepdim=True)).clamp_min(-2.0)
-
-
-def _ranks(ordered: Tensor, dim: int) -> Tensor:
-    shape = [1] * ordered.dim()
-    shape[dim] = -1
-    return torch.arange(1, ordered.shape[dim] + 1, device=ordered.device, dtype=ordered.dtype).view(shape)
-
-
-def simple_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None, length: str = "true"
-) -> Tensor:
-    """SimpleTRON attention, linear in length: A = L^(-1/2) q (k^T v), no softmax and no 1/sqrt(D).
-
-    Args:
-        q: (B,H,Q,D).
-        k: (B,H,K,D).
-        v: (B,H,K,D).
-        causal: query t sees the keys up to K - Q + t (aligned to the bottom right) and L is counted per query.
-        key_mask: (B,K) bool, True where the key is a real token; None means all are.
-        length: "true" counts the real keys that the query may see (at least 1), "fixed" counts padding too.
-
-    Returns:
-        (B,H,Q,D).
-
-    Raises:
-        ValueError: `causal` with more queries than keys, or an unknown `length`.
-
-    Source: SimpleTRON (2021), section 3; the causal form and the true length are ours.
-    """
-    if length not in ("true", "fixed"):
-        raise ValueError(f"length must be 'true' or 'fixed', got {length!r}.")
-    queries, keys = q.shape[2], k.shape[2]
-    if causal and queries > keys:
-        raise ValueError(f"causal simple attention needs at least as many keys as queries, got {keys} < {queries}.")
-    if key_mask is not None:
-        k = k.masked_fill(~key_mask[:, None, :, None], 0)
-    counted = key_mask if key_mask is not None and length == "true" else k.new_ones(1, keys, dtype=torch.bool)
-    if not causal:
-        visible_BQ = counted.sum(-1, keepdim=True)
-        mixed = q @ (k.transpose(2, 3) @ v)
-    else:
-        visible_BQ = counted.cumsum(-1)[:, keys - queries :]
-        mixed = _causal_linear(q, k, v)
-    return mixed * visible_BQ.clamp_min(1).to(mixed.dtype).rsqrt()[:, None, :, None]
-
-
-def _causal_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q_t sum_{i <= t + K - Q} k_i v_i^T in blocks: quadratic inside a block, a running state between them."""
-    queries, past = q.shape[2], k.shape[2] - q.shape[2]
-    state = k[:, :, :past].transpose(2, 3) @ v[:, :, :past]
-    k, v = k[:, :, past:], v[:, :, past:]
-    if queries <= CHUNK:
-        return q @ state + (q @ k.transpose(2, 3)).tril() @ v
-    pad = -queries % CHUNK
-    padded = (torch.nn.functional.pad(t, (0, 0, 0, pad)) for t in (q, k, v))
-    q_BHNCD, k_BHNCD, v_BHNCD = (t.view(*t.shape[:2], -1, CHUNK, t.shape[3]) for t in padded)
-    sums = k_BHNCD.transpose(3, 4) @ v_BHNCD
-    before = sums.cumsum(2) - sums + state.unsqueeze(2)
-    inside = (q_BHNCD @ k_BHNCD.transpose(3, 4)).tril() @ v_BHNCD
-    return (q_BHNCD @ before + inside).flatten(2, 3)[:, :, :queries]
 
 
 def belief_projection(heads: Tensor, values: Tensor, *, per_head: bool = False, eps: float = 1e-8) -> Tensor:

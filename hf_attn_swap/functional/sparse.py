@@ -1,0 +1,55 @@
+"""Normalisers that give exact zeros: sparsemax and 1.5-entmax. Scores arrive scaled and masked."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sparsemax(scores: Tensor, dim: int = -1) -> Tensor:
+    """Euclidean projection of a row of scores on the simplex: p = max(s - tau, 0), sum p = 1.
+
+    Source: Martins & Astudillo (2016); the separation function of SparseHopfield (Hu et al., 2023).
+    """
+    centred = _centred(scores, dim)
+    with torch.no_grad():
+        ordered = centred.sort(dim, descending=True).values
+        rank = _ranks(ordered, dim)
+        total = ordered.cumsum(dim)
+        size = (1 + rank * ordered > total).sum(dim, keepdim=True)
+        threshold = (total.gather(dim, size - 1) - 1) / size
+    inside = (centred - threshold).relu()  # a score exactly on the threshold is outside, in the gradient too
+    # One Newton step on sum p = 1 changes nothing in value and gives the threshold its exact gradient.
+    threshold = threshold + (inside.sum(dim, keepdim=True) - 1) / (inside > 0).sum(dim, keepdim=True)
+    return (centred - threshold).relu()
+
+
+def entmax15(scores: Tensor, dim: int = -1) -> Tensor:
+    """1.5-entmax: p = max(s / 2 - tau, 0)^2 with sum p = 1, between softmax and sparsemax.
+
+    Source: Peters, Niculae & Martins (2019); the separation function of STanHop (Wu et al., 2024) at alpha = 1.5.
+    """
+    centred = _centred(scores / 2, dim)
+    with torch.no_grad():
+        ordered = centred.sort(dim, descending=True).values
+        rank = _ranks(ordered, dim)
+        mean = ordered.cumsum(dim) / rank
+        variance = ordered.square().cumsum(dim) - rank * mean.square()
+        thresholds = mean - ((1 - variance) / rank).clamp_min(0).sqrt()
+        size = (thresholds <= ordered).sum(dim, keepdim=True)
+        threshold = thresholds.gather(dim, size - 1)
+    inside = (centred - threshold).clamp_min(0)
+    slope = 2 * inside.detach().sum(dim, keepdim=True)
+    threshold = threshold + (inside.square().sum(dim, keepdim=True) - 1) / slope
+    return (centred - threshold).clamp_min(0).square()
+
+
+def _centred(scores: Tensor, dim: int) -> Tensor:
+    """Scores less their maximum, cut at -2: the threshold of both normalisers lies above -1."""
+    return (scores - scores.detach().amax(dim, keepdim=True)).clamp_min(-2.0)
+
+
+def _ranks(ordered: Tensor, dim: int) -> Tensor:
+    shape = [1] * ordered.dim()
+    shape[dim] = -1
+    return torch.arange(1, ordered.shape[dim] + 1, device=ordered.device, dtype=ordered.dtype).view(shape)

@@ -1,0 +1,195 @@
+"""Linear attention decodes from a state of constant size, equal to decoding from keys and values."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
+from hf_attn_swap.cache import CROPPED, LinearState
+from tests import zoo
+
+from .cells import is_linear
+from .harness import CAUSAL_FAMILIES, TOLERANCE, distance, fresh, perturb
+from .test_generation import NEW, PROMPT, assert_equal_generation, generate, prompt_of
+
+LINEAR = [name for name in list_variants() if is_linear(name)]
+
+
+def model_of(family: str, name: str = "simple_resl", layers: Any = None, **options: Any) -> Any:
+    model = patch_model(fresh(family), name, layers=layers, **options)
+    model.generation_config.eos_token_id = None
+    return perturb(model)
+
+
+def state_of(cache: Any, layer: int = 0) -> LinearState:
+    assert isinstance(cache.layers[layer], LinearState)
+    return cache.layers[layer]
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("name", LINEAR)
+def test_generate_takes_it_by_itself_and_it_does_not_grow(family: str, name: str) -> None:
+    model, prompt = model_of(family, name), prompt_of(family, "left")
+    sizes = []
+    for new in (2, 7):
+        out = model.generate(**prompt, max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
+        states = [state_of(out.past_key_values, layer) for layer in range(model.config.num_hidden_layers)]
+        assert all(state.get_seq_length() == PROMPT + new - 1 for state in states)
+        assert all(state.keys is None and state.values is None for state in states)
+        sizes.append(sum(state.state_BGDD.numel() + state.seen_B.numel() for state in states))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("padded", [None, "left"])
+@pytest.mark.parametrize("layers", [[0], [1]])
+def test_hybrids(family: str, name: str, padded: str | None, layers: list[int]) -> None:
+    model = model_of(family, name, layers)
+    assert_equal_generation(model, prompt_of(family, padded), {})
+    with torch.no_grad():
+        out = model(**prompt_of(family, padded), use_cache=True)
+    kinds = [isinstance(layer, LinearState) for layer in out.past_key_values.layers]
+    assert kinds == [index in layers for index in range(model.config.num_hidden_layers)]
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+def test_fixed_length_counts_padding_as_without_a_cache(family: str) -> None:
+    assert_equal_generation(model_of(family, length="fixed"), prompt_of(family), {})
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+def test_assisted_decoding_takes_tokens_back(family: str) -> None:
+    """Prompt lookup proposes several tokens and crops the cache behind the first wrong one."""
+    model, prompt = model_of(family), prompt_of(family)
+    prompt = {name: tensor[:1].repeat(1, 2) for name, tensor in prompt.items() if name != "position_ids"}
+    plain = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    looked_up = model.generate(**prompt, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
+    assert torch.equal(plain, looked_up)
+
+
+@torch.no_grad()
+def prefilled(model: Any, family: str, tokens: int = PROMPT, padded: str | None = None) -> tuple[dict[str, Any], Any]:
+    prompt = zoo.inputs(family, batch=2, length=tokens + 1, padded=padded)
+    mask = prompt.get("attention_mask", torch.ones_like(prompt["input_ids"]))
+    out = model(input_ids=prompt["input_ids"][:, :-1], attention_mask=mask[:, :-1], use_cache=True)
+    return {"input_ids": prompt["input_ids"][:, -1:], "attention_mask": mask}, out.past_key_values
+
+
+@torch.no_grad()
+def test_crop() -> None:
+    model = model_of("llama")
+    ids = zoo.inputs("llama", batch=2, length=9)["input_ids"]
+    cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
+    model(input_ids=ids[:, 4:7], past_key_values=cache)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 5
+    got = model(input_ids=ids[:, 5:], past_key_values=cache).logits
+    assert distance(got, model(input_ids=ids).logits[:, 5:]) <= TOLERANCE[torch.float64]
+    state_of(cache).crop(cache.get_seq_length())  # nothing to take back
+    with pytest.raises(ValueError, match="only within its last call"):
+        cache.crop(-5)
+    longer = model(input_ids=ids.repeat(1, 10)[:, : CROPPED + 1], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=f"at most {CROPPED}"):
+        longer.crop(-1)
+
+
+@torch.no_grad()
+def test_rows_are_selected_and_repeated() -> None:
+    model = model_of("llama")
+    last, cache = prefilled(model, "llama", padded="left")
+    wanted = model(**last, past_key_values=copy.deepcopy(cache)).logits
+    for change, rows in (
+        (lambda chosen: chosen.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda chosen: chosen.batch_repeat_interleave(2), [0, 0, 1, 1]),
+        (lambda chosen: chosen.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+    ):
+        chosen = copy.deepcopy(cache)
+        change(chosen)
+        got = model(**{name: tensor[rows] for name, tensor in last.items()}, past_key_values=chosen).logits
+        assert distance(got, wanted[rows]) <= TOLERANCE[torch.float64]
+        chosen.crop(-1)
+        again = model(**{name: tensor[rows] for name, tensor in last.items()}, past_key_values=chosen).logits
+        assert distance(again, wanted[rows]) <= TOLERANCE[torch.float64]
+
+
+@torch.no_grad()
+def test_reset_starts_anew() -> None:
+    model = model_of("llama")
+    _, cache = prefilled(model, "llama")
+    cache.reset()
+    ids = zoo.inputs("llama", batch=1, length=5)["input_ids"]
+    got = model(input_ids=ids, past_key_values=cache).logits
+    assert distance(got, model(input_ids=ids, use_cache=False).logits) <= TOLERANCE[torch.float64]
+
+
+def test_a_prefix_is_computed_once_and_continued_many_times() -> None:
+    model = model_of("gpt2")
+    prompt = prompt_of("gpt2")
+    with torch.no_grad():
+        prefix = model(input_ids=prompt["input_ids"][:, :-1], use_cache=True).past_key_values
+    wanted = generate(model, prompt, use_cache=False)
+    for _ in range(2):
+        tokens, logits = generate(model, prompt, past_key_values=copy.deepcopy(prefix))
+        assert torch.equal(tokens, wanted[0])
+        assert distance(logits, wanted[1]) <= TOLERANCE[torch.float64]
+    assert tokens.shape[1] == PROMPT + NEW
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change", [unpatch_model, lambda model: set_strength(model, 0.5), lambda m: set_strength(m, 0)]
+)
+def test_a_state_read_by_other_attention_is_refused(change: Any) -> None:
+    model = model_of("gpt2")
+    last, cache = prefilled(model, "gpt2")
+    change(model)
+    with pytest.raises(ValueError, match="states of linear attention"):
+        model(**last, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_what_needs_single_keys() -> None:
+    """4-D masks and attention weights from the start keep keys and values; later on they are refused."""
+    model = model_of("llama")
+    ids = zoo.inputs("llama", batch=2, length=4)["input_ids"]
+    square = torch.ones(4, 4, dtype=torch.bool).tril()[None, None].expand(2, 1, 4, 4)
+    assert not isinstance(model(ids, attention_mask=square, use_cache=True).past_key_values.layers[0], LinearState)
+    shown = model(ids, output_attentions=True, use_cache=True).past_key_values
+    assert not isinstance(shown.layers[0], LinearState)
+    last, cache = prefilled(model, "llama")
+    for asked in ({"attention_mask": torch.ones(2, 1, 1, PROMPT + 1, dtype=torch.bool)}, {"output_attentions": True}):
+        with pytest.raises(ValueError, match="no keys to show or to mask"):
+            model(**{**last, **asked}, past_key_values=copy.deepcopy(cache))
+
+
+def test_gradients_keep_keys_and_values() -> None:
+    """Training runs through the parallel form; a state would hold its graph for nothing."""
+    model = model_of("llama")
+    ids = zoo.inputs("llama", batch=1, length=4)["input_ids"]
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    assert not any(isinstance(layer, LinearState) for layer in cache.layers)
+
+
+@torch.no_grad()
+def test_the_state_of_half_precision_is_held_in_fp32() -> None:
+    model = patch_model(fresh("llama", torch.bfloat16), "simple_resl")
+    last, cache = prefilled(model, "llama")
+    assert state_of(cache).state_BGDD.dtype == torch.float32
+    assert model(**last, past_key_values=cache).logits.dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_a_plain_dynamic_cache_keeps_its_layers() -> None:
+    """Without a config it does not know its layers, so it stays what the user made."""
+    model = model_of("llama")
+    ids = zoo.inputs("llama", batch=1, length=4)["input_ids"]
+    cache = DynamicCache()
+    model(input_ids=ids[:, :-1], past_key_values=cache)
+    got = model(input_ids=ids[:, -1:], past_key_values=cache).logits
+    assert distance(got, model(input_ids=ids).logits[:, -1:]) <= TOLERANCE[torch.float64]
