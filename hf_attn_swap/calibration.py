@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .variants.base import Geometry
+from .call import Geometry
 
 FITS = ("gain", "map")
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .cache import LinearState
+from .call import Call, Carried
 from .seam import CACHES, CALL, CARRIED, LAYER, NAME, swap_of
 from .swap import STOCK, Swap
-from .variants.base import Call, Carried
 
 
 def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -109,6 +109,8 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
         state=_linear_state(core, swap, cache, mask, carried),
         carried=carried,
         order=swap.place_in(carried),
+        last=swap.last,
+        uniform=swap.uniform,
         residual=residual,
         recomputed=checkpointed,
         dropout=container.get_submodule(swap.dropout_path) if swap.dropout_path else None,

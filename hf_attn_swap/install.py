@@ -108,6 +108,7 @@ class Installation:
         stacks = _stacks(self.root, found)
         orders: dict[int, int] = {}
         layers: dict[int, nn.Module] = {}
+        highest: dict[int, Any] = {}  # by stack, the last swap that carries scores
         for site, stack in zip(found, stacks, strict=True):
             swap = getattr(site.core, "attn_swap", None)
             if not _is_swap(swap):
@@ -119,10 +120,14 @@ class Installation:
                     each.order = None if site.family.shared else orders.setdefault(id(stack), 0)
             if any(each.carries for each in _each(swap)):
                 orders[id(stack)] = orders.get(id(stack), 0) + 1
+                highest[id(stack)] = swap
             self._hook(site, next(_each(swap)))
             if any(each.carries or each.wants_residual for each in _each(swap)):
                 layer = layer_of(self.root, site.path)
                 layers[id(layer)] = layer
+        for swap in highest.values():
+            for each in _each(swap):
+                each.last = each.order is not None
         for layer in layers.values():
             self._pre(layer, hooks.before_layer)
         for stack in {id(stack): stack for stack in stacks if _takes_keywords(stack)}.values():
@@ -133,6 +138,8 @@ class Installation:
     def _describe(swap: Swap, site: Site) -> None:
         names = list(inspect.signature(type(site.container).forward).parameters)[1:]
         swap.cache_position = next((names.index(name) for name in seam.CACHES if name in names), None)
+        kinds = getattr(site.core.config, "layer_types", None) or ()
+        swap.uniform, swap.last = len(set(kinds)) <= 1, False
         swap.mask_position = names.index("attention_mask") if "attention_mask" in names else None
         swap.folded_path = site.family.output if swap.keeps_projection else site.family.value
         swap.dropout_path = site.family.dropout if site.family.block == "core" else None

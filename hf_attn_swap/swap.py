@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from .calibration import Calibration
-from .compute import FusedSoftmax, Inputs, Places, attend
+from .call import Call, Carried, FusedSoftmax, Geometry, Inputs
+from .compute import Places, attend
 from .registry import Options, build_options
-from .variants.base import Call, Carried, Geometry, Variant, mix
+from .variants.base import Variant, mix
 
 STOCK = "attn_swap_stock"  # True in the keyword arguments of an attention module: run it as if it were not swapped
 
@@ -34,6 +35,8 @@ class Swap(nn.Module):
         self.names = tuple(cls.name for cls in classes)
         self.geometry = geometry
         self.order: int | None = 0  # place among the layers that carry scores; None counts calls
+        self.last = False  # of those layers
+        self.uniform = False  # all layers of the model are under the same masks
         self.cache_position: int | None = None  # of the cache among the container's positional arguments
         self.mask_position: int | None = None  # likewise of the attention mask
         self.dropout_path: str | None = None  # of the hidden dropout behind W_o, from the container

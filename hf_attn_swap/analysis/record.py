@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..call import Carried
 from ..families import Site, sites
 from ..install import layer_of
 from ..swap import Swap
-from ..variants.base import Carried
 from . import metrics
 from .recording import Activation, Layer, Recording
 from .watched import watched

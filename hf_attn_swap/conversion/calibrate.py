@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..calibration import check_fit
+from ..call import Call
 from ..install import Installation
 from ..patch import build_swap, need_installation, swappable
 from ..registry import parse, parse_options
-from ..variants.base import Call
 from .batches import Batch, as_batches, forward, token_mask
 from .moments import Moments
 from .report import CalibrationReport, LayerFit

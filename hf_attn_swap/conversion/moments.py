@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..variants.base import Geometry
+from ..call import Geometry
 
 
 class Moments:

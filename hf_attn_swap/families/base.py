@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..variants.base import Geometry
+from ..call import Geometry
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,97 +8,20 @@ Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..call import Call, FusedSoftmax, Geometry, Inputs, Strength, Three
+
 PLACES = ("scores", "normaliser", "weights", "read", "write")
-Strength = float | Tensor
-Three = tuple[Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Geometry:
-    """Sizes of one attention module: heads H, kv_heads G, head_dim D, hidden E (width of input and output)."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
     """A variant without options."""
-
-
-@dataclass
-class Carried:
-    """What the layers of one stack share during one forward pass; made anew for every pass."""
-
-    scores: dict[int, Tensor] = field(default_factory=dict)  # H by layer order
-    raw: dict[int, Tensor] = field(default_factory=dict)  # likewise S, where a scheme needs it
-    calls: int = 0  # of a shared module so far (ALBERT)
-    closed: bool = False  # the pass is over; a later call is a re-computation
-    want_weights: bool = False  # the caller asked for the attention weights
-    key_mask: tuple[Tensor, Tensor] | None = None  # the last 2-D mask and its 4-D form: it is expanded once
-    gradients: bool = True  # the pass has gradients; re-entrant checkpointing hides them from the layers
-    arrived: bool = False  # a layer was handed this: the architecture passes keyword arguments on
-
-
-@dataclass
-class Call:
-    """One call of one swapped layer.
-
-    Attributes:
-        x: (B,Q,E), what the layer's own Q/K/V projections read.
-        start: where the current tokens' values are among the keys (the cache's length before the update), or None.
-        carried: what the layers share, or None where the architecture passes nothing on.
-        order: place among the layers that carry scores.
-        residual: (B,Q,E), the block's residual stream, where a variant asked for it.
-        strength: 1.0, or a (1,) tensor in between.
-        value: (B,G,K,D), the values of all keys.
-        kept: what `read` leaves for `write`.
-        dropout: the model's hidden dropout, for variants that bypass W_o.
-        recomputed: the enclosing layer is under activation checkpointing, so carried scores must stay as they are.
-        state: the cache of linear attention, where one is in use.
-        tap: sees "scores" (before the mask), "probabilities" and "context", and gives what goes on in their place.
-    """
-
-    x: Tensor
-    start: int | Tensor | None = None
-    carried: Carried | None = None
-    order: int = 0
-    residual: Tensor | None = None
-    strength: Strength = 1.0
-    value: Tensor | None = None
-    kept: dict[str, Tensor] = field(default_factory=dict)
-    dropout: Callable[[Tensor], Tensor] | None = None
-    recomputed: bool = False
-    state: Any = None
-    tap: Callable[[str, Tensor], Tensor] | None = None
-
-    def own_values(self, heads: int) -> Tensor:
-        """The rows of V that belong to the current tokens, repeated per group: (B,Q,H,D)."""
-        assert self.value is not None
-        queries, keys = self.x.shape[1], self.value.shape[2]
-        if isinstance(self.start, Tensor):
-            first = self.start.clamp(max=keys - queries)
-            rows = first + torch.arange(queries, device=self.value.device)
-            own_BGQD = self.value.index_select(2, rows)
-        elif keys == queries:
-            own_BGQD = self.value
-        elif self.start is None:
-            raise ValueError(
-                f"{queries} tokens attend to {keys} keys, but this architecture hands its cache over under a name that "
-                "we do not know, so their own values cannot be found; generate with use_cache=False."
-            )
-        else:
-            own_BGQD = self.value.narrow(2, min(self.start, keys - queries), queries)
-        own_BLGD = own_BGQD.transpose(1, 2)
-        return own_BLGD.repeat_interleave(heads // own_BLGD.shape[2], 2) if heads != own_BLGD.shape[2] else own_BLGD
 
 
 def in_dtype(strength: Strength, like: Tensor) -> Strength:
@@ -200,20 +123,9 @@ class Variant(nn.Module):
         """weights: from weights to weights; the caller sets masked positions to 0."""
         raise NotImplementedError
 
-    def accumulate(self, query_BHQD: Tensor, key_BHKD: Tensor, scaling: float, call: Call) -> Tensor | None:
-        """scores, fused: the carried scores straight from q and k; None if `carry` must do it."""
+    def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax) -> Tensor | None:
+        """Scores or normaliser, fused: heads (B,Q,H,D) without the weights; None leaves it to the readable form."""
         return None
-
-    def fuse(self, qkv: Three, mask: Tensor | None, causal: bool, call: Call) -> tuple[Three, Tensor | None, bool]:
-        """normaliser, fused: the three tensors, mask and flag for plain SDPA; with the flag, row 0 is a dummy.
-
-        Args:
-            qkv: query (B,H,Q,D), key and value (B,G,K,D).
-            mask: bool or additive float, broadcastable to (B,H,Q,K), or None.
-            causal: SDPA's flag (square; never together with a mask).
-            call: for the strength.
-        """
-        raise NotImplementedError
 
     def linear(self, qkv: Three, key_mask: Tensor | None, causal: bool, past: Three | None) -> Tensor:
         """replaces: heads (B,H,Q,D), as `simple_attention`; causal is aligned to the bottom right."""

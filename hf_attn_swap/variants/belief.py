@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..call import Call, Geometry
 from ..functional import belief_projection
-from .base import Call, Geometry, Variant, mix, register, unset_linear
+from .base import Variant, mix, register, unset_linear
 
 
 @register("belief")

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..call import Call
 from ..functional import check_clip, clip
-from .base import Call, Variant, in_dtype, register
+from .base import Variant, in_dtype, register
 
 
 @dataclass(frozen=True, kw_only=True)

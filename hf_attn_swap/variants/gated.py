@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Call, Geometry, Variant, register, unset_linear
+from ..call import Call, Geometry
+from .base import Variant, register, unset_linear
 
 KINDS = ("linear", "mlp", "all_features", "per_head")
 

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..call import Call, FusedSoftmax, Hidden, Inputs
 from ..functional import hopfield_scores
-from .base import Call, Variant, in_dtype, mix, register
+from ..kernels import carried
+from .base import Variant, in_dtype, mix, register
 
 FORWARD = ("forward_backward", "forward_forward")
 
@@ -51,7 +53,7 @@ class Mha(Variant):
     summary = "scores are carried across layers, the input is mixed back in"
     formula = "softmax(a' H + (1 - a') S), a x + (1 - a) out"
     paper = "modern Hopfield attention, eq. 10"
-    fused = "in-place baddbmm into H, then softmax (or SDPA with H as mask, without gradients)"
+    fused = "H moved on in place by baddbmm, then softmax (or SDPA with H as mask, without gradients)"
     places = ("scores", "write")
     Options = MhaOptions
     options: MhaOptions
@@ -87,12 +89,13 @@ class Mha(Variant):
         )
 
     def carry(self, scores_BHQK: Tensor, call: Call) -> Tensor:
-        previous = self.previous(call)
+        below = self.previous(call)
+        previous = None if below is None else _like(below.plain(), scores_BHQK)
         if self.options.scheme == "forward_forward":
             return self._forward_forward(scores_BHQK, previous, call)
         share = self.options.alpha_prime * in_dtype(call.strength, scores_BHQK)
         if previous is not None:
-            hidden = hopfield_scores(scores_BHQK, _like(previous, scores_BHQK), share)
+            hidden = hopfield_scores(scores_BHQK, previous, share)
         else:
             hidden = scores_BHQK if self.options.init == "first" else (1 - share) * scores_BHQK
         return self.keep(hidden, call)
@@ -100,42 +103,24 @@ class Mha(Variant):
     def _forward_forward(self, scores_BHQK: Tensor, previous: Tensor | None, call: Call) -> Tensor:
         assert call.carried is not None
         if previous is not None:
-            below = call.carried.raw[call.order - 1]
-            previous, below = _like(previous, scores_BHQK), _like(below, scores_BHQK)
+            below = _like(call.carried.raw[call.order - 1], scores_BHQK)
             hidden = hopfield_scores(below, previous, self.options.alpha_prime)
         else:
             hidden = scores_BHQK if self.options.init == "first" else torch.zeros_like(scores_BHQK)
         call.carried.raw[call.order] = scores_BHQK
         return mix(scores_BHQK, self.keep(hidden, call), call.strength)
 
-    def accumulate(self, query_BHQD: Tensor, key_BHKD: Tensor, scaling: float, call: Call) -> Tensor | None:
-        """H_l by one `baddbmm`, in place of H_{l-1} where nothing needs that any more; None if it cannot.
+    def keep(self, hidden_BHQK: Tensor, call: Call) -> Tensor:
+        """Leave H for the layer above."""
+        carried.leave(Hidden(hidden_BHQK), call, drop=not torch.is_grad_enabled())
+        return hidden_BHQK
 
-        In place is safe for gradients: softmax keeps its output, masking its mask, never H. A checkpointed layer
-        is computed again from H_{l-1}, so there H_l is a new tensor.
+    def previous(self, call: Call) -> Hidden | None:
+        """H of the layer below, None below the first.
+
+        Raises:
+            ValueError: it is not there.
         """
-        if isinstance(call.strength, Tensor) or self.options.scheme != "forward_backward":
-            return None
-        share = self.options.alpha_prime
-        previous = self.previous(call)
-        batch, heads, queries, _ = query_BHQD.shape
-        keys = key_BHKD.shape[2]
-        q, k = query_BHQD.flatten(0, 1), key_BHKD.flatten(0, 1).transpose(1, 2)
-        weight = scaling if previous is None and self.options.init == "first" else scaling * (1 - share)
-        if previous is None:
-            hidden = torch.baddbmm(q.new_empty(1, 1, 1), q, k, beta=0, alpha=weight)
-        else:
-            flat = _like(previous, query_BHQD, keys).flatten(0, 1)
-            traced = torch.compiler.is_compiling()  # the compiler plans memory itself, and cannot ask is_inference
-            fresh = call.recomputed or traced or flat.is_inference() or previous.dtype != q.dtype
-            step = torch.baddbmm if fresh else Tensor.baddbmm_
-            hidden = step(flat, q, k, beta=share, alpha=weight)
-            if not fresh and call.carried is not None:
-                del call.carried.scores[call.order - 1]
-        return self.keep(hidden.view(batch, heads, queries, keys), call)
-
-    def previous(self, call: Call) -> Tensor | None:
-        """H of the layer below, None below the first."""
         if call.carried is None:
             raise ValueError(
                 "mha: this architecture does not pass keyword arguments from the model to its attention layers, so "
@@ -151,14 +136,17 @@ class Mha(Variant):
             )
         return call.carried.scores[call.order - 1]
 
-    def keep(self, hidden_BHQK: Tensor, call: Call) -> Tensor:
-        """Leave H for the layer above; without gradients, drop the one below."""
-        assert call.carried is not None
-        call.carried.scores[call.order] = hidden_BHQK
-        if not torch.is_grad_enabled():
-            call.carried.scores.pop(call.order - 1, None)
-            call.carried.raw.pop(call.order - 1, None)
-        return hidden_BHQK
+    def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax) -> Tensor | None:
+        """Heads (B,Q,H,D) with H moved on in place, or in a form that suits the call better."""
+        if isinstance(call.strength, Tensor) or self.options.scheme != "forward_backward":
+            return None
+        if inputs.mask_bias() is not None:
+            return None
+        below, decay = self.previous(call), self.options.alpha_prime
+        if below is not None:
+            _check((*inputs.query.shape[:3], inputs.key.shape[2]), below.shape)
+        share = 1.0 if below is None and self.options.init == "first" else 1 - decay
+        return carried.attend(inputs, call, sdpa, below, decay, share)
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         skipped = call.residual if self.wants_residual else call.x
@@ -167,13 +155,15 @@ class Mha(Variant):
         return mix(out_BLE, skipped.to(out_BLE), self.options.alpha * in_dtype(call.strength, out_BLE))
 
 
-def _like(carried_BHQK: Tensor, wanted: Tensor, keys: int | None = None) -> Tensor:
+def _like(carried_BHQK: Tensor, wanted: Tensor) -> Tensor:
     """The carried scores on the device of `wanted`; ValueError if the layers see different keys."""
-    keys = wanted.shape[-1] if keys is None else keys
-    if carried_BHQK.shape[:3] != wanted.shape[:3] or carried_BHQK.shape[-1] != keys:
-        raise ValueError(
-            f"mha: the layers do not see the same keys or heads (scores {tuple(carried_BHQK.shape)} below, "
-            f"{(*wanted.shape[:3], keys)} here), as with hybrid sliding-window caches; swap only layers that agree, "
-            "or generate with use_cache=False."
-        )
+    _check(tuple(wanted.shape), tuple(carried_BHQK.shape))
     return carried_BHQK.to(wanted.device)
+
+
+def _check(here: tuple[int, ...], below: tuple[int, ...]) -> None:
+    if below != here:
+        raise ValueError(
+            f"mha: the layers do not see the same keys or heads (scores {below} below, {here} here), as with hybrid "
+            "sliding-window caches; swap only layers that agree, or generate with use_cache=False."
+        )

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..functional import softmax_n
-from .base import Call, Variant, register
+from .. import functional
+from ..call import Call, FusedSoftmax, Inputs, Three
+from ..kernels import softmax_n
+from .base import Variant, register
 
 
 @register("outeffhop")
@@ -22,16 +24,26 @@ class OutEffHop(Variant):
     summary = "softmax becomes softmax_1"
     formula = "exp(S) / (s + sum exp(S))"
     paper = "OutEffHop (Hu et al., 2024)"
-    fused = "SDPA with a zero key"
+    fused = "SDPA rescaled by its log-sum-exp, or SDPA with a zero key"
     places = ("normaliser",)
 
     def normalise(self, scores_BHQK: Tensor, call: Call) -> Tensor:
-        return softmax_n(scores_BHQK, call.strength)
+        return functional.softmax_n(scores_BHQK, call.strength)
 
-    def fuse(
-        self, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, causal: bool, call: Call
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, bool]:
-        """Plain SDPA over one more key, put first; with the causal flag, a dummy query keeps the square aligned."""
+    def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax) -> Tensor | None:
+        """By the kernel's log-sum-exp where that is to be had, else by plain SDPA over one more key."""
+        mask, causal = inputs.dense_mask(call)
+        qkv = (inputs.query, inputs.key, inputs.value)
+        if inputs.dropout == 0 and softmax_n.fits(*qkv, mask):
+            return softmax_n.softmax_n_attention(*qkv, mask, causal, inputs.scaling, call.strength).transpose(1, 2)
+        qkv, mask, shifted = self.with_zero_key(qkv, mask, causal, call)
+        heads = sdpa(qkv, mask, shifted)
+        return heads[:, 1:] if shifted else heads
+
+    def with_zero_key(
+        self, qkv: Three, mask: Tensor | None, causal: bool, call: Call
+    ) -> tuple[Three, Tensor | None, bool]:
+        """The tensors, mask and flag for plain SDPA; with the flag, a dummy query in front keeps the square aligned."""
         query, key, value = qkv
         extended_key, extended_value = F.pad(key, (0, 0, 1, 0)), F.pad(value, (0, 0, 1, 0))
         if isinstance(call.strength, Tensor):

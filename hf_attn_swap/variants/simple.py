@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call import Call, Geometry, Three
 from ..functional import simple_attention
-from .base import Call, Geometry, Three, Variant, mix, register
+from .base import Variant, mix, register
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..call import Call
 from ..functional import entmax15, sparsemax
-from .base import Call, Variant, mix, register
+from .base import Variant, mix, register
 
 
 class SparseNormaliser(Variant):

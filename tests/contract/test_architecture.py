@@ -16,21 +16,25 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 NAME = PACKAGE.name
 VARIANT_BASE, FAMILY_BASE = "variants.base", "families.base"
 IDEAS = {f"variants.{path.stem}" for path in (PACKAGE / "variants").glob("*.py")} - {"variants.__init__", VARIANT_BASE}
+KERNELS = {f"kernels.{path.stem}" for path in (PACKAGE / "kernels").glob("*.py")} - {"kernels.__init__"}
 # What the lower half may import from the package; everything above it is held by the rules below.
 MAY = {
     "functional": {"functional.linear", "functional.sparse"},
-    VARIANT_BASE: set(),
+    "call": set(),
+    VARIANT_BASE: {"call"},
+    "kernels": {"call"},
     "variants": IDEAS,
-    "compute": {VARIANT_BASE},
+    "compute": {"call", VARIANT_BASE},
     "registry": {"variants", VARIANT_BASE},
-    "calibration": {VARIANT_BASE},
-    "swap": {"calibration", "compute", "registry", VARIANT_BASE},
+    "calibration": {"call", VARIANT_BASE},
+    "swap": {"call", "calibration", "compute", "registry", VARIANT_BASE},
     "blocks": set(),
-    FAMILY_BASE: {VARIANT_BASE},
-    "seam": {"compute", "swap", VARIANT_BASE},
+    FAMILY_BASE: {"call", VARIANT_BASE},
+    "seam": {"call", "compute", "swap", VARIANT_BASE},
     "cache": set(),
-    "hooks": {"cache", "seam", "swap", VARIANT_BASE},
-    **{idea: {"functional", VARIANT_BASE} for idea in IDEAS},
+    "hooks": {"cache", "call", "seam", "swap", VARIANT_BASE},
+    **{idea: {"call", "functional", "kernels", *KERNELS, VARIANT_BASE} for idea in IDEAS},
+    **{kernel: {"call", *KERNELS} for kernel in KERNELS},
 }
 BELOW_PATCH = {*MAY, "install", "families"}
 ABOVE_PATCH = {
@@ -96,7 +100,7 @@ def test_import_direction(path: Path) -> None:
     module, used, foreign = module_name(path), GRAPH[module_name(path)], outside(path)
     group = module.split(".")[0]
     heads = {name.split(".")[0] for name in used}
-    if group in ("functional", "variants", "families", "compute", "registry", "swap", "blocks"):
+    if group in ("functional", "kernels", "variants", "families", "compute", "registry", "swap", "blocks"):
         assert not any(name.split(".")[0] == "transformers" for name in foreign), "only the seam knows transformers"
     if group == "families":
         assert not used & IDEAS, "families know no variant"

@@ -26,6 +26,7 @@ from .harness import (
     run_all,
 )  # fmt: skip
 
+SDPA = ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu")
 POSITIONS = {"gpt2": "n_positions"}
 
 
@@ -105,15 +106,16 @@ def test_what_describe_says_is_what_runs(family: str, cell: Cell, grad: bool, mo
     assert not calls
     expected = "baddbmm" if "baddbmm" in words else "SDPA" if "SDPA" in words else "reordered products"
     if expected == "baddbmm":
-        assert seen.count("baddbmm", "baddbmm_") == layers
+        unread = 0 if grad or family == "albert" else 1  # H of the last layer; a shared module does not know its last call
+        assert seen.count("baddbmm") == layers - unread
         assert seen.count("softmax") == (layers if grad else 0)
         assert seen.count("scaled_dot_product_attention") == (0 if grad else layers)
     elif expected == "SDPA":
-        assert seen.count("scaled_dot_product_attention") == layers
+        assert seen.count(*SDPA) == layers
         assert seen.count("softmax") == 0
     else:
         assert is_linear(cell[0])
-        assert seen.count("scaled_dot_product_attention", "softmax", "_softmax") == 0, "SPEC 3: no softmax at s = 1"
+        assert seen.count(*SDPA, "softmax", "_softmax") == 0, "SPEC 3: no softmax at s = 1"
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)

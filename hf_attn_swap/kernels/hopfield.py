@@ -1,0 +1,142 @@
+"""Attention whose scores are carried across layers, without a second copy of them: softmax(b H + w q k^T + M) v.
+
+`advance` moves H in place and is all that a pass without gradients needs; `attend` does the same with an exact
+backward pass that keeps the weights and nothing else of size Q x K; `attend_long` never holds H: scores of lower
+layers are a longer dot product, [w_1 q_1, ..., w_l q_l] . [k_1, ..., k_l], computed for a block of queries at a time.
+b = 0, w = scaling is ordinary attention. Modern Hopfield attention, eq. 10; Rabe & Staats (2021) for the blocks.
+Axes: B batch, H head, G key/value head, Q query, K key, D head width, N = B G, R = Q H / G rows that share keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+BLOCK = 2**24  # scores that one block of queries may hold at a time
+Term = tuple[Tensor, Tensor, float]  # q (B,H,Q,D), k (B,H,K,D) and their weight in H
+
+
+def rows(tensor_BHLD: Tensor, groups: int) -> Tensor:
+    """(B,H,L,D) as (N,R,D): the heads that share a key/value head become more rows of one product."""
+    batch, heads, length, width = tensor_BHLD.shape
+    return tensor_BHLD.reshape(batch * groups, heads // groups * length, width)
+
+
+@torch.no_grad()
+def advance(
+    hidden: Tensor | None, query: Tensor, key: Tensor, decay: float, weight: float, blocked: Tensor | None, fresh: bool
+) -> Tensor:
+    """H one layer on, b H + w q k^T (B,H,Q,K), -inf where `blocked`; in place of H unless `fresh`."""
+    groups, shape = key.shape[1], (*query.shape[:3], key.shape[2])
+    q, k = rows(query, groups), key.flatten(0, 1).transpose(1, 2)
+    moved = q.new_empty(shape) if hidden is None or fresh else hidden  # no view: autograd moves none in place
+    flat = moved.view(q.shape[0], q.shape[1], shape[3])
+    below = flat if hidden is None else hidden.view(flat.shape)
+    torch.baddbmm(below, q, k, beta=0.0 if hidden is None else decay, alpha=weight, out=flat)
+    return moved if blocked is None else moved.masked_fill_(blocked, -torch.inf)
+
+
+def attend(
+    hidden: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: float,
+    weight: float,
+    blocked: Tensor | None,
+    fresh: bool,
+) -> tuple[Tensor, Tensor]:
+    """(H_l, heads (B,H,Q,D)) with gradients: `advance`, then softmax and read-out."""
+    both: tuple[Tensor, Tensor] = _Attend.apply(hidden, query, key, value, decay, weight, blocked, fresh)  # type: ignore[no-untyped-call]  # torch's
+    return both
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Any, query: Any, key: Any, value: Any, decay: Any, weight: Any, blocked: Any, fresh: Any
+    ) -> Any:
+        moved = advance(hidden, query, key, decay, weight, blocked, fresh)
+        if hidden is not None and not fresh:
+            ctx.mark_dirty(hidden)
+            moved = hidden
+        weights = torch.softmax(moved, -1)
+        heads = (rows(weights, key.shape[1]) @ value.flatten(0, 1)).view(query.shape)
+        ctx.save_for_backward(query, key, value, weights, heads)
+        ctx.decay, ctx.weight, ctx.first = decay, weight, hidden is None
+        ctx.set_materialize_grads(False)
+        return moved, heads
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_moved: Tensor | None, grad_heads: Tensor | None) -> Any:
+        query, key, value, weights, heads = ctx.saved_tensors
+        groups, scores, grad_value = key.shape[1], grad_moved, None
+        q, k, v, p = rows(query, groups), key.flatten(0, 1), value.flatten(0, 1), rows(weights, groups)
+        if grad_heads is not None:
+            g = rows(grad_heads, groups)
+            grad_value = (p.transpose(1, 2) @ g).view(value.shape)
+            mean = (g * rows(heads, groups)).sum(-1, keepdim=True)
+            own = torch.bmm(g, v.transpose(1, 2)).sub_(mean)
+            # The gradient of H comes from the layer above, which made it for this one alone.
+            scores = own.mul_(p) if scores is None else scores.view(p.shape).addcmul_(own, p)
+        if scores is None:
+            return (None,) * 8
+        flat = scores.view(p.shape)
+        empty = q.new_empty(1, 1, 1)
+        grad_query = torch.baddbmm(empty, flat, k, beta=0, alpha=ctx.weight).view(query.shape)
+        grad_key = torch.baddbmm(empty, flat.transpose(1, 2), q, beta=0, alpha=ctx.weight).view(key.shape)
+        below = None if ctx.first else flat.mul_(ctx.decay).view(weights.shape)
+        return below, grad_query, grad_key, grad_value, None, None, None, None
+
+
+def attend_long(
+    terms: Sequence[Term], value: Tensor, allowed: Tensor | None, causal: bool, dropout: float = 0.0
+) -> Tensor:
+    """Heads (B,H,Q,D) of softmax(sum_j w_j q_j k_j^T + M) v in memory linear in the length.
+
+    Args:
+        terms: of every layer so far, this one last.
+        value: (B,H,K,D).
+        allowed: bool, (B|1,H|1,Q|1,K), or None.
+        causal: query t sees the first t + 1 keys; not together with `allowed`.
+        dropout: on the weights.
+    """
+    queries, keys = terms[-1][0].shape[2], value.shape[2]
+    size = max(1, BLOCK // (value.shape[0] * value.shape[1] * keys))
+    found = []
+    for start in range(0, queries, size):
+        stop = min(start + size, queries)
+        part = None if allowed is None else allowed[:, :, start:stop] if allowed.shape[2] > 1 else allowed
+        seen = stop if causal else keys
+        block = (start, stop, seen, part, causal, dropout)
+        if torch.is_grad_enabled():
+            found.append(checkpoint(_block, block, terms, value, use_reentrant=False, preserve_rng_state=dropout > 0))
+        else:
+            found.append(_block(block, terms, value))
+    return torch.cat(found, 2)
+
+
+def _block(block: Any, terms: Sequence[Term], value: Tensor) -> Tensor:
+    """The heads of the queries from `start` to `stop`."""
+    start, stop, seen, allowed, causal, dropout = block
+    batch, heads = value.shape[:2]
+    scores: Tensor | None = None
+    for q, k, weight in terms:
+        left, right = q[:, :, start:stop].flatten(0, 1), k[:, :, :seen].flatten(0, 1).transpose(1, 2)
+        base = left.new_empty(1, 1, 1) if scores is None else scores
+        scores = torch.baddbmm(base, left, right, beta=float(scores is not None), alpha=weight)
+    assert scores is not None
+    scores = scores.view(batch, heads, stop - start, seen)
+    if causal:
+        allowed = torch.ones(stop - start, seen, dtype=torch.bool, device=scores.device).tril(start)[None, None]
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    p = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    out = F.dropout(p, dropout) @ value[:, :, :seen]
+    return out if allowed is None else out.masked_fill(~allowed.any(-1, keepdim=True), 0.0)

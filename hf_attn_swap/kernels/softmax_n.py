@@ -1,0 +1,92 @@
+"""softmax_n attention from the fused CPU kernel's log-sum-exp: no zero key, so no copy of keys and values.
+
+With lse the log-sum-exp of a row, softmax_n scales softmax's read-out by exp(lse - lse'), lse' = log(n + exp(lse)).
+Backwards, the same kernel given lse' and the scaled read-out computes softmax_n's gradient exactly, because the zero
+key's value is 0: dS = P' (dP - <dO, O'>) with P' = exp(S - lse'). n = 0 is ordinary attention.
+OutEffHop (Hu et al., 2024), eq. 2.2; FlashAttention-2, section 2.3.2, for the backward pass.
+Axes: B batch, H head, G key/value head, Q query, K key, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_OPERATORS = torch.ops.aten
+FORWARD = getattr(_OPERATORS, "_scaled_dot_product_flash_attention_for_cpu", None)
+BACKWARD = getattr(_OPERATORS, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """True if the kernel is there and takes these tensors: on the CPU, of one dtype, the mask no parameter."""
+    given = (query, key, value)
+    return (
+        FORWARD is not None
+        and BACKWARD is not None
+        and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]  # the switch of sdpa_kernel(...), CPU too
+        and not torch.compiler.is_compiling()
+        and query.dtype in DTYPES
+        and all(t.device.type == "cpu" and t.dtype == query.dtype and t.stride(-1) == 1 and t.numel() for t in given)
+        and key.shape[3] == value.shape[3] == query.shape[3]
+        and not (mask is not None and (mask.requires_grad or mask.dim() != 4))
+    )
+
+
+def softmax_n_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float, n: float | Tensor
+) -> Tensor:
+    """Heads (B,H,Q,D) of softmax_n(scaling q k^T + mask) v.
+
+    Args:
+        query: (B,H,Q,D).
+        key: (B,G,K,D).
+        value: (B,G,K,D).
+        mask: bool or additive float, (B|1,H|1,Q|1,K), or None. A row without a key reads 0.
+        causal: as SDPA's flag; not together with a mask.
+        scaling: factor of q k^T.
+        n: above 0, a number or a (1,) tensor without gradient.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if mask is not None:
+        mask = mask[:, :, :1] if mask.stride(2) == 0 else mask  # one row stands for all
+        mask = _additive(mask, query).expand(-1, -1, query.shape[2], -1)
+    log_n = (
+        math.log(n) if isinstance(n, float) else n.detach().to(torch.promote_types(query.dtype, torch.float32)).log()
+    )
+    heads: Tensor = _SoftmaxN.apply(query, key, value, mask, causal, scaling, log_n)  # type: ignore[no-untyped-call]  # torch's
+    return heads
+
+
+def _additive(mask: Tensor, like: Tensor) -> Tensor:
+    """The mask as finite numbers in the dtype of the scores: a row of nothing but -inf would give NaN."""
+    lowest = torch.finfo(like.dtype).min
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(~mask, lowest)
+    return mask.to(like.dtype).clamp_min(lowest)
+
+
+class _SoftmaxN(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: Any, scaling: Any, n: Any
+    ) -> Any:
+        heads, lse = FORWARD(query, key, value, 0.0, causal, attn_mask=mask, scale=scaling)  # type: ignore[misc]  # there
+        wider = torch.logaddexp(lse, n if isinstance(n, Tensor) else lse.new_tensor(n))
+        heads.mul_((lse - wider).exp_().unsqueeze(-1))
+        ctx.save_for_backward(query, key, value, mask, heads, wider)
+        ctx.causal, ctx.scaling = causal, scaling
+        return heads
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        query, key, value, mask, heads, wider = ctx.saved_tensors
+        kept = {"attn_mask": mask, "scale": ctx.scaling}
+        grads = BACKWARD(grad, query, key, value, heads, wider, 0.0, ctx.causal, **kept)  # type: ignore[misc]  # there
+        return (*grads, None, None, None, None)
