@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.linear import causal_linear
+
 Past = tuple[Tensor, Tensor, Tensor]  # what came before the keys: sum k^T v (B,H,D,D), real keys (B,), all keys (1,)
 CHUNK = 128  # queries per block of the causal form; any value gives the same result
 
@@ -56,7 +58,7 @@ def simple_attention(
             state_BHDD, real_B, all_1 = past
             visible_BQ = visible_BQ + (real_B if length == "true" else all_1)[:, None]
             mixed = mixed + (q.to(state_BHDD.dtype) @ state_BHDD).to(mixed.dtype)
-    return mixed * visible_BQ.clamp_min(1).to(mixed.dtype).rsqrt()[:, None, :, None]
+    return mixed.mul_(visible_BQ.clamp_min(1).to(mixed.dtype).rsqrt()[:, None, :, None])
 
 
 def _causal_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -64,6 +66,8 @@ def _causal_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     queries, past = q.shape[2], k.shape[2] - q.shape[2]
     state = k[:, :, :past].transpose(2, 3) @ v[:, :, :past]
     k, v = k[:, :, past:], v[:, :, past:]
+    if queries > CHUNK and q.device.type == "cpu" and q.dtype == k.dtype == v.dtype:
+        return torch.as_tensor(causal_linear(q, k, v, state))
     if queries <= CHUNK:
         return q @ state + (q @ k.transpose(2, 3)).tril() @ v
     pad = -queries % CHUNK
