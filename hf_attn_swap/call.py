@@ -80,6 +80,7 @@ class Carried:
     closed: bool = False  # the pass is over; a later call is a re-computation
     want_weights: bool = False  # the caller asked for the attention weights
     key_mask: tuple[Tensor, Tensor] | None = None  # the last 2-D mask and its 4-D form: it is expanded once
+    additive: tuple[Tensor, Tensor] | None = None  # the last dense mask and the numbers it stands for
     seen: tuple[Any, Tensor | None, Tensor | None] | None = None  # the last masks, what they block, blind rows
     gradients: bool = True  # the pass has gradients; re-entrant checkpointing hides them from the layers
     arrived: bool = False  # a layer was handed this: the architecture passes keyword arguments on
@@ -178,6 +179,24 @@ class Inputs:
         if call.carried is not None and self.causal:
             call.carried.key_mask = (self.key_mask, dense)
         return dense, False
+
+    def additive_mask(self, call: Call) -> tuple[Tensor | None, bool]:
+        """`dense_mask` as finite numbers in the dtype of the scores: made once per forward pass."""
+        mask, causal = self.dense_mask(call)
+        if mask is None:
+            return None, causal
+        seen = call.carried.additive if call.carried is not None else None
+        if seen is not None and seen[0] is mask and seen[1].dtype == self.query.dtype:
+            return seen[1], False
+        rows = mask[:, :, :1] if mask.stride(2) == 0 else mask  # one row stands for all
+        lowest = torch.finfo(self.query.dtype).min
+        if rows.dtype == torch.bool:
+            made = torch.zeros_like(rows, dtype=self.query.dtype).masked_fill_(~rows, lowest)
+        else:
+            made = rows.to(self.query.dtype).clamp_min(lowest)
+        if call.carried is not None:
+            call.carried.additive = (mask, made)
+        return made, False
 
     def allowed(self, call: Call) -> Tensor | None:
         """(B|1,1|H,Q,K) bool, True where the query may look; None means everywhere."""

@@ -45,7 +45,8 @@ def softmax_n_attention(
         query: (B,H,Q,D).
         key: (B,G,K,D).
         value: (B,G,K,D).
-        mask: bool or additive float, (B|1,H|1,Q|1,K), or None. A row without a key reads 0.
+        mask: finite numbers to add in the dtype of the scores, (B|1,H|1,Q|1,K), or None; the dtype's minimum forbids,
+            and a row of nothing else reads 0.
         causal: as SDPA's flag; not together with a mask.
         scaling: factor of q k^T.
         n: above 0, a number or a (1,) tensor without gradient.
@@ -54,21 +55,12 @@ def softmax_n_attention(
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if mask is not None:
-        mask = mask[:, :, :1] if mask.stride(2) == 0 else mask  # one row stands for all
-        mask = _additive(mask, query).expand(-1, -1, query.shape[2], -1)
+        mask = mask.expand(-1, -1, query.shape[2], -1)
     log_n = (
         math.log(n) if isinstance(n, float) else n.detach().to(torch.promote_types(query.dtype, torch.float32)).log()
     )
     heads: Tensor = _SoftmaxN.apply(query, key, value, mask, causal, scaling, log_n)  # type: ignore[no-untyped-call]  # torch's
     return heads
-
-
-def _additive(mask: Tensor, like: Tensor) -> Tensor:
-    """The mask as finite numbers in the dtype of the scores: a row of nothing but -inf would give NaN."""
-    lowest = torch.finfo(like.dtype).min
-    if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(~mask, lowest)
-    return mask.to(like.dtype).clamp_min(lowest)
 
 
 class _SoftmaxN(torch.autograd.Function):

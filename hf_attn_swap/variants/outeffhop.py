@@ -35,7 +35,8 @@ class OutEffHop(Variant):
         mask, causal = inputs.dense_mask(call)
         qkv = (inputs.query, inputs.key, inputs.value)
         if inputs.dropout == 0 and softmax_n.fits(*qkv, mask):
-            return softmax_n.softmax_n_attention(*qkv, mask, causal, inputs.scaling, call.strength).transpose(1, 2)
+            added = inputs.additive_mask(call)[0]
+            return softmax_n.softmax_n_attention(*qkv, added, causal, inputs.scaling, call.strength).transpose(1, 2)
         qkv, mask, shifted = self.with_zero_key(qkv, mask, causal, call)
         heads = sdpa(qkv, mask, shifted)
         return heads[:, 1:] if shifted else heads

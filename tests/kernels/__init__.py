@@ -1,0 +1,1 @@
+"""Fast forms against their readable references."""

@@ -1,0 +1,225 @@
+"""Every fused form equals its formula, gradients too, over random shapes, masks, grouped heads and precisions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.call import Call, Inputs
+from hf_attn_swap.functional import linear, simple_attention, softmax_n
+from hf_attn_swap.kernels import carried, hopfield
+from hf_attn_swap.kernels import linear as blocks
+from hf_attn_swap.kernels import softmax_n as kernel
+from tests import zoo
+from tests.contract.harness import TOLERANCE, assert_same, fresh, perturb, run_all
+
+EXACT = TOLERANCE[torch.float64]
+MANY = settings(max_examples=60, deadline=None)
+SIZES = st.tuples(*(st.integers(1, high) for high in (3, 2, 3, 9, 9, 5)))  # B, G, heads per group, Q, K, D
+MASKS = st.sampled_from(["none", "causal", "bool", "float", "row", "blind"])
+
+
+def drawn(seed: int, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64).mul_(2).to(dtype) for shape in shapes]
+    return [tensor.requires_grad_() for tensor in made]
+
+
+def masked(kind: str, batch: int, queries: int, keys: int, seed: int) -> tuple[Tensor | None, bool, Tensor]:
+    """The mask as SDPA takes it, the causal flag, and where a query may look (B,1,Q,K)."""
+    if kind == "none":
+        return None, False, torch.ones(batch, 1, queries, keys, dtype=torch.bool)
+    if kind == "causal":
+        return None, True, torch.ones(queries, keys, dtype=torch.bool).tril()[None, None]
+    generator = torch.Generator().manual_seed(seed)
+    rows = 1 if kind == "row" else queries
+    allowed = torch.rand(batch, 1, rows, keys, generator=generator) < 0.6
+    allowed = allowed & False if kind == "blind" else allowed
+    given = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
+    return (given if kind == "float" else allowed.expand(-1, -1, queries, -1)), False, allowed
+
+
+def gradients(out: Tensor, inputs: list[Tensor], seed: int) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, inputs, drawn(seed, tuple(out.shape))[0].detach().to(out.dtype), retain_graph=True)
+
+
+def assert_equal(got: Tensor, wanted: Tensor, inputs: list[Tensor], seed: int) -> None:
+    torch.testing.assert_close(got, wanted, rtol=EXACT, atol=EXACT)
+    for own, other in zip(gradients(got, inputs, seed), gradients(wanted, inputs, seed), strict=True):
+        torch.testing.assert_close(own, other, rtol=EXACT, atol=EXACT)
+
+
+def softmax_n_reference(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scaling: float, n: Any) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = (q @ k.transpose(2, 3) * scaling).masked_fill(~allowed, torch.finfo(q.dtype).min)
+    return softmax_n(scores, n).masked_fill(~allowed, 0.0) @ v
+
+
+@MANY
+@given(sizes=SIZES, kind=MASKS, n=st.sampled_from([1.0, 0.25, 3.0]), as_tensor=st.booleans(), seed=st.integers(0, 999))
+def test_softmax_n(sizes: tuple[int, ...], kind: str, n: float, as_tensor: bool, seed: int) -> None:
+    batch, groups, share, queries, keys, width = sizes
+    keys = queries if kind == "causal" else keys
+    q, k, v = drawn(seed, (batch, groups * share, queries, width), *[(batch, groups, keys, width)] * 2)
+    mask, causal, allowed = masked(kind, batch, queries, keys, seed)
+    assert kernel.fits(q, k, v, mask)
+    given_n = torch.tensor([n]) if as_tensor else n
+    inputs = Inputs(query=q, key=k, value=v, scaling=0.7, mask=mask, causal=causal)
+    got = kernel.softmax_n_attention(q, k, v, inputs.additive_mask(Call(x=q))[0], causal, 0.7, given_n)
+    wanted = softmax_n_reference(q, k, v, allowed, 0.7, given_n)
+    assert_equal(got, wanted, [q, k, v], seed + 1)
+
+
+def test_softmax_n_of_large_scores() -> None:
+    """No shift by hand: rows whose greatest score is far below 0, or far above it."""
+    for shift in (-600.0, 600.0):
+        q, k, v = drawn(0, (1, 1, 3, 4), (1, 1, 5, 4), (1, 1, 5, 4))
+        mask = torch.full((1, 1, 3, 5), shift, dtype=torch.float64)
+        got = kernel.softmax_n_attention(q, k, v, mask, False, 1.0, 1.0)
+        wanted = softmax_n((q @ k.transpose(2, 3)) + shift) @ v
+        assert_equal(got, wanted, [q, k, v], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_softmax_n_of_half_precision_is_as_exact_as_sdpa(dtype: torch.dtype, causal: bool) -> None:
+    errors = []
+    for n in (0.0, 1.0):
+        q, k, v = drawn(3, *[(2, 3, 65, 32)] * 3, dtype=dtype)
+        exact = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+        allowed = torch.ones(65, 65, dtype=torch.bool).tril()[None, None] if causal else torch.ones(1, 1, 65, 65).bool()
+        wanted = softmax_n_reference(*exact, allowed, 0.2, n)
+        if n:
+            got = kernel.softmax_n_attention(q, k, v, None, causal, 0.2, n)
+        else:
+            got = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.2)
+        pairs = zip((got, *gradients(got, [q, k, v], 4)), (wanted, *gradients(wanted, exact, 4)), strict=True)
+        errors.append([(own.double() - other).abs().max().item() for own, other in pairs])
+    assert all(own <= 2 * sdpa for sdpa, own in zip(*errors, strict=True)), errors
+
+
+def test_softmax_n_leaves_to_sdpa_what_its_kernel_does_not_take() -> None:
+    q, k, v = drawn(0, *[(1, 2, 4, 8)] * 3)
+    assert kernel.fits(q, k, v, None)
+    assert not kernel.fits(q, k.float(), v, None)
+    assert not kernel.fits(q, k, v[..., :4], None)
+    assert not kernel.fits(q.to("meta"), k, v, None)
+    assert not kernel.fits(q, k, v, torch.zeros(1, 1, 4, 4, requires_grad=True))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert not kernel.fits(q, k, v, None)
+
+
+@MANY
+@given(sizes=SIZES, kind=MASKS, layers=st.integers(1, 4), fresh=st.booleans(), seed=st.integers(0, 999))
+def test_carried_scores(sizes: tuple[int, ...], kind: str, layers: int, fresh: bool, seed: int) -> None:
+    """H moved on in place through several layers, and the form that never holds H, against the plain formula."""
+    batch, groups, share, queries, keys, width = sizes
+    keys = queries if kind == "causal" else keys
+    shapes = [(batch, groups * share, queries, width), *[(batch, groups, keys, width)] * 2] * layers
+    inputs = drawn(seed, *shapes)
+    _, causal, allowed = masked(kind, batch, queries, keys, seed)
+    blind = ~allowed.any(-1, keepdim=True)
+    blocked, hidden, moved, terms = ~(allowed | blind), None, None, []
+    got, long, wanted = [], [], []
+    for layer in range(layers):
+        q, k, v = inputs[3 * layer : 3 * layer + 3]
+        k_all, v_all = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+        hidden = 0.6 * (q @ k_all.transpose(2, 3)) + (0 if hidden is None else 0.4 * hidden)
+        weights = hidden.masked_fill(blocked, -torch.inf).softmax(-1)
+        wanted.append((weights @ v_all).masked_fill(blind, 0.0))
+        moved, heads = hopfield.attend(moved, q, k, v, 0.4, 0.6, blocked if layer == 0 else None, fresh)
+        got.append(heads.masked_fill(blind, 0.0))
+        terms = [(a, b, weight * 0.4) for a, b, weight in terms] + [(q, k_all, 0.6)]
+        long.append(hopfield.attend_long(terms, v_all, None if causal else allowed, causal))
+    assert_equal(torch.stack(long), torch.stack(wanted), inputs, seed + 1)
+    assert_equal(torch.stack(got), torch.stack(wanted), inputs, seed + 1)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2"])
+@pytest.mark.parametrize("padded", [None, "left"])
+@pytest.mark.parametrize("block", [1, 10**9])
+def test_long_sequences_never_hold_scores(
+    family: str, padded: str | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = perturb(patch_model(fresh(family), "mha"))
+    batch = zoo.inputs(family, batch=2, length=9, padded=padded)
+    wanted = run_all(model, batch)
+    with torch.no_grad():
+        read = model(**batch)
+    monkeypatch.setattr(carried, "LONG", 9)
+    monkeypatch.setattr(hopfield, "BLOCK", block)
+    calls = []
+    in_blocks = hopfield.attend_long
+    monkeypatch.setattr(hopfield, "attend_long", lambda *args: calls.append(1) or in_blocks(*args))
+    assert_same(run_all(model, batch), wanted)
+    assert len(calls) == model.config.num_hidden_layers
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch)[0], read[0], rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_mask_is_made_once_per_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch_model(fresh(family), "outeffhop")
+    given = []
+    run = kernel.softmax_n_attention
+    monkeypatch.setattr(kernel, "softmax_n_attention", lambda *args: given.append(args[3]) or run(*args))
+    model(**zoo.inputs(family, batch=2, length=7, padded="left"))
+    assert len(given) == model.config.num_hidden_layers > 1
+    assert given[0].dtype == torch.float64
+    assert all(mask is given[0] for mask in given)
+
+
+def test_one_h_is_alive_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch_model(fresh("bert", num_hidden_layers=5), "mha")
+    places, alive = set(), []
+    leave = carried.leave
+
+    def watched(hidden: Any, call: Any, *, drop: bool) -> None:
+        leave(hidden, call, drop=drop)
+        held = [kept.scores for kept in call.carried.scores.values()]
+        alive.append(len(held))
+        places.update(scores.data_ptr() for scores in held)
+
+    monkeypatch.setattr(carried, "leave", watched)
+    with torch.no_grad():
+        model(**zoo.inputs("bert", batch=2, length=7))
+    assert alive == [1, 1, 1, 1, 0]
+    assert len(places) == 1, "moved on in place"
+
+
+LINEAR_SIZES = st.tuples(*(st.integers(1, high) for high in (2, 2, 40, 6)))  # B, H, L, D
+
+
+@MANY
+@given(sizes=LINEAR_SIZES, block=st.sampled_from([1, 7, 64]), past=st.integers(0, 5), seed=st.integers(0, 999))
+def test_causal_linear(sizes: tuple[int, ...], block: int, past: int, seed: int) -> None:
+    batch, heads, length, width = sizes
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(blocks, "BLOCK", block)
+        patched.setattr(linear, "CHUNK", 0)
+        q, k, v = drawn(seed, (batch, heads, length, width), *[(batch, heads, length + past, width)] * 2)
+        got = simple_attention(q, k, v, causal=True)
+        visible = torch.arange(past + 1, past + length + 1).to(q.dtype)
+        wanted = ((q @ k.transpose(2, 3)).tril(past) @ v) / visible.sqrt()[:, None]
+        assert_equal(got, wanted, [q, k, v], seed + 1)
+
+
+def test_causal_linear_is_a_sound_operator() -> None:
+    """Schema, fake form and gradients as `torch.compile` and `torch.export` need them."""
+    q, k, v, state = drawn(0, *[(2, 2, 70, 4)] * 3, (2, 2, 4, 4))
+    torch.library.opcheck(blocks.causal_linear, (q, k, v, state))
+
+
+def test_causal_linear_of_half_precision_sums_in_fp32() -> None:
+    """Summed in bf16, a state of 4,000 tokens would have lost every further one."""
+    ones = torch.ones(1, 1, 4000, 2, dtype=torch.bfloat16)
+    out = blocks.causal_linear(ones, ones, ones, torch.zeros(1, 1, 2, 2, dtype=torch.bfloat16))
+    assert out[0, 0, -1, 0].item() == pytest.approx(8000, rel=2**-8)
