@@ -179,11 +179,3 @@ def test_weights_of_the_control_are_those_of_eager_attention(family: str) -> Non
     padding = batch.get("attention_mask", torch.ones(1, 1))[:, None, :, None] == 0
     for one, other in zip(got, wanted, strict=True):  # eager softmax rounds to fp32 in most families
         assert (one - other).masked_fill(padding, 0).abs().max() <= 1e-6
-
-
-def test_a_previous_layer_is_reused_in_place() -> None:
-    """Without checkpointing, H is one buffer: `baddbmm_` after the first layer."""
-    model = model_of("bert", ("mha", {}))
-    with Recorder() as seen:
-        model(**batch_of("bert"))
-    assert seen.count("baddbmm_") == model.config.num_hidden_layers - 1

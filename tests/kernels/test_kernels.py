@@ -177,7 +177,8 @@ def test_a_mask_is_made_once_per_pass(family: str, monkeypatch: pytest.MonkeyPat
     assert all(mask is given[0] for mask in given)
 
 
-def test_one_h_is_alive_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("train", [False, True])
+def test_one_h_is_alive(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch_model(fresh("bert", num_hidden_layers=5), "mha")
     places, alive = set(), []
     leave = carried.leave
@@ -189,9 +190,9 @@ def test_one_h_is_alive_without_gradients(monkeypatch: pytest.MonkeyPatch) -> No
         places.update(scores.data_ptr() for scores in held)
 
     monkeypatch.setattr(carried, "leave", watched)
-    with torch.no_grad():
+    with torch.set_grad_enabled(train):
         model(**zoo.inputs("bert", batch=2, length=7))
-    assert alive == [1, 1, 1, 1, 0]
+    assert alive == [1, 1, 1, 1, int(train)]
     assert len(places) == 1, "moved on in place"
 
 
