@@ -61,17 +61,24 @@ def inputs(model: str, batch: int, length: int, device: str, dtype: torch.dtype)
     """Random tokens, or random images."""
     if model == "vit":
         size = PATCH * side(length)
-        return {"pixel_values": torch.rand(batch, 3, size, size, device=device, dtype=dtype)}
+        pixels = torch.rand(batch, 3, size, size, device=device, dtype=dtype)
+        return {"pixel_values": pixels}
     return {"input_ids": torch.randint(0, 100, (batch, length), device=device)}
 
 
+def little(model: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The same for five tokens, whatever length the model was built for."""
+    given = inputs(model, 1, 5, device, dtype)
+    return {**given, "interpolate_pos_encoding": True} if model == "vit" else given
+
+
 @torch.no_grad()
-def filled(model: Any, given: Mapping[str, Tensor]) -> Any:
+def filled(model: Any, given: Mapping[str, Any]) -> Any:
     """The cache after these tokens."""
     return model(**given, use_cache=True).past_key_values
 
 
-def seconds(model: Any, given: Mapping[str, Tensor], kind: str, cache: Any = None) -> float:
+def seconds(model: Any, given: Mapping[str, Any], kind: str, cache: Any = None) -> float:
     """What one pass takes: "decode" reads one token and a copy of `cache`, "train" has its backward pass."""
     model.zero_grad()
     words: dict[str, Any] = dict(given)

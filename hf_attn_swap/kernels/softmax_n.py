@@ -24,11 +24,12 @@ BACKWARD = getattr(_OPERATORS, "_scaled_dot_product_flash_attention_for_cpu_back
 def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """True if the kernel is there and takes these tensors: on the CPU, of one dtype, the mask no parameter."""
     given = (query, key, value)
+    if torch.compiler.is_compiling():  # asked first: what follows would break the graph
+        return False
     return (
         FORWARD is not None
         and BACKWARD is not None
         and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]  # the switch of sdpa_kernel(...), CPU too
-        and not torch.compiler.is_compiling()
         and query.dtype in DTYPES
         and all(t.device.type == "cpu" and t.dtype == query.dtype and t.stride(-1) == 1 and t.numel() for t in given)
         and key.shape[3] == value.shape[3] == query.shape[3]

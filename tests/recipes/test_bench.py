@@ -1,30 +1,99 @@
-"""The bench runs end to end on a tiny shape and reports every variant it was asked for."""
+"""The bench runs end to end on tiny shapes and reports every model, variant and kind of pass that it was asked for."""
 
 from __future__ import annotations
 
 import json
+import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 BENCH = Path(__file__).parents[2] / "recipes" / "bench.py"
+SMALL = ("--width=64", "--layers=1", "--rounds=1", "--threads=1")
+KINDS = {"forward", "train", "prefill", "decode"}
+pytestmark = pytest.mark.skipif(not BENCH.exists(), reason="recipes/ is not next to the installed package")
+
+
+def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", *SMALL, *arguments])
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    runpy.run_path(str(BENCH), run_name="__main__")
+
+
+def test_every_model_and_kind(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    out = tmp_path / "bench.json"
+    flags = ["--models=bert,gpt2,llama,vit", f"--kinds={','.join(sorted(KINDS))}", "--shapes=1x16,1x32,1x64"]
+    run([*flags, "--variants=simple", "--memory=false", f"--out={out}"], monkeypatch)
+    found, text = json.loads(out.read_text()), capsys.readouterr().out
+    assert len(found["rows"]) == 4 * 3 * 3
+    assert len(found["slopes"]) == 4 * 3
+    for row in (*found["rows"], *found["slopes"]):
+        assert KINDS & set(row) == (KINDS if row["model"] in ("gpt2", "llama") else {"forward", "train"})
+    for row in found["rows"]:
+        for kind in KINDS & set(row):
+            assert row[f"{kind}_95"][0] <= row[kind] <= row[f"{kind}_95"][1]
+            assert min(row[kind], row[f"{kind}_ms"]) > 0
+            assert row["variant"] != "stock" or row[kind] == 1
+    for fit in found["slopes"]:
+        assert fit["lengths"] == ([17, 37, 65] if fit["model"] == "vit" else [16, 32, 64])
+        assert all(math.isfinite(fit[kind]) for kind in KINDS & set(fit))
+    assert "| llama 1x64 | stock again |" in text
+    assert "| vit 1 x 17-65 | simple |" in text
+
+
+def test_lengths_of_different_batches_have_no_slope(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    out = tmp_path / "bench.json"
+    flags = ["--shapes=1x16,1x32,2x64", "--variants=belief", "--kinds=forward", "--memory=false", f"--out={out}"]
+    run(flags, monkeypatch)
+    assert json.loads(out.read_text())["slopes"] == []
+    assert "slope" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"unknown t5, sample; models: bert, gpt2, llama, vit; kinds: forward"):
+        run(["--models=t5", "--kinds=sample"], monkeypatch)
+
+
+def test_slope_is_that_of_the_power(monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    slope = runpy.run_path(str(BENCH.parent / "bench_figures.py"))["slope"]
+    assert slope([16, 64, 128, 4096], [3 * n**2 for n in (16, 64, 128, 4096)]) == pytest.approx(2)
+    assert slope([1, 2, 4], [5, 5, 5]) == pytest.approx(0)
+
+
+def test_a_step_of_decoding_starts_from_the_same_cache(monkeypatch: Any) -> None:
+    models = runpy.run_path(str(BENCH.parent / "bench_models.py"))
+    for name in ("gpt2", "llama"):
+        model, given = models["build"](name, 8, 1, 64), {"input_ids": models["torch"].zeros(1, 8, dtype=int)}
+        cache = models["filled"](model, given)
+        for _ in range(2):
+            assert models["seconds"](model, given, "decode", cache) > 0
+            assert cache.get_seq_length() == 8
+
+
+def test_shapes_of_the_models() -> None:
+    models = runpy.run_path(str(BENCH.parent / "bench_models.py"))
+    llama, vit = (models["build"](name, 197, 1, 768).config for name in ("llama", "vit"))
+    assert (llama.hidden_size, llama.num_attention_heads, llama.num_key_value_heads) == (768, 12, 4)
+    assert (vit.hidden_size, vit.num_attention_heads, vit.image_size) == (384, 6, 224)
+    assert models["tokens"]("vit", 197) == models["tokens"]("llama", 197) == 197
 
 
 @pytest.mark.slow  # a process per model
 def test_bench_reports_every_cell(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    flags = ["--models=gpt2", "--shapes=2x16", "--variants=belief", "--width=64", "--layers=1", "--rounds=2"]
+    flags = ["--models=gpt2,vit", "--shapes=2x16", "--variants=belief", *SMALL]
     done = subprocess.run(
         [sys.executable, str(BENCH), *flags, f"--out={out}"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
     names = ["stock", "stock again", "belief"]
-    assert [(row["model"], row["variant"]) for row in rows] == [(m, n) for m in ("gpt2",) for n in names]
+    assert [(row["model"], row["variant"]) for row in rows] == [(m, n) for m in ("gpt2", "vit") for n in names]
     for row in rows:
         assert row["forward"] > 0
         assert row["train_95"][0] <= row["train"] <= row["train_95"][1]
+        assert row["peak_mb"] >= 0
         assert row["variant"] in done.stdout
     assert all(row["forward"] == 1 for row in rows if row["variant"] == "stock")

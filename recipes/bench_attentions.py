@@ -1,0 +1,150 @@
+"""The attention operators that `bench_operator.py` times, and the float64 references they are checked against.
+
+Axes: B batch, H head, L token, D head width.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_attn_swap.functional import simple_attention
+from hf_attn_swap.kernels.softmax_n import fits, softmax_n_attention
+
+Operator = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # q, k, v (B,H,L,D) and whether it is causal
+
+
+def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """Scaled, and masked if causal: (B,H,L,L)."""
+    found = q @ k.mT * q.shape[-1] ** -0.5
+    unseen = torch.ones(found.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return found.masked_fill(unseen, -torch.inf) if causal else found
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return torch.softmax(scores(q, k, causal), -1) @ v
+
+
+def published(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """OutEffHop's softmax_1 as it is printed; no gradient goes through the maximum, which makes it only faster."""
+    s = scores(q, k, causal)
+    top = s.detach().amax(-1, keepdim=True)
+    exponentials = (s - top).exp()
+    return exponentials / ((-top).exp() + exponentials.sum(-1, keepdim=True)) @ v
+
+
+def softmax_1(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """By the fused kernel's log-sum-exp or, where that is not to be had, SDPA with a zero key, as the variant does."""
+    if fits(q, k, v, None):
+        return softmax_n_attention(q, k, v, None, causal, q.shape[-1] ** -0.5, 1.0)
+    more = (0, 0, 1, 0)
+    heads = sdpa(F.pad(q, more) if causal else q, F.pad(k, more), F.pad(v, more), causal)
+    return heads[:, :, 1:] if causal else heads
+
+
+def simple(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return simple_attention(q, k, v, causal=causal)
+
+
+OWN: dict[str, Operator] = {
+    "sdpa": sdpa,
+    "eager": eager,
+    "softmax_1": softmax_1,
+    "softmax_1 published": published,
+    "simple": simple,
+}
+SLOW, FLASH = "flash-attention-softmax-n slow_attention_n", "flash-attention-softmax-n flash_attention_n"
+NORMALIZERS = "hf-attention-normalizers softmax1_sdpa"
+
+
+@contextmanager
+def no_triton() -> Iterator[None]:
+    """In here triton cannot be imported."""
+    kept = {name: sys.modules.pop(name) for name in ("triton",) if name in sys.modules}
+    sys.modules["triton"] = None  # type: ignore[assignment]  # this is how an import is refused
+    try:
+        yield
+    finally:
+        del sys.modules["triton"]
+        sys.modules.update(kept)
+
+
+def peers() -> dict[str, Operator]:
+    """Published softmax_1 attentions, as far as they can be imported; the first, with triton, only if there is CUDA."""
+    found: dict[str, Operator] = {}
+    with suppress(ImportError), nullcontext() if torch.cuda.is_available() else no_triton():
+        core: Any = importlib.import_module("flash_attention_softmax_n")
+        found[SLOW] = lambda q, k, v, causal: core.slow_attention_n(q, k, v, is_causal=causal, softmax_n_param=1.0)
+        found[FLASH] = lambda q, k, v, causal: core.flash_attention_n(q, k, v, is_causal=causal, softmax_n_param=1)
+        warnings.filterwarnings("ignore", ".*sdp_kernel.*", FutureWarning)
+    with suppress(ImportError):
+        normalizers: Any = importlib.import_module("hf_attention_normalizers")
+        normalizers.register_softmax1_attention_backends()
+        forward, module = ALL_ATTENTION_FUNCTIONS["softmax1_sdpa"], torch.nn.Module()
+        found[NORMALIZERS] = lambda q, k, v, causal: forward(module, q, k, v, None, is_causal=causal)[0].transpose(1, 2)
+    return found
+
+
+def quadratic(name: str, causal: bool) -> bool:
+    """True if the operator holds a tensor of size L x L (`flash_attention_n` its causal mask)."""
+    return name in ("eager", "softmax_1 published", SLOW, NORMALIZERS) or (name == FLASH and causal)
+
+
+def reference(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """What the operator should compute, from its definition."""
+    if name == "simple":
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
+        seen = seen.tril() if causal else seen
+        return (q @ k.mT * seen) @ v * seen.sum(-1, keepdim=True).rsqrt()
+    weights = scores(q, k, causal).exp()
+    return weights / (weights.sum(-1, keepdim=True) + (name not in ("sdpa", "eager"))) @ v
+
+
+def tensors(shape: Sequence[int], device: str, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and the gradient of the output, at random."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(tuple(shape), generator=generator).to(device, dtype) for _ in range(4)]
+    return [*(each.requires_grad_() for each in made[:3]), made[3]]
+
+
+def check(name: str, operator: Operator, shape: Sequence[int], causal: bool, device: str, dtype: torch.dtype) -> None:
+    """Raise AssertionError unless output and gradients are those of the reference."""
+    near = 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
+    given = tensors(shape, device, dtype)
+    exact = [each.detach().double().requires_grad_(each.requires_grad) for each in given]
+    (q, k, v, grad), (exact_q, exact_k, exact_v, exact_grad) = given, exact
+    found, wanted = operator(q, k, v, causal), reference(name, exact_q, exact_k, exact_v, causal)
+    computed = (found, *torch.autograd.grad(found, given[:3], grad))
+    right = (wanted, *torch.autograd.grad(wanted, exact[:3], exact_grad))
+    for each, other in zip(computed, right, strict=True):
+        torch.testing.assert_close(each.double(), other, atol=near, rtol=near, msg=lambda why: f"{name}: {why}")
+
+
+def seconds(operator: Operator, given: list[Tensor], causal: bool, kind: str, calls: int = 1) -> float:
+    """What one call takes on average, "train" with its backward pass."""
+    q, k, v, grad = given
+    if grad.is_cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    with torch.set_grad_enabled(kind == "train"):
+        for _ in range(calls):
+            out = operator(q, k, v, causal)
+            if kind == "train":
+                torch.autograd.grad(out, (q, k, v), grad)
+    if grad.is_cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls

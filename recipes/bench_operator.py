@@ -1,0 +1,150 @@
+"""The attention operator alone, on plain tensors: `python recipes/bench_operator.py --out operator.json`.
+
+Forward, and forward with backward, against the length, in rounds interleaved with SDPA's; short lengths repeat within a
+round. Ratios are medians over rounds with a bootstrap 95 % interval, slopes those of log time in log length, memory the
+peak of a forward and backward pass in a process of its own. "eager" and "softmax_1 published" write the scores out;
+"softmax_1" and "simple" are this package's. `flash-attention-softmax-n` and `hf-attention-normalizers` are measured
+where they can be imported (the second not without triton, not even for the CPU). Before anything is timed, output and
+gradients of every operator agree with a float64 reference at length 64 (`bench_attentions.py`). A picture lies beside
+the JSON.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_attentions import OWN, Operator, check, peers, quadratic, seconds, tensors
+from bench_figures import cell, in_child, markdown, megabytes, peak, slopes, summary, write
+from matplotlib.figure import Figure
+from tqdm import tqdm
+from transformers import HfArgumentParser
+
+KINDS = {"forward": "forward", "train": "forward and backward"}
+REFUSALS = (AssertionError, RuntimeError, TypeError, ValueError)
+CHECKED, SHORT = 64, 2048  # tokens: of the check; below which a round repeats
+
+
+@dataclass
+class Options:
+    """What to measure; `child` is for this script's own use."""
+
+    lengths: str = "128,512,2048,8192"
+    batch: int = 1
+    heads: int = 12
+    width: int = 64
+    causal: bool = False
+    rounds: int = 9
+    eager_up_to: int = 4096
+    threads: int = 2
+    device: str = "cpu"
+    dtype: str = "float32"
+    memory: bool = True
+    out: str = "bench_operator.json"
+    child: str = ""
+
+
+def shape(length: int, options: Options) -> tuple[int, ...]:
+    return options.batch, options.heads, length, options.width
+
+
+def usable(length: int, options: Options, left_out: list[dict[str, Any]]) -> dict[str, Operator]:
+    """The operators that are right and run at this length; a peer that does not is put down in `left_out`."""
+    where, found = (options.device, getattr(torch, options.dtype)), {}
+    given = tensors(shape(length, options), *where)
+    for name, operator in {**OWN, **peers()}.items():
+        if length > options.eager_up_to and quadratic(name, options.causal):
+            continue
+        try:
+            check(name, operator, shape(CHECKED, options), options.causal, *where)
+            for kind in KINDS:
+                seconds(operator, given, options.causal, kind)
+        except REFUSALS as why:
+            if name in OWN:
+                raise
+            left_out.append({"operator": name, "length": length, "why": str(why)})
+            continue
+        found[name] = operator
+    return found
+
+
+def measure(length: int, operators: dict[str, Operator], options: Options, bar: Any) -> list[dict[str, Any]]:
+    """One row per operator, with ratios to the first."""
+    given = tensors(shape(length, options), options.device, getattr(torch, options.dtype))
+    names = list(operators)
+    rows: list[dict[str, Any]] = [{"operator": name, "length": length} for name in names]
+    for kind in KINDS:
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(options.rounds):
+            for name in random.sample(names, len(names)):
+                calls = max(1, SHORT // length)
+                times[name].append(seconds(operators[name], given, options.causal, kind, calls))
+            bar.update()
+        for row in rows:
+            row |= summary(kind, times[row["operator"]], times[names[0]])
+    return rows
+
+
+def print_peak(options: Options) -> None:
+    """In a process of its own: MB of one operator's forward and backward pass above the tensors at rest."""
+    length, _, name = options.child.partition(",")
+    operator, where = {**OWN, **peers()}[name], (options.device, getattr(torch, options.dtype))
+    given = tensors(shape(int(length), options), *where)
+    seconds(operator, tensors(shape(8, options), *where), options.causal, "train")
+    before = peak(options.device)
+    seconds(operator, given, options.causal, "train")
+    print((peak(options.device) - before) / 2**20)
+
+
+def tables(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> str:
+    """Markdown: ratios to SDPA, and the figures of SDPA itself; then the slopes, if there are any."""
+    lines, first = [], rows[0]
+    for row in rows:
+        first = row if row["operator"] == "sdpa" else first
+        figures = [cell(row, kind, first=row is first) for kind in KINDS]
+        lines.append([str(row["length"]), row["operator"], *figures, megabytes(row, first)])
+    text = markdown(["length", "attention", *KINDS.values(), "peak memory"], lines)
+    lines = [[fit["operator"], *(f"{fit[kind]:.2f}" for kind in KINDS)] for fit in fits]
+    return f"{text}\n\n{markdown(['slope', *KINDS.values()], lines)}" if fits else text
+
+
+def picture(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> Figure:
+    """Time against length in logarithms, a line per operator, its slope in the legend."""
+    figure = Figure(figsize=(14, 6.5), layout="constrained")
+    for axes, (kind, title) in zip(figure.subplots(1, 2), KINDS.items(), strict=True):
+        for number, name in enumerate(dict.fromkeys(row["operator"] for row in rows)):
+            own = [row for row in rows if row["operator"] == name]
+            label = name + "".join(f" ({fit[kind]:.2f})" for fit in fits if fit["operator"] == name)
+            times = [row[f"{kind}_ms"] for row in own]
+            axes.plot([row["length"] for row in own], times, f"C{number}o-", markersize=4, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set(yscale="log", xlabel="length", ylabel="ms (slope in brackets)" if fits else "ms", title=title)
+        axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    return figure
+
+
+def main() -> None:
+    (options,) = HfArgumentParser(Options).parse_args_into_dataclasses()  # type: ignore[arg-type]  # is one
+    torch.set_num_threads(options.threads)
+    if options.child:
+        print_peak(options)
+        return
+    lengths = sorted(map(int, options.lengths.split(",")))
+    rows: list[dict[str, Any]] = []
+    left_out: list[dict[str, Any]] = []
+    with tqdm(total=len(lengths) * len(KINDS) * options.rounds, unit="round") as bar:
+        for length in lengths:
+            rows += measure(length, usable(length, options, left_out), options, bar)
+    for row in tqdm(rows, desc="memory") if options.memory else ():
+        row["peak_mb"] = in_child(__file__, options, f"{row['length']},{row['operator']}")
+    fits = slopes(rows, ("operator",), "length", KINDS)
+    write(options.out, options, rows=rows, slopes=fits, left_out=left_out)
+    picture(rows, fits).savefig(Path(options.out).with_suffix(".png"), dpi=130)
+    print(tables(rows, fits))
+
+
+if __name__ == "__main__":
+    main()
