@@ -219,7 +219,7 @@ class Inputs:
         Blind queries are not in the first, so that no row of it is True throughout. Worked out once per pass.
         """
         masks = (self.mask, self.key_mask, self.causal, self.query.shape[2])
-        if carried.seen is None or any(a is not b for a, b in zip(carried.seen[0], masks, strict=True)):
+        if carried.seen is None or not _same(carried.seen[0], masks):
             allowed = self.allowed(Call(x=self.query, carried=carried))
             blind = None if allowed is None else ~allowed.any(-1, keepdim=True)
             blocked = None if allowed is None or blind is None else ~(allowed | blind)
@@ -231,6 +231,13 @@ class Inputs:
         if self.mask is None or self.mask.dtype == torch.bool:
             return None
         return self.mask.masked_fill(self.mask <= torch.finfo(self.mask.dtype).min / 2, 0.0)
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Tensors by identity, the rest by value."""
+    return all(
+        a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b for a, b in zip(one, other, strict=True)
+    )
 
 
 def expand_key_mask(key_mask_BK: Tensor, queries: int, causal: bool) -> Tensor:

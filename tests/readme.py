@@ -11,6 +11,8 @@ from hf_attn_swap import list_variants
 from hf_attn_swap.registry import get_variant
 from hf_attn_swap.results import RESULTS_FILE, RunResult
 
+from .readme_speed import compile_table, decode_table, operator_table, speed_table
+
 CARDS = Path(__file__).parents[1] / "model_cards"
 FIGURES = Path(__file__).parents[1] / "recipes" / "figures"
 SHOWN_LAYERS = (1, 2, 3, 4, 8, 12)
@@ -151,6 +153,10 @@ TABLES = {
     "outliers": outlier_table,
     "reports": report_table,
     "dynamics-cost": cost_table,
+    "speed": speed_table,
+    "operator": operator_table,
+    "decode": decode_table,
+    "compile": compile_table,
 }
 
 

@@ -24,6 +24,8 @@ __all__ = [
     "entmax15",
     "hopfield_retrieve",
     "hopfield_scores",
+    "no_op_patterns",
+    "polynomial",
     "simple_attention",
     "softmax_n",
     "sparsemax",
@@ -127,6 +129,50 @@ def hopfield_scores(scores: Tensor, previous: Tensor, alpha_prime: float | Tenso
     return alpha_prime * previous + (1 - alpha_prime) * scores
 
 
+def polynomial(scores: Tensor, order: int = 10, dim: int = -1) -> Tensor:
+    """Weights by a power of the scores: p_j = s_j^order / sum_k s_k^order.
+
+    Args:
+        scores: any shape; masked keys have score 0, not -inf. Any factor of a row cancels, so beta does nothing here.
+        order: of the polynomial. An even one weighs a pattern and its negative alike.
+        dim: the key axis.
+
+    Returns:
+        Weights of the same shape; each row sums to 1 in absolute value, or is all zeros where all scores are 0.
+
+    Source: Krotov & Hopfield (2016), eq. 2, as a separation function; order 10 is OutEffHop's baseline (appendix D.2).
+    """
+    largest = scores.detach().abs().amax(dim, keepdim=True)  # a power of the raw scores would overflow
+    powers = (scores / torch.where(largest == 0, 1, largest)) ** order
+    total = powers.abs().sum(dim, keepdim=True)
+    return powers / torch.where(total == 0, 1, total)
+
+
+def no_op_patterns(patterns: Tensor, threshold: float, key_mask: Tensor | None = None) -> Tensor:
+    """Which stored patterns are outliers: cosine with every other pattern below a threshold; (..., N) bool.
+
+    The paper leaves the similarity open; the cosine is ours. A pattern without others is kept.
+
+    Args:
+        patterns: (..., N, D).
+        threshold: in [-1, 1].
+        key_mask: (..., N) bool, False where there is only padding: compared with none, and never an outlier.
+
+    Raises:
+        ValueError: the threshold is no cosine.
+
+    Source: OutEffHop (Hu et al., 2024), appendix B.1, steps 1 to 3.
+    """
+    if not -1 <= threshold <= 1:
+        raise ValueError(f"the no-op threshold is a cosine, between -1 and 1; got {threshold}.")
+    unit = torch.nn.functional.normalize(patterns.to(torch.promote_types(patterns.dtype, torch.float32)), dim=-1)
+    others = ~torch.eye(unit.shape[-2], dtype=torch.bool, device=unit.device)
+    if key_mask is not None:
+        others = others & key_mask[..., None, :] & key_mask[..., :, None]
+    similar = (unit @ unit.mT >= threshold) & others
+    return others.any(-1) & ~similar.any(-1)
+
+
 def hopfield_retrieve(
     state: Tensor,
     patterns: Tensor,
@@ -135,29 +181,47 @@ def hopfield_retrieve(
     n: float = 1.0,
     steps: int = 1,
     normalizer: str = "softmax_n",
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """Retrieval dynamics xi <- patterns^T normalizer(beta * patterns xi), repeated; (..., D).
 
     Args:
         state: (..., D), the query states.
-        patterns: (..., N, D), the stored patterns.
+        patterns: (..., N, D), the stored patterns; axes of size 1 in front are shared, not copied.
         beta: inverse temperature, inside the normaliser.
         n: of `softmax_n`; ignored by the others.
         steps: number of updates, at least 1.
-        normalizer: "softmax_n", "softmax", "sparsemax" or "entmax15".
+        normalizer: "softmax_n", "softmax", "sparsemax", "entmax15" or "polynomial" (of order 10).
+        key_mask: (..., N) bool, True where the pattern is stored; None means all are.
 
     Raises:
-        ValueError: `steps` < 1 or an unknown normaliser.
+        ValueError: `steps` < 1, an unknown normaliser, no patterns, or a state that sees none by `key_mask`. With
+            "softmax_n" and n > 0 such a state becomes zero.
 
-    Source: OutEffHop (Hu et al., 2024), section 2.4.
+    Source: OutEffHop (Hu et al., 2024), Lemma 2.1 and section 2.4.
     """
-    known: dict[str, Callable[[Tensor], Tensor]] = {"sparsemax": sparsemax, "entmax15": entmax15}
-    known |= {"softmax_n": lambda scores: softmax_n(scores, n), "softmax": lambda scores: torch.softmax(scores, -1)}
-    if normalizer not in known:
-        raise ValueError(f"unknown normalizer {normalizer!r}; known: {', '.join(known)}.")
+    weigh = _normaliser(normalizer, n)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
+    if not patterns.shape[-2]:
+        raise ValueError("the memory is empty; store at least one pattern.")
+    if key_mask is not None and not (normalizer == "softmax_n" and n > 0) and not bool(key_mask.any(-1).all()):
+        raise ValueError(
+            f"a row has no pattern left, which {normalizer} cannot read; drop such rows, or use "
+            f"softmax_n (outeffhop), which reads zero there."
+        )
     for _ in range(steps):
-        weights = known[normalizer](beta * (patterns @ state.unsqueeze(-1)).squeeze(-1))
-        state = (weights.unsqueeze(-2) @ patterns).squeeze(-2)
+        scores = beta * torch.einsum("...nd,...d->...n", patterns, state)
+        if key_mask is not None:
+            scores = scores.masked_fill(~key_mask, 0.0 if normalizer == "polynomial" else -math.inf)
+        state = torch.einsum("...n,...nd->...d", weigh(scores), patterns)
     return state
+
+
+def _normaliser(name: str, n: float) -> Callable[[Tensor], Tensor]:
+    known: dict[str, Callable[[Tensor], Tensor]] = {"sparsemax": sparsemax, "entmax15": entmax15}
+    known |= {"softmax_n": lambda scores: softmax_n(scores, n), "softmax": lambda scores: torch.softmax(scores, -1)}
+    known |= {"polynomial": polynomial}
+    if name not in known:
+        raise ValueError(f"unknown normalizer {name!r}; known: {', '.join(known)}.")
+    return known[name]

@@ -1,8 +1,8 @@
 """Which form attention with carried scores takes: H_l = b H_{l-1} + c S_l, heads = softmax(H_l + M) V; all are equal.
 
 Long sequences never hold H. Otherwise one H serves all layers, moved on in place, with the mask in it as -inf; without
-gradients SDPA reads b H_{l-1} as its mask. Dropout, half precision, a compiler and masks that differ between layers
-take the general form. Axes: B batch, H head, G key/value head, Q query, K key, D head width.
+gradients SDPA reads b H_{l-1} as its mask. Dropout, half precision, autocast, a compiler and masks that differ between
+layers take the general form. Axes: B batch, H head, G key/value head, Q query, K key, D head width.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def attend(inputs: Inputs, call: Call, sdpa: FusedSoftmax, below: Hidden | None,
     if inputs.query.shape[2] * inputs.key.shape[2] >= LONG**2 and (below is None or below.terms):
         return _long(inputs, call, below, decay, share)
     types = {inputs.query.dtype, inputs.key.dtype, inputs.value.dtype}
-    plain = call.uniform and inputs.dropout == 0 and len(types) == 1 and inputs.query.dtype in IN_PLACE
+    cast = torch.is_autocast_enabled(inputs.query.device.type)
+    plain = call.uniform and not cast and inputs.dropout == 0 and len(types) == 1 and inputs.query.dtype in IN_PLACE
     if not plain or torch.compiler.is_compiling():  # a compiler plans memory by itself
         return _general(inputs, call, below, decay, share)
     return _in_place(inputs, call, sdpa, below, decay, share)

@@ -24,11 +24,12 @@ def causal_linear(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
     Source: SimpleTRON (2021), section 3, made causal.
     """
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    flat, running = out.flatten(0, 1), _wide(state).flatten(0, 1).clone()
-    for part, a, b, c in _blocks(q, k, v):
-        own = torch.bmm(torch.bmm(a, b.transpose(1, 2)).tril_(), c)
-        flat[:, part] = own.baddbmm_(a, running)
-        running.baddbmm_(b.transpose(1, 2), c)
+    with torch.autocast("cpu", enabled=False):
+        flat, running = out.flatten(0, 1), _wide(state).flatten(0, 1).clone()
+        for part, a, b, c in _blocks(q, k, v):
+            own = torch.bmm(torch.bmm(a, b.transpose(1, 2)).tril_(), c)
+            flat[:, part] = own.baddbmm_(a, running)
+            running.baddbmm_(b.transpose(1, 2), c)
     return out
 
 
@@ -41,17 +42,18 @@ def _(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     grad_q, grad_k, grad_v = (t.flatten(0, 1) for t in grads)
-    running = _wide(state).flatten(0, 1).clone()
-    for part, _, b, c, g in _blocks(q, k, v, grad):
-        own = torch.bmm(torch.bmm(g, c.transpose(1, 2)).tril_(), b)
-        grad_q[:, part] = own.baddbmm_(g, running.transpose(1, 2))
-        running.baddbmm_(b.transpose(1, 2), c)
-    later = torch.zeros_like(running)  # sum of q g^T over the queries behind the block
-    for part, a, b, c, g in reversed(list(_blocks(q, k, v, grad))):
-        weights, pairs = torch.bmm(a, b.transpose(1, 2)).tril_(), torch.bmm(g, c.transpose(1, 2)).tril_()
-        grad_v[:, part] = torch.bmm(weights.transpose(1, 2), g).baddbmm_(b, later)
-        grad_k[:, part] = torch.bmm(pairs.transpose(1, 2), a).baddbmm_(c, later.transpose(1, 2))
-        later.baddbmm_(a.transpose(1, 2), g)
+    with torch.autocast("cpu", enabled=False):
+        running = _wide(state).flatten(0, 1).clone()
+        for part, _, b, c, g in _blocks(q, k, v, grad):
+            own = torch.bmm(torch.bmm(g, c.transpose(1, 2)).tril_(), b)
+            grad_q[:, part] = own.baddbmm_(g, running.transpose(1, 2))
+            running.baddbmm_(b.transpose(1, 2), c)
+        later = torch.zeros_like(running)  # sum of q g^T over the queries behind the block
+        for part, a, b, c, g in reversed(list(_blocks(q, k, v, grad))):
+            weights, pairs = torch.bmm(a, b.transpose(1, 2)).tril_(), torch.bmm(g, c.transpose(1, 2)).tril_()
+            grad_v[:, part] = torch.bmm(weights.transpose(1, 2), g).baddbmm_(b, later)
+            grad_k[:, part] = torch.bmm(pairs.transpose(1, 2), a).baddbmm_(c, later.transpose(1, 2))
+            later.baddbmm_(a.transpose(1, 2), g)
     return grads[0], grads[1], grads[2], later.view(state.shape).to(state.dtype)
 
 

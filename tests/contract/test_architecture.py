@@ -21,6 +21,8 @@ KERNELS = {f"kernels.{path.stem}" for path in (PACKAGE / "kernels").glob("*.py")
 MAY = {
     "functional": {"functional.linear", "functional.sparse"},
     "functional.linear": {"kernels", "kernels.linear"},
+    "memory": {"functional", "memory.layers"},
+    "memory.layers": {"functional"},
     "call": set(),
     VARIANT_BASE: {"call"},
     "kernels": {"call"},

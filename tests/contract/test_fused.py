@@ -106,9 +106,7 @@ def test_what_describe_says_is_what_runs(family: str, cell: Cell, grad: bool, mo
     assert not calls
     expected = "baddbmm" if "baddbmm" in words else "SDPA" if "SDPA" in words else "reordered products"
     if expected == "baddbmm":
-        unread = (
-            0 if grad or family == "albert" else 1
-        )  # ALBERT does not know its last call
+        unread = 0 if grad or family == "albert" else 1  # ALBERT does not know its last call
         assert seen.count("baddbmm") == layers - unread
         assert seen.count("softmax") == (layers if grad else 0)
         assert seen.count("scaled_dot_product_attention") == (0 if grad else layers)

@@ -224,3 +224,16 @@ def test_causal_linear_of_half_precision_sums_in_fp32() -> None:
     ones = torch.ones(1, 1, 4000, 2, dtype=torch.bfloat16)
     out = blocks.causal_linear(ones, ones, ones, torch.zeros(1, 1, 2, 2, dtype=torch.bfloat16))
     assert out[0, 0, -1, 0].item() == pytest.approx(8000, rel=2**-8)
+
+
+@pytest.mark.parametrize("name", ["simple_resl", "mha", "outeffhop"])
+def test_autocast_over_several_blocks(name: str) -> None:
+    """Operators of ours are opaque to autocast: inside, products must not be cast one by one."""
+    model = patch_model(fresh("llama", torch.float32, max_position_embeddings=200), name)
+    batch = zoo.inputs("llama", batch=1, length=150)
+    wanted = model(**batch).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        got = model(**batch).logits
+    got.float().sum().backward()
+    assert (got - wanted).abs().max() <= 0.05 * wanted.abs().max()
+    assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())

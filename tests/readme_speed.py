@@ -1,0 +1,71 @@
+"""README's tables of speed and memory, made from what the benchmarks wrote under `recipes/figures`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+FIGURES = Path(__file__).parents[1] / "recipes" / "figures"
+
+
+def speed_table() -> str:
+    """Ratios of whole models to stock, one column per shape and kind, from `recipes/bench.py`."""
+    rows = json.loads((FIGURES / "bench-bert.json").read_text("utf-8"))["rows"]
+    kinds = {"forward": "forward", "train": "training step", "peak_mb": "peak memory"}
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    titles = [f"{shape.replace('x', ' × ')}, {title}" for shape in shapes for title in kinds.values()]
+    lines = [f"| attention | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        found = {row["shape"]: row for row in rows if row["variant"] == name}
+        first = {row["shape"]: row for row in rows if row["variant"] == "stock"}
+        cells = [_ratio(found[shape], first[shape], kind) for shape in shapes for kind in kinds]
+        lines.append(f"| {name if name.startswith('stock') else f'`{name}`'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def operator_table() -> str:
+    """The attention operator alone against SDPA, from `recipes/bench_operator.py`; slopes where they were fitted."""
+    lines = ["| length | attention | forward | forward and backward | peak memory |", "|---|---|---|---|---|"]
+    for path in sorted(FIGURES.glob("bench-operator*.json")):
+        study = json.loads(path.read_text("utf-8"))
+        order = ", causal" if study["options"]["causal"] else ""
+        first: dict[str, Any] = {}
+        for row in study["rows"]:
+            first = row if row["operator"] == "sdpa" else first
+            cells = [_ratio(row, first, kind) for kind in ("forward", "train", "peak_mb")]
+            lines.append(f"| {row['length']:,}{order} | {row['operator']} | {' | '.join(cells)} |")
+        for fit in study["slopes"]:
+            span = f"slope, {min(fit['lengths']):,} to {max(fit['lengths']):,}{order}"
+            lines.append(f"| {span} | {fit['operator']} | {fit['forward']:.2f} | {fit['train']:.2f} | |")
+    return "\n".join(lines)
+
+
+def decode_table() -> str:
+    """Milliseconds per decoded token against the context, from `recipes/bench.py --kinds=decode`."""
+    rows = json.loads((FIGURES / "bench-decode.json").read_text("utf-8"))["rows"]
+    lengths = sorted({row["tokens"] for row in rows})
+    lines = [f"| attention | {' | '.join(f'{n:,} tokens' for n in lengths)} |", "|---|" + "---|" * len(lengths)]
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        found = {row["tokens"]: row["decode_ms"] for row in rows if row["variant"] == name}
+        lines.append(f"| {name} | {' | '.join(f'{found[n]:.1f} ms' for n in lengths)} |")
+    return "\n".join(lines)
+
+
+def compile_table() -> str:
+    """What `torch.compile` brings each attention: the compiled twin's time over its own, from one run."""
+    rows = json.loads((FIGURES / "bench-compile.json").read_text("utf-8"))["rows"]
+    found = {row["variant"]: row for row in rows}
+    lines = ["| attention | forward, compiled / eager | training step, compiled / eager |", "|---|---|---|"]
+    for name in (name for name in found if f"{name}, compiled" in found):
+        ratios = [found[f"{name}, compiled"][f"{kind}_ms"] / found[name][f"{kind}_ms"] for kind in ("forward", "train")]
+        lines.append(f"| {name} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+    return "\n".join(lines)
+
+
+def _ratio(row: dict[str, Any], first: dict[str, Any], kind: str) -> str:
+    """The ratio to the first row with its interval, or the first row's own figure."""
+    if kind == "peak_mb":
+        return f"{row[kind]:.0f} MB" if row is first else f"{row[kind] / first[kind]:.2f}"
+    low, high = row[f"{kind}_95"]
+    return f"{row[f'{kind}_ms']:.3g} ms" if row is first else f"{row[kind]:.2f} [{low:.2f}, {high:.2f}]"

@@ -1,0 +1,134 @@
+"""The two memory recipes run end to end on images made here, and what they write is what they measured."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import hf_attn_swap
+from hf_attn_swap.memory import NORMALIZERS
+
+RECIPES = Path(hf_attn_swap.__file__).parent.parent / "recipes"
+pytestmark = pytest.mark.skipif(not RECIPES.is_dir(), reason="recipes/ is not next to the installed package")
+Run = Callable[..., dict[str, Any]]
+
+
+def pictures(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """8 × 8: a bright column per label, and little noise."""
+    generator = np.random.default_rng(0)
+    labels = np.arange(count, dtype=np.uint8) % 4
+    images = generator.integers(0, 20, (count, 8, 8), dtype=np.uint8)
+    images[np.arange(count), :, 2 * labels] = 255
+    return images, labels
+
+
+@pytest.fixture
+def idx(tmp_path: Path) -> Path:
+    folder = tmp_path / "idx"
+    folder.mkdir()
+    for prefix in ("train", "t10k"):
+        for name, array in zip(("images-idx3", "labels-idx1"), pictures(40), strict=True):
+            head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes()
+            (folder / f"{prefix}-{name}-ubyte.gz").write_bytes(gzip.compress(head + array.tobytes()))
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs a recipe's `main` with some flags; what it wrote as JSON."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+
+    def call(name: str, *flags: str) -> dict[str, Any]:
+        out = tmp_path / "out"
+        monkeypatch.setattr(sys, "argv", [name, f"--out={out}", *flags])
+        importlib.import_module(name).main()
+        found = json.loads((out / f"{name}.json").read_text())
+        for picture in out.glob("*.png"):
+            with Image.open(picture) as image:
+                assert min(image.size) > 100
+        return {**found, "pictures": sorted(path.name for path in out.glob("*.png"))}
+
+    return call
+
+
+def memory_flags(folder: Path) -> list[str]:
+    sweeps = ["--sizes", "2", "20", "--noises", "0.0", "3.0", "--noise_size", "10", "--seeds", "2"]
+    return [f"--dataset={folder}", *sweeps, "--beta=2", "--threshold=1"]
+
+
+def test_memory(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run("memory", *memory_flags(idx))
+    assert found["pictures"] == ["memory.png", "recall.png"]
+    assert found["options"]["sizes"] == [2, 20]
+    rows = {(row["sweep"], row["value"], row["normalizer"]): row for row in found["rows"]}
+    asked = [("size", 2.0), ("size", 20.0), ("noise", 0.0), ("noise", 3.0)]
+    assert list(rows) == [(*each, name) for each in asked for name in NORMALIZERS]
+    for row in found["rows"]:
+        assert len(row["success"]) == len(row["error"]) == 2
+        assert all(0 <= share <= 1 for share in row["success"])
+    noiseless, noisy = (rows["noise", sigma, "softmax"] for sigma in (0.0, 3.0))
+    assert max(noiseless["error"]) < min(noisy["error"])
+    assert "| size 20 |" in capsys.readouterr().out
+
+
+def test_two_patterns_without_noise_are_recalled(idx: Path, run: Run) -> None:
+    flags = ["--noises", "0.0", "--noise_size=2", "--sizes", "2", "--seeds=3", "--beta=10", "--steps=3"]
+    found = run("memory", *memory_flags(idx), *flags)
+    for row in found["rows"]:
+        if row["sweep"] == "noise":
+            assert row["success"] == [1.0, 1.0, 1.0]
+
+
+def test_parquet(tmp_path: Path, run: Run) -> None:
+    datasets = importlib.import_module("datasets")
+    images, labels = pictures(24)
+    rows = {"img": [Image.fromarray(np.stack([image] * 3, -1)) for image in images], "label": labels.tolist()}
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.Value("int64")})
+    datasets.Dataset.from_dict(rows, features).to_parquet(str(tmp_path / "train_24.parquet"))
+    found, numbers = importlib.import_module("memory").read_images(tmp_path, "train")
+    torch.testing.assert_close(found, torch.from_numpy(images)[:, None].expand(-1, 3, -1, -1) / 255)
+    assert numbers.tolist() == labels.tolist()
+    assert len(run("memory", *memory_flags(tmp_path))["rows"]) == 4 * len(NORMALIZERS)
+
+
+def test_refusals(idx: Path, tmp_path: Path, run: Run) -> None:
+    with pytest.raises(ValueError, match=r"40 images; choose smaller --sizes"):
+        run("memory", f"--dataset={idx}", "--sizes", "41")
+    with pytest.raises(ValueError, match=r"neither train-images-idx3-ubyte.gz nor train\*.parquet; name their folder"):
+        run("memory", f"--dataset={tmp_path}")
+    with pytest.raises(ValueError, match="choose bits, or mnist with --dataset"):
+        run("multiple_instance", "--tasks", "mnist")
+
+
+def test_multiple_instance(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--bags=64", "--bag_sizes", "3", "--epochs=8", "--seeds=2", "--bits=4", "--signals=2", "--digit=3"]
+    found = run("multiple_instance", f"--dataset={idx}", *sizes, "--learning_rate=0.02")
+    assert found["pictures"] == ["multiple_instance.png"]
+    cells = [(row["task"], row["bag_size"], row["normalizer"]) for row in found["rows"]]
+    assert cells == [(task, 3, name) for task in ("bits", "mnist") for name in NORMALIZERS]
+    for row in found["rows"]:
+        assert len(row["accuracy"]) == 2
+        assert row["mean"] == pytest.approx(sum(row["accuracy"]) / 2)
+    easy = [row["mean"] for row in found["rows"] if row["task"] == "mnist" and row["normalizer"] == "outeffhop"]
+    assert min(easy) > 0.8  # a bright column at one of four places is no puzzle
+    assert "| bits, 3 per bag |" in capsys.readouterr().out
+
+
+def test_bags_hold_one_signal_or_none(run: Run) -> None:
+    recipe = importlib.import_module("multiple_instance")
+    generator = torch.Generator().manual_seed(0)
+    sets = (torch.ones(3, 2), -torch.ones(5, 2))
+    bags, labels = recipe.fill(sets, 6, 4, generator)
+    assert bags.shape == (6, 4, 2)
+    assert labels.tolist() == [1, 0, 1, 0, 1, 0]
+    assert ((bags > 0).all(-1).sum(1) == labels).all()
