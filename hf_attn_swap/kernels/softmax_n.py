@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+GROUPED = torch.__version__ >= (2, 13)  # the first version whose kernel is tested with shared keys, both ways
 _OPERATORS = torch.ops.aten
 FORWARD = getattr(_OPERATORS, "_scaled_dot_product_flash_attention_for_cpu", None)
 BACKWARD = getattr(_OPERATORS, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
@@ -31,6 +32,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool
         and BACKWARD is not None
         and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]  # the switch of sdpa_kernel(...), CPU too
         and query.dtype in DTYPES
+        and (GROUPED or query.shape[1] == key.shape[1])
         and all(t.device.type == "cpu" and t.dtype == query.dtype and t.stride(-1) == 1 and t.numel() for t in given)
         and key.shape[3] == value.shape[3] == query.shape[3]
         and not (mask is not None and (mask.requires_grad or mask.dim() != 4))
@@ -52,9 +54,6 @@ def softmax_n_attention(
         scaling: factor of q k^T.
         n: above 0, a number or a (1,) tensor without gradient.
     """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if mask is not None:
         mask = mask.expand(-1, -1, query.shape[2], -1)
     log_n = (
@@ -66,20 +65,19 @@ def softmax_n_attention(
 
 class _SoftmaxN(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: Any, scaling: Any, n: Any
-    ) -> Any:
+    def forward(ctx: Any, *given: Any) -> Any:
+        query, key, value, mask, causal, scaling, log_n = given
         heads, lse = FORWARD(query, key, value, 0.0, causal, attn_mask=mask, scale=scaling)  # type: ignore[misc]  # there
-        wider = torch.logaddexp(lse, n if isinstance(n, Tensor) else lse.new_tensor(n))
-        heads.mul_((lse - wider).exp_().unsqueeze(-1))
-        ctx.save_for_backward(query, key, value, mask, heads, wider)
-        ctx.causal, ctx.scaling = causal, scaling
+        heads.mul_(torch.sigmoid(lse - log_n).unsqueeze(-1))  # exp(lse - lse')
+        ctx.save_for_backward(query, key, value, mask, heads, lse)
+        ctx.causal, ctx.scaling, ctx.log_n = causal, scaling, log_n
         return heads
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        query, key, value, mask, heads, wider = ctx.saved_tensors
+        query, key, value, mask, heads, lse = ctx.saved_tensors
+        wider = torch.logaddexp(lse, ctx.log_n if isinstance(ctx.log_n, Tensor) else lse.new_tensor(ctx.log_n))
         kept = {"attn_mask": mask, "scale": ctx.scaling}
         grads = BACKWARD(grad, query, key, value, heads, wider, 0.0, ctx.causal, **kept)  # type: ignore[misc]  # there
         return (*grads, None, None, None, None)
