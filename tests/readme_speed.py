@@ -53,12 +53,12 @@ def decode_table() -> str:
 
 
 def compile_table() -> str:
-    """What `torch.compile` brings each attention: the compiled twin's time over its own, from one run."""
+    """What `torch.compile` brings each attention: the compiled twin over its own, as ratios to stock."""
     rows = json.loads((FIGURES / "bench-compile.json").read_text("utf-8"))["rows"]
     found = {row["variant"]: row for row in rows}
     lines = ["| attention | forward, compiled / eager | training step, compiled / eager |", "|---|---|---|"]
     for name in (name for name in found if f"{name}, compiled" in found):
-        ratios = [found[f"{name}, compiled"][kind] / found[name][kind] for kind in ("forward", "train")]  # both to stock
+        ratios = [found[f"{name}, compiled"][kind] / found[name][kind] for kind in ("forward", "train")]
         lines.append(f"| {name} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
     return "\n".join(lines)
 
