@@ -42,7 +42,7 @@ class Hidden:
         scores: (B,H,Q,K), `factor` times H, or None where only `terms` are kept.
         factor: see `scores`.
         blocked: the mask (True at what no query may see) that already put -inf into `scores`, or None.
-        terms: (w, q, k) of every layer so far, H = sum w q k^T, with keys per query head.
+        terms: (q, k, w) of every layer so far, H = sum w q k^T, with keys per query head.
     """
 
     scores: Tensor | None
