@@ -149,8 +149,10 @@ class _Recorder:
         @torch.no_grad()
         def hook(swap: Swap, args: tuple[Any, ...]) -> None:
             inputs, call, sdpa, _ = args
+            if call.state is not None and call.state.get_seq_length() > 0:
+                return  # the keys before are gone, and products are no probabilities
             own = copy.copy(call)
-            own.kept = {}
+            own.kept, own.state = {}, None
             if call.carried is not None:
                 scores = {order: value.clone() for order, value in call.carried.scores.items()}
                 own.carried = Carried(scores=scores, raw=dict(call.carried.raw))

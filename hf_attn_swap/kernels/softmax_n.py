@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-GROUPED = torch.__version__ >= (2, 13)  # the first version whose kernel is tested with shared keys, both ways
+GROUPED = torch.__version__ >= "2.13"  # by version; the first that is tested with shared keys
 _OPERATORS = torch.ops.aten
 FORWARD = getattr(_OPERATORS, "_scaled_dot_product_flash_attention_for_cpu", None)
 BACKWARD = getattr(_OPERATORS, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
