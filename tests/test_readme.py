@@ -31,7 +31,7 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"batches": [{"input_ids": torch.arange(48).view(4, 12)}]}
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     try:
         for block in blocks:
             exec(compile(block.replace("bert-base-uncased", "tiny"), "README.md", "exec"), names)
