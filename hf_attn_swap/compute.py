@@ -103,7 +103,7 @@ def _decoded(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -
             f"{variant.name}: a cache that holds a state has no keys to show or to mask one by one; give 4-D masks and "
             "ask for attention weights from the first token on, or use use_cache=False."
         )
-    queries, heads = inputs.query.shape[1:3][::-1]
+    heads, queries = inputs.query.shape[1:3]
     real = inputs.key_mask[:, -queries:] if inputs.key_mask is not None else None
     key, value, past = inputs.repeated(inputs.key), inputs.repeated(inputs.value), call.state.past(heads)
     call.state.absorb(inputs.key, inputs.value, real)

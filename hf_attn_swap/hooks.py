@@ -141,6 +141,7 @@ def _linear_state(core: nn.Module, swap: Swap, cache: Any, mask: Any, carried: C
         return None
     shown = carried is not None and carried.want_weights
     start = not shown and (mask is None or mask.dim() == 2) and not torch.is_grad_enabled()
+    start = start and bool(getattr(core, "is_causal", True))
     state = LinearState.of(cache, int(core.layer_idx), start=start)  # type: ignore[arg-type]  # an int
     if state is not None:
         state.claimed = True

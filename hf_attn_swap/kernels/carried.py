@@ -29,12 +29,13 @@ def attend(inputs: Inputs, call: Call, sdpa: FusedSoftmax, below: Hidden | None,
         decay: b.
         share: c.
     """
-    if inputs.query.shape[2] * inputs.key.shape[2] >= LONG**2 and (below is None or below.terms):
+    traced = torch.compiler.is_compiling()  # a compiler plans memory by itself
+    if not traced and inputs.query.shape[2] * inputs.key.shape[2] >= LONG**2 and (below is None or below.terms):
         return _long(inputs, call, below, decay, share)
     types = {inputs.query.dtype, inputs.key.dtype, inputs.value.dtype}
     cast = torch.is_autocast_enabled(inputs.query.device.type)
     plain = call.uniform and not cast and inputs.dropout == 0 and len(types) == 1 and inputs.query.dtype in IN_PLACE
-    if not plain or torch.compiler.is_compiling():  # a compiler plans memory by itself
+    if traced or not plain:
         return _general(inputs, call, below, decay, share)
     return _in_place(inputs, call, sdpa, below, decay, share)
 

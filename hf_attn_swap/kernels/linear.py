@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 BLOCK = 64  # tokens; any value gives the same result
 
 
-@torch.library.custom_op("hf_attn_swap::causal_linear", mutates_args=(), device_types="cpu")
+@library.custom_op("hf_attn_swap::causal_linear", mutates_args=(), device_types="cpu")
 def causal_linear(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
     """(B,H,L,D) from q, k, v (B,H,L,D) and what came before, (B,H,D,D); sums in fp32 at least.
 
@@ -38,7 +38,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("hf_attn_swap::causal_linear_backward", mutates_args=(), device_types="cpu")
+@library.custom_op("hf_attn_swap::causal_linear_backward", mutates_args=(), device_types="cpu")
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     grad_q, grad_k, grad_v = (t.flatten(0, 1) for t in grads)

@@ -174,6 +174,16 @@ def test_what_needs_single_keys() -> None:
             model(**{**last, **asked}, past_key_values=copy.deepcopy(cache))
 
 
+@torch.no_grad()
+def test_only_causal_attention_has_a_state() -> None:
+    model = model_of("gpt2")
+    ids = zoo.inputs("gpt2", batch=2, length=4)["input_ids"]
+    assert isinstance(model(ids, use_cache=True).past_key_values.layers[0], LinearState)
+    for block in model.transformer.h:
+        block.attn.is_causal = False
+    assert not isinstance(model(ids, use_cache=True).past_key_values.layers[0], LinearState)
+
+
 def test_gradients_keep_keys_and_values() -> None:
     """Training runs through the parallel form; a state would hold its graph for nothing."""
     model = model_of("llama")

@@ -1,0 +1,65 @@
+"""What whole passes do with the fused forms: once per pass what can be, and right under autocast and a compiler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.call import Inputs
+from hf_attn_swap.kernels import carried, hopfield
+from hf_attn_swap.kernels import softmax_n as kernel
+from tests import zoo
+from tests.contract.harness import TOLERANCE, fresh, perturb
+
+EXACT = TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_mask_is_made_once_per_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch_model(fresh(family), "outeffhop")
+    given = []
+    run = kernel.softmax_n_attention
+    monkeypatch.setattr(kernel, "softmax_n_attention", lambda *args: given.append(args[3]) or run(*args))
+    model(**zoo.inputs(family, batch=2, length=7, padded="left"))
+    assert len(given) == model.config.num_hidden_layers > 1
+    assert given[0].dtype == torch.float64
+    assert all(mask is given[0] for mask in given)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_what_is_blocked_is_worked_out_once_per_pass(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths beyond the small integers, which Python holds as one object each, included."""
+    model = patch_model(fresh("llama", torch.float32, max_position_embeddings=300), "mha")
+    worked_out = []
+    allowed = Inputs.allowed
+    monkeypatch.setattr(Inputs, "allowed", lambda self, call: worked_out.append(1) or allowed(self, call))
+    with torch.set_grad_enabled(train):
+        model(**zoo.inputs("llama", batch=2, length=290, padded="left"))
+    assert len(worked_out) == 1 < model.config.num_hidden_layers
+
+
+def test_a_compiler_is_given_the_general_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It plans memory by itself, and would unroll the blocks of a long sequence."""
+    model = perturb(patch_model(fresh("bert"), "mha"))
+    batch = zoo.inputs("bert", batch=2, length=9)
+    wanted = model(**batch).logits
+    monkeypatch.setattr(carried, "LONG", 9)
+    monkeypatch.setattr(hopfield, "attend_long", None)
+    torch._dynamo.reset()
+    got = torch.compile(model, backend="eager", fullgraph=True)(**batch).logits
+    torch._dynamo.reset()
+    torch.testing.assert_close(got, wanted, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("name", ["simple_resl", "mha", "outeffhop"])
+def test_autocast_over_several_blocks(name: str) -> None:
+    """Operators of ours are opaque to autocast: inside, products must not be cast one by one."""
+    model = patch_model(fresh("llama", torch.float32, max_position_embeddings=200), name)
+    batch = zoo.inputs("llama", batch=1, length=150)
+    wanted = model(**batch).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        got = model(**batch).logits
+    got.float().sum().backward()
+    assert (got - wanted).abs().max() <= 0.05 * wanted.abs().max()
+    assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())
