@@ -20,16 +20,18 @@ FUNCTIONS: dict[str, Function] = {
     "matthews_correlation": matthews_corrcoef,
     "spearmanr": lambda references, predictions: spearmanr(references, predictions).statistic,
     "perplexity": lambda _, losses: float(np.exp(np.mean(losses))),
+    "mse": lambda _, losses: float(np.mean(losses)),
 }
-LOWER_IS_BETTER = ("perplexity",)
-DESCRIPTION = "{} of predictions against references, by scikit-learn or SciPy; perplexity takes losses as predictions."
+OUTLIERS = ("kurtosis", "max_inf_norm")
+LOWER_IS_BETTER = ("perplexity", "mse", "mae", *OUTLIERS)
+DESCRIPTION = "{} of predictions against references, by scikit-learn or SciPy; perplexity and mse take losses instead."
 
 
 class Score(evaluate.Metric):  # type: ignore[misc]  # evaluate carries no types
     """One of `FUNCTIONS` by name.
 
     Args:
-        name: "accuracy", "f1", "matthews_correlation", "spearmanr" or "perplexity".
+        name: "accuracy", "f1", "matthews_correlation", "spearmanr", "perplexity" or "mse".
 
     Raises:
         ValueError: an unknown name.

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from ..card import render
 from ..results import RESULTS_FILE, BaseModel, Budget, DataSet, Interval, Measured, Metric, RunResult, read_swaps
 from .arguments import DataArguments, ModelArguments
-from .metrics import LOWER_IS_BETTER, paired_interval
+from .metrics import LOWER_IS_BETTER, OUTLIERS, paired_interval
 from .outcome import Outcome
 
 PAIRED = "95 %, paired bootstrap over the held-out rows (1,000 draws), mean over seeds; it does not hold their spread"
@@ -102,17 +102,18 @@ def _budget(data: DataArguments, training: TrainingArguments, first: Outcome) ->
 
 
 def _measured(outcomes: Sequence[Outcome]) -> Measured:
+    found = [
+        Metric(
+            name=name,
+            higher_is_better=not name.startswith(LOWER_IS_BETTER),
+            values=tuple(outcome.metrics[name] for outcome in outcomes),
+        )
+        for name in outcomes[0].metrics
+    ]
     return Measured(
         seeds=tuple(outcome.seed for outcome in outcomes),
-        metrics=tuple(
-            Metric(
-                name=name,
-                higher_is_better=not name.startswith(LOWER_IS_BETTER),
-                values=tuple(outcome.metrics[name] for outcome in outcomes),
-            )
-            for name in outcomes[0].metrics
-        ),
-        outliers=None,
+        metrics=tuple(metric for metric in found if metric.name not in OUTLIERS),
+        outliers=tuple(metric for metric in found if metric.name in OUTLIERS) or None,
         wall_seconds=sum(outcome.wall_seconds for outcome in outcomes),
     )
 

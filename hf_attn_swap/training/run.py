@@ -43,6 +43,7 @@ class Task:
         mean_loss: the head's loss is a mean over rows whatever the number of processes and accumulation steps. (Trainer
             sees keyword arguments in such a head's signature and would scale the loss as if it had used them.)
         before: measure the swapped model before anything is fitted or trained, too.
+        figures: further figures of the trained model, by name.
     """
 
     load: Callable[[], PreTrainedModel]
@@ -55,6 +56,7 @@ class Task:
     processor: Any = None
     mean_loss: bool = True
     before: bool = False
+    figures: Callable[[Trainer, Dataset], dict[str, float]] | None = None
 
 
 def run(
@@ -89,6 +91,7 @@ def run(
     trainer.args.train_sampling_strategy = "random"  # "group_by_length" would shuffle the held-out rows too, by seed
     predictions, references = task.predict(trainer, task.test)
     measured = scores(task.metrics, predictions, references)
+    measured |= task.figures(trainer, task.test) if task.figures is not None else {}
     outcome = Outcome(
         settings={key: str(value) for key, value in settings.items()},
         seed=seed,
