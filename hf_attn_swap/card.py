@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .citations import bibtex
 from .results import RESULTS_FILE, AppliedSwap, Metric, RunResult
-from .results.parts import RELATIONS
+from .results.parts import RELATIONS, SCRATCH
 
 TEMPLATE = Path(__file__).with_name("card_template.md.jinja")
 BARE = """# {name}
@@ -31,6 +31,7 @@ another attention.
 """
 TAG = "hf-attn-swap"
 VARIANT_TAG = "attn-swap:"
+SCRATCH_TAG = "from-scratch"
 PLACEHOLDER_OWNER = "your-name"
 COLUMNS = (
     *("run", "base model", "attention", "layers", "strength", "data", "metric"),
@@ -60,7 +61,8 @@ def render(result: RunResult, repo_id: str | None = None) -> str:
         swaps=[(swap, layers_text(swap, result.modules)) for swap in result.swaps],
         metrics=_comparison(result, "metrics"),
         outliers=_comparison(result, "outliers"),
-        image="image" in result.task,
+        processor=_processor(result),
+        scratch=result.base.relation == SCRATCH,
         figure=number,
         citations=dict.fromkeys(entry for paper in papers for entry in bibtex(paper)),
     )
@@ -82,17 +84,17 @@ def bare_card(swaps: Sequence[AppliedSwap], modules: int, repo_id: str) -> str:
 def card_data(result: RunResult) -> ModelCardData:
     """The metadata at the head of the card."""
     variants = dict.fromkeys(swap.variant for swap in result.swaps)
-    seeds = len(result.converted.seeds)
+    seeds, scratch = len(result.converted.seeds), result.base.relation == SCRATCH
     return ModelCardData(
         language=list(result.language) or None,
         license=result.license,
         library_name="transformers",
         pipeline_tag=result.task,
-        base_model=result.base.name,
-        base_model_relation=result.base.relation,
+        base_model=None if scratch else result.base.name,
+        base_model_relation=None if scratch else result.base.relation,
         datasets=[result.data.name],
         metrics=[metric.name for metric in result.converted.metrics],
-        tags=[TAG, *(VARIANT_TAG + variant for variant in variants)],
+        tags=[TAG, *(VARIANT_TAG + variant for variant in variants), *([SCRATCH_TAG] if scratch else [])],
         model_name=result.name,
         eval_results=[
             EvalResult(
@@ -126,14 +128,16 @@ def validate(text: str) -> None:
     assert isinstance(data, ModelCardData)
     found = data.to_dict()
     tags = found.get("tags") if isinstance(found.get("tags"), list) else []
+    based = SCRATCH_TAG not in (tags or [])  # a model from random weights has no base model
+    related = found.get("base_model_relation") in set(RELATIONS) - {SCRATCH}
     wrong = [
         f"{name} must be {wanted}, got {found.get(name)!r}"
         for name, wanted, holds in (
             ("library_name", "transformers", found.get("library_name") == "transformers"),
             ("license", "a name", isinstance(found.get("license"), str)),
             ("pipeline_tag", "a name", isinstance(found.get("pipeline_tag"), str)),
-            ("base_model", "a name", isinstance(found.get("base_model"), str)),
-            ("base_model_relation", f"one of {', '.join(RELATIONS)}", found.get("base_model_relation") in RELATIONS),
+            ("base_model", "a name", isinstance(found.get("base_model"), str) is based),
+            ("base_model_relation", f"one of {', '.join(RELATIONS[:-1])}", related is based),
             ("datasets", "a list of names", _names(found.get("datasets"))),
             ("metrics", "a list of names", _names(found.get("metrics"))),
             ("tags", f"names, among them {TAG} and {VARIANT_TAG}...", _names(tags) and _tagged(tags or [])),
@@ -210,6 +214,13 @@ def _comparison(result: RunResult, kind: str) -> list[tuple[str, str, str, str]]
             difference += f" [{result.difference.low:+.3g}, {result.difference.high:+.3g}]"
         rows.append((name, number(metric.mean, metric.spread), control, difference))
     return rows
+
+
+def _processor(result: RunResult) -> str | None:
+    """The class that prepares the model's input, where there is one."""
+    if "image" in result.task:
+        return "AutoImageProcessor"
+    return "AutoTokenizer" if result.language else None
 
 
 def _difference(ours: Metric, theirs: Metric, *, paired: bool) -> str:

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 
 from .record import Record, Scalar
 
-RELATIONS = ("adapter", "finetune", "merge", "quantized")
+SCRATCH = "scratch"
+RELATIONS = ("adapter", "finetune", "merge", "quantized", SCRATCH)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseModel(Record):
-    """The pretrained model that was converted.
+    """The pretrained model that was converted, or the architecture that was trained from random weights.
 
     Args:
         name: its name on the Hub, such as "google-bert/bert-base-uncased".
         revision: commit or tag, or None for the newest at the time.
-        relation: what the result is to it: "finetune", "adapter", "quantized" or "merge".
+        relation: what the result is to it: "finetune", "adapter", "quantized", "merge", or "scratch": nothing but its
+            architecture, at the sizes that the run states.
         auto_class: the class that loads the result, such as "AutoModelForSequenceClassification".
     """
 

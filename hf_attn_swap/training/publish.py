@@ -28,6 +28,7 @@ class About:
     task: str
     auto_class: str
     intended_use: str
+    relation: str = "finetune"
     license: str = "apache-2.0"
     language: tuple[str, ...] = ("en",)
 
@@ -55,7 +56,7 @@ def publish(
     difference = _difference(converted, control) if control else None
     result = RunResult(
         name=f"{about.prefix}-{model.run_name}",
-        base=BaseModel(name=model.published_name, revision=None, relation="finetune", auto_class=about.auto_class),
+        base=BaseModel(name=model.published_name, revision=None, relation=about.relation, auto_class=about.auto_class),
         modules=modules,
         swaps=swaps,
         parameters_added=first.parameters_added,

@@ -43,6 +43,7 @@ class Task:
         mean_loss: the head's loss is a mean over rows whatever the number of processes and accumulation steps. (Trainer
             sees keyword arguments in such a head's signature and would scale the loss as if it had used them.)
         before: measure the swapped model before anything is fitted or trained, too.
+        scratch: the weights are random.
         figures: further figures of the trained model, by name.
     """
 
@@ -56,6 +57,7 @@ class Task:
     processor: Any = None
     mean_loss: bool = True
     before: bool = False
+    scratch: bool = False
     figures: Callable[[Trainer, Dataset], dict[str, float]] | None = None
 
 
@@ -86,7 +88,9 @@ def run(
     trainer = Trainer(converted, args, task.collate, train_dataset=task.train, callbacks=callbacks)
     trainer.model_accepts_loss_kwargs &= not task.mean_loss
     if args.num_train_epochs or args.max_steps > 0:
-        sentences.append(f"Fine-tuned for {args.num_train_epochs:g} epochs on {len(task.train):,} rows.")
+        length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
+        word = "Trained" if task.scratch else "Fine-tuned"
+        sentences.append(f"{word} for {length} on {len(task.train):,} rows.")
         trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
     trainer.args.train_sampling_strategy = "random"  # "group_by_length" would shuffle the held-out rows too, by seed
     predictions, references = task.predict(trainer, task.test)
@@ -135,7 +139,8 @@ def _converted(
     stock = task.load()
     before = _count(stock)
     patched = patch_model(stock, model.variant, layers=parse_layers(model.layers), **model.option_values)
-    sentences = [f"Attention replaced by {model.variant}, weights kept."]
+    kept = "on random weights" if task.scratch else "weights kept"
+    sentences = [f"Attention replaced by {model.variant}, {kept}."]
     first: dict[str, float] = {}
     if task.before:
         first = scores(task.metrics, *task.predict(Trainer(patched, args, data_collator=task.collate), task.test))

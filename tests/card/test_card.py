@@ -56,6 +56,20 @@ def test_metadata() -> None:
     assert "language" not in metadata(render(SPARSE))
 
 
+def test_a_model_from_scratch_has_no_base_model() -> None:
+    run = result(base={**result().base.__dict__, "relation": "scratch"}, language=[])
+    found, text = metadata(render(run)), render(run)
+    assert "base_model" not in found
+    assert "base_model_relation" not in found
+    assert "from-scratch" in found["tags"]
+    assert "weights kept" not in text
+    assert "Tokenizer" not in text
+    assert "random weights" in text
+    for wrong in (text.replace("- from-scratch\n", ""), text.replace("tags:", "base_model: a/b\ntags:")):
+        with pytest.raises(ValueError, match="base_model must be a name"):
+            validate(wrong)
+
+
 def test_card_says_everything_the_results_hold() -> None:
     text = render(result(), "me/model")
     for part in (
