@@ -3,7 +3,8 @@
     python recipes/image_classification.py recipes/configs/cifar10.yaml --variant outeffhop
 
 Works on any data set with an image column: the Hub's, parquet files, or an image folder (one folder per class). With
-`--image_size` other than the model's, position embeddings are interpolated: fewer patches, several times faster.
+`--image_size` other than the model's, position embeddings are interpolated: fewer patches, several times faster. With
+`--from_scratch`, `--model vit` and `--config_overrides` make the model; `--skip_free` is described in skip_free.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoImageProcessor, AutoModelForImageClassification, TrainingArguments
+from skip_free import SkipFreeConfig, SkipFreeViTForImageClassification  # beside this recipe
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    TrainingArguments,
+    ViTImageProcessorPil,
+)
 
 from hf_attn_swap.training import (
     About,
@@ -25,6 +32,7 @@ from hf_attn_swap.training import (
     load_splits,
     parse,
     push_run,
+    scratch_config,
 )
 
 
@@ -35,7 +43,19 @@ class RecipeArguments:
     card_name: str = field(default="image-classifier", metadata={"help": "Start of the run's name on its card."})
     image_size: int | None = field(default=None, metadata={"help": "Side in pixels; the processor's if left out."})
     flip: bool = field(default=True, metadata={"help": "Mirror half of the training images."})
+    from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
+    config_overrides: str = field(default="{}", metadata={"help": "Config values as JSON, with --from_scratch."})
+    skip_free: bool = field(default=False, metadata={"help": "No residual connections, with --from_scratch."})
     push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
+
+    def __post_init__(self) -> None:
+        if self.skip_free and not self.from_scratch:
+            raise ValueError("--skip_free needs --from_scratch: pretrained weights count on residual connections.")
+
+    def changed(self) -> dict[str, Any]:
+        """What the figures depend on, where it is not as usual."""
+        names = ("from_scratch", "config_overrides", "skip_free") if self.from_scratch else ()
+        return {"image_size": self.image_size, **{name: getattr(self, name) for name in names}}
 
 
 def predict(trainer: Any, test: Any) -> tuple[list[float], list[float]]:
@@ -62,27 +82,49 @@ def collate(rows: list[dict[str, Any]], interpolate: bool) -> dict[str, Any]:
     return {**batch, "interpolate_pos_encoding": True} if interpolate else batch
 
 
+def pretrained(name: str, values: dict[str, Any]) -> tuple[Any, Any]:
+    """How the model is loaded, and its processor."""
+    load = AutoModelForImageClassification.from_pretrained
+    return functools.partial(load, name, dtype="float32", **values), AutoImageProcessor.from_pretrained(name)
+
+
+def from_scratch(name: str, own: RecipeArguments, values: dict[str, Any]) -> tuple[Any, Any]:
+    """The same for random weights.
+
+    Raises:
+        ValueError: skips are to be left out of something else than a ViT.
+    """
+    sized = {} if own.image_size is None else {"image_size": own.image_size}
+    config = scratch_config(name, own.config_overrides, **values, **sized)
+    side = {"height": config.image_size, "width": config.image_size}
+    load = functools.partial(AutoModelForImageClassification.from_config, config)
+    if own.skip_free:
+        if config.model_type != "vit":
+            raise ValueError(f"--skip_free is for the architecture vit, got {config.model_type}.")
+        load = functools.partial(SkipFreeViTForImageClassification, SkipFreeConfig(**config.to_dict()))
+    return load, ViTImageProcessorPil(size=side)
+
+
 def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments) -> Task:
     """Everything is read and checked here, before any training."""
     train, test, classes = load_splits(data)
-    processor = AutoImageProcessor.from_pretrained(model.model)
+    values = {
+        "num_labels": len(classes),
+        "id2label": dict(enumerate(classes)),
+        "label2id": {name: index for index, name in enumerate(classes)},
+    }
+    load, processor = from_scratch(model.model, own, values) if own.from_scratch else pretrained(model.model, values)
     ready = functools.partial(prepare, column=data.columns[0], processor=processor, size=own.image_size)
     return Task(
-        load=functools.partial(
-            AutoModelForImageClassification.from_pretrained,
-            model.model,
-            num_labels=len(classes),
-            id2label=dict(enumerate(classes)),
-            label2id={name: index for index, name in enumerate(classes)},
-            dtype="float32",
-        ),
+        load=load,
         train=train.with_transform(functools.partial(ready, flip=own.flip)),
         test=test.with_transform(functools.partial(ready, flip=False)),
-        collate=functools.partial(collate, interpolate=own.image_size is not None),
+        collate=functools.partial(collate, interpolate=own.image_size is not None and not own.from_scratch),
         metrics=data.metrics,
         predict=predict,
-        settings={**{k: v for k, v in vars(data).items() if not k.endswith("_name")}, "image_size": own.image_size},
+        settings={**{k: v for k, v in vars(data).items() if not k.endswith("_name")}, **own.changed()},
         processor=processor,
+        scratch=own.from_scratch,
     )
 
 
@@ -97,6 +139,7 @@ def main(argv: list[str] | None = None) -> None:
         auto_class="AutoModelForImageClassification",
         intended_use="Compares attentions on this task; a classifier of images like those it was trained on.",
         language=(),
+        relation="scratch" if own.from_scratch else "finetune",
     )
     result = compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
     if result is not None and own.push_to:

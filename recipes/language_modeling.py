@@ -5,15 +5,14 @@
     python recipes/language_modeling.py recipes/configs/scratch_gpt2.yaml --variant outeffhop
 
 Text is cut into blocks of `--max_length` tokens. The figure is perplexity on held-out blocks, before the conversion
-(`perplexity_before`: swapped, nothing fitted or trained) and after it. With `--from_scratch`, `--model` gives the
-tokenizer and the architecture, and `--config_overrides` its sizes.
+(`perplexity_before`: swapped, nothing fitted or trained) and after it. With `--from_scratch`, `--model` is a model or
+an architecture ("gpt2", "opt", "llama"), and `--config_overrides` its sizes; `--tokenizer bytes` needs no files.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +21,10 @@ import torch.nn.functional as F
 from datasets import Dataset
 from tqdm import tqdm
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoTokenizer,
+    ByT5Tokenizer,
     DataCollatorForLanguageModeling,
     TrainingArguments,
     default_data_collator,
@@ -41,6 +40,7 @@ from hf_attn_swap.training import (
     load_splits,
     parse,
     push_run,
+    scratch_config,
 )
 
 AUTO = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM}
@@ -54,6 +54,7 @@ class RecipeArguments:
     objective: str = field(default="causal", metadata={"help": '"causal" or "masked".'})
     train_tokens: int | None = field(default=None, metadata={"help": "Tokens to train on; all if left out."})
     test_tokens: int | None = field(default=None, metadata={"help": "Tokens to measure on; all if left out."})
+    tokenizer: str | None = field(default=None, metadata={"help": "\"bytes\", or a model's; the model's own."})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
     config_overrides: str = field(default="{}", metadata={"help": "JSON: config values, with --from_scratch."})
     push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
@@ -93,10 +94,12 @@ def predict(trainer: Any, test: Dataset, shift: int) -> tuple[list[float], list[
 def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments) -> Task:
     """Everything is read and checked here, before any training."""
     train, test, _ = load_splits(data, labelled=False)
-    tokenizer = AutoTokenizer.from_pretrained(model.model)
+    name = own.tokenizer or model.model
+    tokenizer = ByT5Tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name)
     auto, causal = AUTO[own.objective], own.objective == "causal"
     if own.from_scratch:
-        config = AutoConfig.from_pretrained(model.model, **json.loads(own.config_overrides))
+        ends = {f"{end}_token_id": getattr(tokenizer, f"{end}_token_id") for end in ("bos", "eos", "pad")}
+        config = scratch_config(model.model, own.config_overrides, vocab_size=len(tokenizer), **ends)
         load = functools.partial(auto.from_config, config, dtype=torch.float32)
     else:
         load = functools.partial(auto.from_pretrained, model.model, dtype="float32")
@@ -121,6 +124,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         processor=tokenizer,
         mean_loss=False,
         before=not own.from_scratch,
+        scratch=own.from_scratch,
     )
 
 
@@ -133,6 +137,7 @@ def main(argv: list[str] | None = None) -> None:
         task="text-generation" if own.objective == "causal" else "fill-mask",
         auto_class=AUTO[own.objective].__name__,
         intended_use="Compares attentions of a language model on this text.",
+        relation="scratch" if own.from_scratch else "finetune",
     )
     result = compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
     if result is not None and own.push_to:

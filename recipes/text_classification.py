@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
@@ -33,6 +32,7 @@ from hf_attn_swap.training import (
     load_splits,
     parse,
     push_run,
+    scratch_config,
 )
 
 
@@ -90,12 +90,13 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
     tokenizer = AutoTokenizer.from_pretrained(model.model)
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     values = {"num_labels": 1} if own.regression else {"num_labels": len(classes), **names}
-    values |= json.loads(own.config_overrides)
     auto = AutoModelForSequenceClassification
-    load = functools.partial(auto.from_pretrained, model.model, dtype=torch.float32, **values)
     if own.from_scratch:
-        config = AutoConfig.from_pretrained(model.model, **values)
+        config = scratch_config(model.model, own.config_overrides, **values)
         load = functools.partial(auto.from_config, config, dtype=torch.float32)
+    else:
+        values |= json.loads(own.config_overrides)
+        load = functools.partial(auto.from_pretrained, model.model, dtype=torch.float32, **values)
     return Task(
         load=load,
         train=encode(train, tokenizer, data),
@@ -105,6 +106,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         predict=predict,
         settings={name: value for name, value in vars(data).items() if not name.endswith("_name")} | own.changed(),
         processor=tokenizer,
+        scratch=own.from_scratch,
     )
 
 
@@ -117,6 +119,7 @@ def main(argv: list[str] | None = None) -> None:
         task="text-classification",
         auto_class="AutoModelForSequenceClassification",
         intended_use="Compares attentions on this task; a classifier of texts like those it was trained on.",
+        relation="scratch" if own.from_scratch else "finetune",
     )
     result = compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
     if result is not None and own.push_to:

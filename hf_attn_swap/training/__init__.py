@@ -6,6 +6,7 @@ from .data import load_rows, load_splits
 from .outcome import Outcome
 from .publish import About
 from .run import Task, run
+from .scratch import scratch_config
 
 __all__ = [
     "About",
@@ -20,4 +21,5 @@ __all__ = [
     "parse",
     "push_run",
     "run",
+    "scratch_config",
 ]

@@ -1,0 +1,142 @@
+"""Models from random weights: bytes for language models, small ViTs with and without residual connections."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Image
+from PIL import Image as Picture
+from transformers import AutoModelForImageClassification
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.training import scratch_config
+from tests.training.test_run import NO_SAVING, RECIPES, pytestmark, recipe  # noqa: F401  # skips without recipes/
+
+SIZES = {
+    "gpt2": {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32},
+    "opt": {
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "word_embed_proj_dim": 16,
+        "ffn_dim": 32,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    },
+    "llama": {
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    },
+}
+VIT = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
+USUAL = (
+    *("--from_scratch", "true", "--report_to", "none", "--disable_tqdm", "true", "--use_cpu", "true"),
+    *("--dataloader_pin_memory", "false", "--per_device_train_batch_size", "8", "--learning_rate", "1e-2", *NO_SAVING),
+)
+
+
+@pytest.mark.parametrize("model", list(SIZES))
+def test_language_models_of_bytes(model: str, tmp_path: Path, monkeypatch: Any) -> None:
+    text = tmp_path / "rows.txt"
+    text.write_text("abcd " * 300, encoding="utf-8")
+    words = (
+        *(
+            "--model",
+            model,
+            "--config_overrides",
+            json.dumps(SIZES[model]),
+            "--tokenizer",
+            "bytes",
+            "--max_length",
+            "25",
+        ),
+        *("--train_file", str(text), "--test_file", str(text), "--max_steps", "30", "--variant", "mha"),
+    )
+    recipe("language_modeling.py", [*words, *USUAL, "--output_dir", str(tmp_path)], monkeypatch)
+    found = json.loads((tmp_path / "mha" / "results.json").read_text("utf-8"))
+    assert found["base"]["relation"] == "scratch"
+    assert found["base"]["name"] == model
+    for measured in (found["converted"], found["control"]):
+        (metric,) = measured["metrics"]
+        assert metric["name"] == "perplexity", "before the training there is nothing to convert"
+        assert metric["values"][0] < 20, "five bytes that repeat are soon learnt; chance is 384"
+    card = (tmp_path / "mha" / "README.md").read_text("utf-8")
+    assert "from random weights" in card
+    assert "base_model" not in card
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bright and dark images of 8 pixels."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for split, count in (("train", 32), ("test", 16)):
+        rows = [{"img": Picture.new("RGB", (8, 8), (250 * (i % 2),) * 3), "label": i % 2} for i in range(count)]
+        features = Features({"img": Image(), "label": ClassLabel(names=["dark", "bright"])})
+        Dataset.from_list(rows, features=features).to_parquet(folder / f"{split}.parquet")
+    return folder
+
+
+@pytest.mark.parametrize("skip_free", [False, True])
+def test_small_vits(skip_free: bool, pictures: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    words = (
+        *("--model", "vit", "--config_overrides", json.dumps(VIT), "--image_size", "8", "--columns", "img"),
+        *("--dataset", str(pictures), "--max_steps", "12", "--variant", "mha", "--skip_free", str(skip_free)),
+    )
+    recipe("image_classification.py", [*words, *USUAL, "--output_dir", str(tmp_path)], monkeypatch)
+    found = json.loads((tmp_path / "mha" / "results.json").read_text("utf-8"))
+    assert found["modules"] == 2
+    assert found["control"]["metrics"][0]["values"][0] == 1.0
+    trained = tmp_path / "mha" / "seed-0" / "model"
+    if skip_free:
+        with pytest.raises(ValueError, match="skip_free_vit"):
+            AutoModelForImageClassification.from_pretrained(trained)
+    else:
+        assert AutoModelForImageClassification.from_pretrained(trained).config.attn_swap["swaps"][0]["variant"] == "mha"
+
+
+def test_a_layer_without_skips_loses_what_attention_does_not_read() -> None:
+    study = runpy.run_path(str(RECIPES / "skip_free.py"))
+    torch.manual_seed(0)
+    sizes = {**VIT, "num_hidden_layers": 1, "image_size": 8, "num_labels": 2}
+    model = study["SkipFreeViTForImageClassification"](study["SkipFreeConfig"](**sizes)).eval()
+    (layer,) = (module for module in model.modules() if isinstance(module, study["SkipFreeLayer"]))
+    x = torch.randn(1, 5, 16)
+    read = layer.attention(layer.layernorm_before(x), None)[0]
+    torch.testing.assert_close(layer(x), layer.mlp(layer.layernorm_after(read)))
+    patch_model(model, "mha", alpha=1.0)  # the whole update is the input: what attention reads is left out
+    pixels = torch.randn(1, 3, 8, 8)
+    normed = layer.layernorm_before(model.vit.embeddings(pixels))
+    expected = model.classifier(model.vit.layernorm(layer.mlp(layer.layernorm_after(normed)))[:, 0])
+    torch.testing.assert_close(model(pixels).logits, expected)
+
+
+def test_refusals(pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    words = ["--model", "vit", "--dataset", str(pictures), "--columns", "img", "--output_dir", str(tmp_path)]
+    for more, message in (
+        (("--skip_free", "true"), "--skip_free needs --from_scratch"),
+        (("--from_scratch", "true", "--config_overrides", "[1]"), "must be a JSON object"),
+        (("--from_scratch", "true", "--config_overrides", "{"), "must be a JSON object"),
+        (("--from_scratch", "true", "--config_overrides", '{"width": 3}'), "ViTConfig has no 'width'"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            recipe("image_classification.py", [*words, *more], monkeypatch)
+        assert message in f"{stopped.value} {capsys.readouterr().err}"
+
+
+def test_sizes_follow_from_what_is_given() -> None:
+    """Widths that a configuration derives are derived anew."""
+    config = scratch_config("llama", json.dumps(SIZES["llama"]), vocab_size=384)
+    assert (config.head_dim, config.vocab_size) == (8, 384)
