@@ -106,6 +106,21 @@ def test_generation(variant: str | None) -> None:
     assert count.tolist() == [2 * (ids.shape[1] + 3)] * 4
 
 
+def test_generation_with_a_state() -> None:
+    """Keys that a linear state has taken in are gone: attention is recorded for the prompt, the rest for every token."""
+    model = patch_model(fresh("llama", torch.float32), "simple_resl")
+    ids = batch_of("llama")["input_ids"]
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = model.generate(ids, **settings)
+    with record(model) as recording:
+        assert torch.equal(model.generate(ids, **settings), wanted)
+    layer = recording.layers[0]
+    assert layer.sinks.count is not None
+    assert layer.sinks.count.tolist() == [ids.numel()] * 4
+    assert layer.update_norm.count is not None
+    assert int(layer.update_norm.count.sum()) == 2 * (ids.shape[1] + 3)
+
+
 def test_separators_are_sinks() -> None:
     batch = batch_of("bert")
     ids = batch["input_ids"]
