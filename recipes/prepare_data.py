@@ -1,15 +1,17 @@
-"""Original files of AG News, GLUE, CIFAR-10 and WikiText-2 as folders with the columns of the same sets on the Hub.
+"""Original files of AG News, GLUE, CIFAR-10, IMDB and WikiText-2 as folders with the columns of those on the Hub.
 
     python recipes/prepare_data.py SOURCE OUT
 
 For machines without the Hub: `--dataset OUT/ag_news` then stands for `--dataset fancyzhx/ag_news`. Looks in SOURCE for
-`ag_news/`, `glue/<task>/`, `cifar10/` and `wikitext-2/`, and leaves out what is not there.
+`ag_news/`, `glue/<task>/`, `cifar10/`, `imdb/` and `wikitext-2/`, and leaves out what is not there.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import random
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 from datasets import ClassLabel, Dataset, Features, Image, Value, load_dataset
 
 AG_NEWS = ["World", "Sports", "Business", "Sci/Tech"]
+IMDB = ["neg", "pos"]
 GLUE: dict[str, tuple[list[str], list[str] | None]] = {  # columns, and the names of the classes (None: a number)
     "SST-2": (["sentence"], ["negative", "positive"]),
     "CoLA": (["sentence"], ["unacceptable", "acceptable"]),
@@ -86,6 +89,22 @@ def cifar10(source: Path, out: Path) -> None:
         print(f"{path}: {len(images):,} rows")
 
 
+def imdb(source: Path, out: Path) -> None:
+    """Members are aclImdb/<split>/<class>/<name>.txt. Rows are shuffled: those on the Hub are sorted by class."""
+    label = ClassLabel(names=IMDB)
+    rows: dict[str, list[tuple[str, dict[str, Any]]]] = {"train": [], "test": []}
+    with tarfile.open(source / "aclImdb_labelled.tar.gz") as archive:
+        for member in archive:
+            *_, split, kind, _ = ["", "", *member.name.split("/")]
+            if split in rows and kind in IMDB and (file := archive.extractfile(member)):
+                row = {"text": file.read().decode("utf-8"), "label": label.str2int(kind)}
+                rows[split].append((member.name, row))
+    for split, found in rows.items():
+        found.sort(key=lambda row: row[0])
+        random.Random(0).shuffle(found)
+        save([row for _, row in found], out / f"{split}.parquet", label)
+
+
 def wikitext(source: Path, out: Path) -> None:
     for file in sorted(source.glob("*.txt")):
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -99,7 +118,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
     source, out = arguments.source, arguments.out
-    for folder, prepare in (("ag_news", ag_news), ("cifar10", cifar10), ("wikitext-2", wikitext)):
+    for folder, prepare in (("ag_news", ag_news), ("cifar10", cifar10), ("imdb", imdb), ("wikitext-2", wikitext)):
         if (source / folder).is_dir():
             prepare(source / folder, out / folder)
     for task in GLUE:

@@ -13,7 +13,7 @@ from typing import Any
 
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import PreTrainedModel, SchedulerType, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from .. import patch_model
 from ..arguments import parse_layers
@@ -238,6 +238,8 @@ def _settings(
         "weight_decay": training.weight_decay,
         "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32",
     }
+    if training.lr_scheduler_type != SchedulerType.LINEAR:
+        budget["scheduler"] = SchedulerType(training.lr_scheduler_type).value
     converting = vars(conversion) if model.variant != CONTROL or conversion.calibrate else {"freeze": conversion.freeze}
     return {**own, **budget, **converting, **task.settings}
 

@@ -1,0 +1,151 @@
+"""Three tasks of the Long Range Arena (Tay et al. 2020) from random weights, with the sizes of the SimpleTRON paper.
+
+    python recipes/listops.py data/listops && python recipes/lra.py recipes/configs/lra_listops.yaml --variant simple
+    python recipes/lra.py recipes/configs/lra_text_small.yaml --variant simple_resl --seeds 0 1 2
+
+`--task listops` reads operators, digits and `]`; `text` reads bytes of UTF-8; `matching` reads two texts of bytes by
+one encoder. [CLS] first, at most `--max_length` tokens with it, padded per batch. The softmax control is trained beside
+the variant, and no run is done twice, as in text_classification.py.
+
+What differs from LRA: BERT's layers, which normalise after each sum and not before; biases in the attention; normal
+initialisation of one width; [CLS] through BERT's tanh pooler (for matching LRA's two ReLU layers); no tied layers in
+ListOps; `]` is a token (LRA's tokenizer drops it); padding to the longest of the batch; clipped gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from listops import TOKENS, tokens
+from text_classification import by_length, predict
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import BertForSequenceClassification, BertModel, BertPreTrainedModel, TrainingArguments
+from transformers.modeling_outputs import SequenceClassifierOutput as Output
+
+from hf_attn_swap.training import (
+    About,
+    ConversionArguments,
+    DataArguments,
+    ModelArguments,
+    Task,
+    compare,
+    load_splits,
+    parse,
+    scratch_config,
+)
+
+PAD, CLS, SPECIAL = 0, 1, 2
+NUMBERS = {token: SPECIAL + index for index, token in enumerate(TOKENS)}
+
+
+@dataclass(kw_only=True)
+class RecipeArguments:
+    """What is this recipe's own."""
+
+    task: Literal["listops", "text", "matching"] = field(metadata={"help": "What is read, and how."})
+    card_name: str = field(default="bert-lra", metadata={"help": "Start of the run's name on its card."})
+    config_overrides: str = field(default="{}", metadata={"help": "Values of BertConfig as JSON, its sizes first."})
+
+
+class Matcher(BertPreTrainedModel):
+    """Two texts by one encoder: the [CLS] states a and b as [a, b, a * b, a - b], then two ReLU layers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config, add_pooling_layer=False)
+        width, half = config.intermediate_size, config.intermediate_size // 2
+        layers = [nn.Linear(4 * config.hidden_size, width), nn.ReLU(), nn.Linear(width, half), nn.ReLU()]
+        self.head = nn.Sequential(*layers, nn.Linear(half, config.num_labels))
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+        """Ids and mask are (B, 2, L)."""
+        states = self.bert(input_ids.flatten(0, 1), attention_mask.flatten(0, 1)).last_hidden_state
+        a, b = states[0::2, 0], states[1::2, 0]
+        logits = self.head(torch.cat([a, b, a * b, a - b], -1))
+        return Output(None if labels is None else cross_entropy(logits, labels), logits)
+
+
+def read(task: str, text: str) -> list[int]:
+    """A text as numbers: its tokens, or its bytes."""
+    if task == "listops":
+        return [NUMBERS[token] for token in tokens(text)]
+    return [SPECIAL + byte for byte in text.encode("utf-8")]
+
+
+def encode(dataset: Any, task: str, data: DataArguments) -> Any:
+    """Numbers instead of text, truncated, without padding; for matching, two lists a row."""
+
+    def numbers(row: dict[str, Any], index: int) -> dict[str, Any]:
+        try:
+            found = [[CLS, *read(task, str(row[column]))][: data.max_length] for column in data.columns]
+        except ValueError as problem:
+            raise ValueError(f"row {index}: {problem}") from None
+        return {"input_ids": found if task == "matching" else found[0]}
+
+    text = [name for name in dataset.column_names if name != "labels"]
+    return dataset.map(numbers, with_indices=True, remove_columns=text, desc="read")
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Rows to a batch: (B, L), for matching (B, 2, L)."""
+    pairs = isinstance(rows[0]["input_ids"][0], list)
+    texts = [text for row in rows for text in (row["input_ids"] if pairs else [row["input_ids"]])]
+    ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True, padding_value=PAD)
+    ids = ids.view(len(rows), 2, -1) if pairs else ids
+    labels = {"labels": torch.tensor([row["labels"] for row in rows])} if "labels" in rows[0] else {}
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long(), **labels}
+
+
+def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments) -> Task:
+    """Everything is read and checked here, before any training."""
+    if model.model != "bert":
+        raise ValueError(f"these tasks are for a BERT from random weights: --model is bert, not {model.model}.")
+    if len(data.columns) != (count := 2 if own.task == "matching" else 1):
+        raise ValueError(f"--task {own.task} reads {count} of --columns, got {' '.join(data.columns)}.")
+    train, test, classes = load_splits(data)
+    values: dict[str, Any] = {
+        "vocab_size": SPECIAL + (len(TOKENS) if own.task == "listops" else 256),
+        "max_position_embeddings": data.max_length,
+        "type_vocab_size": 1,
+        "pad_token_id": PAD,
+        "id2label": dict(enumerate(classes)),
+        "label2id": {name: index for index, name in enumerate(classes)},
+    }
+    config = scratch_config(model.model, own.config_overrides, **values)
+    kind: Any = Matcher if own.task == "matching" else BertForSequenceClassification
+    settings = {name: value for name, value in vars(data).items() if not name.endswith("_name")}
+    return Task(
+        load=functools.partial(kind, config),
+        train=encode(train, own.task, data),
+        test=by_length(encode(test, own.task, data)),
+        collate=collate,
+        metrics=data.metrics,
+        predict=predict,
+        settings={**settings, "task": own.task, "config_overrides": own.config_overrides},
+        scratch=True,
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    model, data, conversion, own, training = parse(
+        (ModelArguments, DataArguments, ConversionArguments, RecipeArguments, TrainingArguments), argv
+    )
+    about = About(
+        prefix=own.card_name,
+        task="text-classification",
+        auto_class="AutoModel" if own.task == "matching" else "AutoModelForSequenceClassification",
+        intended_use="Compares attentions on this task of the Long Range Arena; it is of no other use.",
+        language=(),
+        relation="scratch",
+    )
+    compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
+
+
+if __name__ == "__main__":
+    main()

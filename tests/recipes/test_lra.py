@@ -1,0 +1,167 @@
+"""The Long Range Arena's recipe end to end on tiny data, how it reads rows, and its model of pairs."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import BertForSequenceClassification
+
+import hf_attn_swap
+from hf_attn_swap.results import RunResult
+from hf_attn_swap.training import DataArguments
+from tests.training.test_run import RECIPES, pytestmark, recipe  # noqa: F401  # skips without recipes/
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+SCHEDULE = ("--max_steps", "3", "--lr_scheduler_type", "inverse_sqrt", "--warmup_steps", "2", "--learning_rate", "1e-2")
+QUIET = ("--report_to", "none", "--disable_tqdm", "true", "--use_cpu", "true", "--dataloader_pin_memory", "false")
+WORDS = ("good", "naïve", "日本", "bad", "plot")
+TASKS = ("listops", "text", "matching")
+
+
+@pytest.fixture
+def lra(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    return importlib.import_module("lra")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder per task, with a training and a held-out split."""
+    folder = tmp_path_factory.mktemp("lra")
+    with pytest.MonkeyPatch.context() as patch:
+        bounds = ("--train", "12", "--test", "6", "--min_length", "4", "--max_length", "20")
+        recipe("listops.py", [str(folder / "listops"), *bounds], patch)
+    rng = random.Random(0)
+    for task, columns in (("text", ["text"]), ("matching", ["text1", "text2"])):
+        (folder / task).mkdir()
+        for split, count in (("train", 12), ("test", 6)):
+            rows = [[" ".join(rng.choices(WORDS, k=rng.randint(1, 5))) for _ in columns] for _ in range(count)]
+            write(folder / task / f"{split}.csv", columns, rows)
+    return folder
+
+
+def write(path: Path, columns: list[str], rows: list[list[str]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as lines:
+        writer = csv.writer(lines)
+        writer.writerow([*columns, "label"])
+        writer.writerows([*row, index % 2] for index, row in enumerate(rows))
+
+
+def options(data: Path, task: str, out: Path, *more: str) -> list[str]:
+    columns = ("--columns", "text1", "text2") if task == "matching" else ("--columns", "text")
+    return [
+        *("--model", "bert", "--task", task, "--dataset", str(data / task), "--dataset_name", task, *columns),
+        *("--output_dir", str(out), "--config_overrides", json.dumps(SIZES), "--max_length", "24", *SCHEDULE, *QUIET),
+        *("--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "4", "--save_strategy", "no", *more),
+    ]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_beside_its_control(task: str, data: Path, tmp_path: Path, lra: Any, monkeypatch: Any) -> None:
+    recipe("lra.py", options(data, task, tmp_path, "--variant", "simple"), monkeypatch)
+    result = RunResult.load(tmp_path / "simple" / "results.json")
+    assert (result.base.name, result.base.relation) == ("bert", "scratch")
+    assert result.difference is not None
+    assert (result.budget.steps, result.budget.batch_size) == (3, 2)
+    assert result.data.rows == {"train": 12, "test": 6}
+    assert "base_model" not in (tmp_path / "simple" / "README.md").read_text(encoding="utf-8").split("---")[1]
+    kind = lra.Matcher if task == "matching" else BertForSequenceClassification
+    swapped, plain = (kind.from_pretrained(tmp_path / run / "seed-0" / "model") for run in ("simple", "softmax"))
+    assert "simple" in str(hf_attn_swap.describe(swapped))
+    assert swapped.config.vocab_size == (2 + 15 if task == "listops" else 2 + 256)
+    assert swapped.config.max_position_embeddings == 24
+    assert swapped.config.num_labels == (10 if task == "listops" else 2)
+    names = [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in swapped.named_parameters() if "attn_swap" not in name] == names
+    outcome = json.loads(next((tmp_path / "simple" / "seed-0").glob("*.json")).read_text(encoding="utf-8"))
+    assert outcome["settings"]["task"] == task
+
+
+def test_what_is_read(lra: Any) -> None:
+    """[CLS] is 1; tokens count from 2 in the order of TOKENS; bytes are two more than they are."""
+    assert lra.read("listops", "( [MIN 0 9 ] )") == [2, 6, 15, 16]
+    assert lra.read("text", "Aé") == [ord("A") + 2, 0xC3 + 2, 0xA9 + 2]
+    rows = Dataset.from_dict({"a": ["abc", "x"], "b": ["de", ""], "labels": [0, 1]})
+    single = lra.encode(rows, "text", DataArguments(dataset="x", columns=["a"], max_length=3))
+    assert single["input_ids"][:] == [[1, 99, 100], [1, 122]]
+    assert single["labels"][:] == [0, 1]
+    pairs = lra.encode(rows, "matching", DataArguments(dataset="x", columns=["a", "b"], max_length=4))
+    assert pairs["input_ids"][:] == [[[1, 99, 100, 101], [1, 102, 103]], [[1, 122], [1]]]
+    batch = lra.collate([pairs[0], pairs[1]])
+    assert batch["input_ids"].tolist()[1] == [[1, 122, 0, 0], [1, 0, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[[1, 1, 1, 1], [1, 1, 1, 0]], [[1, 1, 0, 0], [1, 0, 0, 0]]]
+    assert batch["labels"].tolist() == [0, 1]
+    unlabelled = lra.collate([{"input_ids": [1, 5]}, {"input_ids": [1, 5, 6]}])
+    assert {name: values.shape for name, values in unlabelled.items()} == {
+        "input_ids": (2, 3),
+        "attention_mask": (2, 3),
+    }
+
+
+@pytest.mark.parametrize("variant", ["softmax", "simple_resl", "outeffhop", "mha"])
+def test_pairs_are_encoded_alike_and_alone(variant: str, lra: Any) -> None:
+    """The head sees [a, b, a * b, a - b] of what the encoder makes of each text without padding."""
+    torch.manual_seed(0)
+    config = lra.scratch_config("bert", json.dumps(SIZES), vocab_size=258, type_vocab_size=1, num_labels=2)
+    model = hf_attn_swap.patch_model(lra.Matcher(config).eval(), variant)
+    texts = [[[1, 7, 9, 30], [1, 8]], [[1, 40, 41], [1, 40, 41]]]
+    seen: list[torch.Tensor] = []
+    model.head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    with torch.no_grad():
+        batch = lra.collate([{"input_ids": pair, "labels": index} for index, pair in enumerate(texts)])
+        found = model(**batch)
+        for pair, features in zip(texts, seen[0], strict=True):
+            a, b = (model.bert(torch.tensor([text])).last_hidden_state[0, 0] for text in pair)
+            torch.testing.assert_close(features, torch.cat([a, b, a * b, a - b]))
+    assert seen[0][1, -16:].abs().max() < 1e-6, "equal texts"
+    assert found.logits.shape == (2, 2)
+    torch.testing.assert_close(found.loss, torch.nn.functional.cross_entropy(found.logits, batch["labels"]))
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "message"),
+    [
+        ("listops", (), r"row 1: unknown token '\[AVG'; known: \[MIN"),
+        ("text", ("--columns", "text", "text2"), "--task text reads 1 of --columns, got text text2"),
+        ("matching", ("--columns", "text1"), "--task matching reads 2 of --columns, got text1"),
+        ("text", ("--model", "gpt2"), "--model is bert, not gpt2"),
+        ("text", ("--config_overrides", '{"layers": 2}'), "BertConfig has no 'layers'"),
+    ],
+)
+def test_one_line(
+    task: str, words: tuple[str, ...], message: str, data: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    flags = options(data, task, tmp_path / "out", *words)
+    if task == "listops":
+        write(tmp_path / "rows.csv", ["text"], [["[MIN 1 2 ]"], ["[AVG 1 2 ]"]])
+        flags[flags.index("--dataset") : flags.index("--dataset") + 2] = ["--train_file", str(tmp_path / "rows.csv")]
+        flags += ["--test_file", str(tmp_path / "rows.csv")]
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        recipe("lra.py", flags, monkeypatch)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["lra_listops", "lra_text", "lra_matching", "lra_listops_small", "lra_text_small"])
+def test_shipped_configs(name: str, lra: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is understood, and the paper's have its peak learning rate, base / sqrt(warmup)."""
+    monkeypatch.setattr(sys, "argv", ["lra.py"])
+    kinds = (lra.ModelArguments, lra.DataArguments, lra.RecipeArguments, lra.TrainingArguments)
+    model, rows, own, training = lra.parse(kinds, [str(RECIPES / "configs" / f"{name}.yaml"), "--use_cpu", "true"])
+    config = lra.scratch_config(model.model, own.config_overrides)
+    assert config.hidden_size % config.num_attention_heads == 0
+    assert config.initializer_range == pytest.approx(config.hidden_size**-0.5, abs=1e-4)
+    assert training.lr_scheduler_type == "inverse_sqrt"
+    assert len(rows.columns) == (2 if own.task == "matching" else 1)
+    if not name.endswith("small"):
+        base = 0.005 if own.task == "listops" else 0.05
+        assert training.learning_rate == pytest.approx(base / training.warmup_steps**0.5, rel=1e-3)
+        assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 32
