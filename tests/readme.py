@@ -1,4 +1,4 @@
-"""README's tables, made from what they are about: `python -m tests.readme` prints them."""
+"""README's tables, made from what they are about: `python -m tests.readme` puts them there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from hf_attn_swap import list_variants
 from hf_attn_swap.registry import get_variant
-from hf_attn_swap.results import RESULTS_FILE, RunResult
+from hf_attn_swap.results import RESULTS_FILE, Metric, RunResult
+from hf_attn_swap.results.parts import SCRATCH
 
 from .readme_speed import compile_table, decode_table, operator_table, speed_table
 
@@ -52,26 +53,46 @@ def conversion_table() -> str:
         "| run | attention | conversion | metric | converted | control | difference [95 %] | seeds |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    paths = (path for path in CARDS.glob(f"*/{RESULTS_FILE}"))
-    runs = [(path, run) for path in paths if (run := RunResult.load(path)).difference is not None]
-    for path, run in sorted(runs, key=lambda each: (_where(each[1]), -_gain(each[1]))):
-        assert run.control is not None
-        assert run.difference is not None
-        metric, other, interval = run.converted.metrics[0], run.control.metrics[0], run.difference
-        unit = 1 if metric.name == "perplexity" else 100
-        steps = " + ".join(word for start, word in STEPS if any(each.startswith(start) for each in run.conversion))
-        cells = (
-            f"[{path.parent.name}](model_cards/{path.parent.name}/README.md)",
-            f"`{run.variant}`{_options(run)}",
-            steps or "none",
-            metric.name,
-            _figure(metric, unit),
-            _figure(other, unit),
-            f"{unit * interval.mean:+.2f} [{unit * interval.low:+.2f}, {unit * interval.high:+.2f}]",
-            str(len(run.converted.seeds)),
-        )
-        lines.append("| " + " | ".join(cells) + " |")
+    for run in published():
+        if run.base.relation != SCRATCH:
+            steps = " + ".join(word for start, word in STEPS if any(each.startswith(start) for each in run.conversion))
+            lines.append("| " + " | ".join([*_what(run), steps or "none", *_figures(run)]) + " |")
     return "\n".join(lines)
+
+
+def scratch_table() -> str:
+    """The same for models from random weights."""
+    lines = [
+        "| run | attention | metric | swapped | control | difference [95 %] | seeds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    found = (run for run in published() if run.base.relation == SCRATCH)
+    return "\n".join([*lines, *("| " + " | ".join([*_what(run), *_figures(run)]) + " |" for run in found)])
+
+
+def published() -> list[RunResult]:
+    """All runs with a control and an interval; every folder has its run's name."""
+    runs = [RunResult.load(path) for path in CARDS.glob(f"*/{RESULTS_FILE}")]
+    return sorted((run for run in runs if run.difference is not None), key=lambda run: (_where(run), -_gain(run)))
+
+
+def _what(run: RunResult) -> list[str]:
+    return [f"[{run.name}](model_cards/{run.name}/README.md)", f"`{run.variant}`{_options(run)}"]
+
+
+def _figures(run: RunResult) -> list[str]:
+    """Metric, both values, the difference and its interval, and the seeds."""
+    assert run.control is not None
+    assert run.difference is not None
+    metric, interval = run.converted.metrics[0], run.difference
+    unit, digits = (100, 2) if metric.higher_is_better else (1, 3 if metric.name == "mse" else 2)
+    return [
+        metric.name,
+        _figure(metric, unit, digits),
+        _figure(run.control.metrics[0], unit, digits),
+        f"{unit * interval.mean:+.{digits}f} [{unit * interval.low:+.{digits}f}, {unit * interval.high:+.{digits}f}]",
+        str(len(run.converted.seeds)),
+    ]
 
 
 def rank_table() -> str:
@@ -149,6 +170,7 @@ def cost_table() -> str:
 TABLES = {
     "variants": variants_table,
     "conversion": conversion_table,
+    "scratch": scratch_table,
     "rank": rank_table,
     "outliers": outlier_table,
     "reports": report_table,
@@ -185,11 +207,23 @@ def _gain(run: RunResult) -> float:
     return run.difference.mean if run.converted.metrics[0].higher_is_better else -run.difference.mean
 
 
-def _figure(metric: object, unit: int) -> str:
-    mean, spread = metric.mean, metric.spread  # type: ignore[attr-defined]  # a Metric
-    return f"{unit * mean:.2f}" + ("" if spread is None else f" ± {unit * spread:.2f}")
+def _figure(metric: Metric, unit: int, digits: int) -> str:
+    spread = "" if metric.spread is None else f" ± {unit * metric.spread:.{digits}f}"
+    return f"{unit * metric.mean:.{digits}f}{spread}"
+
+
+def written(text: str) -> str:
+    """README with every table anew; the words between the same markers stay."""
+    for name, table in TABLES.items():
+        head, start, rest = text.partition(f"<!-- {name} -->\n")
+        body, end, tail = rest.partition(f"<!-- /{name} -->")
+        if not start or not end:
+            raise ValueError(f"README.md has no markers <!-- {name} --> and <!-- /{name} -->.")
+        words = "\n".join(line for line in body.splitlines() if not line.startswith("|")).strip("\n")
+        text = f"{head}{start}{table()}\n" + (f"\n{words}\n" if words else "") + end + tail
+    return text
 
 
 if __name__ == "__main__":
-    for title, table in TABLES.items():
-        print(f"<!-- {title} -->\n{table()}\n")
+    readme = CARDS.parent / "README.md"
+    readme.write_text(written(readme.read_text("utf-8")), encoding="utf-8")
