@@ -131,6 +131,7 @@ class _Recorder:
     def _states(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             states = output[0] if isinstance(output, tuple) else output
+            states = states.flatten(0, 1) if states.dim() == 4 else states  # time series: channels are samples
             _finite(states, type(module).__name__)
             layer, real = self._layer("states", name), self._real(states)
             several = real.sum(1) > 1

@@ -21,7 +21,8 @@ class BaseModel(Record):
         revision: commit or tag, or None for the newest at the time.
         relation: what the result is to it: "finetune", "adapter", "quantized", "merge", or "scratch": nothing but its
             architecture, at the sizes that the run states.
-        auto_class: the class that loads the result, such as "AutoModelForSequenceClassification".
+        auto_class: the class that loads the result, such as "AutoModelForSequenceClassification"; "AutoModel" where
+            none brings its head.
     """
 
     name: str
@@ -33,8 +34,8 @@ class BaseModel(Record):
         super().__post_init__()
         self.check_repo_id("name")
         self.check(self.relation in RELATIONS, "relation", f"one of {', '.join(RELATIONS)}")
-        auto = self.auto_class.startswith("AutoModel") and self.auto_class.isidentifier()
-        self.check(auto, "auto_class", "an AutoModel class of transformers")
+        known = self.auto_class.isidentifier() and ("For" in self.auto_class or self.auto_class == "AutoModel")
+        self.check(known, "auto_class", "a model class of transformers")
 
 
 @dataclass(frozen=True, kw_only=True)

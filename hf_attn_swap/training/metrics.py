@@ -74,6 +74,7 @@ def paired_interval(
     control: Sequence[Sequence[float]],
     references: Sequence[float],
     samples: int = 1000,
+    block: int = 1,
 ) -> tuple[float, float, float]:
     """Difference to the control and its 95 % interval, by a paired bootstrap over the held-out rows.
 
@@ -83,6 +84,7 @@ def paired_interval(
         control: likewise.
         references: the truth.
         samples: of the bootstrap (percentiles; seeded).
+        block: neighbouring rows that are drawn together, where neighbours are alike (the moving-block bootstrap).
     """
     function = FUNCTIONS[name]
     truth = np.asarray(references)
@@ -93,6 +95,13 @@ def paired_interval(
         return float(np.mean([function(truth[rows], mine) - function(truth[rows], other) for mine, other in pairs]))
 
     generator = np.random.default_rng(0)
-    drawn = [difference(generator.integers(0, len(truth), len(truth))) for _ in range(samples)]
+    block = min(block, len(truth))
+    blocks, inside = -(-len(truth) // block), np.arange(block)
+
+    def rows() -> Any:
+        starts = generator.integers(0, len(truth) - block + 1, blocks)
+        return (starts[:, None] + inside).ravel()[: len(truth)]
+
+    drawn = [difference(rows()) for _ in range(samples)]
     low, high = np.percentile(drawn, [2.5, 97.5])
     return difference(slice(None)), float(low), float(high)

@@ -22,13 +22,14 @@ SMALL = "A small budget, the same for the control: it compares attentions, and i
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What a card says besides figures."""
+    """What a card says besides figures; `block` neighbouring held-out rows are alike, and drawn together."""
 
     prefix: str
     task: str
     auto_class: str
     intended_use: str
     relation: str = "finetune"
+    block: int = 1
     license: str = "apache-2.0"
     language: tuple[str, ...] = ("en",)
 
@@ -53,7 +54,7 @@ def publish(
     """
     first = converted[0]
     modules, swaps = read_swaps(json.loads(first.swap))
-    difference = _difference(converted, control) if control else None
+    difference = _difference(converted, control, about.block) if control else None
     result = RunResult(
         name=f"{about.prefix}-{model.run_name}",
         base=BaseModel(name=model.published_name, revision=None, relation=about.relation, auto_class=about.auto_class),
@@ -119,7 +120,7 @@ def _measured(outcomes: Sequence[Outcome]) -> Measured:
     )
 
 
-def _difference(converted: Sequence[Outcome], control: Sequence[Outcome]) -> Interval:
+def _difference(converted: Sequence[Outcome], control: Sequence[Outcome], block: int) -> Interval:
     """Paired row by row.
 
     Raises:
@@ -132,5 +133,7 @@ def _difference(converted: Sequence[Outcome], control: Sequence[Outcome]) -> Int
         [outcome.predictions for outcome in converted],
         [outcome.predictions for outcome in control],
         converted[0].references,
+        block=block,
     )
-    return Interval(mean=mean, low=low, high=high, of=PAIRED)
+    of = PAIRED if block == 1 else PAIRED.replace("rows", f"rows in blocks of {block:,}", 1)
+    return Interval(mean=mean, low=low, high=high, of=of)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PatchTSTConfig, PatchTSTForPrediction
 
 from hf_attn_swap import list_variants, patch_model, set_strength
 from hf_attn_swap.analysis import metrics, record
@@ -107,7 +108,7 @@ def test_generation(variant: str | None) -> None:
 
 
 def test_generation_with_a_state() -> None:
-    """Keys that a linear state has taken in are gone: attention is recorded for the prompt, the rest for every token."""
+    """Keys that a linear state has taken in are gone: attention is recorded for the prompt, the rest for all tokens."""
     model = patch_model(fresh("llama", torch.float32), "simple_resl")
     ids = batch_of("llama")["input_ids"]
     settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -119,6 +120,21 @@ def test_generation_with_a_state() -> None:
     assert layer.sinks.count.tolist() == [ids.numel()] * 4
     assert layer.update_norm.count is not None
     assert int(layer.update_norm.count.sum()) == 2 * (ids.shape[1] + 3)
+
+
+def test_channels_of_a_time_series_are_samples() -> None:
+    sizes = {"d_model": 8, "ffn_dim": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "patch_length": 4}
+    torch.manual_seed(0)
+    model = PatchTSTForPrediction(
+        PatchTSTConfig(num_input_channels=3, context_length=16, patch_stride=4, **sizes)
+    ).eval()
+    with record(patch_model(model, "outeffhop")) as recording:
+        model(past_values=torch.randn(2, 16, 3))
+    assert recording.samples == 2 * 3
+    for layer in recording.layers.values():
+        assert len(layer.similarity) == len(layer.residual) == 2 * 3
+        assert max(map(abs, layer.similarity)) <= 1
+        assert min(layer.residual) >= 0
 
 
 def test_separators_are_sinks() -> None:

@@ -39,3 +39,17 @@ def test_paired_interval() -> None:
     assert mean == pytest.approx(-0.1)
     assert (low, high) == (pytest.approx(-0.1 - half, abs=0.01), pytest.approx(-0.1 + half, abs=0.01))
     assert paired_interval("accuracy", [control], [control], references) == (0.0, 0.0, 0.0)
+
+
+def test_neighbours_that_are_alike_widen_the_interval() -> None:
+    """Losses that are equal within each ten rows are a tenth as many: the interval is about sqrt(10) times as wide."""
+    losses = np.repeat(np.random.default_rng(0).normal(size=100), 10).tolist()
+    zeros = [0.0] * 1000
+    widths = []
+    for block in (1, 10, 100):
+        mean, low, high = paired_interval("mse", [losses], [zeros], zeros, block=block)
+        assert mean == pytest.approx(float(np.mean(losses)))
+        widths.append(high - low)
+    assert widths[1] > 2 * widths[0]
+    whole = paired_interval("mse", [losses], [zeros], zeros, block=5000)
+    assert whole == pytest.approx([float(np.mean(losses))] * 3)
