@@ -53,6 +53,7 @@ def render(result: RunResult, repo_id: str | None = None) -> str:
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters["cell"] = _cell
+    recipe, _, loader = result.base.auto_class.rpartition(".")
     papers = dict.fromkeys(component.paper for swap in result.swaps for component in swap.components)
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         result=result,
@@ -61,8 +62,10 @@ def render(result: RunResult, repo_id: str | None = None) -> str:
         swaps=[(swap, layers_text(swap, result.modules)) for swap in result.swaps],
         metrics=_comparison(result, "metrics"),
         outliers=_comparison(result, "outliers"),
-        processor=_processor(result),
+        processor="AutoImageProcessor" if "image" in result.task else "AutoTokenizer" if result.language else None,
         scratch=result.base.relation == SCRATCH,
+        recipe=recipe,
+        loader=loader,
         figure=number,
         citations=dict.fromkeys(entry for paper in papers for entry in bibtex(paper)),
     )
@@ -128,16 +131,21 @@ def validate(text: str) -> None:
     assert isinstance(data, ModelCardData)
     found = data.to_dict()
     tags = found.get("tags") if isinstance(found.get("tags"), list) else []
-    based = SCRATCH_TAG not in (tags or [])  # a model from random weights has no base model
-    related = found.get("base_model_relation") in set(RELATIONS) - {SCRATCH}
+    scratch = SCRATCH_TAG in (tags or [])
+    base, relation, related = found.get("base_model"), found.get("base_model_relation"), ", ".join(RELATIONS)
+    absent = "absent from a model of random weights"
     wrong = [
         f"{name} must be {wanted}, got {found.get(name)!r}"
         for name, wanted, holds in (
             ("library_name", "transformers", found.get("library_name") == "transformers"),
             ("license", "a name", isinstance(found.get("license"), str)),
             ("pipeline_tag", "a name", isinstance(found.get("pipeline_tag"), str)),
-            ("base_model", "a name", isinstance(found.get("base_model"), str) is based),
-            ("base_model_relation", f"one of {', '.join(RELATIONS[:-1])}", related is based),
+            ("base_model", absent if scratch else "a name", base is None if scratch else isinstance(base, str)),
+            (
+                "base_model_relation",
+                absent if scratch else f"one of {related}",
+                relation in ((None,) if scratch else RELATIONS),
+            ),
             ("datasets", "a list of names", _names(found.get("datasets"))),
             ("metrics", "a list of names", _names(found.get("metrics"))),
             ("tags", f"names, among them {TAG} and {VARIANT_TAG}...", _names(tags) and _tagged(tags or [])),
@@ -214,13 +222,6 @@ def _comparison(result: RunResult, kind: str) -> list[tuple[str, str, str, str]]
             difference += f" [{result.difference.low:+.3g}, {result.difference.high:+.3g}]"
         rows.append((name, number(metric.mean, metric.spread), control, difference))
     return rows
-
-
-def _processor(result: RunResult) -> str | None:
-    """The class that prepares the model's input, where there is one."""
-    if "image" in result.task:
-        return "AutoImageProcessor"
-    return "AutoTokenizer" if result.language else None
 
 
 def _difference(ours: Metric, theirs: Metric, *, paired: bool) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from skip_free import SkipFreeConfig, SkipFreeViTForImageClassification  # beside this recipe
+from skip_free import without_skips  # beside this recipe
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -30,10 +30,13 @@ from hf_attn_swap.training import (
     Task,
     compare,
     load_splits,
+    made_of,
     parse,
     push_run,
     scratch_config,
 )
+
+AUTO = AutoModelForImageClassification
 
 
 @dataclass(kw_only=True)
@@ -49,12 +52,15 @@ class RecipeArguments:
     push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
 
     def __post_init__(self) -> None:
-        if self.skip_free and not self.from_scratch:
-            raise ValueError("--skip_free needs --from_scratch: pretrained weights count on residual connections.")
+        if not self.from_scratch and (self.skip_free or self.config_overrides != "{}"):
+            raise ValueError(
+                "--skip_free and --config_overrides need --from_scratch: pretrained weights fit one model."
+            )
 
     def changed(self) -> dict[str, Any]:
         """What the figures depend on, where it is not as usual."""
-        names = ("from_scratch", "config_overrides", "skip_free") if self.from_scratch else ()
+        names = ["from_scratch", "config_overrides", "skip_free"] if self.from_scratch else []
+        names += [] if self.flip else ["flip"]
         return {"image_size": self.image_size, **{name: getattr(self, name) for name in names}}
 
 
@@ -84,24 +90,16 @@ def collate(rows: list[dict[str, Any]], interpolate: bool) -> dict[str, Any]:
 
 def pretrained(name: str, values: dict[str, Any]) -> tuple[Any, Any]:
     """How the model is loaded, and its processor."""
-    load = AutoModelForImageClassification.from_pretrained
+    load = AUTO.from_pretrained
     return functools.partial(load, name, dtype="float32", **values), AutoImageProcessor.from_pretrained(name)
 
 
 def from_scratch(name: str, own: RecipeArguments, values: dict[str, Any]) -> tuple[Any, Any]:
-    """The same for random weights.
-
-    Raises:
-        ValueError: skips are to be left out of something else than a ViT.
-    """
+    """The same for random weights."""
     sized = {} if own.image_size is None else {"image_size": own.image_size}
     config = scratch_config(name, own.config_overrides, **values, **sized)
     side = {"height": config.image_size, "width": config.image_size}
-    load = functools.partial(AutoModelForImageClassification.from_config, config)
-    if own.skip_free:
-        if config.model_type != "vit":
-            raise ValueError(f"--skip_free is for the architecture vit, got {config.model_type}.")
-        load = functools.partial(SkipFreeViTForImageClassification, SkipFreeConfig(**config.to_dict()))
+    load = functools.partial(without_skips if own.skip_free else AUTO.from_config, config)
     return load, ViTImageProcessorPil(size=side)
 
 
@@ -113,6 +111,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         "id2label": dict(enumerate(classes)),
         "label2id": {name: index for index, name in enumerate(classes)},
     }
+    more = ["without residual connections"] if own.skip_free else []
     load, processor = from_scratch(model.model, own, values) if own.from_scratch else pretrained(model.model, values)
     ready = functools.partial(prepare, column=data.columns[0], processor=processor, size=own.image_size)
     return Task(
@@ -122,9 +121,9 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         collate=functools.partial(collate, interpolate=own.image_size is not None and not own.from_scratch),
         metrics=data.metrics,
         predict=predict,
-        settings={**{k: v for k, v in vars(data).items() if not k.endswith("_name")}, **own.changed()},
+        settings=data.settings | own.changed(),
         processor=processor,
-        scratch=own.from_scratch,
+        scratch=made_of(model.model, own.config_overrides, *more) if own.from_scratch else "",
     )
 
 
@@ -136,10 +135,9 @@ def main(argv: list[str] | None = None) -> None:
     about = About(
         prefix=own.card_name,
         task="image-classification",
-        auto_class="AutoModelForImageClassification",
+        auto_class="skip_free.SkipFreeViTForImageClassification" if own.skip_free else AUTO.__name__,
         intended_use="Compares attentions on this task; a classifier of images like those it was trained on.",
         language=(),
-        relation="scratch" if own.from_scratch else "finetune",
     )
     result = compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
     if result is not None and own.push_to:

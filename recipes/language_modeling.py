@@ -38,6 +38,7 @@ from hf_attn_swap.training import (
     Task,
     compare,
     load_splits,
+    made_of,
     parse,
     push_run,
     scratch_config,
@@ -54,7 +55,7 @@ class RecipeArguments:
     objective: str = field(default="causal", metadata={"help": '"causal" or "masked".'})
     train_tokens: int | None = field(default=None, metadata={"help": "Tokens to train on; all if left out."})
     test_tokens: int | None = field(default=None, metadata={"help": "Tokens to measure on; all if left out."})
-    tokenizer: str | None = field(default=None, metadata={"help": "\"bytes\", or a model's; the model's own."})
+    tokenizer: str | None = field(default=None, metadata={"help": '"bytes" or of a model, with --from_scratch.'})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
     config_overrides: str = field(default="{}", metadata={"help": "JSON: config values, with --from_scratch."})
     push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
@@ -62,6 +63,8 @@ class RecipeArguments:
     def __post_init__(self) -> None:
         if self.objective not in AUTO:
             raise ValueError(f"objective must be one of {', '.join(AUTO)}, got {self.objective!r}.")
+        if not self.from_scratch and (self.tokenizer or self.config_overrides != "{}"):
+            raise ValueError("--tokenizer and --config_overrides need --from_scratch: weights fit one vocabulary.")
 
 
 def blocks(split: Dataset, column: str, tokenizer: Any, length: int, tokens: int | None) -> list[list[int]]:
@@ -120,11 +123,11 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         collate=collate,
         metrics=["perplexity"],
         predict=functools.partial(predict, shift=int(causal)),
-        settings={**{k: v for k, v in vars(data).items() if not k.endswith("_name")}, **vars(own)},
+        settings=data.settings | {key: value for key, value in vars(own).items() if key != "tokenizer" or value},
         processor=tokenizer,
         mean_loss=False,
         before=not own.from_scratch,
-        scratch=own.from_scratch,
+        scratch=made_of(model.model, own.config_overrides, f"{name} as tokens") if own.from_scratch else "",
     )
 
 
@@ -137,7 +140,6 @@ def main(argv: list[str] | None = None) -> None:
         task="text-generation" if own.objective == "causal" else "fill-mask",
         auto_class=AUTO[own.objective].__name__,
         intended_use="Compares attentions of a language model on this text.",
-        relation="scratch" if own.from_scratch else "finetune",
     )
     result = compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
     if result is not None and own.push_to:

@@ -35,6 +35,7 @@ from hf_attn_swap.training import (
     Task,
     compare,
     load_splits,
+    made_of,
     parse,
     scratch_config,
 )
@@ -83,20 +84,21 @@ def encode(dataset: Any, task: str, data: DataArguments) -> Any:
 
     def numbers(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
-            found = [[CLS, *read(task, str(row[column]))][: data.max_length] for column in data.columns]
+            if None in (texts := [row[column] for column in data.columns]):
+                raise ValueError("a text is missing; fill it in, or leave the row out.")
+            found = [[CLS, *read(task, str(text))][: data.max_length] for text in texts]
         except ValueError as problem:
             raise ValueError(f"row {index}: {problem}") from None
         return {"input_ids": found if task == "matching" else found[0]}
 
-    text = [name for name in dataset.column_names if name != "labels"]
-    return dataset.map(numbers, with_indices=True, remove_columns=text, desc="read")
+    return dataset.map(numbers, with_indices=True, remove_columns=data.columns, desc="read")
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Rows to a batch: (B, L), for matching (B, 2, L)."""
     pairs = isinstance(rows[0]["input_ids"][0], list)
-    texts = [text for row in rows for text in (row["input_ids"] if pairs else [row["input_ids"]])]
-    ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True, padding_value=PAD)
+    texts = [torch.tensor(text) for row in rows for text in (row["input_ids"] if pairs else [row["input_ids"]])]
+    ids = pad_sequence(texts, batch_first=True, padding_value=PAD)
     ids = ids.view(len(rows), 2, -1) if pairs else ids
     labels = {"labels": torch.tensor([row["labels"] for row in rows])} if "labels" in rows[0] else {}
     return {"input_ids": ids, "attention_mask": (ids != PAD).long(), **labels}
@@ -118,17 +120,15 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         "label2id": {name: index for index, name in enumerate(classes)},
     }
     config = scratch_config(model.model, own.config_overrides, **values)
-    kind: Any = Matcher if own.task == "matching" else BertForSequenceClassification
-    settings = {name: value for name, value in vars(data).items() if not name.endswith("_name")}
     return Task(
-        load=functools.partial(kind, config),
+        load=functools.partial(Matcher if own.task == "matching" else BertForSequenceClassification, config),
         train=encode(train, own.task, data),
         test=by_length(encode(test, own.task, data)),
         collate=collate,
         metrics=data.metrics,
         predict=predict,
-        settings={**settings, "task": own.task, "config_overrides": own.config_overrides},
-        scratch=True,
+        settings={**data.settings, "task": own.task, "config_overrides": own.config_overrides},
+        scratch=made_of(model.model, own.config_overrides),
     )
 
 
@@ -139,10 +139,9 @@ def main(argv: list[str] | None = None) -> None:
     about = About(
         prefix=own.card_name,
         task="text-classification",
-        auto_class="AutoModel" if own.task == "matching" else "AutoModelForSequenceClassification",
+        auto_class="lra.Matcher" if own.task == "matching" else "AutoModelForSequenceClassification",
         intended_use="Compares attentions on this task of the Long Range Arena; it is of no other use.",
         language=(),
-        relation="scratch",
     )
     compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
 

@@ -90,14 +90,15 @@ def cifar10(source: Path, out: Path) -> None:
 
 
 def imdb(source: Path, out: Path) -> None:
-    """Members are aclImdb/<split>/<class>/<name>.txt. Rows are shuffled: those on the Hub are sorted by class."""
+    """The only aclImdb*.tar.gz, of <split>/<class>/<name>.txt. Rows are shuffled: those on the Hub go by class."""
     label = ClassLabel(names=IMDB)
     rows: dict[str, list[tuple[str, dict[str, Any]]]] = {"train": [], "test": []}
-    with tarfile.open(source / "aclImdb_labelled.tar.gz") as archive:
+    (file,) = source.glob("aclImdb*.tar.gz")
+    with tarfile.open(file) as archive:
         for member in archive:
             *_, split, kind, _ = ["", "", *member.name.split("/")]
-            if split in rows and kind in IMDB and (file := archive.extractfile(member)):
-                row = {"text": file.read().decode("utf-8"), "label": label.str2int(kind)}
+            if split in rows and kind in IMDB and (text := archive.extractfile(member)):
+                row = {"text": text.read().decode("utf-8"), "label": label.str2int(kind)}
                 rows[split].append((member.name, row))
     for split, found in rows.items():
         found.sort(key=lambda row: row[0])

@@ -1,6 +1,8 @@
 """A ViT without residual connections, in which attention alone must keep the tokens apart.
 
-The networks of table 7 of the modern Hopfield paper. Its own model type, so that no one loads its weights into a ViT.
+The networks of table 7 of the modern Hopfield paper. There `mha` keeps its own skip, a share alpha of its normalised
+input; with `alpha=0` nothing but the scores of the layers below is left. Its own model type, so that no one loads its
+weights into a ViT.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import PreTrainedConfig, ViTConfig, ViTForImageClassification
 from transformers.models.vit.modeling_vit import ViTLayer
 
 
@@ -28,7 +30,7 @@ class SkipFreeLayer(ViTLayer):  # type: ignore[misc]  # transformers carries no 
 
 
 class SkipFreeViTForImageClassification(ViTForImageClassification):
-    """Classifies images by layers that skip nothing."""
+    """Classifies images by layers that skip nothing themselves."""
 
     config_class = SkipFreeConfig
 
@@ -37,3 +39,14 @@ class SkipFreeViTForImageClassification(ViTForImageClassification):
         for module in self.modules():
             if isinstance(module, ViTLayer):
                 module.__class__ = SkipFreeLayer  # the same parameters, another way through them
+
+
+def without_skips(config: PreTrainedConfig) -> SkipFreeViTForImageClassification:
+    """Such a model of a ViT's sizes.
+
+    Raises:
+        ValueError: the sizes are of another architecture.
+    """
+    if config.model_type != "vit":
+        raise ValueError(f"--skip_free is for the architecture vit, got {config.model_type}.")
+    return SkipFreeViTForImageClassification(SkipFreeConfig(**config.to_dict()))

@@ -10,7 +10,6 @@ A YAML file first, then options, which win. Every seed of the variant and of the
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +28,9 @@ from hf_attn_swap.training import (
     ModelArguments,
     Task,
     compare,
+    json_object,
     load_splits,
+    made_of,
     parse,
     push_run,
     scratch_config,
@@ -95,7 +96,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         config = scratch_config(model.model, own.config_overrides, **values)
         load = functools.partial(auto.from_config, config, dtype=torch.float32)
     else:
-        values |= json.loads(own.config_overrides)
+        values |= json_object(own.config_overrides, "--config_overrides")
         load = functools.partial(auto.from_pretrained, model.model, dtype=torch.float32, **values)
     return Task(
         load=load,
@@ -104,9 +105,9 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         collate=DataCollatorWithPadding(tokenizer),
         metrics=data.metrics,
         predict=predict,
-        settings={name: value for name, value in vars(data).items() if not name.endswith("_name")} | own.changed(),
+        settings=data.settings | own.changed(),
         processor=tokenizer,
-        scratch=own.from_scratch,
+        scratch=made_of(model.model, own.config_overrides) if own.from_scratch else "",
     )
 
 
@@ -119,7 +120,6 @@ def main(argv: list[str] | None = None) -> None:
         task="text-classification",
         auto_class="AutoModelForSequenceClassification",
         intended_use="Compares attentions on this task; a classifier of texts like those it was trained on.",
-        relation="scratch" if own.from_scratch else "finetune",
     )
     result = compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
     if result is not None and own.push_to:

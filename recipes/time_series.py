@@ -10,7 +10,6 @@ the training rows; kurtosis and maximum are of what the layers' parts give out, 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,16 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from series import read_series
 from tqdm import tqdm
 from transformers import PatchTSTConfig, PatchTSTForPrediction, TrainingArguments
 
 from hf_attn_swap.analysis import record
-from hf_attn_swap.training import About, Task, compare, load_rows, scratch_config
+from hf_attn_swap.training import About, Task, compare, load_rows, made_of, scratch_config
 from hf_attn_swap.training.arguments import ConversionArguments, DataArguments, ModelArguments, parse
 
 PARTS = ("train", "validation", "test")
-KIND: dict[str, Any] = {"task": "time-series-forecasting", "auto_class": "PatchTSTForPrediction"}
-KIND |= {"relation": "scratch", "language": ()}
 OUTPUTS = r"layers\.\d+\.(self_attn\.\w+_proj|norm_sublayer\d|ff\.[013])$"  # once each: dropout would repeat its input
 
 
@@ -46,11 +44,22 @@ class SeriesArguments(DataArguments):
     def __post_init__(self) -> None:
         if min(self.horizon, self.context) < 1:
             raise ValueError(f"horizon and context must be at least 1, got {self.horizon} and {self.context}.")
-        other = (self.train_file, self.train_rows, self.test_rows)
-        if any(other) or self.train_split != PARTS[0] or self.test_split not in PARTS[1:]:
-            raise ValueError("name the series by --dataset, --parts cuts it; --test_split is validation or test.")
+        usual = DataArguments(dataset="any")
+        for name in ("train_file", "train_split", "train_rows", "test_rows", "label_column", "metrics"):
+            if getattr(self, name) != getattr(usual, name):
+                raise ValueError(f"--{name} has no place here: --dataset names the series, --parts cuts it.")
+        if self.test_split not in PARTS[1:]:
+            raise ValueError(f"--test_split is validation or test, got {self.test_split!r}.")
         self.max_length = self.context
         super().__post_init__()
+
+    def read(self) -> torch.Tensor:
+        """(T,C): the only split of a set, or a file."""
+        table = load_rows(self.dataset or "", self.dataset_config, "train", self.date_column)
+        if len(self.parts) != len(PARTS) or min(self.parts) < 1 or len(table) < sum(self.parts):
+            raise ValueError(f"--parts are rows of {', '.join(PARTS)}, {len(table)} in all at most, got {self.parts}.")
+        scores = read_series(table, self.date_column, self.columns, self.parts[0])
+        return torch.tensor(scores, dtype=torch.float32)
 
     def windows(self, part: str) -> Dataset:
         """The first rows of all windows whose future lies in a part; their past may reach back into the one before."""
@@ -59,35 +68,6 @@ class SeriesArguments(DataArguments):
         if not found:
             raise ValueError(f"{part}: {rows} rows hold no context {self.context} + horizon {self.horizon}; lower one.")
         return Dataset.from_dict({"start": list(found)})
-
-
-def read_series(data: SeriesArguments) -> torch.Tensor:
-    """(T,C), checked, as z-scores by the training part."""
-    found = load_rows(data.dataset or "", data.dataset_config, None, data.date_column)
-    if len(data.parts) != len(PARTS) or min(data.parts) < 1 or len(found) < sum(data.parts):
-        raise ValueError(f"--parts must be rows of {', '.join(PARTS)}, {len(found)} at most in all, got {data.parts}.")
-    rows = found.to_dict()
-    try:
-        dates = np.array(rows.pop(data.date_column), dtype="datetime64[s]")
-    except ValueError as problem:
-        raise ValueError(f"{data.date_column!r} must hold dates such as 2016-07-01 00:00:00: {problem}.") from None
-    usual = np.median(np.abs(steps := np.diff(dates))[~np.isnat(steps)])
-    for before, after, step in zip(dates, dates[1:], steps, strict=False):
-        if step != usual or step <= np.timedelta64(0):
-            raise ValueError(f"{after} follows {before}, not {usual} later; sort rows, fill gaps, drop what repeats.")
-    for name in (names := data.columns or list(rows)):
-        if name not in rows:
-            raise ValueError(f"the series has no column {name!r} of numbers; it has {', '.join(rows)}.")
-        for row, value in enumerate(rows[name]):
-            with contextlib.suppress(TypeError, ValueError):  # a single word makes a column of text of all its numbers
-                if np.isfinite(float(value)):
-                    continue
-            raise ValueError(f"row {row} of column {name!r}: {value!r} is no finite number; name other --columns.")
-    series_TC = np.array([rows[name] for name in names], dtype=np.float64).T
-    train_TC = series_TC[: data.parts[0]]
-    if (still := np.ptp(train_TC, axis=0) == 0).any():
-        raise ValueError(f"column {names[still.argmax()]!r} never changes in the training part; name other --columns.")
-    return torch.tensor((series_TC - train_TC.mean(0)) / train_TC.std(0), dtype=torch.float32)
 
 
 def collate(rows: list[dict[str, int]], series_TC: torch.Tensor, context: int, horizon: int) -> dict[str, torch.Tensor]:
@@ -106,19 +86,23 @@ def predict(trainer: Any, test: Dataset, power: int = 2) -> tuple[list[float], l
     return losses, [0.0] * len(losses)
 
 
+@torch.no_grad()
 def figures(trainer: Any, test: Dataset) -> dict[str, float]:
-    """Mean absolute error, and the outliers."""
+    """Mean absolute error, and the outliers, which every process finds by itself."""
+    rows = test.select(range(0, len(test), -(-len(test) // 128)))
     with record(trainer.model, modules=OUTPUTS) as recording:
-        predict(trainer, test.select(range(0, len(test), -(-len(test) // 128))))
+        for start in range(0, len(rows), 32):
+            batch = trainer.data_collator(list(rows.select(range(start, min(start + 32, len(rows))))))
+            trainer.model(past_values=batch["past_values"].to(trainer.args.device))
     outliers = {"kurtosis": recording.kurtosis, "max_inf_norm": recording.max_infinity_norm}
     return {"mae": float(np.mean(predict(trainer, test, power=1)[0])), **outliers}
 
 
 def build_task(model: ModelArguments, data: SeriesArguments) -> Task:
     """Everything is read and checked here, before any training."""
-    series_TC = read_series(data)
+    series_TC = data.read()
     sizes = {"context_length": data.context, "prediction_length": data.horizon, "num_input_channels": len(series_TC.T)}
-    config = scratch_config(model.model, data.config_overrides, **sizes).to_dict()
+    config = scratch_config(model.model, data.config_overrides, **sizes, loss="mse").to_dict()
     if config["model_type"] != PatchTSTConfig.model_type:
         raise ValueError(f"--model must be {PatchTSTConfig.model_type}, or a model of this kind, not {model.model}.")
     return Task(
@@ -128,8 +112,8 @@ def build_task(model: ModelArguments, data: SeriesArguments) -> Task:
         collate=functools.partial(collate, series_TC=series_TC, context=data.context, horizon=data.horizon),
         metrics=["mse"],
         predict=predict,
-        settings={name: value for name, value in vars(data).items() if not name.endswith("_name")},
-        scratch=True,
+        settings=data.settings,
+        scratch=made_of(model.model, data.config_overrides),
         figures=figures,
     )
 
@@ -138,11 +122,18 @@ def main(argv: list[str] | None = None) -> None:
     classes = (ModelArguments, SeriesArguments, ConversionArguments, TrainingArguments)
     model, data, conversion, training = parse(classes, argv)
     training.remove_unused_columns, training.label_names = False, ["future_values"]  # the collator reads first rows
-    use, alike = "Compares attentions on this series; a forecaster of its z-scores.", data.context + data.horizon
-    about = About(prefix=data.card_name, intended_use=use, block=alike, **KIND)
+    about = About(
+        prefix=data.card_name,
+        task="time-series-forecasting",
+        auto_class="PatchTSTForPrediction",
+        intended_use="Compares attentions on this series; a forecaster of its z-scores.",
+        language=(),
+        block=data.horizon,  # windows whose futures overlap err alike
+    )
     if compare(lambda: build_task(model, data), about, model, data, conversion, training) is not None:
-        past, future = (task := build_task(model, data)).collate(list(task.test)).values()
-        missed = future - past[:, -1:]
+        task = build_task(model, data)
+        whole = task.collate(list(task.test))
+        missed = whole["future_values"] - whole["past_values"][:, -1:]
         print(f"repeating the last value: mse {missed.square().mean():.4f}, mae {missed.abs().mean():.4f}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,15 @@ def scratch_table() -> str:
 
 
 def published() -> list[RunResult]:
-    """All runs with a control and an interval; every folder has its run's name."""
-    runs = [RunResult.load(path) for path in CARDS.glob(f"*/{RESULTS_FILE}")]
-    return sorted((run for run in runs if run.difference is not None), key=lambda run: (_where(run), -_gain(run)))
+    """All runs with a control, by model and data, the best difference first."""
+    runs = []
+    for path in CARDS.glob(f"*/{RESULTS_FILE}"):
+        run = RunResult.load(path)
+        if run.name != path.parent.name:
+            raise ValueError(f"{path.parent} holds the run {run.name}; a folder has its run's name.")
+        if run.control is not None:
+            runs.append(run)
+    return sorted(runs, key=lambda run: (_where(run), -_gain(run)))
 
 
 def _what(run: RunResult) -> list[str]:
@@ -83,14 +90,14 @@ def _what(run: RunResult) -> list[str]:
 def _figures(run: RunResult) -> list[str]:
     """Metric, both values, the difference and its interval, and the seeds."""
     assert run.control is not None
-    assert run.difference is not None
-    metric, interval = run.converted.metrics[0], run.difference
+    metric, control, interval = run.converted.metrics[0], run.control.metrics[0], run.difference
     unit, digits = (100, 2) if metric.higher_is_better else (1, 3 if metric.name == "mse" else 2)
+    bounds = "" if interval is None else f" [{unit * interval.low:+.{digits}f}, {unit * interval.high:+.{digits}f}]"
     return [
         metric.name,
         _figure(metric, unit, digits),
-        _figure(run.control.metrics[0], unit, digits),
-        f"{unit * interval.mean:+.{digits}f} [{unit * interval.low:+.{digits}f}, {unit * interval.high:+.{digits}f}]",
+        _figure(control, unit, digits),
+        f"{unit * (metric.mean - control.mean):+.{digits}f}{bounds}",
         str(len(run.converted.seeds)),
     ]
 
@@ -197,14 +204,17 @@ def _options(run: RunResult) -> str:
     return "".join(f", {name} = {value}" for name, value in changed.items())
 
 
-def _where(run: RunResult) -> str:
-    """Model and data: what a run's name has before that of the attention."""
-    return run.name.split(run.variant.replace("+", "-").replace("_", "-"))[0]
+def _where(run: RunResult) -> list[str]:
+    """Model and data: what a run's name has before that of the attention; numbers in their order."""
+    name = run.name.split(run.variant.replace("+", "-").replace("_", "-"))[0]
+    return [part.zfill(9) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _gain(run: RunResult) -> float:
-    assert run.difference is not None
-    return run.difference.mean if run.converted.metrics[0].higher_is_better else -run.difference.mean
+    assert run.control is not None
+    metric = run.converted.metrics[0]
+    gain = metric.mean - run.control.metrics[0].mean
+    return gain if metric.higher_is_better else -gain
 
 
 def _figure(metric: Metric, unit: int, digits: int) -> str:

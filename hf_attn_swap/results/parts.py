@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from .record import Record, Scalar
 
+RELATIONS = ("adapter", "finetune", "merge", "quantized")  # the Hub's
 SCRATCH = "scratch"
-RELATIONS = ("adapter", "finetune", "merge", "quantized", SCRATCH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +20,9 @@ class BaseModel(Record):
         name: its name on the Hub, such as "google-bert/bert-base-uncased".
         revision: commit or tag, or None for the newest at the time.
         relation: what the result is to it: "finetune", "adapter", "quantized", "merge", or "scratch": nothing but its
-            architecture, at the sizes that the run states.
-        auto_class: the class that loads the result, such as "AutoModelForSequenceClassification"; "AutoModel" where
-            none brings its head.
+            architecture, at sizes that `conversion` states.
+        auto_class: the class of transformers that loads the result, such as "AutoModelForSequenceClassification", or
+            that of a recipe with its file, such as "lra.Matcher".
     """
 
     name: str
@@ -33,9 +33,12 @@ class BaseModel(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_repo_id("name")
-        self.check(self.relation in RELATIONS, "relation", f"one of {', '.join(RELATIONS)}")
-        known = self.auto_class.isidentifier() and ("For" in self.auto_class or self.auto_class == "AutoModel")
-        self.check(known, "auto_class", "a model class of transformers")
+        relations = (*RELATIONS, SCRATCH)
+        self.check(self.relation in relations, "relation", f"one of {', '.join(relations)}")
+        module, _, name = self.auto_class.rpartition(".")
+        public = not module and ("For" in name or name == "AutoModel")
+        known = name.isidentifier() and (public or module.isidentifier())
+        self.check(known, "auto_class", "a model class of transformers, or recipe.Class")
 
 
 @dataclass(frozen=True, kw_only=True)

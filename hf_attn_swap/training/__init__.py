@@ -6,7 +6,7 @@ from .data import load_rows, load_splits
 from .outcome import Outcome
 from .publish import About
 from .run import Task, run
-from .scratch import scratch_config
+from .scratch import json_object, made_of, scratch_config
 
 __all__ = [
     "About",
@@ -16,8 +16,10 @@ __all__ = [
     "Outcome",
     "Task",
     "compare",
+    "json_object",
     "load_rows",
     "load_splits",
+    "made_of",
     "parse",
     "push_run",
     "run",

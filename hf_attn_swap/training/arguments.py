@@ -130,6 +130,11 @@ class DataArguments:
             raise ValueError("--train_file and --test_file go together.")
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What figures depend on: everything but names for the card."""
+        return {name: value for name, value in vars(self).items() if not name.endswith("_name")}
+
+    @property
     def published_name(self) -> str:
         """The set's name for the card."""
         return self.dataset_name or Path(self.dataset or self.train_file or "").stem

@@ -13,7 +13,7 @@ from sklearn.metrics import f1_score, matthews_corrcoef
 
 Function = Callable[[Sequence[float], Sequence[float]], float]
 FUNCTIONS: dict[str, Function] = {
-    "accuracy": lambda references, predictions: float(np.mean(np.equal(references, predictions))),
+    "accuracy": lambda references, predictions: float(np.mean(np.equal(references, predictions))),  # fast
     "f1": lambda references, predictions: f1_score(
         references, predictions, average="binary" if len(set(references) | set(predictions)) <= 2 else "macro"
     ),
@@ -24,7 +24,7 @@ FUNCTIONS: dict[str, Function] = {
 }
 OUTLIERS = ("kurtosis", "max_inf_norm")
 LOWER_IS_BETTER = ("perplexity", "mse", "mae", *OUTLIERS)
-DESCRIPTION = "{} of predictions against references, by scikit-learn or SciPy; perplexity and mse take losses instead."
+DESCRIPTION = "{} of predictions against references, by NumPy, scikit-learn or SciPy; perplexity and mse take losses."
 
 
 class Score(evaluate.Metric):  # type: ignore[misc]  # evaluate carries no types
@@ -85,6 +85,9 @@ def paired_interval(
         references: the truth.
         samples: of the bootstrap (percentiles; seeded).
         block: neighbouring rows that are drawn together, where neighbours are alike (the moving-block bootstrap).
+
+    Raises:
+        ValueError: lists of different lengths, or fewer rows than two blocks.
     """
     function = FUNCTIONS[name]
     truth = np.asarray(references)
@@ -95,7 +98,10 @@ def paired_interval(
         return float(np.mean([function(truth[rows], mine) - function(truth[rows], other) for mine, other in pairs]))
 
     generator = np.random.default_rng(0)
-    block = min(block, len(truth))
+    if ours.shape != theirs.shape or ours.shape[-1] != len(truth) or len(truth) < 2 * block - 1:
+        raise ValueError(
+            f"{ours.shape}, {theirs.shape} and {truth.shape} are no lists of the same rows, in blocks of {block}."
+        )
     blocks, inside = -(-len(truth) // block), np.arange(block)
 
     def rows() -> Any:

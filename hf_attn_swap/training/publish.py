@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,24 +11,28 @@ from transformers import TrainingArguments
 
 from ..card import render
 from ..results import RESULTS_FILE, BaseModel, Budget, DataSet, Interval, Measured, Metric, RunResult, read_swaps
+from ..results.parts import SCRATCH
 from .arguments import DataArguments, ModelArguments
 from .metrics import LOWER_IS_BETTER, OUTLIERS, paired_interval
 from .outcome import Outcome
 
 PAIRED = "95 %, paired bootstrap over the held-out rows (1,000 draws), mean over seeds; it does not hold their spread"
+FEWEST_BLOCKS = 10
 ONE_SEED = "One seed: another would change the difference to the control."
 SMALL = "A small budget, the same for the control: it compares attentions, and is not the best this model can do."
 
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What a card says besides figures; `block` neighbouring held-out rows are alike, and drawn together."""
+    """What a card says besides figures; `block` neighbouring held-out rows are alike, and drawn together.
+
+    `auto_class` is a class of transformers, or one of a recipe with its file, such as "lra.Matcher".
+    """
 
     prefix: str
     task: str
     auto_class: str
     intended_use: str
-    relation: str = "finetune"
     block: int = 1
     license: str = "apache-2.0"
     language: tuple[str, ...] = ("en",)
@@ -41,6 +45,8 @@ def publish(
     model: ModelArguments,
     data: DataArguments,
     training: TrainingArguments,
+    *,
+    scratch: bool = False,
 ) -> RunResult:
     """Write `results.json` and `README.md` of a run into its folder, next to the folders of its seeds.
 
@@ -51,13 +57,19 @@ def publish(
         model: what was converted.
         data: what it was measured on.
         training: the budget.
+        scratch: the weights were random.
     """
     first = converted[0]
     modules, swaps = read_swaps(json.loads(first.swap))
     difference = _difference(converted, control, about.block) if control else None
     result = RunResult(
         name=f"{about.prefix}-{model.run_name}",
-        base=BaseModel(name=model.published_name, revision=None, relation=about.relation, auto_class=about.auto_class),
+        base=BaseModel(
+            name=model.published_name,
+            revision=None,
+            relation=SCRATCH if scratch else "finetune",
+            auto_class=about.auto_class,
+        ),
         modules=modules,
         swaps=swaps,
         parameters_added=first.parameters_added,
@@ -73,7 +85,7 @@ def publish(
         hardware=first.hardware,
         wall_seconds=sum(outcome.wall_seconds for outcome in converted),
         intended_use=about.intended_use,
-        limits=(*((ONE_SEED,) if len(converted) == 1 else ()), SMALL),
+        limits=tuple(_limits(converted, about)),
         license=about.license,
         language=about.language,
     )
@@ -120,14 +132,24 @@ def _measured(outcomes: Sequence[Outcome]) -> Measured:
     )
 
 
-def _difference(converted: Sequence[Outcome], control: Sequence[Outcome], block: int) -> Interval:
-    """Paired row by row.
+def _limits(converted: Sequence[Outcome], about: About) -> Iterator[str]:
+    if len(converted) == 1:
+        yield ONE_SEED
+    if (rows := len(converted[0].references)) < FEWEST_BLOCKS * about.block and about.block > 1:
+        yield f"No interval: {rows:,} held-out rows hold fewer than {FEWEST_BLOCKS} blocks of {about.block:,} alike."
+    yield SMALL
+
+
+def _difference(converted: Sequence[Outcome], control: Sequence[Outcome], block: int) -> Interval | None:
+    """Paired row by row; None for fewer than ten blocks of rows, whose interval would be too narrow.
 
     Raises:
         ValueError: the two were not measured on the same rows.
     """
     if any(outcome.references != converted[0].references for outcome in (*converted, *control)):
         raise ValueError("the converted model and its control were not measured on the same rows; run both again.")
+    if (blocks := len(converted[0].references) // block) < FEWEST_BLOCKS and block > 1:
+        return None
     mean, low, high = paired_interval(
         next(iter(converted[0].metrics)),
         [outcome.predictions for outcome in converted],
@@ -135,5 +157,5 @@ def _difference(converted: Sequence[Outcome], control: Sequence[Outcome], block:
         converted[0].references,
         block=block,
     )
-    of = PAIRED if block == 1 else PAIRED.replace("rows", f"rows in blocks of {block:,}", 1)
+    of = PAIRED if block == 1 else PAIRED.replace("rows", f"rows in {blocks} blocks of {block:,}", 1)
     return Interval(mean=mean, low=low, high=high, of=of)

@@ -34,7 +34,7 @@ class Task:
 
     Attributes:
         load: builds the stock model; called after the seed is set.
-        train, test: tokenised rows with labels.
+        train, test: rows that `collate` makes batches of.
         collate: rows to a batch.
         metrics: names; the first is the headline.
         predict: from a trained model's `Trainer` to predictions and references, a number per held-out row.
@@ -43,7 +43,7 @@ class Task:
         mean_loss: the head's loss is a mean over rows whatever the number of processes and accumulation steps. (Trainer
             sees keyword arguments in such a head's signature and would scale the loss as if it had used them.)
         before: measure the swapped model before anything is fitted or trained, too.
-        scratch: the weights are random.
+        scratch: what the model of random weights is, in words for the card; empty for a pretrained one.
         figures: further figures of the trained model, by name.
     """
 
@@ -57,7 +57,7 @@ class Task:
     processor: Any = None
     mean_loss: bool = True
     before: bool = False
-    scratch: bool = False
+    scratch: str = ""
     figures: Callable[[Trainer, Dataset], dict[str, float]] | None = None
 
 
@@ -139,7 +139,7 @@ def _converted(
     stock = task.load()
     before = _count(stock)
     patched = patch_model(stock, model.variant, layers=parse_layers(model.layers), **model.option_values)
-    kept = "on random weights" if task.scratch else "weights kept"
+    kept = f"on random weights: {task.scratch}" if task.scratch else "weights kept"
     sentences = [f"Attention replaced by {model.variant}, {kept}."]
     first: dict[str, float] = {}
     if task.before:

@@ -62,12 +62,26 @@ def test_a_model_from_scratch_has_no_base_model() -> None:
     assert "base_model" not in found
     assert "base_model_relation" not in found
     assert "from-scratch" in found["tags"]
-    assert "weights kept" not in text
     assert "Tokenizer" not in text
     assert "random weights" in text
-    for wrong in (text.replace("- from-scratch\n", ""), text.replace("tags:", "base_model: a/b\ntags:")):
-        with pytest.raises(ValueError, match="base_model must be a name"):
-            validate(wrong)
+    with pytest.raises(ValueError, match="base_model must be a name"):
+        validate(text.replace("- from-scratch\n", ""))
+    with pytest.raises(ValueError, match="base_model must be absent from a model of random weights, got 'a/b'"):
+        validate(text.replace("tags:", "base_model: a/b\ntags:"))
+
+
+@pytest.mark.parametrize(
+    ("loader", "shown", "hidden"),
+    [
+        ("AutoModelForCausalLM", "and pipelines work too", "recipes/"),
+        ("PatchTSTForPrediction", "plain `PatchTSTForPrediction.from_pretrained", "pipelines work"),
+        ("lra.Matcher", "from lra import Matcher", "hf_attn_swap.from_pretrained"),
+    ],
+)
+def test_how_it_loads(loader: str, shown: str, hidden: str) -> None:
+    text = render(result(base={**result().base.__dict__, "relation": "scratch", "auto_class": loader}))
+    assert shown in text
+    assert hidden not in text
 
 
 def test_card_says_everything_the_results_hold() -> None:

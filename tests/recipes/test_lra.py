@@ -150,6 +150,12 @@ def test_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_missing_text_is_no_text(lra: Any) -> None:
+    rows = Dataset.from_dict({"text": ["a", None]})
+    with pytest.raises(ValueError, match="row 1: a text is missing"):
+        lra.encode(rows, "text", DataArguments(dataset="any"))
+
+
 @pytest.mark.parametrize("name", ["lra_listops", "lra_text", "lra_matching", "lra_listops_small", "lra_text_small"])
 def test_shipped_configs(name: str, lra: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is understood, and the paper's have its peak learning rate, base / sqrt(warmup)."""

@@ -75,6 +75,8 @@ def test_language_models_of_bytes(model: str, tmp_path: Path, monkeypatch: Any) 
         assert metric["values"][0] < 20, "five bytes that repeat are soon learnt; chance is 384"
     card = (tmp_path / "mha" / "README.md").read_text("utf-8")
     assert "from random weights" in card
+    assert "16" in found["conversion"][0]
+    assert "bytes as tokens" in found["conversion"][0]
     assert "base_model" not in card
 
 
@@ -99,6 +101,7 @@ def test_small_vits(skip_free: bool, pictures: Path, tmp_path: Path, monkeypatch
     found = json.loads((tmp_path / "mha" / "results.json").read_text("utf-8"))
     assert found["modules"] == 2
     assert found["control"]["metrics"][0]["values"][0] == 1.0
+    assert ("without residual connections" in found["conversion"][0]) is skip_free
     trained = tmp_path / "mha" / "seed-0" / "model"
     if skip_free:
         with pytest.raises(ValueError, match="skip_free_vit"):
@@ -126,7 +129,10 @@ def test_a_layer_without_skips_loses_what_attention_does_not_read() -> None:
 def test_refusals(pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     words = ["--model", "vit", "--dataset", str(pictures), "--columns", "img", "--output_dir", str(tmp_path)]
     for more, message in (
-        (("--skip_free", "true"), "--skip_free needs --from_scratch"),
+        (("--skip_free", "true"), "--skip_free and --config_overrides need --from_scratch"),
+        (("--from_scratch", "true", "--config_overrides", '{"num_labels": 3}'), "'num_labels' follows from the data"),
+        (("--from_scratch", "true", "--config_overrides", '{"to_dict": 3}'), "ViTConfig has no 'to_dict'"),
+        (("--from_scratch", "true", "--skip_free", "true", "--model", "deit"), "for the architecture vit, got deit"),
         (("--from_scratch", "true", "--config_overrides", "[1]"), "must be a JSON object"),
         (("--from_scratch", "true", "--config_overrides", "{"), "must be a JSON object"),
         (("--from_scratch", "true", "--config_overrides", '{"width": 3}'), "ViTConfig has no 'width'"),
@@ -136,7 +142,19 @@ def test_refusals(pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any)
         assert message in f"{stopped.value} {capsys.readouterr().err}"
 
 
-def test_sizes_follow_from_what_is_given() -> None:
+def test_bytes_need_random_weights(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Bytes are tokens of every vocabulary, and mean nothing to it."""
+    with pytest.raises(SystemExit):
+        recipe("language_modeling.py", ["--model", "x", "--dataset", "y", "--tokenizer", "bytes"], monkeypatch)
+    assert "--tokenizer and --config_overrides need --from_scratch" in capsys.readouterr().err
+
+
+def test_sizes_follow_from_what_is_given(tmp_path: Path) -> None:
     """Widths that a configuration derives are derived anew."""
     config = scratch_config("llama", json.dumps(SIZES["llama"]), vocab_size=384)
     assert (config.head_dim, config.vocab_size) == (8, 384)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="states head_dim = 8; give it beside hidden_size"):
+        scratch_config(str(tmp_path), '{"hidden_size": 32}')
+    wider = scratch_config(str(tmp_path), '{"hidden_size": 32, "head_dim": 16}')
+    assert (wider.hidden_size, wider.head_dim) == (32, 16)

@@ -154,8 +154,8 @@ def test_values_that_cannot_be(change: dict[str, Any], message: str) -> None:
     ("path", "value", "message"),
     [
         (("base", "relation"), "child", r"base\.relation must be one of adapter, finetune"),
-        (("base", "auto_class"), "os.system", r"base\.auto_class must be a model class"),
-        (("base", "auto_class"), "AutoModel.x", r"base\.auto_class must be a model class"),
+        (("base", "auto_class"), "os system", r"base\.auto_class must be a model class"),
+        (("base", "auto_class"), "os.path.AutoModel", r"base\.auto_class must be a model class"),
         (("base", "name"), "../../etc", r"base\.name must be a name on the Hub"),
         (("data", "name"), "a b", r"data\.name must be a name on the Hub"),
         (("data", "rows"), {"test": 0}, r"data\.rows must be counts above 0"),
