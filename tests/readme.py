@@ -13,6 +13,7 @@ from hf_attn_swap.registry import get_variant
 from hf_attn_swap.results import RESULTS_FILE, Metric, RunResult
 from hf_attn_swap.results.parts import SCRATCH
 
+from .readme_papers import claims_table
 from .readme_speed import compile_table, decode_table, operator_table, speed_table
 
 CARDS = Path(__file__).parents[1] / "model_cards"
@@ -91,7 +92,7 @@ def _figures(run: RunResult) -> list[str]:
     """Metric, both values, the difference and its interval, and the seeds."""
     assert run.control is not None
     metric, control, interval = run.converted.metrics[0], run.control.metrics[0], run.difference
-    unit, digits = (100, 2) if metric.higher_is_better else (1, 3 if metric.name == "mse" else 2)
+    unit, digits = (100, 2) if metric.higher_is_better else (1, 4 if metric.name == "mse" else 2)
     bounds = "" if interval is None else f" [{unit * interval.low:+.{digits}f}, {unit * interval.high:+.{digits}f}]"
     return [
         metric.name,
@@ -178,6 +179,7 @@ TABLES = {
     "variants": variants_table,
     "conversion": conversion_table,
     "scratch": scratch_table,
+    "papers": lambda: claims_table({run.name: run for run in published()}),
     "rank": rank_table,
     "outliers": outlier_table,
     "reports": report_table,

@@ -1,0 +1,122 @@
+"""README's table of what the papers say beside what the published runs measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hf_attn_swap.results import RunResult
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A figure of a paper, and the runs beside it: labels to names of runs."""
+
+    paper: str
+    says: str
+    runs: Mapping[str, str]
+    scale: str
+
+
+def layers(count: int) -> str:
+    """In words."""
+    return f"{count} layer{'s' if count > 1 else ''}"
+
+
+CLAIMS = (
+    Claim(
+        "SimpleTRON, Table 1",
+        "ListOps, accuracy, the best of five seeds: softmax 36.37, `simple` 37.45, `simple_res` 37.10, "
+        "`simple_resl` 37.55",
+        {name: f"bert-small-lra-listops-{name.replace('_', '-')}" for name in ("simple", "simple_res", "simple_resl")},
+        "2 layers of width 64, 100 to 300 tokens, 600 steps (there: 6 of width 512, 500 to 2,000 tokens, 15,000)",
+    ),
+    Claim(
+        "SimpleTRON, Table 1",
+        "IMDB, bytes, accuracy, the best of five seeds: softmax 64.27, `simple` 66.75, `simple_res` 66.65, "
+        "`simple_resl` 66.71",
+        {name: f"bert-small-lra-text-{name.replace('_', '-')}" for name in ("simple", "simple_res", "simple_resl")},
+        "2 layers of width 64, 512 bytes, 400 steps of 16 (there: 4 of width 256, 4,000, 20,000 of 32)",
+    ),
+    Claim(
+        "SimpleTRON, section 4",
+        "AG News from scratch, `simple_resl` (softmax): 1 layer 90.90 (89.12), 2: 90.32 (90.38), 4: 90.41 (90.66), "
+        "8: 89.98 (90.68)",
+        {layers(depth): f"bert-scratch-{depth}-layers-ag-news-simple-resl" for depth in (1, 2, 4, 8)},
+        "width 256, 4,000 rows, two epochs",
+    ),
+    Claim(
+        "SimpleTRON, section 4",
+        "AG News from BERT's weights, `simple_resl` (softmax): 6 layers 92.30 (92.70), 12: 92.70 (94.20)",
+        {layers(depth): f"minilm-{depth}-layers-ag-news-simple-resl" for depth in (1, 2, 4)}
+        | {"6 layers": "minilm-ag-news-simple-resl"},
+        "MiniLM, 6,000 rows, one epoch (fewer layers: 4,000 rows, two epochs)",
+    ),
+    Claim(
+        "Modern Hopfield attention, Tables 1 and 2",
+        "perplexity from scratch, `mha` (softmax): GPT-2 20.70 (22.87), LLaMA 14.29 (14.49)",
+        {name: f"{name}-bytes-wikitext2-mha" for name in ("gpt2", "opt", "llama")},
+        "3 layers of width 96, 0.8 million bytes of WikiText-2, perplexity per byte (there: WikiText-103 and more)",
+    ),
+    Claim(
+        "Modern Hopfield attention, Table 3",
+        "CIFAR-10, ViT-Tiny, `mha` (softmax): 93.02 (93.27) at α = 0.5, 93.78 at α = 0.7",
+        {"mha": "vit-scratch-cifar10-mha"},
+        "4 layers of width 96, 10,000 images, two epochs",
+    ),
+    Claim(
+        "Modern Hopfield attention, Table 7",
+        "CIFAR-10 without residual connections, `mha` (softmax): 1 layer 65.4 (55.1), 2: 79.8 (63.7), "
+        "4: 85.7 (57.4), 8: 80.3 (48.6), 12: 10 (10)",
+        {layers(depth): f"vit-skip-free-{depth}-layers-cifar10-mha" for depth in (1, 2, 4, 8, 12)}
+        | {f"α = 0, {depth} layers": f"vit-skip-free-{depth}-layers-cifar10-mha-alpha-0" for depth in (2, 8)},
+        "width 96, 10,000 images, two epochs (there: ViT-Tiny)",
+    ),
+    Claim(
+        "BeliefFormer, Table 3",
+        "CIFAR-10, ViT-Small: softmax 88.15 ± 0.55, `belief` 89.14 ± 0.17, `belief_star` 88.64 ± 0.08",
+        {name: f"vit-scratch-cifar10-{name.replace('_', '-')}" for name in ("belief", "belief_star")},
+        "4 layers of width 96, 10,000 images, two epochs (there: 400)",
+    ),
+    Claim(
+        "BeliefFormer, section 5.2",
+        "GPT-2 on 5 billion tokens: `belief_star` clearly better, `belief` slightly",
+        {name: f"gpt2-bytes-wikitext2-{name.replace('_', '-')}" for name in ("belief", "belief_star")},
+        "3 layers of width 96, 0.8 million bytes",
+    ),
+    Claim(
+        "OutEffHop, Table 2",
+        "ETTh1, MSE, `outeffhop` (softmax): 24 hours 0.361 (0.360), 720 hours 0.894 (0.852); `sparse_hopfield` 0.388 "
+        "and 1.134",
+        {
+            f"{name}, {hours} hours": f"patchtst-{hours}-hours-etth1-{name.replace('_', '-')}"
+            for name in ("outeffhop", "sparse_hopfield")
+            for hours in (24, 720)
+        },
+        "PatchTST of width 16, 200 steps (there: STanHop-Net)",
+    ),
+)
+
+
+def claims_table(runs: Mapping[str, RunResult]) -> str:
+    """One row per claim; per run the swapped model's figure and the control's, * where the interval leaves 0 out.
+
+    Args:
+        runs: the published ones, by name; what is missing is said to be.
+    """
+    lines = ["| paper | it says | measured, swapped (softmax) | scale |", "|---|---|---|---|"]
+    for claim in CLAIMS:
+        known = {label: runs[name] for label, name in claim.runs.items() if name in runs}
+        found = "; ".join(f"{label} {_beside(run)}" for label, run in known.items())
+        if len(known) < len(claim.runs):
+            found += "; the rest not measured yet" if known else "not measured yet"
+        lines.append(f"| {claim.paper} | {claim.says} | {found} | {claim.scale} |")
+    return "\n".join(lines)
+
+
+def _beside(run: RunResult) -> str:
+    assert run.control is not None
+    ours, theirs, interval = run.converted.metrics[0], run.control.metrics[0], run.difference
+    unit, digits = (100, 1) if ours.higher_is_better else (1, 3)
+    clear = "" if interval is None or interval.low <= 0 <= interval.high else " *"
+    return f"{unit * ours.mean:.{digits}f} ({unit * theirs.mean:.{digits}f}){clear}"
