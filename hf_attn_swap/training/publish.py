@@ -59,17 +59,11 @@ def publish(
         training: the budget.
         scratch: the weights were random.
     """
-    first = converted[0]
+    first, relation = converted[0], SCRATCH if scratch else "finetune"
     modules, swaps = read_swaps(json.loads(first.swap))
-    difference = _difference(converted, control, about.block) if control else None
     result = RunResult(
         name=f"{about.prefix}-{model.run_name}",
-        base=BaseModel(
-            name=model.published_name,
-            revision=None,
-            relation=SCRATCH if scratch else "finetune",
-            auto_class=about.auto_class,
-        ),
+        base=BaseModel(name=model.published_name, revision=None, relation=relation, auto_class=about.auto_class),
         modules=modules,
         swaps=swaps,
         parameters_added=first.parameters_added,
@@ -78,7 +72,7 @@ def publish(
         data=_data(data, first),
         converted=_measured(converted),
         control=_measured(control) if control else None,
-        difference=difference,
+        difference=_difference(converted, control, about.block) if control else None,
         cost=None,
         budget=_budget(data, training, first),
         versions=first.versions,

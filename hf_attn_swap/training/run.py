@@ -88,9 +88,7 @@ def run(
     trainer = Trainer(converted, args, task.collate, train_dataset=task.train, callbacks=callbacks)
     trainer.model_accepts_loss_kwargs &= not task.mean_loss
     if args.num_train_epochs or args.max_steps > 0:
-        length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
-        word = "Trained" if task.scratch else "Fine-tuned"
-        sentences.append(f"{word} for {length} on {len(task.train):,} rows.")
+        sentences.append(_budget(task, args))
         trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
     trainer.args.train_sampling_strategy = "random"  # "group_by_length" would shuffle the held-out rows too, by seed
     predictions, references = task.predict(trainer, task.test)
@@ -228,11 +226,10 @@ def _settings(
     task: Task, model: ModelArguments, conversion: ConversionArguments, training: TrainingArguments
 ) -> dict[str, Any]:
     own = {"variant": model.variant, "options": model.options, "layers": model.layers, "model": model.model}
-    batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
     budget = {
         "epochs": training.num_train_epochs,
         "max_steps": training.max_steps,
-        "batch": batch,
+        "batch": training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size,
         "learning_rate": training.learning_rate,
         "warmup": training.warmup_steps,
         "weight_decay": training.weight_decay,
@@ -242,6 +239,11 @@ def _settings(
         budget["scheduler"] = SchedulerType(training.lr_scheduler_type).value
     converting = vars(conversion) if model.variant != CONTROL or conversion.calibrate else {"freeze": conversion.freeze}
     return {**own, **budget, **converting, **task.settings}
+
+
+def _budget(task: Task, args: TrainingArguments) -> str:
+    length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
+    return f"{'Trained' if task.scratch else 'Fine-tuned'} for {length} on {len(task.train):,} rows."
 
 
 def _count(model: nn.Module) -> int:

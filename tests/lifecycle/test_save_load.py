@@ -50,20 +50,21 @@ def reload(folder: Path, made: list[str]) -> None:
     assert sorted(done.stdout.split()) == sorted(made)
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_fresh_process(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_fresh_process(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Every option of every variant on all layers; hybrids at strength 0.3; those again in bf16 and in shards."""
-    made, stock, source = [], fresh(name, torch.float32), tmp_path_factory.mktemp("stock")
-    stock.save_pretrained(source)
-    for cell in OPTION_CELLS:
-        made.append(label(cell))
-        save(perturb(swap_in(fresh(name, torch.float32), cell[0], **cell[1])), tmp_path / made[-1])
-    for variant in list_variants():
-        made += [f"{variant}-hybrid", f"{variant}-bf16-shards"]
-        save(hybrid(fresh(name, torch.float32), variant), tmp_path / made[-2])
-        narrow = type(stock).from_pretrained(source, dtype=torch.bfloat16)  # `.to` would round the rotary buffers too
-        save(hybrid(narrow, variant), tmp_path / made[-1], max_shard_size="8KB")
-        assert len(list((tmp_path / made[-1] / "model").glob("model-*.safetensors"))) > 1
+    made = []
+    for name in FAMILY_NAMES:
+        stock, source = fresh(name, torch.float32), tmp_path_factory.mktemp("stock")
+        stock.save_pretrained(source)
+        for cell in OPTION_CELLS:
+            made.append(f"{name}-{label(cell)}")
+            save(perturb(swap_in(fresh(name, torch.float32), cell[0], **cell[1])), tmp_path / made[-1])
+        for variant in list_variants():
+            made += [f"{name}-{variant}-hybrid", f"{name}-{variant}-bf16-shards"]
+            save(hybrid(fresh(name, torch.float32), variant), tmp_path / made[-2])
+            narrow = type(stock).from_pretrained(source, dtype=torch.bfloat16)  # `.to` would round rotary buffers too
+            save(hybrid(narrow, variant), tmp_path / made[-1], max_shard_size="8KB")
+            assert len(list((tmp_path / made[-1] / "model").glob("model-*.safetensors"))) > 1
     reload(tmp_path, made)
 
 
