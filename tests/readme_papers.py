@@ -69,7 +69,7 @@ CLAIMS = (
         "CIFAR-10 without residual connections, `mha` (softmax): 1 layer 65.4 (55.1), 2: 79.8 (63.7), "
         "4: 85.7 (57.4), 8: 80.3 (48.6), 12: 10 (10)",
         {layers(depth): f"vit-skip-free-{depth}-layers-cifar10-mha" for depth in (1, 2, 4, 8, 12)}
-        | {f"α = 0, {depth} layers": f"vit-skip-free-{depth}-layers-cifar10-mha-alpha-0" for depth in (2, 8)},
+        | {f"α = 0, {layers(depth)}": f"vit-skip-free-{depth}-layers-cifar10-mha-alpha-0" for depth in (1, 2, 4, 8)},
         "width 96, 10,000 images, two epochs (there: ViT-Tiny)",
     ),
     Claim(
