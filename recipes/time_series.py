@@ -89,11 +89,11 @@ def predict(trainer: Any, test: Dataset, power: int = 2) -> tuple[list[float], l
 @torch.no_grad()
 def figures(trainer: Any, test: Dataset) -> dict[str, float]:
     """Mean absolute error, and the outliers, which every process finds by itself."""
-    rows = test.select(range(0, len(test), -(-len(test) // 128)))
-    with record(trainer.model, modules=OUTPUTS) as recording:
+    rows, model = test.select(range(0, len(test), -(-len(test) // 128))), trainer.model.eval()
+    with record(model, modules=OUTPUTS) as recording:
         for start in range(0, len(rows), 32):
             batch = trainer.data_collator(list(rows.select(range(start, min(start + 32, len(rows))))))
-            trainer.model(past_values=batch["past_values"].to(trainer.args.device))
+            model(past_values=batch["past_values"].to(trainer.args.device))
     outliers = {"kurtosis": recording.kurtosis, "max_inf_norm": recording.max_infinity_norm}
     return {"mae": float(np.mean(predict(trainer, test, power=1)[0])), **outliers}
 

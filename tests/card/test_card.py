@@ -70,6 +70,13 @@ def test_a_model_from_scratch_has_no_base_model() -> None:
         validate(text.replace("tags:", "base_model: a/b\ntags:"))
 
 
+def test_data_that_are_not_on_the_hub_have_no_link() -> None:
+    text = render(result(data={**result().data.__dict__, "name": "ETTh1"}, task="time-series-forecasting"))
+    assert "datasets/ETTh1" not in text
+    assert "time steps" in text
+    assert "datasets/cornell-movie-review-data/rotten_tomatoes" in render(result())
+
+
 @pytest.mark.parametrize(
     ("loader", "shown", "hidden"),
     [

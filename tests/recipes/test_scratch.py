@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ def test_language_models_of_bytes(model: str, tmp_path: Path, monkeypatch: Any) 
     assert "from random weights" in card
     assert "16" in found["conversion"][0]
     assert "bytes as tokens" in found["conversion"][0]
+    assert found["conversion"][1].startswith("Trained for 30 steps on ")
     assert "base_model" not in card
 
 
@@ -110,12 +111,13 @@ def test_small_vits(skip_free: bool, pictures: Path, tmp_path: Path, monkeypatch
         assert AutoModelForImageClassification.from_pretrained(trained).config.attn_swap["swaps"][0]["variant"] == "mha"
 
 
-def test_a_layer_without_skips_loses_what_attention_does_not_read() -> None:
-    study = runpy.run_path(str(RECIPES / "skip_free.py"))
+def test_a_layer_without_skips_loses_what_attention_does_not_read(monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    study = importlib.import_module("skip_free")  # a module: transformers reads the source of a model's class
     torch.manual_seed(0)
     sizes = {**VIT, "num_hidden_layers": 1, "image_size": 8, "num_labels": 2}
-    model = study["SkipFreeViTForImageClassification"](study["SkipFreeConfig"](**sizes)).eval()
-    (layer,) = (module for module in model.modules() if isinstance(module, study["SkipFreeLayer"]))
+    model = study.SkipFreeViTForImageClassification(study.SkipFreeConfig(**sizes)).eval()
+    (layer,) = (module for module in model.modules() if isinstance(module, study.SkipFreeLayer))
     x = torch.randn(1, 5, 16)
     read = layer.attention(layer.layernorm_before(x), None)[0]
     torch.testing.assert_close(layer(x), layer.mlp(layer.layernorm_after(read)))

@@ -50,6 +50,8 @@ def test_converted_beside_its_control(tiny: Path, tmp_path: Path, monkeypatch: A
     assert (trained / "model.safetensors").stat().st_mtime_ns == before
     with pytest.raises(SystemExit, match=r"holds a run with epochs = 1\.0, not 2\.0"):
         recipe("text_classification.py", [*arguments, "--num_train_epochs", "2"], monkeypatch)
+    with pytest.raises(SystemExit, match=r"holds a run with scheduler = None, not cosine"):
+        recipe("text_classification.py", [*arguments, "--lr_scheduler_type", "cosine"], monkeypatch)
     assert "difference to the softmax control" in capsys.readouterr().out
 
 
