@@ -18,21 +18,17 @@ from skip_free import without_skips  # beside this recipe
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
-    TrainingArguments,
     ViTImageProcessorPil,
 )
 
 from hf_attn_swap.training import (
     About,
-    ConversionArguments,
     DataArguments,
     ModelArguments,
     Task,
-    compare,
+    launch,
     load_splits,
     made_of,
-    parse,
-    push_run,
     scratch_config,
 )
 
@@ -127,21 +123,19 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    model, data, conversion, own, training = parse(
-        (ModelArguments, DataArguments, ConversionArguments, RecipeArguments, TrainingArguments), argv
-    )
-    training.remove_unused_columns = False  # the image column is what the transform reads
-    about = About(
+def about(own: RecipeArguments) -> About:
+    """The words of the card."""
+    return About(
         prefix=own.card_name,
         task="image-classification",
         auto_class="skip_free.SkipFreeViTForImageClassification" if own.skip_free else AUTO.__name__,
         intended_use="Compares attentions on this task; a classifier of images like those it was trained on.",
         language=(),
     )
-    result = compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
-    if result is not None and own.push_to:
-        print(push_run(own.push_to, model, training))
+
+
+def main(argv: list[str] | None = None) -> None:
+    launch(RecipeArguments, build_task, about, argv, keep_columns=True)
 
 
 if __name__ == "__main__":

@@ -26,21 +26,17 @@ from transformers import (
     AutoTokenizer,
     ByT5Tokenizer,
     DataCollatorForLanguageModeling,
-    TrainingArguments,
     default_data_collator,
 )
 
 from hf_attn_swap.training import (
     About,
-    ConversionArguments,
     DataArguments,
     ModelArguments,
     Task,
-    compare,
+    launch,
     load_splits,
     made_of,
-    parse,
-    push_run,
     scratch_config,
 )
 
@@ -131,19 +127,18 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    model, data, conversion, own, training = parse(
-        (ModelArguments, DataArguments, ConversionArguments, RecipeArguments, TrainingArguments), argv
-    )
-    about = About(
+def about(own: RecipeArguments) -> About:
+    """The words of the card."""
+    return About(
         prefix=own.card_name,
         task="text-generation" if own.objective == "causal" else "fill-mask",
         auto_class=AUTO[own.objective].__name__,
         intended_use="Compares attentions of a language model on this text.",
     )
-    result = compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
-    if result is not None and own.push_to:
-        print(push_run(own.push_to, model, training))
+
+
+def main(argv: list[str] | None = None) -> None:
+    launch(RecipeArguments, build_task, about, argv)
 
 
 if __name__ == "__main__":

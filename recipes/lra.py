@@ -24,19 +24,17 @@ from text_classification import by_length, predict
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers import BertForSequenceClassification, BertModel, BertPreTrainedModel, TrainingArguments
+from transformers import BertForSequenceClassification, BertModel, BertPreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput as Output
 
 from hf_attn_swap.training import (
     About,
-    ConversionArguments,
     DataArguments,
     ModelArguments,
     Task,
-    compare,
+    launch,
     load_splits,
     made_of,
-    parse,
     scratch_config,
 )
 
@@ -50,6 +48,7 @@ class RecipeArguments:
 
     task: Literal["listops", "text", "matching"] = field(metadata={"help": "What is read, and how."})
     card_name: str = field(default="bert-lra", metadata={"help": "Start of the run's name on its card."})
+    push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
     config_overrides: str = field(default="{}", metadata={"help": "Values of BertConfig as JSON, its sizes first."})
 
 
@@ -132,18 +131,19 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    model, data, conversion, own, training = parse(
-        (ModelArguments, DataArguments, ConversionArguments, RecipeArguments, TrainingArguments), argv
-    )
-    about = About(
+def about(own: RecipeArguments) -> About:
+    """The words of the card."""
+    return About(
         prefix=own.card_name,
         task="text-classification",
         auto_class="lra.Matcher" if own.task == "matching" else "AutoModelForSequenceClassification",
         intended_use="Compares attentions on this task of the Long Range Arena; it is of no other use.",
         language=(),
     )
-    compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
+
+
+def main(argv: list[str] | None = None) -> None:
+    launch(RecipeArguments, build_task, about, argv)
 
 
 if __name__ == "__main__":

@@ -18,21 +18,17 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
-    TrainingArguments,
 )
 
 from hf_attn_swap.training import (
     About,
-    ConversionArguments,
     DataArguments,
     ModelArguments,
     Task,
-    compare,
     json_object,
+    launch,
     load_splits,
     made_of,
-    parse,
-    push_run,
     scratch_config,
 )
 
@@ -111,19 +107,18 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    model, data, conversion, own, training = parse(
-        (ModelArguments, DataArguments, ConversionArguments, RecipeArguments, TrainingArguments), argv
-    )
-    about = About(
+def about(own: RecipeArguments) -> About:
+    """The words of the card."""
+    return About(
         prefix=own.card_name,
         task="text-classification",
         auto_class="AutoModelForSequenceClassification",
         intended_use="Compares attentions on this task; a classifier of texts like those it was trained on.",
     )
-    result = compare(lambda: build_task(model, data, own), about, model, data, conversion, training)
-    if result is not None and own.push_to:
-        print(push_run(own.push_to, model, training))
+
+
+def main(argv: list[str] | None = None) -> None:
+    launch(RecipeArguments, build_task, about, argv)
 
 
 if __name__ == "__main__":

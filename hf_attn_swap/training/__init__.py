@@ -1,7 +1,7 @@
 """What the recipes share: arguments from YAML and the command line, data, metrics, one run, its record."""
 
 from .arguments import ConversionArguments, DataArguments, ModelArguments, parse
-from .compare import compare, push_run
+from .compare import compare, launch, push_run
 from .data import load_rows, load_splits
 from .outcome import Outcome
 from .publish import About
@@ -17,6 +17,7 @@ __all__ = [
     "Task",
     "compare",
     "json_object",
+    "launch",
     "load_rows",
     "load_splits",
     "made_of",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import transformers
 from transformers import TrainingArguments
 
 from ..hub import push_folder
 from ..results import RESULTS_FILE, RunResult
-from .arguments import CONTROL, ConversionArguments, DataArguments, ModelArguments
+from .arguments import CONTROL, ConversionArguments, DataArguments, ModelArguments, parse
 from .publish import About, publish
 from .run import TRAINED, Task, run
 
@@ -62,6 +63,31 @@ def compare(
         mean, low, high = result.difference.mean, result.difference.low, result.difference.high
         print(f"difference to the softmax control: {mean:+.4f} [{low:+.4f}, {high:+.4f}]")
     return result
+
+
+def launch(
+    own: type[Any],
+    build: Callable[[ModelArguments, DataArguments, Any], Task],
+    about: Callable[[Any], About],
+    argv: Sequence[str] | None = None,
+    *,
+    keep_columns: bool = False,
+) -> None:
+    """A recipe's command line: its arguments, the comparison, and the push that `--push_to` asks for.
+
+    Args:
+        own: dataclass of the recipe's own arguments, with `push_to`.
+        build: the task, from the arguments of model and data and the recipe's own.
+        about: the words of the card, from the recipe's own.
+        argv: see `parse`.
+        keep_columns: the data's columns are read when a row is asked for; leave them in.
+    """
+    classes = (ModelArguments, DataArguments, ConversionArguments, own, TrainingArguments)
+    model, data, conversion, mine, training = parse(classes, argv)
+    training.remove_unused_columns = training.remove_unused_columns and not keep_columns
+    result = compare(lambda: build(model, data, mine), about(mine), model, data, conversion, training)
+    if result is not None and mine.push_to:
+        print(push_run(mine.push_to, model, training))
 
 
 def push_run(repo_id: str, model: ModelArguments, training: TrainingArguments) -> str:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, TrainingArguments
 
 import hf_attn_swap
 from hf_attn_swap.results import RunResult
-from hf_attn_swap.training import DataArguments
+from hf_attn_swap.training import DataArguments, parse
 from tests.training.test_run import RECIPES, pytestmark, recipe  # noqa: F401  # skips without recipes/
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -160,8 +160,8 @@ def test_a_missing_text_is_no_text(lra: Any) -> None:
 def test_shipped_configs(name: str, lra: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is understood, and the paper's have its peak learning rate, base / sqrt(warmup)."""
     monkeypatch.setattr(sys, "argv", ["lra.py"])
-    kinds = (lra.ModelArguments, lra.DataArguments, lra.RecipeArguments, lra.TrainingArguments)
-    model, rows, own, training = lra.parse(kinds, [str(RECIPES / "configs" / f"{name}.yaml"), "--use_cpu", "true"])
+    kinds = (lra.ModelArguments, lra.DataArguments, lra.RecipeArguments, TrainingArguments)
+    model, rows, own, training = parse(kinds, [str(RECIPES / "configs" / f"{name}.yaml"), "--use_cpu", "true"])
     config = lra.scratch_config(model.model, own.config_overrides)
     assert config.hidden_size % config.num_attention_heads == 0
     assert config.initializer_range == pytest.approx(config.hidden_size**-0.5, abs=1e-4)

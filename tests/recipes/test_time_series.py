@@ -198,7 +198,7 @@ def test_bad_rows(kind: str, module: Any, tmp_path: Path) -> None:
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "column": (dict(columns=["oil", "gas"]), "no column 'gas' of numbers; it has high, low, oil"),
     "date column": (dict(date_column="day"), "no column 'day'"),
-    "file": (dict(dataset="./no.csv"), "there is no folder"),
+    "file": (dict(dataset="./no.csv"), "there is no file"),
     "horizon": (dict(horizon=0), "horizon and context must be at least 1, got 0 and 16"),
     "context": (dict(context=0), "horizon and context must be at least 1, got 4 and 0"),
     "train": (dict(parts=[19, 40, 40]), r"train: 19 rows hold no context 16 \+ horizon 4"),

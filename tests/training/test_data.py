@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 
-from hf_attn_swap.training import DataArguments, load_splits
+from hf_attn_swap.training import DataArguments, load_rows, load_splits
 
 from .conftest import write_rows
 
@@ -104,3 +104,8 @@ def test_a_missing_split_and_folder(tmp_path: Path) -> None:
 def test_arguments_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DataArguments(**arguments)
+
+
+def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
+    with pytest.raises(ValueError, match=r"there is no file 'data/ETTh1\.csv'"):
+        load_rows("data/ETTh1.csv", None, None, "date")
