@@ -4,22 +4,23 @@
 
 "bits": half of the bags hold one of a few signal patterns of random bits among others that are none (Ramsauer et al.,
 2020; Hu et al., 2023). "mnist": half of the bags hold one image of a digit, nine by default, among others. Figures are
-accuracies on new bags after the last epoch, no epoch being picked by them. OutEffHop, appendix D.2, names the task and
-prints no figures in its text; sizes here are small. Writes multiple_instance.json and .png.
+accuracies on new bags after the last epoch, no epoch being picked by them, and convergence curves of training losses.
+OutEffHop, appendix D.2, names the task and prints no figures; sizes are small. Writes multiple_instance.json, .png.
 Axes: B bag, N instance, P its numbers, S image or bit pattern.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+import statistics
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from images import read_images  # these two beside this recipe
 from matplotlib.figure import Figure
-from memory import read_images, spread  # the recipe beside this one
+from memory import spread, table, write
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import HfArgumentParser, set_seed
@@ -85,65 +86,64 @@ class Bags(nn.Module):
         return self.judge(self.pool(self.embed(bags_BNP))).flatten()
 
 
-def accuracy(task: str, size: int, normalizer: str, seed: int, options: Options, data: list[Any]) -> float:
-    """Of one model on the new bags."""
+def learn(size: int, normalizer: str, seed: int, options: Options, data: list[Any]) -> tuple[float, list[float]]:
+    """The accuracy of one model on the new bags, and its mean loss in each epoch."""
     set_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     bags, labels = fill(data[0], options.bags, size, generator)
     new, wanted = fill(data[1], options.bags // 4, size, generator)
     model = Bags(bags.shape[2], normalizer, options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-    for _ in range(options.epochs):
+    losses = torch.zeros(options.epochs)
+    for epoch in range(options.epochs):
         for batch in torch.randperm(len(bags)).split(32):
             optimizer.zero_grad()
-            F.binary_cross_entropy_with_logits(model(bags[batch]), labels[batch]).backward()
+            loss = F.binary_cross_entropy_with_logits(model(bags[batch]), labels[batch])
+            losses[epoch] += loss.detach() * len(batch) / len(bags)
+            loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
     with torch.no_grad():
-        return ((model.eval()(new) > 0) == wanted.bool()).float().mean().item()
+        right = ((model.eval()(new) > 0) == wanted.bool()).float().mean()
+    return right.item(), losses.tolist()
 
 
 def measure(options: Options) -> list[dict[str, Any]]:
-    """A row per task, bag size and normaliser, with each seed's accuracy."""
+    """A row per task, bag size and normaliser, with each seed's accuracy and the mean loss of each epoch."""
     rows = []
     cells = [(task, size, name) for task in options.tasks for size in options.bag_sizes for name in options.normalizers]
     sets = {task: instances(task, options, torch.Generator().manual_seed(0)) for task in options.tasks}
     for task, size, name in tqdm(cells, desc="train"):
-        values = [accuracy(task, size, name, seed, options, sets[task]) for seed in range(options.seeds)]
-        mean, deviation = spread(values)
-        found = {"accuracy": values, "mean": mean, "spread": deviation}
-        rows.append({"task": task, "bag_size": size, "normalizer": name, **found})
+        runs = [learn(size, name, seed, options, sets[task]) for seed in range(options.seeds)]
+        values, losses = zip(*runs, strict=True)
+        found = dict(zip(("mean", "spread"), spread(values), strict=True))
+        loss = [round(statistics.mean(epoch), 4) for epoch in zip(*losses, strict=True)]
+        rows.append({"task": task, "bag_size": size, "normalizer": name, "accuracy": values, "loss": loss, **found})
     return rows
 
 
-def table(rows: list[dict[str, Any]], options: Options) -> str:
-    lines = [f"| | {' | '.join(options.normalizers)} |", "|---|" + "---|" * len(options.normalizers)]
-    for task, size in dict.fromkeys((row["task"], row["bag_size"]) for row in rows):
-        found = [row for row in rows if (row["task"], row["bag_size"]) == (task, size)]
-        cells = " | ".join(f"{100 * row['mean']:.1f} ± {100 * row['spread']:.1f}" for row in found)
-        lines.append(f"| {task}, {size} per bag | {cells} |")
-    return "\n".join(lines)
-
-
 def picture(rows: list[dict[str, Any]], options: Options) -> Figure:
-    figure = Figure(figsize=(4.5 * len(options.tasks), 3.5), layout="constrained")
-    for place, task in enumerate(options.tasks, 1):
-        axes = figure.add_subplot(1, len(options.tasks), place, title=task, xlabel="bag size", ylabel="accuracy")
+    figure = Figure(figsize=(4.5 * len(options.tasks), 6), layout="constrained")
+    grid = figure.subplots(2, len(options.tasks), squeeze=False)
+    for task, above, below in zip(options.tasks, *grid, strict=True):
+        above.set(title=task, xlabel="bag size", ylabel="accuracy")
+        below.set(xlabel="epoch", ylabel=f"training loss, {options.bag_sizes[-1]} per bag", yscale="log")
         for name in options.normalizers:
             found = [row for row in rows if (row["task"], row["normalizer"]) == (task, name)]
-            axes.errorbar(*([row[key] for row in found] for key in ("bag_size", "mean", "spread")), label=name)
-        axes.legend(fontsize="small")
+            above.errorbar(*([row[key] for row in found] for key in ("bag_size", "mean", "spread")), label=name)
+            below.plot(range(1, options.epochs + 1), found[-1]["loss"])
+        above.legend(fontsize="small")
     return figure
 
 
 def main() -> None:
     (options,) = HfArgumentParser(Options).parse_args_into_dataclasses()  # type: ignore[arg-type]  # is one
     rows = measure(options)
-    options.out.mkdir(parents=True, exist_ok=True)
-    picture(rows, options).savefig(options.out / "multiple_instance.png", dpi=150)
-    print(table(rows, options))
-    content = json.dumps({"options": asdict(options), "rows": rows}, indent=1, default=str)
-    (options.out / "multiple_instance.json").write_text(content + "\n", encoding="utf-8")
+    write(rows, options, multiple_instance=picture(rows, options))
+    found: dict[str, list[list[float]]] = {}
+    for row in rows:
+        found.setdefault(f"{row['task']}, {row['bag_size']} per bag", []).append(row["accuracy"])
+    print(table(options.normalizers, found))
 
 
 if __name__ == "__main__":

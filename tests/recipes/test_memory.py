@@ -62,7 +62,21 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
 
 def memory_flags(folder: Path) -> list[str]:
-    sweeps = ["--sizes", "2", "20", "--noises", "0.0", "3.0", "--noise_size", "10", "--seeds", "2"]
+    sweeps = [
+        "--sizes",
+        "2",
+        "20",
+        "--noises",
+        "0.0",
+        "3.0",
+        "--noise_size",
+        "10",
+        "--more_steps",
+        "1",
+        "9",
+        "--seeds",
+        "2",
+    ]
     return [f"--dataset={folder}", *sweeps, "--beta=2", "--threshold=1"]
 
 
@@ -71,7 +85,7 @@ def test_memory(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None
     assert found["pictures"] == ["memory.png", "recall.png"]
     assert found["options"]["sizes"] == [2, 20]
     rows = {(row["sweep"], row["value"], row["normalizer"]): row for row in found["rows"]}
-    asked = [("size", 2.0), ("size", 20.0), ("noise", 0.0), ("noise", 3.0)]
+    asked = [("size", 2.0), ("size", 20.0), ("noise", 0.0), ("noise", 3.0), ("steps", 1.0), ("steps", 9.0)]
     assert list(rows) == [(*each, name) for each in asked for name in NORMALIZERS]
     for row in found["rows"]:
         assert len(row["success"]) == len(row["error"]) == 2
@@ -95,10 +109,10 @@ def test_parquet(tmp_path: Path, run: Run) -> None:
     rows = {"img": [Image.fromarray(np.stack([image] * 3, -1)) for image in images], "label": labels.tolist()}
     features = datasets.Features({"img": datasets.Image(), "label": datasets.Value("int64")})
     datasets.Dataset.from_dict(rows, features).to_parquet(str(tmp_path / "train_24.parquet"))
-    found, numbers = importlib.import_module("memory").read_images(tmp_path, "train")
+    found, numbers = importlib.import_module("images").read_images(tmp_path, "train")
     torch.testing.assert_close(found, torch.from_numpy(images)[:, None].expand(-1, 3, -1, -1) / 255)
     assert numbers.tolist() == labels.tolist()
-    assert len(run("memory", *memory_flags(tmp_path))["rows"]) == 4 * len(NORMALIZERS)
+    assert len(run("memory", *memory_flags(tmp_path))["rows"]) == 6 * len(NORMALIZERS)
 
 
 def test_refusals(idx: Path, tmp_path: Path, run: Run) -> None:
@@ -118,6 +132,8 @@ def test_multiple_instance(idx: Path, run: Run, capsys: pytest.CaptureFixture[st
     assert cells == [(task, 3, name) for task in ("bits", "mnist") for name in NORMALIZERS]
     for row in found["rows"]:
         assert len(row["accuracy"]) == 2
+        assert len(row["loss"]) == 8
+        assert row["loss"][-1] < row["loss"][0]
         assert row["mean"] == pytest.approx(sum(row["accuracy"]) / 2)
     easy = [row["mean"] for row in found["rows"] if row["task"] == "mnist" and row["normalizer"] == "outeffhop"]
     assert min(easy) > 0.8  # a bright column at one of four places is no puzzle
