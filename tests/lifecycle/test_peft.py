@@ -48,14 +48,14 @@ def adapted(name: str, variant: str, before: bool, strength: float = 1.0, **kwar
         return peft.get_peft_model(perturb(patch_model(model, variant, strength=strength)), lora(name, **kwargs)).eval()
 
 
-def fill(model: Any, ending: str) -> None:
-    """Give the adapters of one projection an effect."""
+def fill(model: Any, ending: str, size: float = 1.0) -> None:
+    """Give the adapters of one projection an effect, or none (size 0)."""
     generator = torch.Generator().manual_seed(4)
     touched = 0
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "lora_B" in key and f".{ending}.lora_B" in key:
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                noise = size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.copy_(noise.to(parameter.dtype))
                 touched += 1
     assert touched
@@ -70,12 +70,13 @@ def test_every_adapter_matters(name: str, variant: str, before: bool) -> None:
     stock = forward(fresh(name), batch)
     neutral = forward(adapted(name, variant, before, strength=0.0), batch)
     assert torch.equal(neutral, stock)
+    model = adapted(name, variant, before)
+    untouched = forward(model, batch)
     for role, path in projections(name).items():
-        model = adapted(name, variant, before)
-        untouched = forward(model, batch)
         fill(model, path)
         unused = role == "output" and all(getattr(c, "keeps_projection", True) is False for c in parse(variant))
         assert torch.equal(forward(model, batch), untouched) == unused, role
+        fill(model, path, 0.0)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["lora_first", "swap_first"])
