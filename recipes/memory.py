@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import asdict, dataclass, field
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from hf_attn_swap.memory import NORMALIZERS, HopfieldRetrieval
+
+STYLES = ("-", "--", "-.", ":", (0, (5, 5)))  # curves that lie on each other are still seen
 
 
 @dataclass(kw_only=True)
@@ -101,10 +103,10 @@ def curves(rows: list[dict[str, Any]], options: Options) -> Figure:
     figure = Figure(figsize=(12, 6), layout="constrained")
     for place, (measured, sweep) in enumerate(product(("success", "error"), ("size", "noise", "steps"))):
         axes = figure.add_subplot(2, 3, place + 1, xlabel=sweep, ylabel=measured)
-        for name in options.normalizers:
+        for name, style in zip(options.normalizers, cycle(STYLES), strict=False):
             picked = [row for row in rows if (row["sweep"], row["normalizer"]) == (sweep, name)]
             centre, width = zip(*(spread(row[measured]) for row in picked), strict=True)
-            axes.errorbar([row["value"] for row in picked], centre, width, label=name, capsize=2)
+            axes.errorbar([row["value"] for row in picked], centre, width, label=name, capsize=2, ls=style)
     figure.axes[0].legend(fontsize="small")
     return figure
 

@@ -11,8 +11,8 @@ Axes: B bag, N instance, P its numbers, S image or bit pattern.
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from images import read_images  # these two beside this recipe
 from matplotlib.figure import Figure
-from memory import spread, table, write
+from memory import STYLES, spread, table, write
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import HfArgumentParser, set_seed
@@ -104,8 +104,7 @@ def learn(size: int, normalizer: str, seed: int, options: Options, data: list[An
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
     with torch.no_grad():
-        right = ((model.eval()(new) > 0) == wanted.bool()).float().mean()
-    return right.item(), losses.tolist()
+        return ((model.eval()(new) > 0) == wanted.bool()).float().mean().item(), losses.tolist()
 
 
 def measure(options: Options) -> list[dict[str, Any]]:
@@ -114,10 +113,10 @@ def measure(options: Options) -> list[dict[str, Any]]:
     cells = [(task, size, name) for task in options.tasks for size in options.bag_sizes for name in options.normalizers]
     sets = {task: instances(task, options, torch.Generator().manual_seed(0)) for task in options.tasks}
     for task, size, name in tqdm(cells, desc="train"):
-        runs = [learn(size, name, seed, options, sets[task]) for seed in range(options.seeds)]
+        runs = (learn(size, name, seed, options, sets[task]) for seed in range(options.seeds))
         values, losses = zip(*runs, strict=True)
         found = dict(zip(("mean", "spread"), spread(values), strict=True))
-        loss = [round(statistics.mean(epoch), 4) for epoch in zip(*losses, strict=True)]
+        loss = [round(spread(epoch)[0], 4) for epoch in zip(*losses, strict=True)]
         rows.append({"task": task, "bag_size": size, "normalizer": name, "accuracy": values, "loss": loss, **found})
     return rows
 
@@ -128,10 +127,11 @@ def picture(rows: list[dict[str, Any]], options: Options) -> Figure:
     for task, above, below in zip(options.tasks, *grid, strict=True):
         above.set(title=task, xlabel="bag size", ylabel="accuracy")
         below.set(xlabel="epoch", ylabel=f"training loss, {options.bag_sizes[-1]} per bag", yscale="log")
-        for name in options.normalizers:
+        for name, style in zip(options.normalizers, cycle(STYLES), strict=False):
             found = [row for row in rows if (row["task"], row["normalizer"]) == (task, name)]
-            above.errorbar(*([row[key] for row in found] for key in ("bag_size", "mean", "spread")), label=name)
-            below.plot(range(1, options.epochs + 1), found[-1]["loss"])
+            bars = ([row[key] for row in found] for key in ("bag_size", "mean", "spread"))
+            above.errorbar(*bars, label=name, ls=style)
+            below.plot(range(1, options.epochs + 1), found[-1]["loss"], ls=style)
         above.legend(fontsize="small")
     return figure
 

@@ -13,6 +13,7 @@ from hf_attn_swap.registry import get_variant
 from hf_attn_swap.results import RESULTS_FILE, Metric, RunResult
 from hf_attn_swap.results.parts import SCRATCH
 
+from .readme_memory import bags_table, recall_table
 from .readme_papers import claims_table
 from .readme_speed import compile_table, decode_table, operator_table, speed_table
 
@@ -184,6 +185,8 @@ TABLES = {
     "outliers": outlier_table,
     "reports": report_table,
     "dynamics-cost": cost_table,
+    "recall": recall_table,
+    "bags": bags_table,
     "speed": speed_table,
     "operator": operator_table,
     "decode": decode_table,
