@@ -150,6 +150,7 @@ def test_refused_settings(name: str, options: dict[str, Any], message: str) -> N
         (lambda: no_op_patterns(STORED, -2.0), "a cosine, between -1 and 1; got -2.0"),
         (lambda: HopfieldPooling(6, queries=0), "at least one query, got queries = 0"),
         (lambda: HopfieldLayer(6, 0), "at least one stored pattern, got stored = 0"),
+        (lambda: HopfieldPooling(6)(STORED[:, :0]), "the memory is empty; store at least one pattern"),
         (lambda: HopfieldPooling(6)(STATE[0]), r"stored must be \(batch, length, 6\), got \(3, 6\)"),
         (lambda: HopfieldPooling(7)(STORED), r"stored must be \(batch, length, 7\), got \(2, 5, 6\)"),
         (lambda: HopfieldLayer(7, 2)(STATE), r"state must be \(batch, length, 7\), got \(2, 3, 6\)"),
