@@ -1,34 +1,33 @@
-"""How many images a Hopfield memory recalls from their upper half, how much noise it stands, and how soon it settles.
+"""How many images a Hopfield memory recalls from their upper half, how much noise it stands, and what more steps do.
 
     python recipes/memory.py --dataset mnist/ --sizes 10 50 100 --beta 0.1 --out memory/
 
 OutEffHop, appendix D.2 (figures 5 and 6), which follows SparseHopfield (Hu et al., 2023). Every stored image is asked
 for once, with its lower half black, or as |x + sigma noise| cut to [0, 1]; half images also with more and more steps.
 The text states no criterion of success; the scripts it follows count a squared difference up to a threshold, 50 in
-Millidge et al. (2022), pixels in [0, 1]. On MNIST even the mean of all images passes for half of them: read the errors
-and recall.png with it, or lower --threshold. Who recalls most depends on beta: try several.
+Millidge et al. (2022), pixels in [0, 1]. The control answers the mean of what is stored, whatever is asked: on MNIST
+this passes for half of the images. Read the errors and recall.png too. Who recalls most depends on beta: try several.
 The data are a folder of MNIST idx files (.gz), or of parquet files named train* and test*. Writes memory.json and .png.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
 import torch
-from images import read_images  # the file beside this recipe
+from images import read_images  # these two beside this recipe
 from matplotlib.figure import Figure
+from memory_figures import STYLES, spread, table, write
 from torch import Tensor
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from hf_attn_swap.memory import NORMALIZERS, HopfieldRetrieval
 
-STYLES = ("-", "--", "-.", ":", (0, (5, 5)))  # curves that lie on each other are still seen
+MEAN = "mean image"
 
 
 @dataclass(kw_only=True)
@@ -48,12 +47,19 @@ class Options:
     threshold: float = field(default=50.0, metadata={"help": "Largest squared difference of a success."})
     seeds: int = field(default=3, metadata={"help": "Draws of images and noise."})
 
+    @property
+    def columns(self) -> list[str]:
+        """The normalisers, and the control."""
+        return [*self.normalizers, MEAN]
+
 
 def upper_half(images: Tensor) -> Tensor:
     return torch.cat([each * seen for seen, each in zip((1, 0), images.tensor_split(2, -2), strict=True)], -2)
 
 
-def ask(normalizer: str, queries: Tensor, stored: Tensor, beta: float, steps: int) -> Tensor:
+def retrieve(normalizer: str, queries: Tensor, stored: Tensor, beta: float, steps: int) -> Tensor:
+    if normalizer == MEAN:
+        return stored.mean(0).expand_as(stored)
     memory = HopfieldRetrieval(normalizer=normalizer, beta=beta, steps=steps)
     return memory(queries.flatten(1)[None], stored.flatten(1))[0].view_as(stored)
 
@@ -69,41 +75,19 @@ def measure(images: Tensor, options: Options) -> list[dict[str, Any]]:
         asked = [("size", size, drawn[:size], upper_half(drawn[:size]), steps) for size in options.sizes]
         asked += [("noise", sigma, some, (some + sigma * noise).abs().clamp(0, 1), steps) for sigma in options.noises]
         asked += [("steps", count, some, upper_half(some), count) for count in options.more_steps]
-        for (sweep, value, stored, queries, count), name in product(asked, options.normalizers):
-            errors = (ask(name, queries, stored, options.beta, count) - stored).square().flatten(1).sum(1)
+        for (sweep, value, stored, queries, count), name in product(asked, options.columns):
+            errors = (retrieve(name, queries, stored, options.beta, count) - stored).square().flatten(1).sum(1)
             row = rows.setdefault((sweep, float(value), name), {"success": [], "error": []})
             row["success"].append((errors <= options.threshold).float().mean().item())
             row["error"].append(errors.mean().item())
     return [{"sweep": sweep, "value": value, "normalizer": name, **row} for (sweep, value, name), row in rows.items()]
 
 
-def spread(values: list[float]) -> tuple[float, float]:
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def table(names: list[str], found: dict[str, list[list[float]]]) -> str:
-    """Percent, what was asked for down, normalisers across."""
-    lines = [f"| | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
-    for asked, values in found.items():
-        cells = (f"{100 * mean:.1f} ± {100 * deviation:.1f}" for mean, deviation in map(spread, values))
-        lines.append(f"| {asked} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def write(rows: list[dict[str, Any]], options: Any, **pictures: Figure) -> None:
-    """The pictures, the first with the figures beside it: NAME.json and NAME.png in `options.out`."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    for name, picture in pictures.items():
-        picture.savefig(options.out / f"{name}.png", dpi=150)
-    content = json.dumps({"options": asdict(options), "rows": rows}, indent=1, default=lambda path: path.name)
-    (options.out / f"{next(iter(pictures))}.json").write_text(content + "\n", encoding="utf-8")
-
-
 def curves(rows: list[dict[str, Any]], options: Options) -> Figure:
     figure = Figure(figsize=(12, 6), layout="constrained")
     for place, (measured, sweep) in enumerate(product(("success", "error"), ("size", "noise", "steps"))):
         axes = figure.add_subplot(2, 3, place + 1, xlabel=sweep, ylabel=measured)
-        for name, style in zip(options.normalizers, cycle(STYLES), strict=False):
+        for name, style in zip(options.columns, cycle(STYLES), strict=False):
             picked = [row for row in rows if (row["sweep"], row["normalizer"]) == (sweep, name)]
             centre, width = zip(*(spread(row[measured]) for row in picked), strict=True)
             axes.errorbar([row["value"] for row in picked], centre, width, label=name, capsize=2, ls=style)
@@ -114,8 +98,9 @@ def curves(rows: list[dict[str, Any]], options: Options) -> Figure:
 def recall(images: Tensor, options: Options, shown: int = 8) -> Figure:
     """Images, the queries, and what each memory of `noise_size` images answers."""
     stored = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[: options.noise_size]]
-    names, query = ["stored", "query", *options.normalizers], upper_half(stored)
-    pictures = [stored, query, *(ask(name, query, stored, options.beta, options.steps) for name in options.normalizers)]
+    names, query = ["stored", "query", *options.columns], upper_half(stored)
+    found = (retrieve(name, query, stored, options.beta, options.steps) for name in options.columns)
+    pictures = [stored, query, *found]
     figure = Figure(figsize=(shown, len(names)), layout="constrained")
     grid = figure.subplots(len(names), min(shown, len(stored)), squeeze=False, subplot_kw={"xticks": [], "yticks": []})
     for line, name, row in zip(grid, names, pictures, strict=True):
@@ -135,7 +120,7 @@ def main() -> None:
     found: dict[str, list[list[float]]] = {}
     for row in rows:
         found.setdefault(f"{row['sweep']} {row['value']:g}", []).append(row["success"])
-    print(table(options.normalizers, found))
+    print(table(options.columns, found))
 
 
 if __name__ == "__main__":

@@ -5,40 +5,40 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
-from typing import Any
 
 FIGURES = Path(__file__).parents[1] / "recipes" / "figures"
 SHOWN = {
-    ("size", 100.0): "half of 100",
-    ("size", 500.0): "half of 500",
-    ("noise", 0.3): "100, noise 0.3",
-    ("steps", 10.0): "half of 100, 10 steps",
+    ("size", 10.0): "upper half, 10 stored",
+    ("size", 100.0): "upper half, 100 stored",
+    ("size", 500.0): "upper half, 500 stored",
+    ("noise", 0.3): "noise 0.3, 100 stored",
+    ("steps", 10.0): "upper half, 100 stored, 10 steps",
 }
 
 
 def recall_table() -> str:
-    """Images recalled, percent and the spread of the draws, from `recipes/memory.py`."""
+    """Images recalled, percent and the standard deviation of the draws, from `recipes/memory.py`."""
     studies = [json.loads(path.read_text("utf-8")) for path in sorted(FIGURES.glob("memory-*.json"))]
-    names = studies[0]["options"]["normalizers"]
+    names = [*studies[0]["options"]["normalizers"], "mean image"]
     lines = [f"| images | β | asked for | {' | '.join(names)} |", "|---|---|---|" + "---|" * len(names)]
     for study in sorted(studies, key=lambda each: (each["options"]["dataset"], each["options"]["beta"])):
         options = study["options"]
         for (sweep, value), asked in SHOWN.items():
-            found = [row["success"] for row in study["rows"] if (row["sweep"], row["value"]) == (sweep, value)]
-            lines.append(f"| {options['dataset']} | {options['beta']:g} | {asked} | {_cells(found)} |")
+            rows = (row for row in study["rows"] if (row["sweep"], row["value"]) == (sweep, value))
+            found = {row["normalizer"]: row["success"] for row in rows}
+            cells = _cells([found[name] for name in names])
+            lines.append(f"| {options['dataset']} | {options['beta']:g} | {asked} | {cells} |")
     return "\n".join(lines)
 
 
 def bags_table() -> str:
-    """Accuracy on new bags, percent and the spread of the seeds, from `recipes/multiple_instance.py`."""
+    """Accuracy on new bags, percent and the standard deviation of the seeds, from `recipes/multiple_instance.py`."""
     study = json.loads((FIGURES / "multiple_instance.json").read_text("utf-8"))
     names = study["options"]["normalizers"]
     lines = [f"| bags | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
-    kinds: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for row in study["rows"]:
-        kinds.setdefault((row["task"], row["bag_size"]), []).append(row)
-    for (task, size), rows in kinds.items():
-        lines.append(f"| {task}, {size} per bag | {_cells([row['accuracy'] for row in rows])} |")
+    found = {(row["task"], row["bag_size"], row["normalizer"]): row["accuracy"] for row in study["rows"]}
+    for task, size in dict.fromkeys(key[:2] for key in found):
+        lines.append(f"| {task}, {size} per bag | {_cells([found[task, size, name] for name in names])} |")
     return "\n".join(lines)
 
 

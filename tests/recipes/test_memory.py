@@ -20,6 +20,7 @@ from hf_attn_swap.memory import NORMALIZERS
 
 RECIPES = Path(hf_attn_swap.__file__).parent.parent / "recipes"
 pytestmark = pytest.mark.skipif(not RECIPES.is_dir(), reason="recipes/ is not next to the installed package")
+MEAN = "mean image"
 Run = Callable[..., dict[str, Any]]
 
 
@@ -65,7 +66,7 @@ def memory_flags(folder: Path) -> list[str]:
     sweeps = [
         "--sizes",
         "2",
-        "20",
+        "10",
         "--noises",
         "0.0",
         "3.0",
@@ -83,24 +84,39 @@ def memory_flags(folder: Path) -> list[str]:
 def test_memory(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     found = run("memory", *memory_flags(idx))
     assert found["pictures"] == ["memory.png", "recall.png"]
-    assert found["options"]["sizes"] == [2, 20]
+    assert found["options"]["sizes"] == [2, 10]
     rows = {(row["sweep"], row["value"], row["normalizer"]): row for row in found["rows"]}
-    asked = [("size", 2.0), ("size", 20.0), ("noise", 0.0), ("noise", 3.0), ("steps", 1.0), ("steps", 9.0)]
-    assert list(rows) == [(*each, name) for each in asked for name in NORMALIZERS]
+    asked = [("size", 2.0), ("size", 10.0), ("noise", 0.0), ("noise", 3.0), ("steps", 1.0), ("steps", 9.0)]
+    assert list(rows) == [(*each, name) for each in asked for name in (*NORMALIZERS, MEAN)]
     for row in found["rows"]:
         assert len(row["success"]) == len(row["error"]) == 2
-        assert all(0 <= share <= 1 for share in row["success"])
+    for name in (*NORMALIZERS, MEAN):  # the last two sweeps begin with what the first has measured
+        same = [
+            rows[key][name_] for key in (("size", 10.0, name), ("steps", 1.0, name)) for name_ in ("success", "error")
+        ]
+        assert same[:2] == same[2:]
+    assert rows["steps", 1.0, "softmax"]["error"] != rows["steps", 9.0, "softmax"]["error"]
     noiseless, noisy = (rows["noise", sigma, "softmax"] for sigma in (0.0, 3.0))
     assert max(noiseless["error"]) < min(noisy["error"])
-    assert "| size 20 |" in capsys.readouterr().out
+    assert "| size 10 |" in capsys.readouterr().out
 
 
 def test_two_patterns_without_noise_are_recalled(idx: Path, run: Run) -> None:
     flags = ["--noises", "0.0", "--noise_size=2", "--sizes", "2", "--seeds=3", "--beta=10", "--steps=3"]
     found = run("memory", *memory_flags(idx), *flags)
     for row in found["rows"]:
-        if row["sweep"] == "noise":
+        if row["sweep"] == "noise" and row["normalizer"] != MEAN:
             assert row["success"] == [1.0, 1.0, 1.0]
+    found = run("memory", *memory_flags(idx), *flags, "--threshold=-1")
+    assert not any(sum(row["success"]) for row in found["rows"])
+
+
+def test_upper_half_and_the_mean(run: Run) -> None:
+    recipe = importlib.import_module("memory")
+    images = torch.arange(1.0, 13).view(2, 1, 3, 2)
+    assert recipe.upper_half(images).tolist() == [[[[1, 2], [3, 4], [0, 0]]], [[[7, 8], [9, 10], [0, 0]]]]
+    means = recipe.retrieve(MEAN, images, images, 1.0, 1)
+    assert means.tolist() == [[[[4, 5], [6, 7], [8, 9]]]] * 2
 
 
 def test_parquet(tmp_path: Path, run: Run) -> None:
@@ -112,7 +128,7 @@ def test_parquet(tmp_path: Path, run: Run) -> None:
     found, numbers = importlib.import_module("images").read_images(tmp_path, "train")
     torch.testing.assert_close(found, torch.from_numpy(images)[:, None].expand(-1, 3, -1, -1) / 255)
     assert numbers.tolist() == labels.tolist()
-    assert len(run("memory", *memory_flags(tmp_path))["rows"]) == 6 * len(NORMALIZERS)
+    assert len(run("memory", *memory_flags(tmp_path))["rows"]) == 6 * (len(NORMALIZERS) + 1)
 
 
 def test_refusals(idx: Path, tmp_path: Path, run: Run) -> None:
@@ -132,8 +148,8 @@ def test_multiple_instance(idx: Path, run: Run, capsys: pytest.CaptureFixture[st
     assert cells == [(task, 3, name) for task in ("bits", "mnist") for name in NORMALIZERS]
     for row in found["rows"]:
         assert len(row["accuracy"]) == 2
-        assert len(row["loss"]) == 8
-        assert row["loss"][-1] < row["loss"][0]
+        assert [len(curve) for curve in row["loss"]] == [8, 8]
+        assert all(curve[-1] < curve[0] for curve in row["loss"])
         assert row["mean"] == pytest.approx(sum(row["accuracy"]) / 2)
     easy = [row["mean"] for row in found["rows"] if row["task"] == "mnist" and row["normalizer"] == "outeffhop"]
     assert min(easy) > 0.8  # a bright column at one of four places is no puzzle

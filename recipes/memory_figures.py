@@ -1,0 +1,35 @@
+"""What the recipes of memories and bags share: means and deviations, tables, and what they write."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict
+from typing import Any
+
+from matplotlib.figure import Figure
+
+STYLES = ("-", "--", "-.", ":", (0, (5, 5)))  # curves that lie on each other are still seen
+
+
+def spread(values: list[float]) -> tuple[float, float]:
+    """Mean and standard deviation."""
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def table(names: list[str], found: dict[str, list[list[float]]]) -> str:
+    """Percent, what was asked for down, normalisers across."""
+    lines = [f"| | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
+    for asked, values in found.items():
+        cells = (f"{100 * mean:.1f} ± {100 * deviation:.1f}" for mean, deviation in map(spread, values))
+        lines.append(f"| {asked} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write(rows: list[dict[str, Any]], options: Any, **pictures: Figure) -> None:
+    """The pictures, the first with the figures beside it: NAME.json and NAME.png in `options.out`."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, picture in pictures.items():
+        picture.savefig(options.out / f"{name}.png", dpi=150)
+    content = json.dumps({"options": asdict(options), "rows": rows}, indent=1, default=lambda path: path.name)
+    (options.out / f"{next(iter(pictures))}.json").write_text(content + "\n", encoding="utf-8")
