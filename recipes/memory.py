@@ -27,7 +27,7 @@ from transformers import HfArgumentParser
 
 from hf_attn_swap.memory import NORMALIZERS, HopfieldRetrieval
 
-MEAN = "mean image"
+MEAN, MEASURED = "mean image", ("success", "nearest", "error")
 
 
 @dataclass(kw_only=True)
@@ -76,17 +76,19 @@ def measure(images: Tensor, options: Options) -> list[dict[str, Any]]:
         asked += [("noise", sigma, some, (some + sigma * noise).abs().clamp(0, 1), steps) for sigma in options.noises]
         asked += [("steps", count, some, upper_half(some), count) for count in options.more_steps]
         for (sweep, value, stored, queries, count), name in product(asked, options.columns):
-            errors = (retrieve(name, queries, stored, options.beta, count) - stored).square().flatten(1).sum(1)
-            row = rows.setdefault((sweep, float(value), name), {"success": [], "error": []})
-            row["success"].append((errors <= options.threshold).float().mean().item())
-            row["error"].append(errors.mean().item())
+            found = retrieve(name, queries, stored, options.beta, count)
+            errors = torch.cdist(found.flatten(1), stored.flatten(1)).square()  # rows: what was asked for
+            row = rows.setdefault((sweep, float(value), name), {key: [] for key in MEASURED})
+            row["success"].append((errors.diag() <= options.threshold).float().mean().item())
+            row["nearest"].append((errors.diag() <= errors.min(1).values).float().mean().item())
+            row["error"].append(errors.diag().mean().item())
     return [{"sweep": sweep, "value": value, "normalizer": name, **row} for (sweep, value, name), row in rows.items()]
 
 
 def curves(rows: list[dict[str, Any]], options: Options) -> Figure:
-    figure = Figure(figsize=(12, 6), layout="constrained")
-    for place, (measured, sweep) in enumerate(product(("success", "error"), ("size", "noise", "steps"))):
-        axes = figure.add_subplot(2, 3, place + 1, xlabel=sweep, ylabel=measured)
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    for place, (measured, sweep) in enumerate(product(MEASURED, ("size", "noise", "steps"))):
+        axes = figure.add_subplot(3, 3, place + 1, xlabel=sweep, ylabel=measured)
         for name, style in zip(options.columns, cycle(STYLES), strict=False):
             picked = [row for row in rows if (row["sweep"], row["normalizer"]) == (sweep, name)]
             centre, width = zip(*(spread(row[measured]) for row in picked), strict=True)

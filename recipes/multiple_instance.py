@@ -4,7 +4,7 @@
 
 "bits": half of the bags hold one of a few signal patterns of random bits among others that are none (Ramsauer et al.,
 2020; Hu et al., 2023). "mnist": half hold one image of a digit among others. Figures: accuracy on new bags after the
-last epoch, and each epoch's training loss. OutEffHop, section 4.3, names the task and prints no figures; sizes are small.
+last epoch, and each epoch's training loss. OutEffHop, section 4.3, names the task and prints no figures; sizes: small.
 Axes: B bag, N instance, P its numbers, S image or bit pattern.
 """
 

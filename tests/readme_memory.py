@@ -17,7 +17,7 @@ SHOWN = {
 
 
 def recall_table() -> str:
-    """Images recalled, percent and the standard deviation of the draws, from `recipes/memory.py`."""
+    """Shares within the threshold / nearest to what was asked for, in percent, from `recipes/memory.py`."""
     studies = [json.loads(path.read_text("utf-8")) for path in sorted(FIGURES.glob("memory-*.json"))]
     names = [*studies[0]["options"]["normalizers"], "mean image"]
     lines = [f"| images | β | asked for | {' | '.join(names)} |", "|---|---|---|" + "---|" * len(names)]
@@ -25,8 +25,8 @@ def recall_table() -> str:
         options = study["options"]
         for (sweep, value), asked in SHOWN.items():
             rows = (row for row in study["rows"] if (row["sweep"], row["value"]) == (sweep, value))
-            found = {row["normalizer"]: row["success"] for row in rows}
-            cells = _cells([found[name] for name in names])
+            found = {row["normalizer"]: (row["success"], row["nearest"]) for row in rows}
+            cells = " | ".join(" / ".join(_figure(each, 0) for each in found[name]) for name in names)
             lines.append(f"| {options['dataset']} | {options['beta']:g} | {asked} | {cells} |")
     return "\n".join(lines)
 
@@ -38,9 +38,11 @@ def bags_table() -> str:
     lines = [f"| bags | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
     found = {(row["task"], row["bag_size"], row["normalizer"]): row["accuracy"] for row in study["rows"]}
     for task, size in dict.fromkeys(key[:2] for key in found):
-        lines.append(f"| {task}, {size} per bag | {_cells([found[task, size, name] for name in names])} |")
+        lines.append(
+            f"| {task}, {size} per bag | {' | '.join(_figure(found[task, size, name], 1) for name in names)} |"
+        )
     return "\n".join(lines)
 
 
-def _cells(found: list[list[float]]) -> str:
-    return " | ".join(f"{100 * statistics.mean(each):.1f} ± {100 * statistics.stdev(each):.1f}" for each in found)
+def _figure(values: list[float], digits: int) -> str:
+    return f"{100 * statistics.mean(values):.{digits}f} ± {100 * statistics.stdev(values):.{digits}f}"

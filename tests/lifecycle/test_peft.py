@@ -77,6 +77,7 @@ def test_every_adapter_matters(name: str, variant: str, before: bool) -> None:
         unused = role == "output" and all(getattr(c, "keeps_projection", True) is False for c in parse(variant))
         assert torch.equal(forward(model, batch), untouched) == unused, role
         fill(model, path, 0.0)
+        assert torch.equal(forward(model, batch), untouched)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["lora_first", "swap_first"])

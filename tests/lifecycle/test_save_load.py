@@ -80,10 +80,11 @@ def test_fresh_process(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_compositions_and_options_in_a_fresh_process(name: str, tmp_path: Path) -> None:
-    cells = [*((pair, {}) for pair in PAIRS), *EXTRA_CELLS]
-    for cell in cells:
-        save(perturb(swap_in(fresh(name, torch.float32), cell[0], strength=0.3, **cell[1])), tmp_path / label(cell))
-    reload(tmp_path, [label(cell) for cell in cells])
+    cells = [*((pair, {}, 0.3) for pair in PAIRS), *((*cell, 1.0) for cell in EXTRA_CELLS)]
+    made = [label((variant, options)) for variant, options, _ in cells]
+    for folder, (variant, options, strength) in zip(made, cells, strict=True):
+        save(perturb(swap_in(fresh(name, torch.float32), variant, strength=strength, **options)), tmp_path / folder)
+    reload(tmp_path, made)
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

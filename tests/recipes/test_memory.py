@@ -91,13 +91,12 @@ def test_memory(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None
     for row in found["rows"]:
         assert len(row["success"]) == len(row["error"]) == 2
     for name in (*NORMALIZERS, MEAN):  # the last two sweeps begin with what the first has measured
-        same = [
-            rows[key][name_] for key in (("size", 10.0, name), ("steps", 1.0, name)) for name_ in ("success", "error")
-        ]
-        assert same[:2] == same[2:]
+        assert rows["size", 10.0, name] | {"sweep": "steps", "value": 1.0} == rows["steps", 1.0, name]
     assert rows["steps", 1.0, "softmax"]["error"] != rows["steps", 9.0, "softmax"]["error"]
     noiseless, noisy = (rows["noise", sigma, "softmax"] for sigma in (0.0, 3.0))
     assert max(noiseless["error"]) < min(noisy["error"])
+    assert min(noiseless["nearest"]) > max(noisy["nearest"])
+    assert rows["size", 10.0, MEAN]["nearest"] == pytest.approx([0.1, 0.1])
     assert "| size 10 |" in capsys.readouterr().out
 
 
