@@ -87,8 +87,12 @@ CLAIMS = (
     Claim(
         "BeliefFormer, section 5.2",
         "GPT-2 on 5 billion tokens: `belief_star` clearly better, `belief` slightly",
-        {name: f"gpt2-bytes-wikitext2-{name.replace('_', '-')}" for name in ("belief", "belief_star")},
-        "3 layers of width 96, 0.8 million bytes",
+        {
+            f"{name}, {shape}": f"{shape}-bytes-wikitext2-{name.replace('_', '-')}"
+            for shape in ("gpt2", "opt", "llama")
+            for name in ("belief", "belief_star")
+        },
+        "3 layers of width 96, 0.8 million bytes, perplexity per byte",
     ),
     Claim(
         "OutEffHop, Table 2",
