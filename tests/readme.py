@@ -15,7 +15,7 @@ from hf_attn_swap.results.parts import SCRATCH
 
 from .readme_memory import bags_table, recall_table
 from .readme_papers import claims_table
-from .readme_speed import compile_table, decode_table, operator_table, speed_table
+from .readme_speed import compile_table, decode_table, lra_table, operator_table, speed_table
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 FIGURES = Path(__file__).parents[1] / "recipes" / "figures"
@@ -189,6 +189,7 @@ TABLES = {
     "bags": bags_table,
     "speed": speed_table,
     "operator": operator_table,
+    "lra": lra_table,
     "decode": decode_table,
     "compile": compile_table,
 }

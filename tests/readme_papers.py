@@ -35,8 +35,9 @@ CLAIMS = (
         "SimpleTRON, Table 1",
         "IMDB, bytes, accuracy, the best of five seeds: softmax 64.27, `simple` 66.75, `simple_res` 66.65, "
         "`simple_resl` 66.71",
-        {name: f"bert-small-lra-text-{name.replace('_', '-')}" for name in ("simple", "simple_res", "simple_resl")},
-        "2 layers of width 64, 512 bytes, 400 steps of 16 (there: 4 of width 256, 4,000, 20,000 of 32)",
+        {name: f"bert-small-lra-text-{name.replace('_', '-')}" for name in ("simple", "simple_res", "simple_resl")}
+        | {f"simple_resl, {length} bytes": f"bert-small-lra-text-{length}-simple-resl" for length in (64, 256)},
+        "2 layers of width 64, 128 bytes, 2,000 steps of 32 (there: 4 of width 256, 4,000 bytes, 20,000 of 32)",
     ),
     Claim(
         "SimpleTRON, section 4",
@@ -69,7 +70,9 @@ CLAIMS = (
         "CIFAR-10 without residual connections, `mha` (softmax): 1 layer 65.4 (55.1), 2: 79.8 (63.7), "
         "4: 85.7 (57.4), 8: 80.3 (48.6), 12: 10 (10)",
         {layers(depth): f"vit-skip-free-{depth}-layers-cifar10-mha" for depth in (1, 2, 4, 8, 12)}
-        | {f"α = 0, {layers(depth)}": f"vit-skip-free-{depth}-layers-cifar10-mha-alpha-0" for depth in (1, 2, 4, 8)},
+        | {
+            f"α = 0, {layers(depth)}": f"vit-skip-free-{depth}-layers-cifar10-mha-alpha-0" for depth in (1, 2, 4, 8, 12)
+        },
         "width 96, 10,000 images, two epochs (there: ViT-Tiny)",
     ),
     Claim(

@@ -41,6 +41,20 @@ def operator_table() -> str:
     return "\n".join(lines)
 
 
+def lra_table() -> str:
+    """Time and memory of a training step against the length of a text, as ratios to stock, from `recipes/bench.py`."""
+    rows = json.loads((FIGURES / "bench-lra.json").read_text("utf-8"))["rows"]
+    lengths = sorted({row["tokens"] for row in rows})
+    titles = [f"{length:,} tokens, {title}" for length in lengths for title in ("training step", "peak memory")]
+    lines = [f"| attention | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
+    found = {(row["variant"], row["tokens"]): row for row in rows}
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        pairs = [(found[name, length], found["stock", length]) for length in lengths]
+        cells = [_ratio(row, first, kind) for row, first in pairs for kind in ("train", "peak_mb")]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def decode_table() -> str:
     """Milliseconds per decoded token against the context, from `recipes/bench.py --kinds=decode`."""
     rows = json.loads((FIGURES / "bench-decode.json").read_text("utf-8"))["rows"]

@@ -158,16 +158,16 @@ def test_a_missing_text_is_no_text(lra: Any) -> None:
 
 @pytest.mark.parametrize("name", ["lra_listops", "lra_text", "lra_matching", "lra_listops_small", "lra_text_small"])
 def test_shipped_configs(name: str, lra: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is understood, and the paper's have its peak learning rate, base / sqrt(warmup)."""
+    """Each is understood; the paper's have its schedule, with the peak learning rate base / sqrt(warmup)."""
     monkeypatch.setattr(sys, "argv", ["lra.py"])
     kinds = (lra.ModelArguments, lra.DataArguments, lra.RecipeArguments, TrainingArguments)
     model, rows, own, training = parse(kinds, [str(RECIPES / "configs" / f"{name}.yaml"), "--use_cpu", "true"])
     config = lra.scratch_config(model.model, own.config_overrides)
     assert config.hidden_size % config.num_attention_heads == 0
-    assert config.initializer_range == pytest.approx(config.hidden_size**-0.5, abs=1e-4)
-    assert training.lr_scheduler_type == "inverse_sqrt"
     assert len(rows.columns) == (2 if own.task == "matching" else 1)
     if not name.endswith("small"):
+        assert config.initializer_range == pytest.approx(config.hidden_size**-0.5, abs=1e-4)
+        assert training.lr_scheduler_type == "inverse_sqrt"
         base = 0.005 if own.task == "listops" else 0.05
         assert training.learning_rate == pytest.approx(base / training.warmup_steps**0.5, rel=1e-3)
         assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 32
