@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from images import read_images  # these two beside this recipe
 from matplotlib.figure import Figure
-from memory_figures import STYLES, spread, table, write
+from memory_figures import STYLES, spread, start, table, write
 from torch import Tensor
 from tqdm import tqdm
 from transformers import HfArgumentParser
@@ -126,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,9 +1,11 @@
-"""What the recipes of memories and bags share: means and deviations, tables, and what they write."""
+"""What the recipes of memories and bags share: means and deviations, tables, what they write, and their errors."""
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -33,3 +35,11 @@ def write(rows: list[dict[str, Any]], options: Any, **pictures: Figure) -> None:
         picture.savefig(options.out / f"{name}.png", dpi=150)
     content = json.dumps({"options": asdict(options), "rows": rows}, indent=1, default=lambda path: path.name)
     (options.out / f"{next(iter(pictures))}.json").write_text(content + "\n", encoding="utf-8")
+
+
+def start(main: Callable[[], None]) -> None:
+    """Runs it; what it refuses is one line."""
+    try:
+        main()
+    except (ValueError, OSError) as problem:
+        sys.exit(f"error: {' '.join(str(problem).split())}")

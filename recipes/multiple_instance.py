@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from images import read_images  # these two beside this recipe
 from matplotlib.figure import Figure
-from memory_figures import STYLES, spread, table, write
+from memory_figures import STYLES, spread, start, table, write
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import HfArgumentParser, set_seed
@@ -147,4 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -138,5 +138,5 @@ def _clear(run: RunResult) -> bool:
     """The interval of the difference leaves 0 out, and all seeds agree on its sign."""
     assert run.control is not None
     pairs = zip(run.converted.metrics[0].values, run.control.metrics[0].values, strict=True)
-    signs = {ours > theirs for ours, theirs in pairs}
+    signs = {(ours > theirs) - (ours < theirs) for ours, theirs in pairs}
     return run.difference is not None and not run.difference.low <= 0 <= run.difference.high and len(signs) == 1

@@ -41,7 +41,7 @@ def load_rows(source: str, config: str | None, split: str | None, column: str) -
     Raises:
         ValueError: a path, split or column that is not there, or no rows.
     """
-    if Path(source).is_file() or Path(source).suffix in READERS:
+    if Path(source).is_file() or (Path(source).suffix in READERS and not Path(source).is_dir()):
         rows = _file(source)
     else:
         found = _splits(source, config)

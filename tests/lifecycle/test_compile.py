@@ -14,9 +14,7 @@ from tests import zoo
 from tests.contract.harness import assert_same, batch_of, distance, forward, fresh, perturb, run_all
 
 FAMILIES = ("bert", "llama")  # fused blocks with LayerNorm, and grouped causal heads
-SMOKES = list(
-    {VARIANTS[name].places: name for name in reversed(list_variants())}.values()
-)  # one for each set of places
+SMOKES = list({VARIANTS[name].places: name for name in list_variants()}.values())  # one for each set of places
 
 
 @pytest.fixture(autouse=True)
@@ -70,18 +68,16 @@ def test_without_gradients_and_padded(name: str, variant: str) -> None:
     assert distance(forward(compiled(model), batch), forward(model, batch)) <= 3e-5
 
 
-@pytest.mark.parametrize(
-    "variant", [name if name in SMOKES else pytest.param(name, marks=pytest.mark.slow) for name in list_variants()]
-)
+@pytest.mark.parametrize("variant", list_variants())
 def test_a_schedule_recompiles_at_its_two_ends(variant: str) -> None:
     model = patch_model(fresh("bert", torch.float32, num_hidden_layers=1), variant, strength=0.0)
     batch = batch_of("bert", torch.float32)
     backend = CompileCounterWithBackend("eager")
     whole = compiled(model, backend)
     counts = []
-    for strength in (0.0, 0.1, 0.2, 0.5, 0.9, 1.0):
-        set_strength(model, strength)
+    for step in range(11):
+        set_strength(model, step / 10)
         got = forward(whole, batch)
         assert distance(got, forward(model, batch)) <= 3e-5
         counts.append(backend.frame_count)
-    assert counts == [1, 2, 2, 2, 2, 3]
+    assert counts == [1] + [2] * 9 + [3]

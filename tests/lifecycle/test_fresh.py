@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import transformers
 
 from hf_attn_swap import patch_model, set_strength
 from tests import zoo
-from tests.contract.cells import DEEP, DEFAULT_CELLS, FAMILY_NAMES, OPTION_CELLS, PAIRS, Cell, label, swap_in
+from tests.contract.cells import FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
 
 from .steps import ALL, auto_class, heads
@@ -31,17 +31,10 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize(
-    ("name", "cells"),
-    [
-        *((name, CELLS if name in DEEP else DEFAULT_CELLS) for name in FAMILY_NAMES),
-        *(pytest.param(name, CELLS, marks=pytest.mark.slow) for name in FAMILY_NAMES if name not in DEEP),
-    ],
-    ids=lambda value: value if isinstance(value, str) else str(len(value)),
-)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
 @pytest.mark.usefixtures("poisoned")
-def test_no_uninitialised_memory(name: str, cells: Sequence[Cell]) -> None:
-    for cell in cells:
+def test_no_uninitialised_memory(name: str) -> None:
+    for cell in CELLS:
         for dtype in (torch.float32, torch.bfloat16):
             model = swap_in(fresh(name, dtype), cell[0], strength=0.3, **cell[1])
             for swap in swaps(model):

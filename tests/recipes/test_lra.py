@@ -165,9 +165,10 @@ def test_shipped_configs(name: str, lra: Any, monkeypatch: pytest.MonkeyPatch) -
     config = lra.scratch_config(model.model, own.config_overrides)
     assert config.hidden_size % config.num_attention_heads == 0
     assert len(rows.columns) == (2 if own.task == "matching" else 1)
-    if not name.endswith("small"):
+    if name != "lra_text_small":  # does not learn with the paper's schedule in so few steps
         assert config.initializer_range == pytest.approx(config.hidden_size**-0.5, abs=1e-4)
         assert training.lr_scheduler_type == "inverse_sqrt"
+    if not name.endswith("small"):
         base = 0.005 if own.task == "listops" else 0.05
         assert training.learning_rate == pytest.approx(base / training.warmup_steps**0.5, rel=1e-3)
         assert training.per_device_train_batch_size * training.gradient_accumulation_steps == 32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,20 @@ def test_refusals(idx: Path, tmp_path: Path, run: Run) -> None:
         run("memory", f"--dataset={tmp_path}")
     with pytest.raises(ValueError, match="choose bits, or mnist with --dataset"):
         run("multiple_instance", "--tasks", "mnist")
+
+
+def test_what_is_refused_is_one_line(idx: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, flags, message in (
+        (
+            "memory",
+            [f"--dataset={idx}", "--sizes", "5", "--noise_size=5", "--normalizers", "sofmax"],
+            "choose one of out",
+        ),
+        ("multiple_instance", ["--tasks", "mnist"], "choose bits, or mnist with --dataset"),
+    ):
+        monkeypatch.setattr(sys, "argv", [name, *flags])
+        with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+            runpy.run_path(str(RECIPES / f"{name}.py"), run_name="__main__")
 
 
 def test_multiple_instance(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:

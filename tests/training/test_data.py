@@ -109,3 +109,10 @@ def test_arguments_refused(arguments: dict[str, Any], message: str) -> None:
 def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
     with pytest.raises(ValueError, match=r"there is no file 'data/ETTh1\.csv'"):
         load_rows("data/ETTh1.csv", None, None, "date")
+
+
+def test_a_folder_may_be_called_like_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "rows.parquet"  # as Spark writes
+    folder.mkdir()
+    Dataset.from_dict({"text": ["a", "b"]}).to_parquet(str(folder / "part-0.parquet"))
+    assert load_rows(str(folder), None, "train", "text")["text"][:] == ["a", "b"]
