@@ -76,7 +76,7 @@ test-matrix: .venv-oldest/.installed .venv-newest/.installed
 	.venv-oldest/bin/python tests/matrix/cross_load.py load "$$work/newest"
 
 bench: $(VENV)/.installed
-	$(VENV)/bin/python recipes/bench.py $(BENCH_ARGS)
+	$(VENV)/bin/python benchmarks/bench.py $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv .venv-oldest .venv-newest .mypy_cache .ruff_cache .pytest_cache

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from .core.swap import Swap
 from .families import sites
-from .install import installation_of, model_root
-from .swap import Swap
+from .wiring.install import installation_of, model_root
 
 HEADER = ("layer", "module", "attention", "strength", "options", "parameters", "runs")
 

@@ -14,14 +14,14 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import seam
-from .calibration import check_fit
+from .core.calibration import check_fit
+from .core.registry import Options, parse, parse_options
+from .core.swap import Swap
 from .families import sites
-from .install import ATTRIBUTE, VERSION, Installation
 from .patch import build_swap, check_strength
-from .registry import Options, parse, parse_options
-from .swap import Swap
 from .variants.base import Variant
+from .wiring import seam
+from .wiring.install import ATTRIBUTE, VERSION, Installation
 
 ABSENT = object()
 LIMIT = 100_000  # no model has more attention modules; a larger count is a damaged file

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .blocks import BLOCKS, Block
+from .core.registry import Options, parse, parse_options
+from .core.swap import Swap
 from .families import Site, sites
-from .install import Installation, installation_of, model_root
-from .registry import Options, parse, parse_options
-from .swap import Swap
 from .variants.base import Variant
+from .wiring.blocks import BLOCKS, Block
+from .wiring.install import Installation, installation_of, model_root
 
 M = TypeVar("M", bound=nn.Module)
 

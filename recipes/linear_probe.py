@@ -22,8 +22,8 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding, TrainingArguments
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.arguments import parse_layers
 from hf_attn_swap.conversion import calibrate
+from hf_attn_swap.core.typed import parse_layers
 from hf_attn_swap.training import ConversionArguments, DataArguments, ModelArguments, load_splits, parse
 from hf_attn_swap.training.metrics import paired_interval, scores
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
+from docs.tables import written
 from hf_attn_swap.variants.base import VARIANTS
-
-from .readme import written
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 

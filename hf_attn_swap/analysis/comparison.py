@@ -15,10 +15,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..conversion import calibrate
+from ..core.registry import parse, parse_options
 from ..describe import describe
-from ..install import installation_of
 from ..patch import need_installation, patch_model, set_strength
-from ..registry import parse, parse_options
+from ..wiring.install import installation_of
 from .inputs import Batch, Inputs
 from .record import record
 from .recording import Recording

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..call import Carried
+from ..core.call import Carried
+from ..core.swap import Swap
 from ..families import Site, sites
-from ..install import layer_of
-from ..swap import Swap
+from ..wiring.install import layer_of
 from . import metrics
 from .recording import Activation, Layer, Recording
 from .watched import watched

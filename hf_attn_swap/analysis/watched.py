@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from ..install import installation_of, model_root
+from ..core.registry import parse, parse_options
 from ..patch import build_swap, patch_model, swappable, unpatch_model
-from ..registry import parse, parse_options
+from ..wiring.install import installation_of, model_root
 
 CONTROL = "softmax"
 

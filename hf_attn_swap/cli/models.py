@@ -11,11 +11,11 @@ import typer
 from rich.table import Table
 
 from .. import describe, list_variants
-from ..arguments import parse_layers, parse_options
-from ..card import render, table
-from ..hub import push_folder
-from ..registry import get_variant
-from ..results import RunResult
+from ..core.registry import get_variant
+from ..core.typed import parse_layers, parse_options
+from ..publish.card import render, table
+from ..publish.hub import push_folder
+from ..publish.results import RunResult
 from .app import app, console, notify
 
 
@@ -54,7 +54,7 @@ def patch(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
 ) -> None:
     """Load a pretrained model, swap its attention, and save it with its tokenizer or image processor."""
-    from ..checkpoint import convert
+    from ..publish.checkpoint import convert
 
     fresh = convert(
         model,
@@ -78,7 +78,7 @@ def describe_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what is swapped in a saved model, or what could be in a stock one; reads the config, not the weights."""
-    from ..checkpoint import skeleton
+    from ..publish.checkpoint import skeleton
 
     notify(f"reading the config of {model}")
     description = describe(skeleton(model, task))

@@ -8,7 +8,7 @@ from typing import Annotated
 import transformers
 import typer
 
-from ..arguments import parse_options
+from ..core.typed import parse_options
 from ..demo.options import DEFAULT_VARIANTS, DemoOptions
 from .app import app, console, notify
 
@@ -74,7 +74,7 @@ def report(
     """What a swap does to a model: outliers, token similarity, entropy, attention maps, beside the unswapped one."""
     from ..analysis.comparison import compare
     from ..analysis.inputs import prepare
-    from ..checkpoint import model_class, read_config
+    from ..publish.checkpoint import model_class, read_config
     from ..training import load_rows
 
     chosen = parse_options(option or [], composed="+" in (variant or ""))

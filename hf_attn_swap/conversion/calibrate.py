@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..calibration import check_fit
-from ..call import Call
-from ..install import Installation
+from ..core.calibration import check_fit
+from ..core.call import Call
+from ..core.registry import parse, parse_options
 from ..patch import build_swap, need_installation, swappable
-from ..registry import parse, parse_options
+from ..wiring.install import Installation
 from .batches import Batch, as_batches, forward, token_mask
 from .moments import Moments
 from .report import CalibrationReport, LayerFit

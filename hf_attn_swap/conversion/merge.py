@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..calibration import Calibration
+from ..core.calibration import Calibration
+from ..core.swap import Swap
 from ..families import Site
 from ..patch import need_installation, swappable
-from ..swap import Swap
 from .target import output_matrix
 
 M = TypeVar("M", bound=nn.Module)

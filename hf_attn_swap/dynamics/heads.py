@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..families import Site, sites
-from ..install import model_root
+from ..wiring.install import model_root
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..install import model_root
+from ..wiring.install import model_root
 
 
 def random_tokens(

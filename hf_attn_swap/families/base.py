@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..call import Geometry
+from ..core.call import Geometry
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..call import Geometry
+from ..core.call import Geometry
 from .base import Family
 
 CROSS = ("crossattention", "cross_attn", "encoder_attn", "encdecattention")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..call import Call, FusedSoftmax, Hidden, Inputs
+from ..core.call import Call, FusedSoftmax, Hidden, Inputs
 from . import hopfield
 
 LONG = 4096  # tokens from which on H is not held: for 12 heads it would take 800 MB per layer

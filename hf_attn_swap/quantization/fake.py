@@ -20,8 +20,8 @@ from tqdm.auto import tqdm
 
 from ..analysis.watched import watched
 from ..conversion.batches import as_batches, forward
+from ..core.swap import Swap
 from ..families import sites
-from ..swap import Swap
 from .places import is_matmul, is_norm, quantizable
 from .points import Point, Quantized
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from ..install import model_root
+from ..wiring.install import model_root
 from .places import quantizable
 
 M = TypeVar("M", bound=nn.Module)

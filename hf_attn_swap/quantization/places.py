@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..swap import Swap
+from ..core.swap import Swap
 
 
 def quantizable(root: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
-from ..arguments import parse_layers
-from ..calibration import check_fit
-from ..registry import parse as parse_variant
-from ..registry import parse_options
+from ..core.calibration import check_fit
+from ..core.registry import parse as parse_variant
+from ..core.registry import parse_options
+from ..core.typed import parse_layers
 
 CONTROL = "softmax"
 

@@ -12,8 +12,8 @@ from typing import Any
 import transformers
 from transformers import TrainingArguments
 
-from ..hub import push_folder
-from ..results import RESULTS_FILE, RunResult
+from ..publish.hub import push_folder
+from ..publish.results import RESULTS_FILE, RunResult
 from .arguments import CONTROL, ConversionArguments, DataArguments, ModelArguments, parse
 from .publish import About, publish
 from .run import TRAINED, Task, run

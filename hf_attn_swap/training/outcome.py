@@ -13,7 +13,7 @@ import transformers
 from transformers import TrainingArguments
 
 from .. import __version__
-from ..results.record import Record, read_record
+from ..publish.results.record import Record, read_record
 
 OUTCOME_FILE = "outcome.json"
 

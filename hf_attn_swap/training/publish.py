@@ -9,9 +9,19 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from ..card import render
-from ..results import RESULTS_FILE, BaseModel, Budget, DataSet, Interval, Measured, Metric, RunResult, read_swaps
-from ..results.parts import SCRATCH
+from ..publish.card import render
+from ..publish.results import (
+    RESULTS_FILE,
+    BaseModel,
+    Budget,
+    DataSet,
+    Interval,
+    Measured,
+    Metric,
+    RunResult,
+    read_swaps,
+)
+from ..publish.results.parts import SCRATCH
 from .arguments import DataArguments, ModelArguments
 from .metrics import LOWER_IS_BETTER, OUTLIERS, paired_interval
 from .outcome import Outcome

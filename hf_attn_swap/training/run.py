@@ -16,9 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel, SchedulerType, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from .. import patch_model
-from ..arguments import parse_layers
 from ..conversion import AttentionTransferTrainer, StrengthSchedule, calibrate
 from ..conversion.parts import part_of
+from ..core.typed import parse_layers
 from ..patch import set_strength
 from .arguments import CONTROL, ConversionArguments, ModelArguments
 from .metrics import scores

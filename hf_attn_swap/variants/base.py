@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..call import Call, FusedSoftmax, Geometry, Inputs, Strength, Three
+from ..core.call import Call, FusedSoftmax, Geometry, Inputs, Strength, Three
 
 PLACES = ("scores", "normaliser", "weights", "read", "write")
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..call import Call, Geometry
+from ..core.call import Call, Geometry
 from ..functional import belief_projection
 from .base import Variant, mix, register, unset_linear
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..call import Call
+from ..core.call import Call
 from ..functional import check_clip, clip
 from .base import Variant, in_dtype, register
 

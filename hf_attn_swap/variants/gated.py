@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..call import Call, Geometry
+from ..core.call import Call, Geometry
 from .base import Variant, register, unset_linear
 
 KINDS = ("linear", "mlp", "all_features", "per_head")

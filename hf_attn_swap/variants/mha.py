@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..call import Call, FusedSoftmax, Hidden, Inputs
+from ..core.call import Call, FusedSoftmax, Hidden, Inputs
 from ..functional import hopfield_scores
 from ..kernels import carried
 from .base import Variant, in_dtype, mix, register

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
-from ..call import Call, FusedSoftmax, Inputs, Three
+from ..core.call import Call, FusedSoftmax, Inputs, Three
 from ..kernels import softmax_n
 from .base import Variant, register
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Call, Geometry, Three
+from ..core.call import Call, Geometry, Three
 from ..functional import simple_attention
 from .base import Variant, mix, register
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..core.call import Call
 from ..functional import entmax15, sparsemax
 from .base import Variant, mix, register
 

@@ -12,10 +12,10 @@ import yaml
 from huggingface_hub import ModelCard
 
 from hf_attn_swap import list_variants
-from hf_attn_swap.card import bare_card, layers_text, number, render, table, validate
-from hf_attn_swap.citations import bibtex
-from hf_attn_swap.registry import get_variant
-from hf_attn_swap.results import RESULTS_FILE, AppliedSwap, RunResult
+from hf_attn_swap.core.registry import get_variant
+from hf_attn_swap.publish.card import bare_card, layers_text, number, render, table, validate
+from hf_attn_swap.publish.citations import bibtex
+from hf_attn_swap.publish.results import RESULTS_FILE, AppliedSwap, RunResult
 
 from ..results.examples import BELIEF, full, measured, result, sparse
 

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 import hf_attn_swap
 from hf_attn_swap import checkpoint, cli, list_variants
-from hf_attn_swap.registry import get_variant
+from hf_attn_swap.core.registry import get_variant
 
 from .conftest import Outcome
 

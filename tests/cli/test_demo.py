@@ -10,11 +10,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from hf_attn_swap.core.registry import parse
 from hf_attn_swap.demo import data, measure, report
 from hf_attn_swap.demo.options import DEFAULT_VARIANTS, DemoOptions
 from hf_attn_swap.demo.reload import CHECK_FILE, check
 from hf_attn_swap.demo.run import run_demo
-from hf_attn_swap.registry import parse
 
 from .conftest import Outcome
 

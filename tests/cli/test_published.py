@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.card import render, validate
 from hf_attn_swap.demo.data import Sentences
 from hf_attn_swap.demo.options import DemoOptions
 from hf_attn_swap.demo.published import demo_result
 from hf_attn_swap.demo.report import Row
-from hf_attn_swap.results import RunResult
+from hf_attn_swap.publish.card import render, validate
+from hf_attn_swap.publish.results import RunResult
 from tests import zoo
 
 

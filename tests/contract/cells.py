@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap.core.registry import parse
 from hf_attn_swap.families import FAMILIES
-from hf_attn_swap.registry import parse
 from hf_attn_swap.variants.base import VARIANTS
 
 FAMILY_NAMES = tuple(sorted(family.name for family in FAMILIES.values()))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_attn_swap import compute, describe
+from hf_attn_swap import describe
+from hf_attn_swap.core import compute
 from tests import zoo
 
 from .cells import EVERY, FAMILY_NAMES, GRID, Cell, is_linear, over, swap_in
@@ -59,7 +60,7 @@ def force_reference(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(1)
         return attend(places, inputs, call, sdpa, True)
 
-    monkeypatch.setattr("hf_attn_swap.swap.attend", readable)
+    monkeypatch.setattr("hf_attn_swap.core.swap.attend", readable)
     return seen
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
-from hf_attn_swap.cache import CROPPED, LinearState
+from hf_attn_swap.wiring.cache import CROPPED, LinearState
 from tests import zoo
 
 from .cells import is_linear

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_attn_swap import describe, functional, patch_model, set_strength, unpatch_model
-from hf_attn_swap.call import Geometry
+from hf_attn_swap.core.call import Geometry
 from hf_attn_swap.variants.base import PLACES, VARIANTS
 
 from .cells import PAIRS, SINGLES, choices, composes

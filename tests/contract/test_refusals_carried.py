@@ -105,8 +105,8 @@ def test_layer_without_its_model() -> None:
 
 
 def test_layer_without_the_one_below() -> None:
-    from hf_attn_swap.call import Carried
-    from hf_attn_swap.seam import CARRIED
+    from hf_attn_swap.core.call import Carried
+    from hf_attn_swap.wiring.seam import CARRIED
 
     with refused("scores of carrying layer 0 are missing", "run alone"):
         layer_alone(patch_model(fresh("bert"), "mha"), 1, **{CARRIED: Carried()})

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
-from hf_attn_swap.swap import Swap
+from hf_attn_swap.core.swap import Swap
 from tests import zoo
 from tests.contract.harness import (
     assert_same,

@@ -15,7 +15,7 @@ from huggingface_hub.utils import disable_progress_bars
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedModel, pipeline
 
 import hf_attn_swap
-from hf_attn_swap.hub import from_pretrained, push, push_folder
+from hf_attn_swap.publish.hub import from_pretrained, push, push_folder
 
 from .. import zoo
 

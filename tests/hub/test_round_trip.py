@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_attn_swap.card import validate
+from hf_attn_swap.publish.card import validate
 
 from ..results.examples import BELIEF, full
 from .client import RemoteError

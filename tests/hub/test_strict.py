@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertForMaskedLM, BertModel
 
 import hf_attn_swap
-from hf_attn_swap.hub import from_pretrained, push, push_folder
+from hf_attn_swap.publish.hub import from_pretrained, push, push_folder
 
 from .. import zoo
 

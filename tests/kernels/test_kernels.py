@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, library
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.call import Call, Inputs
+from hf_attn_swap.core.call import Call, Inputs
 from hf_attn_swap.functional import linear, simple_attention, softmax_n
 from hf_attn_swap.kernels import carried, hopfield
 from hf_attn_swap.kernels import linear as blocks

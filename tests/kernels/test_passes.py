@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.call import Inputs
+from hf_attn_swap.core.call import Inputs
 from hf_attn_swap.kernels import carried, hopfield
 from hf_attn_swap.kernels import softmax_n as kernel
 from tests import zoo

@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import BertForSequenceClassification, TrainingArguments
 
 import hf_attn_swap
-from hf_attn_swap.results import RunResult
+from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import DataArguments, parse
 from tests.training.test_run import RECIPES, pytestmark, recipe  # noqa: F401  # skips without recipes/
 

@@ -18,7 +18,7 @@ import yaml
 from transformers import PatchTSTForPrediction, Trainer, TrainingArguments
 
 import hf_attn_swap
-from hf_attn_swap.results import RunResult
+from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import ModelArguments
 
 ROOT = Path(hf_attn_swap.__file__).parent.parent

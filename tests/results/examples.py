@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from hf_attn_swap.results import RunResult
+from hf_attn_swap.publish.results import RunResult
 
 BELIEF = {"name": "belief", "formula": "Y - (<Y, V> / <V, V>) V", "paper": "BeliefFormer, eq. 10", "options": {}}
 OUTEFFHOP = {

@@ -15,7 +15,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from hf_attn_swap import list_variants, patch_model
-from hf_attn_swap.results import Metric, RunResult, applied_swaps
+from hf_attn_swap.publish.results import Metric, RunResult, applied_swaps
 
 from .examples import FULL, full, metric, result, sparse
 

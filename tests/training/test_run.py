@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import hf_attn_swap
-from hf_attn_swap.results import RunResult
+from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import parse
 from hf_attn_swap.training.arguments import ConversionArguments, ModelArguments
 

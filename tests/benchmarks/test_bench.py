@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "recipes" / "bench.py"
+BENCH = Path(__file__).parents[2] / "benchmarks" / "bench.py"
 SMALL = ("--width=64", "--layers=1", "--rounds=1", "--threads=1")
 KINDS = {"forward", "train", "prefill", "decode"}
-pytestmark = pytest.mark.skipif(not BENCH.exists(), reason="recipes/ is not next to the installed package")
+pytestmark = pytest.mark.skipif(not BENCH.exists(), reason="benchmarks/ is not next to the installed package")
 
 
 def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

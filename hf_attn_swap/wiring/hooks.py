@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call, Carried
+from ..core.swap import STOCK, Swap
 from .cache import LinearState
-from .call import Call, Carried
 from .seam import CACHES, CALL, CARRIED, LAYER, NAME, swap_of
-from .swap import STOCK, Swap
 
 
 def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

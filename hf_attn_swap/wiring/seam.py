@@ -15,10 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from .call import Call, Carried, Inputs
-from .compute import Places, reference
-from .swap import STOCK, Swap
-from .variants.base import VARIANTS
+from ..core.call import Call, Carried, Inputs
+from ..core.compute import Places, reference
+from ..core.swap import STOCK, Swap
+from ..variants.base import VARIANTS
 
 NAME = "hf_attn_swap"
 CALL, CARRIED, LAYER = "attn_swap_call", "attn_swap_carried", "attn_swap_layer"

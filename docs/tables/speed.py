@@ -1,4 +1,4 @@
-"""README's tables of speed and memory, made from what the benchmarks wrote under `recipes/figures`."""
+"""README's tables of speed and memory, made from what the benchmarks wrote under `benchmarks/figures`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-FIGURES = Path(__file__).parents[1] / "recipes" / "figures"
+FIGURES = Path(__file__).parents[2] / "benchmarks" / "figures"
 
 
 def speed_table() -> str:
-    """Ratios of whole models to stock, one column per shape and kind, from `recipes/bench.py`."""
+    """Ratios of whole models to stock, one column per shape and kind, from `benchmarks/bench.py`."""
     rows = json.loads((FIGURES / "bench-bert.json").read_text("utf-8"))["rows"]
     kinds = {"forward": "forward", "train": "training step", "peak_mb": "peak memory"}
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
@@ -25,7 +25,7 @@ def speed_table() -> str:
 
 
 def operator_table() -> str:
-    """The attention operator alone against SDPA, from `recipes/bench_operator.py`; slopes where they were fitted."""
+    """The attention operator alone against SDPA, from `benchmarks/bench_operator.py`; slopes where they were fitted."""
     lines = ["| length | attention | forward | forward and backward | peak memory |", "|---|---|---|---|---|"]
     for path in sorted(FIGURES.glob("bench-operator*.json")):
         study = json.loads(path.read_text("utf-8"))
@@ -42,7 +42,7 @@ def operator_table() -> str:
 
 
 def lra_table() -> str:
-    """Time and memory of a training step against the length of a text, as ratios to stock, from `recipes/bench.py`."""
+    """Time and memory of a training step against the length of a text, as ratios to stock: `benchmarks/bench.py`."""
     rows = json.loads((FIGURES / "bench-lra.json").read_text("utf-8"))["rows"]
     lengths = sorted({row["tokens"] for row in rows})
     titles = [f"{length:,} tokens, {title}" for length in lengths for title in ("training step", "peak memory")]
@@ -56,7 +56,7 @@ def lra_table() -> str:
 
 
 def decode_table() -> str:
-    """Milliseconds per decoded token against the context, from `recipes/bench.py --kinds=decode`."""
+    """Milliseconds per decoded token against the context, from `benchmarks/bench.py --kinds=decode`."""
     rows = json.loads((FIGURES / "bench-decode.json").read_text("utf-8"))["rows"]
     lengths = sorted({row["tokens"] for row in rows})
     lines = [f"| attention | {' | '.join(f'{n:,} tokens' for n in lengths)} |", "|---|" + "---|" * len(lengths)]

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
 from transformers import PreTrainedModel
 
+from ...loading import read_block
 from ..card import bare_card, render
-from ..loading import read_block
 from ..results import RESULTS_FILE, AppliedSwap, RunResult
 from ..results.from_model import read_swaps
 

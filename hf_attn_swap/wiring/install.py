@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..core.swap import Swap
+from ..families import Site, sites, stock_class
 from . import hooks, seam
 from .blocks import BLOCKS, swapped_class
-from .families import Site, sites, stock_class
-from .swap import Swap
 
 ATTRIBUTE = "attn_swap_installation"
 VERSION = 1

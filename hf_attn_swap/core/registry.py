@@ -8,8 +8,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from . import variants  # noqa: F401  # registers every variant
-from .variants.base import VARIANTS, Variant
+from .. import variants  # noqa: F401  # registers every variant
+from ..variants.base import VARIANTS, Variant
 
 Options = dict[str, dict[str, Any]]
 LARGEST = 1e12  # of a number as an option: not-a-number and infinity fail the comparison too

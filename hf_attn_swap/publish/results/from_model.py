@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..registry import get_variant
+from ...core.registry import get_variant
 from .parts import AppliedSwap, Component
 
 

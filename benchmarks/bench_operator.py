@@ -1,4 +1,4 @@
-"""The attention operator alone, on plain tensors: `python recipes/bench_operator.py --out operator.json`.
+"""The attention operator alone, on plain tensors: `python benchmarks/bench_operator.py --out operator.json`.
 
 Forward, and forward with backward, against the length, in rounds interleaved with SDPA's; short lengths repeat within a
 round. Ratios are medians over rounds with a bootstrap 95 % interval, slopes those of log time in log length, memory the

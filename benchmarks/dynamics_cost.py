@@ -1,6 +1,6 @@
 """What a simulation costs: seconds for 200 RK4 steps against tokens n and width d, beside a loop over particles.
 
-    python recipes/dynamics_cost.py --figures recipes/figures/dynamics_cost.json
+    python benchmarks/dynamics_cost.py --figures benchmarks/figures/dynamics_cost.json
 
 Random heads of width d / heads, value matrices of the identity, float64. The loop computes each token's softmax and
 step by itself, as the published code does; it is timed over a few evaluations and checked to give the same velocity.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hf_attn_swap.results import RunResult
+from hf_attn_swap.publish.results import RunResult
 
 
 @dataclass(frozen=True)

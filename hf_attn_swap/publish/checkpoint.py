@@ -12,8 +12,8 @@ import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .patch import patch_model
-from .registry import parse, parse_options
+from ..core.registry import parse, parse_options
+from ..patch import patch_model
 
 # Copied as they are: no tokenizer or processor class needs to load, and nothing in them changes.
 PREPROCESSOR_FILES = (

@@ -14,7 +14,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..loading import read_block
+from ...loading import read_block
 
 LOADED = ("config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
 DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "revision", "token")

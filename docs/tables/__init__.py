@@ -1,4 +1,4 @@
-"""README's tables, made from what they are about: `python -m tests.readme` puts them there."""
+"""README's tables, made from what they are about: `python -m docs.tables` puts them there."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from hf_attn_swap import list_variants
-from hf_attn_swap.registry import get_variant
-from hf_attn_swap.results import RESULTS_FILE, Metric, RunResult
-from hf_attn_swap.results.parts import SCRATCH
+from hf_attn_swap.core.registry import get_variant
+from hf_attn_swap.publish.results import RESULTS_FILE, Metric, RunResult
+from hf_attn_swap.publish.results.parts import SCRATCH
 
-from .readme_memory import bags_table, recall_table
-from .readme_papers import claims_table
-from .readme_speed import compile_table, decode_table, lra_table, operator_table, speed_table
+from .memory import bags_table, recall_table
+from .papers import claims_table
+from .speed import compile_table, decode_table, lra_table, operator_table, speed_table
 
-CARDS = Path(__file__).parents[1] / "model_cards"
-FIGURES = Path(__file__).parents[1] / "recipes" / "figures"
+CARDS = Path(__file__).parents[2] / "model_cards"
+FIGURES = Path(__file__).parents[2] / "recipes" / "figures"
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "figures"
 SHOWN_LAYERS = (1, 2, 3, 4, 8, 12)
 STEPS = (
     ("Calibrated: gain", "gain"),
@@ -166,7 +167,7 @@ def report_table() -> str:
 
 def cost_table() -> str:
     """Seconds of a simulation against tokens and width."""
-    study = json.loads((FIGURES / "dynamics_cost.json").read_text("utf-8"))
+    study = json.loads((MEASURED / "dynamics_cost.json").read_text("utf-8"))
     lines = ["| tokens | width | seconds | loop over particles | times faster |", "|---|---|---|---|---|"]
     for row in study["rows"]:
         ratio = row["loop_seconds"] / row["seconds"]
@@ -238,8 +239,3 @@ def written(text: str) -> str:
         words = "\n".join(line for line in body.splitlines() if not line.startswith("|")).strip("\n")
         text = f"{head}{start}{table()}\n" + (f"\n{words}\n" if words else "") + end + tail
     return text
-
-
-if __name__ == "__main__":
-    readme = CARDS.parent / "README.md"
-    readme.write_text(written(readme.read_text("utf-8")), encoding="utf-8")

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-BENCH = Path(__file__).parents[2] / "recipes" / "bench_operator.py"
+BENCH = Path(__file__).parents[2] / "benchmarks" / "bench_operator.py"
 OWN = ("sdpa", "eager", "softmax_1", "softmax_1 published", "simple")
 SMALL = ("--heads=2", "--width=16", "--rounds=1", "--threads=1")
-pytestmark = pytest.mark.skipif(not BENCH.exists(), reason="recipes/ is not next to the installed package")
+pytestmark = pytest.mark.skipif(not BENCH.exists(), reason="benchmarks/ is not next to the installed package")
 
 
 @pytest.fixture

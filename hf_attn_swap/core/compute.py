@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..variants.base import Variant
 from .call import Call, FusedSoftmax, Inputs
-from .variants.base import Variant
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Time and memory of every variant against the stock SDPA model, in one interleaved run: `python recipes/bench.py`.
+"""Time and memory of every variant against the stock SDPA model, in one interleaved run: `python benchmarks/bench.py`.
 
 Whole layers of the real width of BERT-base, GPT-2, a Llama and ViT-S (`bench_models.py`). Kinds of pass: "forward",
 "train" (forward and backward) and, for causal models, "prefill" (forward, filling a cache) and "decode" (one token onto

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..variants.base import Variant, mix
 from .calibration import Calibration
 from .call import Call, Carried, FusedSoftmax, Geometry, Inputs
 from .compute import Places, attend
 from .registry import Options, build_options
-from .variants.base import Variant, mix
 
 STOCK = "attn_swap_stock"  # True in the keyword arguments of an attention module: run it as if it were not swapped
 

@@ -6,7 +6,7 @@ import json
 import statistics
 from pathlib import Path
 
-FIGURES = Path(__file__).parents[1] / "recipes" / "figures"
+FIGURES = Path(__file__).parents[2] / "recipes" / "figures"
 SHOWN = {
     ("size", 10.0): "upper half, 10 stored",
     ("size", 100.0): "upper half, 100 stored",

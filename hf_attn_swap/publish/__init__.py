@@ -1,0 +1,1 @@
+"""What is published: results, cards, citations, whole checkpoints, the Hub."""
