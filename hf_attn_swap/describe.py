@@ -6,10 +6,13 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
+import torch
 from torch import nn
 
-from .core.swap import Swap
-from .families import sites
+from .core.swap import Phase, Swap
+from .families import Site, sites
+from .kernels.dispatch import Form, Setting
+from .patch import placement
 from .wiring.install import installation_of, model_root
 
 HEADER = ("layer", "module", "attention", "strength", "options", "parameters", "runs")
@@ -86,14 +89,37 @@ def describe(model: nn.Module, /) -> Description:
                 strength=None if swap is None else swap.strength,
                 options={} if swap is None else swap.options,
                 parameters=0 if swap is None else sum(p.numel() for p in swap.parameters()),
-                runs=_runs(site.refused, site.cross) if swap is None else swap.path(),
+                runs=_stock(site) if swap is None else _swapped(site, swap),
             )
         )
         count += site.usable
     return Description(model=type(root).__name__, rows=tuple(rows))
 
 
-def _runs(refused: str | None, cross: bool) -> str:
-    if refused is not None:
-        return f"stock; cannot be swapped: {refused}"
-    return "stock (cross-attention)" if cross else "stock"
+def _stock(site: Site) -> str:
+    if site.refused is not None:
+        return f"stock; cannot be swapped: {site.refused}"
+    return "stock (cross-attention)" if site.cross else "stock"
+
+
+def _swapped(site: Site, swap: Swap) -> str:
+    """The form that runs with the module's device and dtype, in words, and what follows the heads."""
+    device, dtype = placement(site.container)
+    setting = Setting(
+        device=device.type if device is not None else "cpu",
+        dtypes=(dtype or torch.float32,),
+        between=swap.phase == Phase.BETWEEN,
+        uniform=swap.wiring is None or swap.wiring.uniform,
+    )
+    form = swap.form(setting)
+    if form is Form.STOCK:
+        return str(form.value)
+    parts: list[str] = [form.value]
+    if form is Form.REFERENCE:
+        explicit = [variant.name for variant in swap.variants if variant.explicit]
+        parts = [f"reference ({', '.join(explicit)} needs the weights)" if explicit else "reference (explicit scores)"]
+    parts += [f"then {variant.follows}" for variant in swap.variants if variant.follows]
+    words = ", ".join(parts)
+    if swap.calibration is not None:
+        return f"{words}; calibrated ({swap.calibration.fit})"
+    return words if swap.merged is None else f"{words}; calibrated ({swap.merged}, merged)"

@@ -21,13 +21,35 @@ from .families import sites
 from .patch import build_swap, check_strength
 from .variants.base import Variant
 from .wiring import seam
-from .wiring.install import ATTRIBUTE, VERSION, Installation
+from .wiring.install import ATTRIBUTE, VERSION, VERSION_WITH_MODULES, Installation, Record
 
 ABSENT = object()
 LIMIT = 100_000  # no model has more attention modules; a larger count is a damaged file
 LONGEST = 400  # characters of an error: what is damaged may be long
 KEYS = {"variant", "layers", "options", "strength"}
-Planned = tuple[tuple[type[Variant], ...], Options, list[int], float, str | None, bool]
+OPTIONAL_KEYS = {"calibration", "modules"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One entry of the block: equal swaps in some layers.
+
+    Attributes:
+        classes, options, layers, strength: as `patch_model` takes them; layers count over the whole model.
+        modules: the pattern that chose the layers, or None.
+        fit: of the calibration, or None without one.
+        merged: True if the calibration is in the weights.
+    """
+
+    classes: tuple[type[Variant], ...]
+    options: Options
+    layers: list[int]
+    strength: float
+    modules: str | None
+    fit: str | None
+    merged: bool
+
+
 Plan = list[Planned]
 
 
@@ -37,14 +59,15 @@ def read_block(block: Any) -> tuple[int, Plan]:
     Raises:
         ValueError: anything in it is missing, unknown, of the wrong type or out of range, or it is newer than us.
     """
-    if isinstance(block, dict) and _whole(block.get("version")) and block["version"] > VERSION:
+    newest = VERSION_WITH_MODULES
+    if isinstance(block, dict) and _whole(block.get("version")) and block["version"] > newest:
         raise ValueError(
             f"attn_swap: this checkpoint has version {block['version']} and was made by a newer hf_attn_swap (this one "
-            f"reads version {VERSION}); upgrade with pip install -U hf-attn-swap."
+            f"reads versions up to {newest}); upgrade with pip install -U hf-attn-swap."
         )
     _keys(block, {"version", "modules", "swaps"}, "the block")
-    if not _whole(block["version"]) or block["version"] != VERSION:
-        raise _damaged(f"version must be {VERSION}, got {block['version']!r}")
+    if not _whole(block["version"]) or not VERSION <= block["version"] <= newest:
+        raise _damaged(f"version must be a whole number from {VERSION} to {newest}, got {block['version']!r}")
     modules, swaps = block["modules"], block["swaps"]
     if not _whole(modules) or not 0 < modules <= LIMIT:
         raise _damaged(f"modules must be a positive whole number, got {modules!r}")
@@ -53,14 +76,15 @@ def read_block(block: Any) -> tuple[int, Plan]:
     plan, seen = [], set[int]()
     for entry in swaps:
         plan.append(_read_swap(entry, modules))
-        if seen & set(plan[-1][2]):
+        if seen & set(plan[-1].layers):
             raise _damaged("a layer is swapped twice")
-        seen |= set(plan[-1][2])
+        seen |= set(plan[-1].layers)
     return modules, plan
 
 
 def _read_swap(entry: Any, modules: int) -> Planned:
-    _keys(entry, KEYS | ({"calibration"} if isinstance(entry, dict) and "calibration" in entry else set()), "a swap")
+    given = set(entry) if isinstance(entry, dict) else set()
+    _keys(entry, KEYS | (OPTIONAL_KEYS & given), "a swap")
     layers, options = entry["layers"], entry["options"]
     if not isinstance(layers, list) or not layers or not all(_whole(i) and 0 <= i < modules for i in layers):
         raise _damaged(f"layers must be whole numbers from 0 to {modules - 1}")
@@ -75,9 +99,21 @@ def _read_swap(entry: Any, modules: int) -> Planned:
             )
         chosen = parse_options(classes, options if len(classes) > 1 else options[classes[0].name])
         strength = check_strength(entry["strength"])
-        return classes, chosen, layers, strength, *_read_calibration(entry, strength)
+        fit, merged = _read_calibration(entry, strength)
     except ValueError as problem:
         raise problem if str(problem).startswith("attn_swap:") else _damaged(str(problem)) from None
+    pattern = entry.get("modules")
+    if "modules" in entry and (not isinstance(pattern, str) or not 0 < len(pattern) <= LONGEST):
+        raise _damaged(f"modules must be a pattern of module paths, got {pattern!r}")
+    return Planned(
+        classes=classes,
+        options=chosen,
+        layers=layers,
+        strength=strength,
+        modules=pattern,
+        fit=fit,
+        merged=merged,
+    )
 
 
 def _read_calibration(entry: dict[str, Any], strength: float) -> tuple[str | None, bool]:
@@ -120,18 +156,17 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
             f"this checkpoint was converted with hf_attn_swap and cannot run with "
             f"attn_implementation={model.config._attn_implementation!r}; leave that argument out."
         )
-    installation = Installation.start(model, model, loaded=True)
-    for classes, options, layers, strength, fit, merged in plan:
-        for index in layers:
-            swap = build_swap(usable[index], classes, options, index)
-            swap.strength = strength
-            if merged:
-                swap.merged = fit
-            elif fit is not None:
-                swap.calibrate(fit, next(usable[index].container.parameters()))
-            usable[index].core.attn_swap = swap
-    installation.wire()
-    installation.refresh()
+    swaps = {}
+    for planned in plan:
+        for index in planned.layers:
+            swap = build_swap(usable[index], planned.classes, planned.options, index)
+            swap.strength, swap.selection = planned.strength, planned.modules
+            if planned.merged:
+                swap.merged = planned.fit
+            elif planned.fit is not None:
+                swap.calibrate(planned.fit, next(usable[index].container.parameters()))
+            swaps[index] = swap
+    Installation.start(model, model, loaded=True).put(swaps)
 
 
 def _check_loaded(model: nn.Module, info: dict[str, Any], where: str) -> None:
@@ -165,9 +200,10 @@ def _wrap_post_init() -> None:
         block = self.config.__dict__.get("attn_swap", ABSENT)
         if block is not ABSENT:  # inner models have rebuilt theirs; the layers are counted over the outermost
             for module in list(self.modules()):
-                if isinstance(inner := module.__dict__.get(ATTRIBUTE), Installation):
+                if isinstance(inner := module.__dict__.get(ATTRIBUTE), Record):
                     inner.loaded = False
-                    inner.remove()
+                    assert isinstance(module, PreTrainedModel)
+                    Installation(module, inner).remove()
         original(self)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         if block is not ABSENT:
             _rebuild(self, block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ def patch_model(
     /,
     *,
     layers: int | Iterable[int] | None = None,
+    modules: str | None = None,
     strength: float = 1.0,
     **options: Any,
 ) -> M:
@@ -34,8 +36,10 @@ def patch_model(
     Args:
         model: a `PreTrainedModel`, or a wrapper that holds one (PEFT). It gets its own copy of its config.
         variant: a name of `list_variants()`, or a composition such as "outeffhop+gated".
-        layers: which swappable self-attention modules, counted in module order over the whole model, cross-attention
-            not counted; None means all. Other layers keep what they have; on the same layers the last call wins.
+        layers: which swappable self-attention modules, counted in module order, cross-attention not counted; None
+            means all. Other layers keep what they have; on the same layers the last call wins.
+        modules: swap only inside these modules, for example "language_model" in a vision-language model: a dotted
+            part of the module's path, or a regular expression for one. `layers` then counts inside them.
         strength: 0 is the pretrained model, 1 the paper's formula; `set_strength` moves it.
         options: of the variant; for a composition, one dict per component.
 
@@ -52,13 +56,15 @@ def patch_model(
     root = model_root(model)
     installation = installation_of(root)
     usable = swappable(root)
-    indices = check_layers(layers, len(usable))
+    indices = choose_layers(usable, layers, modules)
     swaps = {index: build_swap(usable[index], classes, chosen, index) for index in indices}
+    for swap in swaps.values():
+        swap.strength, swap.selection = strength, modules
     if installation is not None:
         installation.refuse_merged("patched again", indices)
-    if installation is None:
+    else:
         installation = Installation.start(model, root)
-    _attach(installation, usable, swaps, strength)
+    installation.put(swaps)
     _warn_user(root, swaps.values())
     return model
 
@@ -71,12 +77,16 @@ def unpatch_model(model: M, /) -> M:
     """
     installation = need_installation(model)
     installation.refuse_merged("unpatched")
-    installation.remove()
+    installation.remove(model)
     return model
 
 
-def set_strength(model: M, strength: float, /, *, layers: int | Iterable[int] | None = None) -> M:
+def set_strength(
+    model: M, strength: float, /, *, layers: int | Iterable[int] | None = None, modules: str | None = None
+) -> M:
     """Set the strength of swapped layers (None: all of them), 0 the pretrained model, 1 the paper's formula.
+
+    `layers` and `modules` choose as in `patch_model`.
 
     Raises:
         ValueError: not between 0 and 1, a model that is not patched, a layer that is not swapped, or one whose
@@ -85,10 +95,12 @@ def set_strength(model: M, strength: float, /, *, layers: int | Iterable[int] | 
     strength = check_strength(strength)
     installation = need_installation(model)
     swapped = installation.swaps()
+    indices = choose_layers(swappable(installation.root), layers, modules)
     if layers is None:
-        indices = sorted(swapped)
+        indices = [index for index in indices if index in swapped]
+        if not indices:
+            raise ValueError(f"no swapped layer lies in modules={modules!r}; swapped are layers {sorted(swapped)}.")
     else:
-        indices = check_layers(layers, len(swappable(installation.root)))
         if missing := [index for index in indices if index not in swapped]:
             raise ValueError(f"layers {missing} are not swapped; swapped are {sorted(swapped)}.")
     if strength != 1:
@@ -110,14 +122,6 @@ def need_installation(model: nn.Module) -> Installation:
     if installation is None:
         raise ValueError("this model is not patched; call patch_model on it first.")
     return installation
-
-
-def _attach(installation: Installation, usable: list[Site], swaps: dict[int, Swap], strength: float) -> None:
-    for index, swap in swaps.items():
-        swap.strength = strength
-        usable[index].core.attn_swap = swap
-    installation.wire()
-    installation.refresh()
 
 
 def swappable(root: nn.Module) -> list[Site]:
@@ -158,14 +162,48 @@ def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options,
             f"{site.path}: {'+'.join(swap.names)} acts after W_o, which {type(site.core).__name__} leaves to a module "
             "around it that we do not know; use a variant that changes only what comes before W_o."
         )
-    like = next((p for p in site.container.parameters() if p.is_floating_point()), None)
-    if like is not None:
-        swap.to(device=like.device, dtype=like.dtype)
-    if like is None or not like.is_meta:
+    device, dtype = placement(site.container)
+    swap.to(device=device, dtype=dtype)
+    if device is None or device.type != "meta":
         generator = torch.Generator().manual_seed(index)
         for variant in swap.variants:
             variant.reset(generator)
     return swap.train(site.core.training)
+
+
+def placement(container: nn.Module) -> tuple[torch.device | None, torch.dtype | None]:
+    """Device and floating-point dtype for new parameters beside those of `container`; None where it has none.
+
+    Weights in 4 bits are integers: there the dtype is that of the module's buffers or of its config.
+    """
+    tensors = [*container.parameters(), *container.buffers()]
+    device = tensors[0].device if tensors else None
+    dtype = next((each.dtype for each in tensors if each.is_floating_point()), None)
+    if dtype is None:
+        named = (getattr(getattr(each, "config", None), "dtype", None) for each in container.modules())
+        dtype = next((each for each in named if isinstance(each, torch.dtype)), None)
+    return device, dtype
+
+
+def choose_layers(usable: list[Site], layers: int | Iterable[int] | None, modules: str | None) -> list[int]:
+    """Sorted numbers of the chosen modules among `usable`; with `modules`, `layers` counts inside the chosen ones.
+
+    Raises:
+        ValueError: `modules` is no pattern or fits no module, or `layers` is wrong (see `check_layers`).
+    """
+    if modules is None:
+        return check_layers(layers, len(usable))
+    if not isinstance(modules, str) or not modules:
+        raise ValueError(f"modules must be a part of a module path such as 'language_model', got {modules!r}.")
+    try:
+        pattern = re.compile(rf"(^|\.)(?:{modules})(\.|$)")
+    except re.error as problem:
+        raise ValueError(f"modules={modules!r} is no regular expression ({problem}).") from None
+    inside = [index for index, site in enumerate(usable) if pattern.search(site.path)]
+    if not inside:
+        starts = sorted({re.split(r"\.\d", site.path)[0] for site in usable})
+        raise ValueError(f"modules={modules!r} fits no swappable attention module; they lie in {', '.join(starts)}.")
+    return [inside[index] for index in check_layers(layers, len(inside))]
 
 
 def check_strength(strength: Any) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..core.call import Carried
 from ..core.swap import Swap
 from ..families import Site, sites
-from ..wiring.install import layer_of
+from ..wiring.plan import layer_of
 from . import metrics
 from .recording import Activation, Layer, Recording
 from .watched import watched
@@ -153,7 +153,7 @@ class _Recorder:
             if call.state is not None and call.state.get_seq_length() > 0:
                 return  # the keys before are gone, and products are no probabilities
             own = copy.copy(call)
-            own.kept, own.state = {}, None
+            own.kept, own.state = None, None
             if call.carried is not None:
                 scores = {order: value.clone() for order, value in call.carried.scores.items()}
                 own.carried = Carried(scores=scores, raw=dict(call.carried.raw))

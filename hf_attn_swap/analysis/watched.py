@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..core.registry import parse, parse_options
+from ..core.swap import Phase
 from ..patch import build_swap, patch_model, swappable, unpatch_model
 from ..wiring.install import installation_of, model_root
 
@@ -47,20 +48,7 @@ def _ordinary_where_off(root: Any) -> Iterator[None]:
     assert installation is not None
     classes = parse(CONTROL)
     usable, swapped = swappable(root), installation.swaps()
-    quiet = [index for index in range(len(usable)) if index not in swapped or swapped[index][0].phase == "off"]
-    before = {index: getattr(usable[index].core, "attn_swap", None) for index in quiet}
-    try:
-        for index in quiet:
-            usable[index].core.__dict__.pop("attn_swap", None)
-            usable[index].core.attn_swap = build_swap(usable[index], classes, parse_options(classes, {}), index)
-        if quiet:
-            installation.wire()
+    quiet = [index for index in range(len(usable)) if index not in swapped or swapped[index][0].phase == Phase.OFF]
+    ordinary = {index: build_swap(usable[index], classes, parse_options(classes, {}), index) for index in quiet}
+    with installation.temporarily(ordinary):
         yield
-    finally:
-        for index, child in before.items():
-            del usable[index].core.attn_swap
-            if child is not None:
-                usable[index].core.attn_swap = child
-        if quiet:
-            installation.wire()
-            installation.refresh()

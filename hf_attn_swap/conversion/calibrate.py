@@ -153,24 +153,23 @@ def _source_in_place(model: nn.Module, installation: Installation, targets: dict
     Afterwards it is as it was, with the old calibrations if something failed.
     """
     training = [module for module in model.modules() if module.training]
-    before = [(target, target.swap.strength, target.swap.calibration) for target in targets.values()]
+    before = [(target.swap, target.swap.strength, target.swap.calibration) for target in targets.values()]
     try:
         model.eval()
-        for target, _, _ in before:
-            target.swap.calibration = None
-            target.swap.set_strength(1.0)
-            target.site.core.attn_swap = target.source
-        installation.wire()
-        yield
+        with installation.temporarily({index: target.source for index, target in targets.items()}):
+            for swap, _, _ in before:
+                swap.calibration = None
+                swap.set_strength(1.0)
+            try:
+                yield
+            finally:
+                for swap, strength, _ in before:
+                    swap.strength = strength
     except BaseException:
-        for target, _, calibration in before:
-            target.swap.calibration = calibration
+        for swap, _, calibration in before:
+            swap.calibration = calibration
+        installation.refresh()
         raise
     finally:
-        for target, strength, _ in before:
-            target.swap.strength = strength
-            target.site.core.attn_swap = target.swap
-        installation.wire()
-        installation.refresh()
         for module in training:
             module.training = True

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import Trainer, TrainingArguments
 
-from ..core.swap import STOCK
+from ..core.swap import STOCK, Phase
 from ..families import Site
 from ..patch import need_installation, swappable
 from ..wiring.install import Installation
@@ -122,7 +122,7 @@ def _swapped(installation: Installation) -> list[Site]:
     for index, swaps in installation.swaps().items():
         if swaps[0].merged is not None:
             raise ValueError(f"layer {index}: its calibration was merged, so the original attention is gone.")
-        if swaps[0].phase == "off":
+        if swaps[0].phase == Phase.OFF:
             raise ValueError(
                 f"layer {index} is at strength 0, the original itself; call set_strength(model, 1.0) first."
             )

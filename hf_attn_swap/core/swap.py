@@ -6,25 +6,59 @@ Axes: B batch, L token, H head, Q query, K key, D head width, E model width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.dispatch import Form, Setting
 from ..variants.base import Variant, mix
 from .calibration import Calibration
 from .call import Call, Carried, FusedSoftmax, Geometry, Inputs
-from .compute import Places, attend
+from .compute import Places, attend, ordinary, replaced
 from .registry import Options, build_options
 
 STOCK = "attn_swap_stock"  # True in the keyword arguments of an attention module: run it as if it were not swapped
 
 
+class Phase(str, Enum):
+    """Where the strength is: all that code may branch on, so that a compiler sees three cases."""
+
+    OFF = "off"
+    BETWEEN = "between"
+    FULL = "full"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """Where one swap sits in its model.
+
+    Attributes:
+        order: place among the layers that carry scores; None for a shared module, which counts its calls.
+        last: True for the last of these layers.
+        uniform: True if all layers of the model are under the same masks.
+        cache_position: of the cache among the container's positional arguments, or None.
+        mask_position: likewise of the attention mask.
+        dropout_path: of the hidden dropout behind W_o, from the container, or None.
+        folded_path: of W_o from the container, or of W_v from the core where the variant has no W_o, or None.
+    """
+
+    order: int | None = 0
+    last: bool = False
+    uniform: bool = False
+    cache_position: int | None = None
+    mask_position: int | None = None
+    dropout_path: str | None = None
+    folded_path: str | None = None
+
+
 class Swap(nn.Module):
     """The child `attn_swap` of a swapped attention module: its variants, their parameters, and the strength.
 
-    The Python float `strength` is the truth; the fp32 buffer mirrors it for the computation, and `phase`
-    ("off", "between", "full") is all that code branches on.
+    The Python float `strength` is the truth; the fp32 buffer `strength_value` mirrors the float for the computation,
+    and `phase` is all that code branches on. `wiring` is None while the swap is in no model.
     """
 
     strength_value: Tensor
@@ -34,16 +68,11 @@ class Swap(nn.Module):
         super().__init__()
         self.names = tuple(cls.name for cls in classes)
         self.geometry = geometry
-        self.order: int | None = 0  # place among the layers that carry scores; None counts calls
-        self.last = False  # of those layers
-        self.uniform = False  # all layers of the model are under the same masks
-        self.cache_position: int | None = None  # of the cache among the container's positional arguments
-        self.mask_position: int | None = None  # likewise of the attention mask
-        self.dropout_path: str | None = None  # of the hidden dropout behind W_o, from the container
-        self.folded_path: str | None = None  # of W_o from the container, or of W_v from the core without W_o
-        self.fresh = True
+        self.wiring: Wiring | None = None
+        self.fresh = True  # no training step and no checkpoint has moved the new parameters
         self.merged: str | None = None  # the fit that was folded into the weights
-        self.strength, self.phase = 1.0, "full"
+        self.selection: str | None = None  # the `modules` argument that chose this layer
+        self.strength, self.phase = 1.0, Phase.FULL
         self.options = options
         for cls in classes:
             self.add_module(cls.name, cls(build_options(cls, options[cls.name]), geometry))
@@ -92,8 +121,9 @@ class Swap(nn.Module):
         Raises:
             ValueError: a shared module is computed again after the pass.
         """
-        if self.order is not None or carried is None:
-            return self.order or 0
+        order = self.wiring.order if self.wiring is not None else 0
+        if order is not None or carried is None:
+            return order or 0
         if carried.closed and self.carries:
             raise ValueError(
                 "a module that serves several layers was computed again after the pass (activation checkpointing): "
@@ -106,8 +136,12 @@ class Swap(nn.Module):
     def spec(self) -> dict[str, Any]:
         """What config.json says of this layer: variant, options and strength."""
         spec = {"variant": "+".join(self.names), "options": self.options, "strength": self.strength}
+        if self.selection is not None:
+            spec["modules"] = self.selection
         fit = self.calibration.fit if self.calibration is not None else self.merged
-        return spec if fit is None else {**spec, "calibration": {"fit": fit, "merged": self.calibration is None}}
+        if fit is not None:
+            spec["calibration"] = {"fit": fit, "merged": self.calibration is None}
+        return spec
 
     def calibrate(self, fit: str, like: Tensor) -> Calibration:
         """Put a neutral calibration in, on the device and in the dtype of `like`."""
@@ -117,7 +151,12 @@ class Swap(nn.Module):
     def set_strength(self, strength: float, *, never_off: bool = False) -> None:
         """Set s; `never_off` keeps the layer computing at s = 0, for a neighbour that reads its scores."""
         self.strength = float(strength)
-        self.phase = "full" if strength == 1 else "off" if strength == 0 and not never_off else "between"
+        if strength == 1:
+            self.phase = Phase.FULL
+        elif strength == 0 and not never_off:
+            self.phase = Phase.OFF
+        else:
+            self.phase = Phase.BETWEEN
         self.refill()
 
     def refill(self) -> None:
@@ -136,39 +175,40 @@ class Swap(nn.Module):
         self, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Heads (B,Q,H,D) as W_o is given them, and the weights (B,H,Q,K) where wanted."""
-        call.strength = 1.0 if self.phase == "full" else self.strength_value
+        call.exact_strength = 1.0 if self.phase == Phase.FULL else self.strength_value
         call.value = inputs.value
         places = self.places()
+        if places.replacement is not None:
+            return self._replaced(places.replacement, inputs, call, sdpa, want_weights)
         heads, weights = attend(places, inputs, call, sdpa, want_weights)
-        heads = heads if call.tap is None else call.tap("context", heads)
-        if self.calibration is not None and places.replacement is not None:
-            heads = self.calibration(heads)  # the variant's branch alone: `read` mixes it with the ordinary one
+        heads = call.tapped("context", heads)
         reader = self.at("read")
-        heads = reader.read(heads, call) if reader is not None else heads
-        if self.calibration is not None and places.replacement is None:
-            heads = mix(heads, self.calibration(heads), call.strength)
+        if reader is not None:
+            heads = reader.read(heads, call.hand(heads.dtype))
+        if self.calibration is not None:
+            heads = mix(heads, self.calibration(heads), call.hand(heads.dtype).strength)
         return heads, weights
+
+    def _replaced(
+        self, variant: Variant, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same for a variant without scores; the calibration belongs to the variant's heads alone."""
+        heads, weights = replaced(variant, inputs, call, want_weights)
+        heads = call.tapped("context", heads)
+        if self.calibration is not None:
+            heads = self.calibration(heads)
+        call.hand(heads.dtype)
+        if call.between:
+            return variant.read_between(ordinary(inputs, sdpa), heads, call), weights
+        return variant.read(heads, call), weights
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         """What comes after W_o."""
         for variant in self.variants:
             if variant.writes:
-                out_BLE = variant.write(out_BLE, call)
+                out_BLE = variant.write(out_BLE, call.hand(out_BLE.dtype))
         return out_BLE
 
-    def path(self) -> str:
-        """How this layer runs when nothing forces the reference, in words."""
-        if self.phase == "off":
-            return "stock"
-        fit = f"; calibrated ({self.calibration.fit})" if self.calibration is not None else ""
-        fit = f"; calibrated ({self.merged}, merged)" if self.merged is not None else fit
-        return self._form() + fit
-
-    def _form(self) -> str:
-        explicit = [variant.name for variant in self.variants if variant.explicit]
-        if explicit:
-            return f"reference ({', '.join(explicit)} needs the weights)"
-        if self.carries and (self.phase == "between" or self.at("normaliser") is not None):
-            return "reference (explicit scores)"
-        runs = [variant.runs for variant in self.variants]
-        return next((words for words in runs if words.startswith("reference")), "; ".join(runs))
+    def form(self, setting: Setting) -> Form:
+        """The form that computes this layer's heads in this setting."""
+        return Form.STOCK if self.phase == Phase.OFF else self.places().form(setting)

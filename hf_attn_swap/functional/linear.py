@@ -1,11 +1,14 @@
-"""Attention without softmax, linear in length. Axes: B batch, H head, Q query, K key, D head width, N chunk."""
+"""Attention without softmax, linear in the length.
+
+A_t = L_t^(-1/2) q_t sum_i k_i v_i^T over the L_t keys that query t may see. SimpleTRON (2021), section 3.
+Axes: B batch, H head, Q query, K key, D head width, N chunk, C token of a chunk.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from ..kernels.linear import causal_linear
+from torch.nn.functional import pad
 
 Past = tuple[Tensor, Tensor, Tensor]  # what came before the keys: sum k^T v (B,H,D,D), real keys (B,), all keys (1,)
 CHUNK = 128  # queries per block of the causal form; any value gives the same result
@@ -22,6 +25,8 @@ def simple_attention(
     past: Past | None = None,
 ) -> Tensor:
     """SimpleTRON attention, linear in length: A = L^(-1/2) q (k^T v), no softmax and no 1/sqrt(D).
+
+    Sums are accumulated in fp32 at least, and the factor is applied before the result is rounded to the dtype of q.
 
     Args:
         q: (B,H,Q,D).
@@ -40,40 +45,74 @@ def simple_attention(
 
     Source: SimpleTRON (2021), section 3; the causal form and the true length are ours.
     """
+    factor_BQ = length_factor(q, k, causal=causal, key_mask=key_mask, length=length, past=past)
+    k = masked_keys(k, key_mask)
+    queries, keys, values = (each.to(wide(each)) for each in (q, k, v))
+    if causal:
+        behind = keys.shape[2] - queries.shape[2]
+        state = state_before(keys, values, behind, past)
+        mixed = _causal(queries, keys[:, :, behind:], values[:, :, behind:], state)
+    else:
+        mixed = queries @ (keys.transpose(2, 3) @ values)
+    return mixed.mul_(factor_BQ[:, None, :, None].to(mixed.dtype)).to(q.dtype)
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """The dtype in which sums over `tensor` are accumulated: fp32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def length_factor(
+    q: Tensor, k: Tensor, *, causal: bool, key_mask: Tensor | None, length: str, past: Past | None
+) -> Tensor:
+    """L^(-1/2) for each query, (B,Q) or with axes of size 1, in fp32 at least; the arguments of `simple_attention`.
+
+    Raises:
+        ValueError: as `simple_attention`.
+    """
     if length not in ("true", "fixed"):
         raise ValueError(f"length must be 'true' or 'fixed', got {length!r}.")
     queries, keys = q.shape[2], k.shape[2]
     if causal and queries > keys:
         raise ValueError(f"causal simple attention needs at least as many keys as queries, got {keys} < {queries}.")
-    if key_mask is not None:
-        k = k.masked_fill(~key_mask[:, None, :, None], 0)
-    counted = key_mask if key_mask is not None and length == "true" else k.new_ones(1, keys, dtype=torch.bool)
-    if not causal:
-        visible_BQ = counted.sum(-1, keepdim=True)
-        mixed = q @ (k.transpose(2, 3) @ v)
+    if key_mask is not None and length == "true":
+        counted_BK = key_mask
     else:
-        visible_BQ = counted.cumsum(-1)[:, keys - queries :]
-        mixed = _causal_linear(q, k, v)
-        if past is not None:
-            state_BHDD, real_B, all_1 = past
-            visible_BQ = visible_BQ + (real_B if length == "true" else all_1)[:, None]
-            mixed = mixed + (q.to(state_BHDD.dtype) @ state_BHDD).to(mixed.dtype)
-    return mixed.mul_(visible_BQ.clamp_min(1).to(mixed.dtype).rsqrt()[:, None, :, None])
+        counted_BK = k.new_ones(1, keys, dtype=torch.bool)
+    if causal:
+        visible_BQ = counted_BK.cumsum(-1)[:, keys - queries :]
+    else:
+        visible_BQ = counted_BK.sum(-1, keepdim=True)
+    if causal and past is not None:
+        _, real_B, all_1 = past
+        visible_BQ = visible_BQ + (real_B if length == "true" else all_1)[:, None]
+    return visible_BQ.clamp_min(1).to(wide(q)).rsqrt()
 
 
-def _causal_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q_t sum_{i <= t + K - Q} k_i v_i^T in blocks: quadratic inside a block, a running state between them."""
-    queries, past = q.shape[2], k.shape[2] - q.shape[2]
-    state = k[:, :, :past].transpose(2, 3) @ v[:, :, :past]
-    k, v = k[:, :, past:], v[:, :, past:]
-    if queries > CHUNK and q.device.type == "cpu" and q.dtype == k.dtype == v.dtype:
-        return torch.as_tensor(causal_linear(q, k, v, state))
+def masked_keys(k: Tensor, key_mask: Tensor | None) -> Tensor:
+    """The keys with zeros in place of padding."""
+    return k if key_mask is None else k.masked_fill(~key_mask[:, None, :, None], 0)
+
+
+def state_before(k: Tensor, v: Tensor, behind: int, past: Past | None) -> Tensor:
+    """Sum of k^T v over the first `behind` keys and over what came before all keys: (B,H,D,D), fp32 at least."""
+    state = k[:, :, :behind].transpose(2, 3).to(wide(k)) @ v[:, :, :behind].to(wide(v))
+    return state if past is None else state + past[0].to(state.dtype)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
+    """q_t (state + sum_{i <= t} k_i v_i^T) in chunks: quadratic inside a chunk, a running state between them."""
+    queries = q.shape[2]
     if queries <= CHUNK:
         return q @ state + (q @ k.transpose(2, 3)).tril() @ v
-    pad = -queries % CHUNK
-    padded = (torch.nn.functional.pad(t, (0, 0, 0, pad)) for t in (q, k, v))
-    q_BHNCD, k_BHNCD, v_BHNCD = (t.view(*t.shape[:2], -1, CHUNK, t.shape[3]) for t in padded)
+    q_BHNCD, k_BHNCD, v_BHNCD = (_chunks(each) for each in (q, k, v))
     sums = k_BHNCD.transpose(3, 4) @ v_BHNCD
-    before = sums.cumsum(2) - sums + state.unsqueeze(2)
+    before = torch.cat([state.unsqueeze(2), sums[:, :, :-1]], 2).cumsum(2)
     inside = (q_BHNCD @ k_BHNCD.transpose(3, 4)).tril() @ v_BHNCD
     return (q_BHNCD @ before + inside).flatten(2, 3)[:, :, :queries]
+
+
+def _chunks(tensor_BHQD: Tensor) -> Tensor:
+    """(B,H,N,C,D), filled up with zeros at the end."""
+    padded = pad(tensor_BHQD, (0, 0, 0, -tensor_BHQD.shape[2] % CHUNK))
+    return padded.view(*padded.shape[:2], -1, CHUNK, padded.shape[3])

@@ -34,7 +34,8 @@ def advance(
     """H one layer on, b H + w q k^T (B,H,Q,K), -inf where `blocked`; in place of H unless `fresh`."""
     groups, shape = key.shape[1], (*query.shape[:3], key.shape[2])
     q, k = rows(query, groups), key.flatten(0, 1).transpose(1, 2)
-    moved = q.new_empty(shape) if hidden is None or fresh else hidden  # no view: autograd moves none in place
+    # H itself, not a view of H: autograd refuses to change a view in place.
+    moved = q.new_empty(shape) if hidden is None or fresh else hidden
     flat = moved.view(q.shape[0], q.shape[1], shape[3])
     below = flat if hidden is None else hidden.view(flat.shape)
     torch.baddbmm(below, q, k, beta=0.0 if hidden is None else decay, alpha=weight, out=flat)
@@ -50,49 +51,66 @@ def attend(
     weight: float,
     blocked: Tensor | None,
     fresh: bool,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(H_l, heads (B,H,Q,D)) with gradients: `advance`, then softmax and read-out."""
-    both: tuple[Tensor, Tensor] = _Attend.apply(hidden, query, key, value, decay, weight, blocked, fresh)  # type: ignore[no-untyped-call]  # torch's
+    """(H_l, heads (B,H,Q,D)) with gradients: `advance`, then softmax, dropout of weights, and read-out."""
+    both: tuple[Tensor, Tensor] = _Attend.apply(hidden, query, key, value, decay, weight, blocked, fresh, dropout)  # type: ignore[no-untyped-call]  # torch's
     return both
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Any, query: Any, key: Any, value: Any, decay: Any, weight: Any, blocked: Any, fresh: Any
+        ctx: Any,
+        hidden: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        decay: Any,
+        weight: Any,
+        blocked: Any,
+        fresh: Any,
+        dropout: Any,
     ) -> Any:
         moved = advance(hidden, query, key, decay, weight, blocked, fresh)
         if hidden is not None and not fresh:
             ctx.mark_dirty(hidden)
             moved = hidden
-        weights = torch.softmax(moved, -1)
-        heads = (rows(weights, key.shape[1]) @ value.flatten(0, 1)).view(query.shape)
-        ctx.save_for_backward(query, key, value, weights, heads)
-        ctx.decay, ctx.weight, ctx.first = decay, weight, hidden is None
+        weights, stays = torch.softmax(moved, -1), None
+        read = weights
+        if dropout > 0:
+            read, stays = torch.native_dropout(weights, dropout, True)
+        heads = (rows(read, key.shape[1]) @ value.flatten(0, 1)).view(query.shape)
+        ctx.save_for_backward(query, key, value, weights, heads, stays)
+        ctx.decay, ctx.weight, ctx.first, ctx.kept = decay, weight, hidden is None, 1 - dropout
         ctx.set_materialize_grads(False)
         return moved, heads
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_moved: Tensor | None, grad_heads: Tensor | None) -> Any:
-        query, key, value, weights, heads = ctx.saved_tensors
+        query, key, value, weights, heads, stays = ctx.saved_tensors
         groups, scores, grad_value = key.shape[1], grad_moved, None
         q, k, v, p = rows(query, groups), key.flatten(0, 1), value.flatten(0, 1), rows(weights, groups)
         if grad_heads is not None:
             g = rows(grad_heads, groups)
-            grad_value = (p.transpose(1, 2) @ g).view(value.shape)
+            # With dropout the heads are (p m) v, m = 0 or 1 / (1 - dropout): m scales the gradient of p.
+            scale = None if stays is None else rows(stays, groups).to(p.dtype).div_(ctx.kept)
+            read = p if scale is None else p * scale
+            grad_value = (read.transpose(1, 2) @ g).view(value.shape)
             mean = (g * rows(heads, groups)).sum(-1, keepdim=True)
-            own = torch.bmm(g, v.transpose(1, 2)).sub_(mean)
-            # The gradient of H comes from the layer above, which made it for this one alone.
+            own = torch.bmm(g, v.transpose(1, 2))
+            own = (own if scale is None else own.mul_(scale)).sub_(mean)
+            # The layer above made the gradient of H for this layer alone, so it may change in place.
             scores = own.mul_(p) if scores is None else scores.view(p.shape).addcmul_(own, p)
         if scores is None:
-            return (None,) * 8
+            return (None,) * 9
         flat = scores.view(p.shape)
         empty = q.new_empty(1, 1, 1)
         grad_query = torch.baddbmm(empty, flat, k, beta=0, alpha=ctx.weight).view(query.shape)
         grad_key = torch.baddbmm(empty, flat.transpose(1, 2), q, beta=0, alpha=ctx.weight).view(key.shape)
         below = None if ctx.first else flat.mul_(ctx.decay).view(weights.shape)
-        return below, grad_query, grad_key, grad_value, None, None, None, None
+        return below, grad_query, grad_key, grad_value, None, None, None, None, None
 
 
 def attend_long(

@@ -1,8 +1,10 @@
-"""Causal linear attention on the CPU, a block at a time: out_t = q_t (S + sum_{i <= t} k_i v_i^T).
+"""Causal linear attention on the CPU, a block at a time: f_t q_t (S + sum_{i <= t} k_i v_i^T), f_t = L_t^(-1/2).
 
-A block of queries, keys and values and the running state stay in the cache, and nothing of size L x D is held beside
-the inputs and the result, backwards either. Elsewhere many small products in turn are slow: see `functional.linear`.
-Without blocks, S = 0 and L = 1 it is q k^T v. SimpleTRON (2021), section 3; Katharopoulos et al. (2020) for the state.
+A block of queries, keys and values and the running state stay in the processor's cache. Beside the inputs and the
+result nothing of size L x D is held, in the backward pass neither. On other devices many small products in turn are
+slow, so the chunks of `functional.linear` run there.
+For one token, with S = 0 and f = 1, the result is q k^T v.
+SimpleTRON (2021), section 3; Katharopoulos et al. (2020) for the state.
 Axes: B batch, H head, L token, D head width, N = B H.
 """
 
@@ -14,42 +16,68 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+from ..functional import simple_attention
+from ..functional.linear import CHUNK, Past, length_factor, masked_keys, state_before
+
 BLOCK = 64  # tokens; any value gives the same result
 
 
+def available(device: str) -> bool:
+    """True if the operator runs on this type of device."""
+    return device == "cpu"
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None, length: str, past: Past | None
+) -> Tensor:
+    """`simple_attention`, for causal sequences of some length by the operator below."""
+    one_dtype = q.dtype == k.dtype == v.dtype
+    if not causal or q.shape[2] <= CHUNK or not available(q.device.type) or not one_dtype:
+        return simple_attention(q, k, v, causal=causal, key_mask=key_mask, length=length, past=past)
+    factor_BQ = length_factor(q, k, causal=causal, key_mask=key_mask, length=length, past=past)
+    k = masked_keys(k, key_mask)
+    behind = k.shape[2] - q.shape[2]
+    state = state_before(k, v, behind, past)
+    return torch.as_tensor(causal_linear(q, k[:, :, behind:], v[:, :, behind:], state, factor_BQ))
+
+
 @library.custom_op("hf_attn_swap::causal_linear", mutates_args=(), device_types="cpu")
-def causal_linear(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
-    """(B,H,L,D) from q, k, v (B,H,L,D) and what came before, (B,H,D,D); sums in fp32 at least.
+def causal_linear(q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor) -> Tensor:
+    """(B,H,L,D) from q, k, v (B,H,L,D), what came before (B,H,D,D) and the factors (B|1,L); sums in fp32 at least.
 
     Source: SimpleTRON (2021), section 3, made causal.
     """
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     with torch.autocast("cpu", enabled=False):
-        flat, running = out.flatten(0, 1), _wide(state).flatten(0, 1).clone()
+        flat, running, factors = out.flatten(0, 1), _wide(state).flatten(0, 1).clone(), _per_row(factor, q)
         for part, a, b, c in _blocks(q, k, v):
             own = torch.bmm(torch.bmm(a, b.transpose(1, 2)).tril_(), c)
-            flat[:, part] = own.baddbmm_(a, running)
+            flat[:, part] = own.baddbmm_(a, running).mul_(factors[:, part])
             running.baddbmm_(b.transpose(1, 2), c)
     return out
 
 
 @causal_linear.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
 @library.custom_op("hf_attn_swap::causal_linear_backward", mutates_args=(), device_types="cpu")
-def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     grad_q, grad_k, grad_v = (t.flatten(0, 1) for t in grads)
     with torch.autocast("cpu", enabled=False):
-        running = _wide(state).flatten(0, 1).clone()
+        running, factors = _wide(state).flatten(0, 1).clone(), _per_row(factor, q)
         for part, _, b, c, g in _blocks(q, k, v, grad):
+            g = g * factors[:, part]
             own = torch.bmm(torch.bmm(g, c.transpose(1, 2)).tril_(), b)
             grad_q[:, part] = own.baddbmm_(g, running.transpose(1, 2))
             running.baddbmm_(b.transpose(1, 2), c)
         later = torch.zeros_like(running)  # sum of q g^T over the queries behind the block
         for part, a, b, c, g in reversed(list(_blocks(q, k, v, grad))):
+            g = g * factors[:, part]
             weights, pairs = torch.bmm(a, b.transpose(1, 2)).tril_(), torch.bmm(g, c.transpose(1, 2)).tril_()
             grad_v[:, part] = torch.bmm(weights.transpose(1, 2), g).baddbmm_(b, later)
             grad_k[:, part] = torch.bmm(pairs.transpose(1, 2), a).baddbmm_(c, later.transpose(1, 2))
@@ -58,7 +86,9 @@ def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> t
 
 
 @_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, state)]
     return made[0], made[1], made[2], made[3]
 
@@ -71,6 +101,12 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Any, ...]]:
         yield part, *(_wide(tensor[:, part]) for tensor in flat)
 
 
+def _per_row(factor_BL: Tensor, like_BHLD: Tensor) -> Tensor:
+    """The factors as (N,L,1), wide."""
+    batch, heads, length = like_BHLD.shape[:3]
+    return _wide(factor_BL).expand(batch, length).repeat_interleave(heads, 0).unsqueeze(-1)
+
+
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
@@ -79,9 +115,8 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = _backward(grad, *ctx.saved_tensors)
-    return found
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_backward(grad, *ctx.saved_tensors), None)
 
 
 causal_linear.register_autograd(_gradients, setup_context=_save)

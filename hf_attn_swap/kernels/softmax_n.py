@@ -22,20 +22,24 @@ FORWARD = getattr(_OPERATORS, "_scaled_dot_product_flash_attention_for_cpu", Non
 BACKWARD = getattr(_OPERATORS, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 
 
+def available(device: str, dtype: torch.dtype) -> bool:
+    """True if this version of PyTorch has the kernel for tensors of this dtype on this type of device."""
+    switched_on: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]  # the switch of sdpa_kernel(...), CPU too
+    return FORWARD is not None and BACKWARD is not None and device == "cpu" and dtype in DTYPES and switched_on
+
+
 def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """True if the kernel is there and takes these tensors: on the CPU, of one dtype, the mask no parameter."""
-    given = (query, key, value)
-    if torch.compiler.is_compiling():  # asked first: what follows would break the graph
+    """True if the kernel takes these tensors: whole rows in memory, equal widths, and a mask that is no parameter."""
+    if torch.compiler.is_compiling():  # what follows would break the graph
         return False
-    return (
-        FORWARD is not None
-        and BACKWARD is not None
-        and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]  # the switch of sdpa_kernel(...), CPU too
-        and query.dtype in DTYPES
-        and (GROUPED or query.shape[1] == key.shape[1])
-        and all(t.device.type == "cpu" and t.dtype == query.dtype and t.stride(-1) == 1 and t.numel() for t in given)
-        and key.shape[3] == value.shape[3] == query.shape[3]
-        and not (mask is not None and (mask.requires_grad or mask.dim() != 4))
+    if not available(query.device.type, query.dtype) or not (GROUPED or query.shape[1] == key.shape[1]):
+        return False
+    if mask is not None and (mask.requires_grad or mask.dim() != 4):
+        return False
+    same_width = key.shape[3] == value.shape[3] == query.shape[3]
+    return same_width and all(
+        each.device.type == "cpu" and each.dtype == query.dtype and each.stride(-1) == 1 and each.numel() > 0
+        for each in (query, key, value)
     )
 
 

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from ..analysis.watched import watched
 from ..conversion.batches import as_batches, forward
-from ..core.swap import Swap
+from ..core.swap import Phase, Swap
 from ..families import sites
 from .places import is_matmul, is_norm, quantizable
 from .points import Point, Quantized
@@ -162,5 +162,5 @@ class _Quantizer:
         self.flops["covered"] += product * (width if linear else 2 * keys)
         if linear:
             self.flops["rest"] += product * width
-        if linear and swap.phase != "full":  # the ordinary attention beside it runs fused, in full precision
+        if linear and swap.phase != Phase.FULL:  # the ordinary attention beside it runs fused, in full precision
             self.flops["rest"] += 2 * product * keys

@@ -7,7 +7,7 @@ Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.call import Call, FusedSoftmax, Geometry, Inputs, Strength, Three
+from ..kernels.dispatch import Form, Setting
 
 PLACES = ("scores", "normaliser", "weights", "read", "write")
 
@@ -24,16 +25,11 @@ class NoOptions:
     """A variant without options."""
 
 
-def in_dtype(strength: Strength, like: Tensor) -> Strength:
-    """The strength in the dtype of `like`, so that products with it are not rounded to fp32."""
-    return strength.to(like.dtype) if isinstance(strength, Tensor) else strength
-
-
 def mix(start: Tensor, end: Tensor, strength: Strength) -> Tensor:
-    """(1 - s) * start + s * end; `end` itself at full strength."""
+    """(1 - s) * start + s * end; `end` itself at full strength. All three have one dtype."""
     if isinstance(strength, float) and strength == 1.0:
         return end
-    return torch.lerp(start, end, in_dtype(strength, start))
+    return torch.lerp(start, end, strength)
 
 
 def unset_linear(width: int, out: int, *, bias: bool) -> nn.Linear:
@@ -49,8 +45,9 @@ class Variant(nn.Module):
         places: which of `PLACES` it changes (order as there).
         replaces: True if it computes the heads itself (no scores, no weights): SimpleTRON.
         alone: True if it composes with nothing.
-        fused: the exact fast form, in words, for `describe` and the documentation.
-        explicit: True if there is no fused form: it needs the weights as a tensor.
+        fused: the exact fast form, in words, for the documentation.
+        then: what follows the heads, in words, for `describe`; for example "the projection".
+        explicit: True if there is no fused form, because the variant needs the weights as a tensor.
         keeps_projection: False if the read-out is the layer's output, without W_o.
         projections: its own projections of the heads beside W_o, which quantisation treats like W_o.
     """
@@ -61,6 +58,7 @@ class Variant(nn.Module):
     paper: ClassVar[str]
     parameters_added: ClassVar[str] = "none"
     fused: ClassVar[str]
+    then: ClassVar[str] = ""
     places: ClassVar[tuple[str, ...]] = ()
     replaces: ClassVar[bool] = False
     alone: ClassVar[bool] = False
@@ -99,10 +97,14 @@ class Variant(nn.Module):
         """(c, m) where the layer's output at full strength is c x + m (what W_o gives): what a fit must undo."""
         return 0.0, 1.0
 
+    def form(self, setting: Setting) -> Form:
+        """The form that computes the heads in this setting; `heads` or the readable pipeline runs accordingly."""
+        return Form.REFERENCE if self.explicit else Form.SDPA
+
     @property
-    def runs(self) -> str:
-        """The fused form with these options, in words."""
-        return self.fused
+    def follows(self) -> str:
+        """What follows the heads with these options, in words."""
+        return self.then
 
     def warn(self) -> str | None:
         """A sentence for the user when this is put on a pretrained model, or None."""
@@ -139,6 +141,10 @@ class Variant(nn.Module):
         """read: from the heads as read to what W_o is given."""
         raise NotImplementedError
 
+    def read_between(self, ordinary_BLHD: Tensor, heads_BLHD: Tensor, call: Call) -> Tensor:
+        """replaces: as `read` at a strength between 0 and 1, from the heads of ordinary attention and the variant's."""
+        raise NotImplementedError
+
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         """write: from W_o's output (after hidden dropout, where that sits in the attention module) to the layer's."""
         raise NotImplementedError
@@ -146,17 +152,57 @@ class Variant(nn.Module):
 
 VARIANTS: dict[str, type[Variant]] = {}
 V = TypeVar("V", bound=type[Variant])
+METHODS = {"scores": "carry", "normaliser": "normalise", "weights": "adjust", "read": "read", "write": "write"}
+REPLACING = ("linear", "products", "read", "read_between", "write")
 
 
 def register(name: str) -> Callable[[V], V]:
-    """Make a variant known under `name`: tests, command line and documentation pick it up from here."""
+    """Make a variant known under `name`: tests, command line and documentation pick the variant up from here.
+
+    Raises:
+        ValueError: the name is taken or is no identifier, or the class's methods and declared places disagree.
+    """
 
     def add(cls: V) -> V:
-        assert name not in VARIANTS, f"{name!r} is taken"
-        assert name.isidentifier(), f"{name!r} is no identifier"
-        assert set(cls.places) <= set(PLACES), f"{name}: unknown place in {cls.places}"
+        if name in VARIANTS:
+            raise ValueError(f"variant {name!r} is registered already; choose another name.")
+        if not name.isidentifier():
+            raise ValueError(f"{name!r} cannot be the name of a variant; use letters, digits and underscores.")
+        for problem in _disagreements(cls):
+            raise ValueError(f"variant {name!r} ({cls.__name__}): {problem}")
         cls.name = name
         VARIANTS[name] = cls
         return cls
 
     return add
+
+
+def _disagreements(cls: type[Variant]) -> Iterator[str]:
+    """What a class declares but does not do, or does but does not declare; an undeclared method would never run."""
+
+    def own(attribute: str) -> bool:
+        return getattr(cls, attribute) is not getattr(Variant, attribute)
+
+    if unknown := set(cls.places) - set(PLACES):
+        yield f"places names {sorted(unknown)}; the places are {', '.join(PLACES)}."
+    if cls.replaces:
+        if set(cls.places) != set(PLACES) or not cls.alone:
+            yield "a variant with replaces = True takes all places and composes with nothing; set places and alone so."
+        if missing := [method for method in REPLACING if not own(method)]:
+            yield f"replaces = True needs the methods {', '.join(missing)}."
+        needless: tuple[str, ...] = ("carry", "normalise", "adjust", "heads")
+    else:
+        for place, method in METHODS.items():
+            if place in cls.places and not own(method):
+                yield f"places has {place!r}, but the class has no method {method}; add the method or drop the place."
+            if place not in cls.places and own(method):
+                yield f"the method {method} would never run; add {place!r} to places."
+        needless = ("linear", "products", "read_between")
+    if wrong := [method for method in needless if own(method)]:
+        yield f"the methods {', '.join(wrong)} would never run with replaces = {cls.replaces}; remove them."
+    if ("scores" in cls.places and not cls.replaces) != own("carries"):
+        yield "scores travel between layers through `carry`: set carries = True together with the place 'scores'."
+    if own("heads") and not {"scores", "normaliser"} & set(cls.places):
+        yield "the method heads would never run; it belongs to the places 'scores' and 'normaliser'."
+    if own("wants_residual") and "write" not in cls.places:
+        yield "wants_residual has a meaning for the place 'write' alone; add 'write' to places."

@@ -25,6 +25,7 @@ class Belief(Variant):
     formula = "Y - (<Y, V> / <V, V>) V"
     paper = "BeliefFormer, eq. 10"
     fused = "SDPA, then the projection"
+    then = "the projection"
     places: ClassVar[tuple[str, ...]] = ("read",)
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
@@ -41,6 +42,7 @@ class BeliefStar(Belief):
     paper = "BeliefFormer, eq. 15"
     parameters_added = "H D E (no bias)"
     fused = "SDPA, then both projections"
+    then = "both projections"
     places = ("read", "write")
     projections: ClassVar[tuple[str, ...]] = ("w_s",)
 
@@ -56,11 +58,12 @@ class BeliefStar(Belief):
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
         own_BLHD = call.own_values(self.geometry.heads)
         per_head = belief_projection(heads_BLHD, own_BLHD, per_head=True)
-        call.kept["delta_s"] = mix(heads_BLHD, per_head, call.strength).flatten(2)
+        call.kept = mix(heads_BLHD, per_head, call.strength).flatten(2)
         return mix(heads_BLHD, belief_projection(heads_BLHD, own_BLHD), call.strength)
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
-        added: Tensor = self.w_s(call.kept["delta_s"])
+        assert call.kept is not None
+        added: Tensor = self.w_s(call.kept)
         if call.dropout is not None:
             added = call.dropout(added)
         return out_BLE + (call.strength * added).to(out_BLE.dtype)

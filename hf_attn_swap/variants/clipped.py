@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.call import Call
 from ..functional import check_clip, clip
-from .base import Variant, in_dtype, register
+from .base import Variant, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,5 @@ class Clipped(Variant):
     options: ClippedOptions
 
     def adjust(self, weights_BHQK: Tensor, call: Call) -> Tensor:
-        strength = in_dtype(call.strength, weights_BHQK)
-        gamma, zeta = strength * self.options.stretch, 1 + strength * (self.options.zeta - 1)
+        gamma, zeta = call.strength * self.options.stretch, 1 + call.strength * (self.options.zeta - 1)
         return clip(weights_BHQK, gamma, zeta)

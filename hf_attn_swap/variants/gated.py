@@ -68,6 +68,7 @@ class Gated(Variant):
     paper = "Bondarenko et al., 2023; OutEffHop (Hu et al., 2024)"
     parameters_added = "E + H (linear), about E^2 / (4 H) (mlp), E H + H (all_features), H (per_head)"
     fused = "SDPA, then the gate"
+    then = "the gate"
     places = ("read",)
     Options = GatedOptions
     options: GatedOptions

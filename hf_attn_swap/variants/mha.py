@@ -17,7 +17,8 @@ from torch import Tensor
 from ..core.call import Call, FusedSoftmax, Hidden, Inputs
 from ..functional import hopfield_scores
 from ..kernels import carried
-from .base import Variant, in_dtype, mix, register
+from ..kernels.dispatch import Form, Setting, carried_form
+from .base import Variant, mix, register
 
 FORWARD = ("forward_backward", "forward_forward")
 
@@ -53,7 +54,7 @@ class Mha(Variant):
     summary = "scores are carried across layers, the input is mixed back in"
     formula = "softmax(a' H + (1 - a') S), a x + (1 - a) out"
     paper = "modern Hopfield attention, eq. 10"
-    fused = "H moved on in place by baddbmm, then softmax (or SDPA with H as mask, without gradients)"
+    fused = "H moved on in place by baddbmm, then softmax"
     places = ("scores", "write")
     Options = MhaOptions
     options: MhaOptions
@@ -66,11 +67,12 @@ class Mha(Variant):
     def writes(self) -> bool:
         return self.options.alpha > 0
 
+    def form(self, setting: Setting) -> Form:
+        return carried_form(setting) if self.options.scheme == "forward_backward" else Form.REFERENCE
+
     @property
-    def runs(self) -> str:
-        if self.options.scheme != "forward_backward":
-            return "reference (explicit scores)"
-        return self.fused if self.carries else "SDPA, then the skip"
+    def follows(self) -> str:
+        return "the skip" if self.writes else ""
 
     @property
     def wants_residual(self) -> bool:
@@ -93,7 +95,7 @@ class Mha(Variant):
         previous = None if below is None else _like(below.plain(), scores_BHQK)
         if self.options.scheme == "forward_forward":
             return self._forward_forward(scores_BHQK, previous, call)
-        share = self.options.alpha_prime * in_dtype(call.strength, scores_BHQK)
+        share = self.options.alpha_prime * call.strength
         if previous is not None:
             hidden = hopfield_scores(scores_BHQK, previous, share)
         else:
@@ -138,21 +140,19 @@ class Mha(Variant):
 
     def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax) -> Tensor | None:
         """Heads (B,Q,H,D) with H moved on in place, or in a form that suits the call better."""
-        if isinstance(call.strength, Tensor) or self.options.scheme != "forward_backward":
-            return None
-        if inputs.mask_bias() is not None:
+        if inputs.masks.bias() is not None:
             return None
         below, decay = self.previous(call), self.options.alpha_prime
         if below is not None:
             _check((*inputs.query.shape[:3], inputs.key.shape[2]), below.shape)
         share = 1.0 if below is None and self.options.init == "first" else 1 - decay
-        return carried.attend(inputs, call, sdpa, below, decay, share)
+        return carried.attend(inputs, call, below, decay, share)
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         skipped = call.residual if self.wants_residual else call.x
         if skipped is None:
             raise ValueError("mha: this architecture hands no residual stream to its attention; use skip='input'.")
-        return mix(out_BLE, skipped.to(out_BLE), self.options.alpha * in_dtype(call.strength, out_BLE))
+        return mix(out_BLE, skipped.to(out_BLE), self.options.alpha * call.strength)
 
 
 def _like(carried_BHQK: Tensor, wanted: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import functional
 from ..core.call import Call, FusedSoftmax, Inputs, Three
 from ..kernels import softmax_n
+from ..kernels.dispatch import Form, Setting, softmax_n_form
 from .base import Variant, register
 
 
@@ -30,12 +31,14 @@ class OutEffHop(Variant):
     def normalise(self, scores_BHQK: Tensor, call: Call) -> Tensor:
         return functional.softmax_n(scores_BHQK, call.strength)
 
+    def form(self, setting: Setting) -> Form:
+        return softmax_n_form(setting)
+
     def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax) -> Tensor | None:
-        """By the kernel's log-sum-exp where that is to be had, else by plain SDPA over one more key."""
-        mask, causal = inputs.dense_mask(call)
-        qkv = (inputs.query, inputs.key, inputs.value)
-        if inputs.dropout == 0 and softmax_n.fits(*qkv, mask):
-            added = inputs.additive_mask(call)[0]
+        """By the kernel's log-sum-exp where the kernel takes the tensors, else by plain SDPA over one more key."""
+        qkv, (mask, causal) = inputs.three, inputs.masks.dense()
+        if self.form(Setting.of(inputs, call)) is Form.RESCALED and softmax_n.fits(*qkv, mask):
+            added, causal = inputs.masks.additive(inputs.query.dtype)
             return softmax_n.softmax_n_attention(*qkv, added, causal, inputs.scaling, call.strength).transpose(1, 2)
         qkv, mask, shifted = self.with_zero_key(qkv, mask, causal, call)
         heads = sdpa(qkv, mask, shifted)
@@ -48,7 +51,7 @@ class OutEffHop(Variant):
         query, key, value = qkv
         extended_key, extended_value = F.pad(key, (0, 0, 1, 0)), F.pad(value, (0, 0, 1, 0))
         if isinstance(call.strength, Tensor):
-            logit = call.strength.to(query.dtype).log()
+            logit = call.strength.log().to(query.dtype)
             return (query, extended_key, extended_value), self._float_mask(query, key, mask, causal, logit), False
         if causal:
             return (F.pad(query, (0, 0, 1, 0)), extended_key, extended_value), None, True

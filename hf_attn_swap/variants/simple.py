@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from ..core.call import Call, Geometry, Three
-from ..functional import simple_attention
+from ..functional.linear import wide
+from ..kernels import linear
+from ..kernels.dispatch import Form, Setting, linear_form
 from .base import Variant, mix, register
 
 
@@ -75,17 +77,24 @@ class Simple(Variant):
     def shares(self) -> tuple[float, float]:
         return float(self.adds_input), 1.0
 
+    def form(self, setting: Setting) -> Form:
+        return linear_form(setting)
+
+    @property
+    def follows(self) -> str:
+        return "the skip" if self.adds_input else ""
+
     def linear(self, qkv: Three, key_mask: Tensor | None, causal: bool, past: Three | None) -> Tensor:
         """A (B,H,Q,D) in linear time; causal is aligned to the bottom right."""
-        return simple_attention(*qkv, causal=causal, key_mask=key_mask, length=self.options.length, past=past)
+        return linear.attend(*qkv, causal=causal, key_mask=key_mask, length=self.options.length, past=past)
 
     def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
-        """L^(-1/2) q k^T with zeros where a query may not look: (B,H,Q,K); any mask is honoured."""
-        products = q @ k.transpose(2, 3)
+        """L^(-1/2) q k^T with zeros where a query may not look: (B,H,Q,K) in fp32 at least; honours any mask."""
+        products = q.to(wide(q)) @ k.transpose(2, 3).to(wide(k))
         if allowed is None:
             return products / math.sqrt(k.shape[2])
         visible = allowed.sum(-1, keepdim=True) if self.options.length == "true" else self._span(allowed)
-        return products.masked_fill(~allowed, 0.0) * visible.clamp_min(1).to(q.dtype).rsqrt()
+        return products.masked_fill(~allowed, 0.0) * visible.clamp_min(1).to(products.dtype).rsqrt()
 
     @staticmethod
     def _span(allowed: Tensor) -> Tensor:
@@ -95,14 +104,20 @@ class Simple(Variant):
         return last.amax(-1, keepdim=True)
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
-        """Between, `call.kept["ordinary"]` holds softmax heads: W_o is given those, and A waits for `write`."""
-        call.kept["simple"] = heads_BLHD.flatten(2)
-        return call.kept.pop("ordinary", heads_BLHD)
+        """A waits for `write`, which drops what W_o makes of these heads."""
+        call.kept = heads_BLHD.flatten(2)
+        return heads_BLHD
+
+    def read_between(self, ordinary_BLHD: Tensor, heads_BLHD: Tensor, call: Call) -> Tensor:
+        """W_o is given the heads of ordinary attention; A waits for `write`, which mixes both."""
+        call.kept = heads_BLHD.flatten(2)
+        return ordinary_BLHD
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
-        variant = call.kept["simple"]
-        variant = call.dropout(variant) if call.dropout is not None else variant
-        variant = variant + call.x if self.adds_input else variant
+        assert call.kept is not None
+        variant = call.kept if call.dropout is None else call.dropout(call.kept)
+        if self.adds_input:
+            variant = variant + call.x
         return mix(out_BLE, variant.to(out_BLE), call.strength)
 
 
@@ -133,8 +148,10 @@ class SimpleResL(Simple):
         return True
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
-        ordinary = call.kept.pop("ordinary", None)
-        return heads_BLHD if ordinary is None else mix(ordinary, heads_BLHD, call.strength)
+        return heads_BLHD
+
+    def read_between(self, ordinary_BLHD: Tensor, heads_BLHD: Tensor, call: Call) -> Tensor:
+        return mix(ordinary_BLHD, heads_BLHD, call.strength)
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         return out_BLE + (call.strength * call.x).to(out_BLE.dtype)

@@ -27,9 +27,7 @@ class SparseNormaliser(Variant):
 
     def normalise(self, scores_BHQK: Tensor, call: Call) -> Tensor:
         sparse = self.sparse(scores_BHQK)
-        return (
-            mix(torch.softmax(scores_BHQK, -1), sparse, call.strength) if isinstance(call.strength, Tensor) else sparse
-        )
+        return mix(torch.softmax(scores_BHQK, -1), sparse, call.strength) if call.between else sparse
 
 
 @register("sparse_hopfield")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.call import Call, Carried
-from ..core.swap import STOCK, Swap
+from ..core.swap import STOCK, Phase, Swap, Wiring
 from .cache import LinearState
-from .seam import CACHES, CALL, CARRIED, LAYER, NAME, swap_of
+from .seam import CACHES, CALL, CARRIED, LAYER, NAMES, swap_of
 
 
 def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -86,38 +86,46 @@ def finish(core: nn.Module, out: Tensor, kwargs: dict[str, Any], dropout: nn.Mod
 def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Check the call and put its context into the keyword arguments."""
     swap = swap_of(core)
-    if core.config._attn_implementation != NAME:  # type: ignore[union-attr]  # checked when patching
+    chosen: str | None = core.config._attn_implementation  # type: ignore[assignment,union-attr]  # checked when patching
+    if chosen not in NAMES:
         raise ValueError(
             f"{type(core).__name__} is swapped, but the model's attention implementation is now "
-            f"{core.config._attn_implementation!r}; keep {NAME!r}, or call unpatch_model first."  # type: ignore[union-attr]  # as above
+            f"{chosen!r}; keep {NAMES[0]!r}, or call unpatch_model first."
         )
     if kwargs.get(STOCK):
         return args, {name: value for name, value in kwargs.items() if name != CALL}  # of the call that it repeats
-    if swap is None or swap.phase == "off":
+    if swap is None or swap.phase == Phase.OFF:
         return args, kwargs
+    wiring = wiring_of(swap)
     for name in ("encoder_hidden_states", "key_value_states"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(core).__name__}: cross-attention has no values of its own tokens to swap with.")
     x = args[0] if args else kwargs["hidden_states"]
     carried: Carried | None = kwargs.get(CARRIED)
     residual, checkpointed = kwargs.get(LAYER, (None, False))
-    cache = _argument(swap.cache_position, CACHES, args, kwargs)
-    mask = _argument(swap.mask_position, ("attention_mask",), args, kwargs)
+    cache = _argument(wiring.cache_position, CACHES, args, kwargs)
+    mask = _argument(wiring.mask_position, ("attention_mask",), args, kwargs)
     call = Call(
         x=x,
         start=_cache_length(core, cache),
         state=_linear_state(core, swap, cache, mask, carried),
         carried=carried,
         order=swap.place_in(carried),
-        last=swap.last,
-        uniform=swap.uniform,
+        last=wiring.last,
+        uniform=wiring.uniform,
         residual=residual,
         recomputed=checkpointed,
-        dropout=container.get_submodule(swap.dropout_path) if swap.dropout_path else None,
+        dropout=container.get_submodule(wiring.dropout_path) if wiring.dropout_path else None,
     )
-    _refuse_adapter(core, container, swap)
+    _refuse_adapter(core, container, swap, wiring)
     _warn_frozen(core, swap)
     return args, {**kwargs, CALL: call}
+
+
+def wiring_of(swap: Swap) -> Wiring:
+    """The place of a swap in its model; a swap that computes always has one."""
+    assert swap.wiring is not None, "a swap computes in no model"
+    return swap.wiring
 
 
 def _argument(place: int | None, names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -137,7 +145,7 @@ def _cache_length(core: nn.Module, cache: Any) -> int | Tensor | None:
 
 def _linear_state(core: nn.Module, swap: Swap, cache: Any, mask: Any, carried: Carried | None) -> LinearState | None:
     """The state that linear attention keeps in place of keys and values, claimed for this call."""
-    if cache is None or swap.places().replacement is None or swap.phase != "full" or torch.compiler.is_compiling():
+    if cache is None or swap.places().replacement is None or swap.phase != Phase.FULL or torch.compiler.is_compiling():
         return None
     shown = carried is not None and carried.want_weights
     start = not shown and (mask is None or mask.dim() == 2) and not torch.is_grad_enabled()
@@ -148,15 +156,15 @@ def _linear_state(core: nn.Module, swap: Swap, cache: Any, mask: Any, carried: C
     return state
 
 
-def _refuse_adapter(core: nn.Module, container: nn.Module, swap: Swap) -> None:
+def _refuse_adapter(core: nn.Module, container: nn.Module, swap: Swap, wiring: Wiring) -> None:
     """A merged matrix holds the calibration; what an adapter adds to it would not be what it learned elsewhere."""
-    if swap.merged is None or swap.folded_path is None:
+    if swap.merged is None or wiring.folded_path is None:
         return
-    folded = (container if swap.keeps_projection else core).get_submodule(swap.folded_path)
+    folded = (container if swap.keeps_projection else core).get_submodule(wiring.folded_path)
     if hasattr(folded, "base_layer"):
         raise ValueError(
-            f"{type(core).__name__}: an adapter sits on {swap.folded_path}, into which a calibration was merged; leave "
-            "it out of target_modules, or add adapters to the model from before the merge."
+            f"{type(core).__name__}: an adapter sits on {wiring.folded_path}, into which a calibration was merged; "
+            "leave it out of target_modules, or add adapters to the model from before the merge."
         )
 
 

@@ -1,14 +1,17 @@
 """What a patched model carries: its own config, the hooks, the swapped containers, and the way back.
 
-One `Installation` per model, on the outermost `PreTrainedModel`, as the plain attribute `attn_swap_installation`.
-It holds modules and handles only, so deep copies and pickles of the model take it along.
+The outermost `PreTrainedModel` holds one `Record` as the plain attribute `attn_swap_installation`. The record holds
+submodules, handles and paths, but never the model itself: deep copies and pickles of the model take the record along,
+and `del model` frees the model at once, without the garbage collector. `Installation` is the record together with its
+model, made when somebody asks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +19,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..core.swap import Swap
-from ..families import Site, sites, stock_class
+from ..core.swap import Phase, Swap
+from ..families import sites, stock_class
 from . import hooks, seam
 from .blocks import BLOCKS, swapped_class
+from .plan import Placed, plan, swaps_in
 
 ATTRIBUTE = "attn_swap_installation"
+STOCK_CONFIG = "attn_swap_stock_config"  # on each module with a config: the config object that the module had
 VERSION = 1
+VERSION_WITH_MODULES = 2  # of a block in which a layer was chosen by `modules`
 
 
 def model_root(model: nn.Module) -> PreTrainedModel:
@@ -44,39 +50,39 @@ def installation_of(root: PreTrainedModel) -> Installation | None:
         ValueError: only a part of it is patched, or it is a part of a patched model.
     """
     own = root.__dict__.get(ATTRIBUTE)
-    if isinstance(own, Installation):
-        return own
+    if isinstance(own, Record):
+        return Installation(root, own)
     for name, module in root.named_modules():
         if module.__dict__.get(ATTRIBUTE) is not None:
             raise ValueError(
                 f"the part {name!r} is patched on its own; call unpatch_model on it, then patch the whole."
             )
-    if any(_is_swap(getattr(site.core, "attn_swap", None)) for site in sites(root)):
+    if any(isinstance(getattr(site.core, "attn_swap", None), nn.Module) for site in sites(root)):
         raise ValueError(f"this {type(root).__name__} is part of a patched model; call this on the whole model.")
     return None
 
 
-def _is_swap(child: object) -> bool:
-    return isinstance(child, nn.Module)
-
-
 @dataclass
-class Installation:
-    """The way back, for one model.
+class Record:
+    """What must be taken back, for one model.
 
     Attributes:
-        root: the outermost transformers model.
-        configs: every module that has a config, with the object it had.
         handles: of all hooks.
         containers: modules whose class was swapped.
         loaded: the model was rebuilt from a converted checkpoint, so there is no stock config object to return to.
     """
 
-    root: PreTrainedModel
-    configs: list[tuple[nn.Module, PreTrainedConfig]]
     handles: list[RemovableHandle] = field(default_factory=list)
     containers: list[nn.Module] = field(default_factory=list)
     loaded: bool = False
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The swaps of one model: put in, described in the config, and taken out here and nowhere else."""
+
+    root: PreTrainedModel
+    record: Record
 
     @classmethod
     def start(cls, model: nn.Module, root: PreTrainedModel, *, loaded: bool = False) -> Installation:
@@ -85,92 +91,74 @@ class Installation:
         Raises:
             ValueError: some attention module could not be switched to our attention; the model is unchanged then.
         """
-        memo: dict[int, Any] = {}
-        configs: list[tuple[nn.Module, PreTrainedConfig]] = []
-        for module in model.modules():
-            config = module.__dict__.get("config")
-            if isinstance(config, PreTrainedConfig):
-                configs.append((module, config))
-                module.__dict__["config"] = copy.deepcopy(config, memo)
-        installation = cls(root=root, configs=configs, loaded=loaded)
+        installation = cls(root, Record(loaded=loaded))
+        _own_configs(model)
         root.set_attn_implementation(seam.NAME)
         for site in sites(root):
             if site.core.config._attn_implementation != seam.NAME:  # type: ignore[union-attr]  # every core has one
-                installation.remove()
+                installation.remove(model)
                 raise ValueError(f"{site.path}: transformers does not let this model change its attention.")
-        root.__dict__[ATTRIBUTE] = installation
+        root.__dict__[ATTRIBUTE] = installation.record
         return installation
 
-    def wire(self) -> None:
-        """Put every hook and class in place for the swaps that are attached; anything there before goes first."""
-        self._unwire()
-        found = sites(self.root)
-        stacks = _stacks(self.root, found)
-        orders: dict[int, int] = {}
-        layers: dict[int, nn.Module] = {}
-        highest: dict[int, Any] = {}  # by stack, the last swap that carries scores
-        for site, stack in zip(found, stacks, strict=True):
-            swap = getattr(site.core, "attn_swap", None)
-            if not _is_swap(swap):
-                site.core.__dict__["attn_swap"] = None
-                continue
-            for each in _each(swap):
-                self._describe(each, site)
-                if each.carries:
-                    each.order = None if site.family.shared else orders.setdefault(id(stack), 0)
-            if any(each.carries for each in _each(swap)):
-                orders[id(stack)] = orders.get(id(stack), 0) + 1
-                highest[id(stack)] = swap
-            self._hook(site, next(_each(swap)))
-            if any(each.carries or each.wants_residual for each in _each(swap)):
-                layer = layer_of(self.root, site.path)
-                layers[id(layer)] = layer
-        for swap in highest.values():
-            for each in _each(swap):
-                each.last = each.order is not None
-        for layer in layers.values():
-            self._pre(layer, hooks.before_layer)
-        for stack in {id(stack): stack for stack in stacks if _takes_keywords(stack)}.values():
-            self._pre(stack, hooks.before_stack)
-            self.handles.append(stack.register_forward_hook(hooks.after_stack, with_kwargs=True))
-
-    @staticmethod
-    def _describe(swap: Swap, site: Site) -> None:
-        names = list(inspect.signature(type(site.container).forward).parameters)[1:]
-        swap.cache_position = next((names.index(name) for name in seam.CACHES if name in names), None)
-        kinds = getattr(site.core.config, "layer_types", None) or ()
-        swap.uniform, swap.last = len(set(kinds)) <= 1, False
-        swap.mask_position = names.index("attention_mask") if "attention_mask" in names else None
-        swap.folded_path = site.family.output if swap.keeps_projection else site.family.value
-        swap.dropout_path = site.family.dropout if site.family.block == "core" else None
-
-    def _hook(self, site: Site, swap: Swap) -> None:
-        block = BLOCKS.get(site.family.block)
-        self._pre(site.container, hooks.before_bert if site.family.block == "bert" else hooks.before_core)
-        if not swap.writes:
-            return
-        if block is None:
-            self.handles.append(site.container.register_forward_hook(hooks.after_core, with_kwargs=True))
-            return
-        stock = stock_class(site.container)
-        site.container.__class__ = swapped_class(stock, block, hooks.finish, seam.attention_forward)
-        self.containers.append(site.container)
-
-    def _pre(self, module: nn.Module, hook: Any) -> None:
-        self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def _unwire(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        for container in self.containers:
-            container.__class__ = stock_class(container)
-        self.handles, self.containers = [], []
-
     def swaps(self) -> dict[int, list[Swap]]:
-        """By layer number, the swap of each swapped layer (several where PEFT keeps copies)."""
+        """By layer number, the swaps of each swapped layer (several where PEFT keeps copies)."""
         usable = [site for site in sites(self.root) if site.usable]
-        children = {index: getattr(site.core, "attn_swap", None) for index, site in enumerate(usable)}
-        return {index: list(_each(child)) for index, child in children.items() if _is_swap(child)}
+        found = {index: list(swaps_in(getattr(site.core, "attn_swap", None))) for index, site in enumerate(usable)}
+        return {index: swaps for index, swaps in found.items() if swaps}
+
+    def put(self, swaps: Mapping[int, Swap]) -> None:
+        """Attach swaps by layer number, in place of what was there; hooks, phases and config follow."""
+        usable = [site for site in sites(self.root) if site.usable]
+        for index, swap in swaps.items():
+            _detach(usable[index].core)
+            usable[index].core.attn_swap = swap
+        self._wire()
+        self.refresh()
+
+    @contextlib.contextmanager
+    def temporarily(self, swaps: Mapping[int, Swap]) -> Iterator[None]:
+        """Inside, these layers hold other swaps; afterwards the old children are back. The config stays as it is."""
+        usable = [site for site in sites(self.root) if site.usable]
+        before = {index: getattr(usable[index].core, "attn_swap", None) for index in swaps}
+        try:
+            for index, swap in swaps.items():
+                _set_child(usable[index].core, swap)
+            self._wire()
+            yield
+        finally:
+            for index, child in before.items():
+                _set_child(usable[index].core, child)
+            self._wire()
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Make phases, buffers and the config's block say what the strengths are."""
+        swapped = self.swaps()
+        carrying = any(swap.carries and swap.strength > 0 for group in swapped.values() for swap in group)
+        for group in swapped.values():
+            for swap in group:
+                swap.set_strength(swap.strength, never_off=carrying and swap.carries)
+        groups: dict[str, dict[str, Any]] = {}
+        for index, group in swapped.items():
+            spec = group[0].spec()
+            groups.setdefault(repr(spec), {**spec, "layers": []})["layers"].append(index)
+        version = VERSION_WITH_MODULES if any("modules" in spec for spec in groups.values()) else VERSION
+        count = sum(site.usable for site in sites(self.root))
+        self.root.config.attn_swap = {"version": version, "modules": count, "swaps": list(groups.values())}
+        self.root.config.attn_implementation = seam.NAME
+
+    def remove(self, model: nn.Module | None = None) -> None:
+        """Put the stock model back; `model` is the wrapper around it, if there is one."""
+        self._unwire()
+        for site in sites(self.root):
+            _detach(site.core)
+            if hasattr(site.core, "attn_swap"):
+                del site.core.attn_swap
+        _stock_configs(self.root if model is None else model)
+        self.root.__dict__.pop(ATTRIBUTE, None)
+        if self.record.loaded:
+            _forget(self.root)
 
     def refuse_merged(self, what: str, layers: Iterable[int] | None = None) -> None:
         """Guard what a merged calibration makes wrong.
@@ -186,36 +174,100 @@ class Installation:
                 "the pretrained ones; load the model from before the merge."
             )
 
-    def refresh(self) -> None:
-        """Make phases, buffers and the config's block say what the strengths are."""
-        swapped = self.swaps()
-        carrying = any(swap.carries and swap.strength > 0 for group in swapped.values() for swap in group)
-        for group in swapped.values():
-            for swap in group:
-                swap.set_strength(swap.strength, never_off=carrying and swap.carries)
-        groups: dict[str, dict[str, Any]] = {}
-        for index, group in swapped.items():
-            spec = group[0].spec()
-            groups.setdefault(repr(spec), {**spec, "layers": []})["layers"].append(index)
-        count = sum(site.usable for site in sites(self.root))
-        self.root.config.attn_swap = {"version": VERSION, "modules": count, "swaps": list(groups.values())}
-        self.root.config.attn_implementation = seam.NAME
-
-    def remove(self) -> None:
-        """Put the stock model back."""
+    def _wire(self) -> None:
+        """Put every hook and class in place for the swaps that are attached; what was there before goes first."""
         self._unwire()
-        for site in sites(self.root):
-            if hasattr(site.core, "attn_swap"):
-                del site.core.attn_swap
-        for module, config in self.configs:
-            module.__dict__["config"] = config
-        self.root.__dict__.pop(ATTRIBUTE, None)
-        if self.loaded:
-            _forget(self.root)
+        placed = plan(self.root, sites(self.root))
+        layers: dict[int, nn.Module] = {}
+        for each in placed:
+            if each.wiring is None:
+                each.site.core.__dict__["attn_swap"] = None
+                continue
+            for swap in each.swaps:
+                swap.wiring = each.wiring
+            self._hook(each)
+            if each.layer is not None:
+                layers[id(each.layer)] = each.layer
+        for layer in layers.values():
+            self._pre(layer, hooks.before_layer)
+        for stack in {id(each.stack): each.stack for each in placed}.values():
+            if _takes_keywords(stack):
+                self._pre(stack, hooks.before_stack)
+                self.record.handles.append(stack.register_forward_hook(hooks.after_stack, with_kwargs=True))
+        self._name(placed)
+
+    def _name(self, placed: list[Placed]) -> None:
+        """Tell a stack's own config that linear attention is in it: the mask function is given no other config."""
+        linear: dict[int, bool] = {}
+        for each in placed:
+            replaced = any(swap.places().replacement is not None for swap in each.swaps)
+            linear[id(each.stack)] = linear.get(id(each.stack), False) or replaced
+        for stack in {id(each.stack): each.stack for each in placed}.values():
+            name = seam.LINEAR_NAME if linear[id(stack)] else seam.NAME
+            if stack.config is not self.root.config and stack.config._attn_implementation != name:
+                stack.set_attn_implementation(name)
+
+    def _hook(self, placed: Placed) -> None:
+        site, block = placed.site, BLOCKS.get(placed.site.family.block)
+        self._pre(site.container, hooks.before_bert if site.family.block == "bert" else hooks.before_core)
+        if not placed.swaps[0].writes:
+            return
+        if block is None:
+            self.record.handles.append(site.container.register_forward_hook(hooks.after_core, with_kwargs=True))
+            return
+        stock = stock_class(site.container)
+        site.container.__class__ = swapped_class(stock, block, hooks.finish, seam.attention_forward)
+        self.record.containers.append(site.container)
+
+    def _pre(self, module: nn.Module, hook: Any) -> None:
+        self.record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _unwire(self) -> None:
+        for handle in self.record.handles:
+            handle.remove()
+        for container in self.record.containers:
+            container.__class__ = stock_class(container)
+        self.record.handles, self.record.containers = [], []
 
 
-def _each(child: Any) -> Iterator[Swap]:
-    return (module for module in child.modules() if isinstance(module, Swap))
+def _set_child(core: nn.Module, child: nn.Module | None) -> None:
+    """Make `child` the core's `attn_swap`: a submodule, or the plain attribute None of a stock module."""
+    core.__dict__.pop("attn_swap", None)
+    core._modules.pop("attn_swap", None)
+    if child is not None:
+        core.attn_swap = child
+
+
+def _detach(core: nn.Module) -> None:
+    """The core's swaps are in no model any more: they run nothing, and the states that they filled are theirs alone."""
+    for swap in swaps_in(getattr(core, "attn_swap", None)):
+        swap.wiring, swap.phase = None, Phase.OFF
+    core.__dict__.pop("attn_swap", None)
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Give every module a copy of its config; modules that shared a config share the copy."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig):
+            module.__dict__[STOCK_CONFIG] = config
+            module.__dict__["config"] = copy.deepcopy(config, memo)
+
+
+def _stock_configs(model: nn.Module) -> None:
+    """Give every module its old config back.
+
+    Whoever else holds a copy (a wrapper around `model`) then holds a config of equal content.
+    """
+    for module in model.modules():
+        stock = module.__dict__.pop(STOCK_CONFIG, None)
+        if stock is not None:
+            own = module.__dict__["config"]
+            module.__dict__["config"] = stock
+            if own is not stock:
+                own.__dict__.clear()
+                own.__dict__.update(copy.deepcopy(stock.__dict__))
 
 
 def _forget(root: PreTrainedModel) -> None:
@@ -227,22 +279,6 @@ def _forget(root: PreTrainedModel) -> None:
         root.set_attn_implementation("sdpa")
     except ValueError:  # an architecture without SDPA
         root.set_attn_implementation("eager")
-
-
-def _stacks(root: PreTrainedModel, found: list[Site]) -> list[PreTrainedModel]:
-    """For each site, the nearest transformers model around it: its layers share one forward pass."""
-    models = {name: module for name, module in root.named_modules() if isinstance(module, PreTrainedModel)}
-    parts = [[".".join(site.path.split(".")[:end]) for end in range(site.path.count("."), -1, -1)] for site in found]
-    return [next((models[name] for name in prefixes if name in models), root) for prefixes in parts]
-
-
-def layer_of(root: nn.Module, path: str) -> nn.Module:
-    """The block around a core: its nearest ancestor in a list of modules, or the core itself."""
-    parts = path.split(".")
-    for end in range(len(parts), 0, -1):
-        if parts[end - 1].isdigit():
-            return root.get_submodule(".".join(parts[:end]))
-    return root.get_submodule(path)
 
 
 def _takes_keywords(module: nn.Module) -> bool:

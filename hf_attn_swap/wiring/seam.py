@@ -14,13 +14,19 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.utils.import_utils import is_tracing
 
 from ..core.call import Call, Carried, Inputs
-from ..core.compute import Places, reference
-from ..core.swap import STOCK, Swap
+from ..core.compute import Places, ordinary, reference
+from ..core.masks import Masks
+from ..core.swap import STOCK, Phase, Swap
 from ..variants.base import VARIANTS
 
 NAME = "hf_attn_swap"
+LINEAR_NAME = (
+    "hf_attn_swap_linear"  # the same, on the own config of a stack with linear attention inside a larger model
+)
+NAMES = (NAME, LINEAR_NAME)
 CALL, CARRIED, LAYER = "attn_swap_call", "attn_swap_carried", "attn_swap_layer"
 CACHES = ("past_key_values", "layer_past")  # how architectures call the cache (GPT-NeoX keeps the old name)
 
@@ -69,9 +75,9 @@ def attention_forward(
         carried.arrived = True
     swap = swap_of(module)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
-    inputs = _inputs(query, key, value, attention_mask, scaling, dropout, causal, kwargs)
+    inputs = _inputs(query, key, value, attention_mask, scaling, dropout, causal, kwargs, carried)
     sdpa = functools.partial(_sdpa, module, inputs, kwargs)
-    if swap is not None and swap.phase != "off" and not stock:
+    if swap is not None and swap.phase != Phase.OFF and not stock:
         if call is None:
             raise ValueError(
                 f"{type(module).__name__} is swapped but was called around its hooks; call the module, not .forward()."
@@ -83,8 +89,7 @@ def attention_forward(
     if want_weights or inputs.softcap is not None:
         heads, weights = reference(Places(), inputs, Call(x=query, carried=carried))
         return heads.contiguous(), weights
-    mask, plain_causal = inputs.dense_mask(Call(x=query, carried=carried))
-    return sdpa((inputs.query, inputs.key, inputs.value), mask, plain_causal), None
+    return ordinary(inputs, sdpa), None
 
 
 def _inputs(
@@ -96,6 +101,7 @@ def _inputs(
     dropout: float,
     causal: bool,
     kwargs: dict[str, Any],
+    carried: Carried | None,
 ) -> Inputs:
     """Give every mask one meaning, and refuse what no variant can honour."""
     for name, what in (("s_aux", "attention sinks"), ("cache", "a paged cache (continuous batching)")):
@@ -111,14 +117,21 @@ def _inputs(
         key_mask, mask, causal = attention_mask, None, True
     elif queries > 1 and mask is not None and mask.dtype == torch.bool and mask.shape[1:3] == (1, 1):
         key_mask, mask, causal = mask[:, 0, 0].expand(query.shape[0], -1), None, False
+    masks = Masks(
+        queries=query.shape[2],
+        keys=key.shape[2],
+        device=query.device,
+        key_mask=key_mask,
+        given=mask,
+        causal=causal and mask is None,
+        made=carried.masks if carried is not None else [],
+    )
     return Inputs(
         query=query,
         key=key,
         value=value,
         scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        key_mask=key_mask,
-        mask=mask,
-        causal=causal and mask is None,
+        masks=masks,
         dropout=dropout,
         softcap=kwargs.get("softcap"),
         position_bias=kwargs.get("position_bias"),
@@ -172,9 +185,9 @@ def mask_for_swap(
 ) -> Tensor | None:
     """None, a key mask, or SDPA's 4-D bool mask (B,1,Q,K).
 
-    A linear variant must not build Q x K, so plain padding stays a key mask where the config has one: (B,1,1,K) if
-    every query sees the same keys, (B,K) if their order is causal with the queries last. Other layers of such a
-    model expand it to exactly the stock mask.
+    Linear attention must not build Q x K. So, if the model has linear layers, a mask of plain padding stays a mask of
+    keys: (B,1,1,K) if every query sees the same keys, (B,K) if the order is causal and the queries are the last ones.
+    Layers of this model that are not linear expand the mask of keys to exactly the stock mask.
     """
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     last = isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0
@@ -185,7 +198,7 @@ def mask_for_swap(
         bidirectional = mask_function is bidirectional_mask_function
         may_skip = kwargs.get("allow_is_bidirectional_skip" if bidirectional else "allow_is_causal_skip", bidirectional)
         square = bidirectional or q_length in (1, kv_length)
-        if not (may_skip and square and not torch.compiler.is_compiling() and bool(attention_mask.all())):
+        if not (may_skip and square and not is_tracing(attention_mask) and bool(attention_mask.all())):
             key_mask = attention_mask.bool()
             return key_mask[:, None, None, :] if bidirectional else key_mask
     mask: Tensor | None = sdpa_mask(
@@ -202,9 +215,13 @@ def mask_for_swap(
 
 
 def _has_linear(config: Any) -> bool:
+    """True if linear attention is in the config's model: the whole model says so in its block, a part by its name."""
+    if getattr(config, "_attn_implementation", None) == LINEAR_NAME:
+        return True
     swaps = (getattr(config, "attn_swap", None) or {}).get("swaps", ())
     return any(VARIANTS[name].replaces for swap in swaps for name in swap["variant"].split("+"))
 
 
-AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, mask_for_swap)
+for _name in NAMES:
+    AttentionInterface.register(_name, attention_forward)
+    AttentionMaskInterface.register(_name, mask_for_swap)

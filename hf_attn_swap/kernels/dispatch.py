@@ -1,0 +1,99 @@
+"""Which form of a computation runs: one function per kernel, from the facts that are known before a tensor is seen.
+
+`describe` asks the same functions as the computation, so that the printed form is the form that runs. All forms of one
+computation are equal; they differ in speed and memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from ..core.call import Call, Inputs
+from . import linear, softmax_n
+
+LONG = 4096  # tokens from which on H is not held: for 12 heads H would take 800 MB per layer
+
+
+class Form(Enum):
+    """How the heads of a layer are computed; the value is what `describe` prints."""
+
+    STOCK = "stock"
+    SDPA = "SDPA"
+    RESCALED = "SDPA rescaled by its log-sum-exp"
+    ZERO_KEY = "SDPA with a zero key"
+    IN_PLACE = "H moved on in place by baddbmm, then softmax"
+    TERMS = "H as a sum of products, a block of queries at a time"
+    PRODUCTS = "reordered products"
+    BLOCKS = "reordered products, in blocks by a CPU operator when causal"
+    REFERENCE = "reference"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The facts that decide about a form.
+
+    Attributes:
+        device: type of the device, such as "cpu".
+        dtypes: of query, key and value.
+        between: True at a strength between 0 and 1.
+        dropout: True if weights are dropped.
+        compiling: True under a compiler, which plans memory by itself.
+        autocast: True under autocast.
+        uniform: True if all layers of the model are under the same masks.
+        tokens: (Q, K), or None where they are not known yet.
+    """
+
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    between: bool = False
+    dropout: bool = False
+    compiling: bool = False
+    autocast: bool = False
+    uniform: bool = True
+    tokens: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, inputs: Inputs, call: Call) -> Setting:
+        """The facts of one call."""
+        device = inputs.query.device.type
+        return cls(
+            device=device,
+            dtypes=(inputs.query.dtype, inputs.key.dtype, inputs.value.dtype),
+            between=call.between,
+            dropout=inputs.dropout > 0,
+            compiling=torch.compiler.is_compiling(),
+            autocast=torch.is_autocast_enabled(device),
+            uniform=call.uniform,
+            tokens=(inputs.query.shape[2], inputs.key.shape[2]),
+        )
+
+    @property
+    def one_dtype(self) -> bool:
+        """True if query, key and value have the same dtype."""
+        return len(set(self.dtypes)) == 1
+
+
+def softmax_n_form(setting: Setting) -> Form:
+    """softmax_n: the log-sum-exp of the CPU kernel, or one more key of value 0."""
+    if setting.compiling or setting.dropout or not setting.one_dtype:
+        return Form.ZERO_KEY
+    return Form.RESCALED if softmax_n.available(setting.device, setting.dtypes[0]) else Form.ZERO_KEY
+
+
+def carried_form(setting: Setting) -> Form:
+    """Carried scores: H moved on in place, H as a sum of products for long sequences, or the readable form."""
+    if setting.between or setting.compiling:
+        return Form.REFERENCE
+    if setting.tokens is not None and setting.tokens[0] * setting.tokens[1] >= LONG**2:
+        return Form.TERMS
+    if setting.autocast or not setting.uniform or not setting.one_dtype:
+        return Form.REFERENCE
+    return Form.IN_PLACE
+
+
+def linear_form(setting: Setting) -> Form:
+    """Linear attention: products in another order, and for causal ones an operator where there is one."""
+    return Form.BLOCKS if linear.available(setting.device) and setting.one_dtype else Form.PRODUCTS

@@ -1,0 +1,107 @@
+"""Where the swaps of a model sit, worked out from the model without changing anything.
+
+`plan` is a pure function: `install.Installation` applies what it returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..core.swap import Swap, Wiring
+from ..families import Site
+from . import seam
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """One attention module of a model.
+
+    Attributes:
+        site: the module and what is known of its family.
+        stack: the nearest transformers model around the module; the layers of a stack share one forward pass.
+        layer: the block around the module, if a variant needs a hook there.
+        swaps: the swaps of the module, none for a stock module (several where PEFT keeps copies).
+        wiring: what these swaps are told of their place; None for a stock module.
+    """
+
+    site: Site
+    stack: PreTrainedModel
+    layer: nn.Module | None
+    swaps: tuple[Swap, ...]
+    wiring: Wiring | None
+
+
+def plan(root: PreTrainedModel, found: list[Site]) -> list[Placed]:
+    """The place of every attention module in `found`, in module order."""
+    stacks = _stacks(root, found)
+    swaps = [tuple(swaps_in(getattr(site.core, "attn_swap", None))) for site in found]
+    orders, lasts = _orders(found, stacks, swaps)
+    placed = []
+    for index, (site, stack, own) in enumerate(zip(found, stacks, swaps, strict=True)):
+        wiring, layer = None, None
+        if own:
+            wiring = _wiring(site, own[0], orders.get(index, 0), last=index in lasts)
+            if any(each.carries or each.wants_residual for each in own):
+                layer = layer_of(root, site.path)
+        placed.append(Placed(site=site, stack=stack, layer=layer, swaps=own, wiring=wiring))
+    return placed
+
+
+def swaps_in(child: Any) -> Iterator[Swap]:
+    """The swaps in a child `attn_swap`: the child itself, or those in a wrapper of PEFT."""
+    if isinstance(child, nn.Module):
+        yield from (module for module in child.modules() if isinstance(module, Swap))
+
+
+def layer_of(root: nn.Module, path: str) -> nn.Module:
+    """The block around a core: its nearest ancestor in a list of modules, or the core itself."""
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        if parts[end - 1].isdigit():
+            return root.get_submodule(".".join(parts[:end]))
+    return root.get_submodule(path)
+
+
+def _orders(
+    found: list[Site], stacks: list[PreTrainedModel], swaps: list[tuple[Swap, ...]]
+) -> tuple[dict[int, int | None], set[int]]:
+    """By index of the site, the place among its stack's carrying layers (None: shared); and the last ones' indices."""
+    orders: dict[int, int | None] = {}
+    members: dict[int, list[int]] = {}
+    for index, (site, stack, own) in enumerate(zip(found, stacks, swaps, strict=True)):
+        if any(each.carries for each in own):
+            group = members.setdefault(id(stack), [])
+            orders[index] = None if site.family.shared else len(group)
+            group.append(index)
+    lasts = {group[-1] for group in members.values() if orders[group[-1]] is not None}
+    return orders, lasts
+
+
+def _wiring(site: Site, swap: Swap, order: int | None, *, last: bool) -> Wiring:
+    names = list(inspect.signature(type(site.container).forward).parameters)[1:]
+    kinds = getattr(site.core.config, "layer_types", None) or ()
+    return Wiring(
+        order=order,
+        last=last,
+        uniform=len(set(kinds)) <= 1,
+        cache_position=next((names.index(name) for name in seam.CACHES if name in names), None),
+        mask_position=names.index("attention_mask") if "attention_mask" in names else None,
+        dropout_path=site.family.dropout if site.family.block == "core" else None,
+        folded_path=site.family.output if swap.keeps_projection else site.family.value,
+    )
+
+
+def _stacks(root: PreTrainedModel, found: list[Site]) -> list[PreTrainedModel]:
+    models = {name: module for name, module in root.named_modules() if isinstance(module, PreTrainedModel)}
+    stacks = []
+    for site in found:
+        parts = site.path.split(".")
+        around = (".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1))
+        stacks.append(next((models[name] for name in around if name in models), root))
+    return stacks
