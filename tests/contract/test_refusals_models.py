@@ -10,8 +10,9 @@ import transformers
 from torch import nn
 from transformers.models.bert.modeling_bert import BertCrossAttention
 
-from hf_attn_swap import describe, list_variants, patch_model, seam, unpatch_model
+from hf_attn_swap import describe, list_variants, patch_model, unpatch_model
 from hf_attn_swap.variants.base import VARIANTS
+from hf_attn_swap.wiring import seam
 from tests import zoo
 
 from .cells import FAMILY_NAMES

@@ -107,8 +107,8 @@ def _record(model: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
     ours, theirs = [], []
 
     def collect(module: Any, args: Any, output: Any) -> Any:
-        inputs, call, sdpa, _ = args
-        mask, causal = inputs.dense_mask(call)
+        inputs, _, sdpa, _ = args
+        mask, causal = inputs.masks.dense()
         ordinary = sdpa((inputs.query, inputs.key, inputs.value), mask, causal)
         if module is swaps(model)[-1]:
             ours.append(output[0].flatten(0, 1))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, library
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.core.call import Call, Inputs
-from hf_attn_swap.functional import linear, simple_attention, softmax_n
-from hf_attn_swap.kernels import carried, hopfield
+from hf_attn_swap.core.masks import Masks
+from hf_attn_swap.functional import softmax_n
+from hf_attn_swap.kernels import carried, dispatch, hopfield
 from hf_attn_swap.kernels import linear as blocks
 from hf_attn_swap.kernels import softmax_n as kernel
 from tests import zoo
@@ -72,8 +72,8 @@ def test_softmax_n(sizes: tuple[int, ...], kind: str, n: float, as_tensor: bool,
     mask, causal, allowed = masked(kind, batch, queries, keys, seed)
     assert kernel.fits(q, k, v, mask)
     given_n = torch.tensor([n]) if as_tensor else n
-    inputs = Inputs(query=q, key=k, value=v, scaling=0.7, mask=mask, causal=causal)
-    got = kernel.softmax_n_attention(q, k, v, inputs.additive_mask(Call(x=q))[0], causal, 0.7, given_n)
+    masks = Masks(queries=queries, keys=keys, device=q.device, given=mask, causal=causal)
+    got = kernel.softmax_n_attention(q, k, v, masks.additive(q.dtype)[0], causal, 0.7, given_n)
     wanted = softmax_n_reference(q, k, v, allowed, 0.7, given_n)
     assert_equal(got, wanted, [q, k, v], seed + 1)
 
@@ -154,7 +154,7 @@ def test_long_sequences_never_hold_scores(
     wanted = run_all(model, batch)
     with torch.no_grad():
         read = model(**batch)
-    monkeypatch.setattr(carried, "LONG", 9)
+    monkeypatch.setattr(dispatch, "LONG", 9)
     monkeypatch.setattr(hopfield, "BLOCK", block)
     calls = []
     in_blocks = hopfield.attend_long
@@ -193,9 +193,9 @@ def test_causal_linear(sizes: tuple[int, ...], block: int, past: int, seed: int)
     batch, heads, length, width = sizes
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(blocks, "BLOCK", block)
-        patched.setattr(linear, "CHUNK", 0)
+        patched.setattr(blocks, "CHUNK", 0)
         q, k, v = drawn(seed, (batch, heads, length, width), *[(batch, heads, length + past, width)] * 2)
-        got = simple_attention(q, k, v, causal=True)
+        got = blocks.attend(q, k, v, causal=True, key_mask=None, length="true", past=None)
         visible = torch.arange(past + 1, past + length + 1).to(q.dtype)
         wanted = ((q @ k.transpose(2, 3)).tril(past) @ v) / visible.sqrt()[:, None]
         assert_equal(got, wanted, [q, k, v], seed + 1)
@@ -204,11 +204,12 @@ def test_causal_linear(sizes: tuple[int, ...], block: int, past: int, seed: int)
 def test_causal_linear_is_a_sound_operator() -> None:
     """Schema, fake form and gradients as `torch.compile` and `torch.export` need them."""
     q, k, v, state = drawn(0, *[(2, 2, 70, 4)] * 3, (2, 2, 4, 4))
-    library.opcheck(blocks.causal_linear, (q, k, v, state))
+    factor = torch.arange(1, 71).double().rsqrt()[None]
+    library.opcheck(blocks.causal_linear, (q, k, v, state, factor))
 
 
 def test_causal_linear_of_half_precision_sums_in_fp32() -> None:
     """Summed in bf16, a state of 4,000 tokens would have lost every further one."""
     ones = torch.ones(1, 1, 4000, 2, dtype=torch.bfloat16)
-    out = blocks.causal_linear(ones, ones, ones, torch.zeros(1, 1, 2, 2, dtype=torch.bfloat16))
+    out = blocks.causal_linear(ones, ones, ones, torch.zeros(1, 1, 2, 2, dtype=torch.bfloat16), torch.ones(1, 4000))
     assert out[0, 0, -1, 0].item() == pytest.approx(8000, rel=2**-8)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.core.call import Inputs
-from hf_attn_swap.kernels import carried, hopfield
+from hf_attn_swap.core.masks import Masks
+from hf_attn_swap.kernels import dispatch, hopfield
 from hf_attn_swap.kernels import softmax_n as kernel
 from tests import zoo
 from tests.contract.harness import TOLERANCE, fresh, perturb
@@ -32,8 +32,8 @@ def test_what_is_blocked_is_worked_out_once_per_pass(train: bool, monkeypatch: p
     """Lengths beyond the small integers, which Python holds as one object each, included."""
     model = patch_model(fresh("llama", torch.float32, max_position_embeddings=300), "mha")
     worked_out = []
-    allowed = Inputs.allowed
-    monkeypatch.setattr(Inputs, "allowed", lambda self, call: worked_out.append(1) or allowed(self, call))
+    made = Masks._blocked
+    monkeypatch.setattr(Masks, "_blocked", lambda self: worked_out.append(1) or made(self))
     with torch.set_grad_enabled(train):
         model(**zoo.inputs("llama", batch=2, length=290, padded="left"))
     assert len(worked_out) == 1 < model.config.num_hidden_layers
@@ -44,7 +44,7 @@ def test_a_compiler_is_given_the_general_form(monkeypatch: pytest.MonkeyPatch) -
     model = perturb(patch_model(fresh("bert"), "mha"))
     batch = zoo.inputs("bert", batch=2, length=9)
     wanted = model(**batch).logits
-    monkeypatch.setattr(carried, "LONG", 9)
+    monkeypatch.setattr(dispatch, "LONG", 9)
     monkeypatch.setattr(hopfield, "attend_long", None)
     torch._dynamo.reset()
     got = torch.compile(model, backend="eager", fullgraph=True)(**batch).logits

@@ -1,0 +1,147 @@
+"""`modules=` chooses a part of a model, `layers` counts inside it, and the choice is kept in the config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as T
+
+from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
+
+from .cells import is_linear, swap_in
+from .harness import refused, swaps
+
+IMAGE_TOKEN = 5
+
+
+def llava() -> Any:
+    """A vision tower of two layers, whose attention is bidirectional, in front of a Llama of three."""
+    sizes: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4)
+    vision = T.CLIPVisionConfig(**sizes, num_hidden_layers=2, image_size=16, patch_size=8)
+    text = T.LlamaConfig(**sizes, vocab_size=60, num_hidden_layers=3, num_key_value_heads=2, pad_token_id=0)
+    config = T.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN)
+    torch.manual_seed(0)
+    return T.LlavaForConditionalGeneration(config).double().eval()
+
+
+def batch_of(length: int = 12, rows: int = 2) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(IMAGE_TOKEN + 1, 60, (rows, length), generator=generator)
+    ids[:, :4] = IMAGE_TOKEN
+    pixels = torch.randn(rows, 3, 16, 16, generator=generator, dtype=torch.float64)
+    return {"input_ids": ids, "pixel_values": pixels, "attention_mask": torch.ones_like(ids)}
+
+
+def rows(model: Any) -> list[str]:
+    return [row.attention for row in describe(model).rows]
+
+
+STOCK = "softmax (stock)"
+
+
+@pytest.mark.parametrize("modules", ["language_model", r"model\.language_model", r"language_model\.layers", "lang.*"])
+def test_one_tower(modules: str) -> None:
+    model = patch_model(llava(), "belief", modules=modules)
+    assert rows(model) == [STOCK] * 2 + ["belief"] * 3
+    assert {swap["modules"] for swap in model.config.attn_swap["swaps"]} == {modules}
+    assert [swap["layers"] for swap in model.config.attn_swap["swaps"]] == [[2, 3, 4]]
+    assert model.config.attn_swap["version"] == 2
+
+
+def test_layers_count_inside() -> None:
+    model = patch_model(llava(), "belief", modules="language_model", layers=[0, 2])
+    assert rows(model) == [STOCK, STOCK, "belief", STOCK, "belief"]
+    patch_model(model, "outeffhop", modules="vision_tower", layers=1)
+    assert rows(model) == [STOCK, "outeffhop", "belief", STOCK, "belief"]
+    with refused("layers [3] do not exist", "0 to 2"):
+        patch_model(model, "belief", modules="language_model", layers=[3])
+
+
+def test_strength_of_one_tower() -> None:
+    model = patch_model(llava(), "belief")
+    assert model.config.attn_swap["version"] == 1
+    set_strength(model, 0.5, modules="vision_tower")
+    set_strength(model, 0.25, modules="language_model", layers=[1])
+    assert [swap.strength for swap in swaps(model)] == [0.5, 0.5, 1.0, 0.25, 1.0]
+    unpatch_model(model)
+    patch_model(model, "belief", modules="language_model")
+    with refused("no swapped layer lies in modules='vision_tower'", "[2, 3, 4]"):
+        set_strength(model, 0.5, modules="vision_tower")
+
+
+@pytest.mark.parametrize("modules", ["vision", "language", "tower.vision", "no_such_tower"])
+def test_nothing_fits(modules: str) -> None:
+    model = llava()
+    with refused(repr(modules), "fits no swappable attention module", "model.language_model.layers", "vision_tower"):
+        patch_model(model, "belief", modules=modules)
+    assert rows(model) == [STOCK] * 5
+
+
+@pytest.mark.parametrize(("modules", "reason"), [("(", "no regular expression"), ("", "part of a module path"), (3, "3")])
+def test_no_pattern(modules: Any, reason: str) -> None:
+    with refused(reason):
+        patch_model(llava(), "belief", modules=modules)
+
+
+def test_a_tower_that_cannot_be_swapped_no_longer_stops_the_model() -> None:
+    """Qwen3-VL's vision attention hands W_o's output on in a way that mha cannot follow; its text tower can."""
+    vision: dict[str, Any] = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=4, out_hidden_size=32)
+    vision |= dict(patch_size=4, spatial_merge_size=1, temporal_patch_size=1, num_position_embeddings=16)
+    text: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+    text |= dict(vocab_size=60, num_hidden_layers=2, head_dim=8, pad_token_id=0)
+    text |= dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]})
+    config = T.Qwen3VLConfig(vision_config=vision | {"deepstack_visual_indexes": [0]}, text_config=text)
+    model = T.Qwen3VLModel(config).eval()
+    with refused("visual"):
+        patch_model(model, "mha")
+    patch_model(model, "mha", modules="language_model")
+    assert rows(model)[-2:] == ["mha", "mha"]
+    assert set(rows(model)[:-2]) == {STOCK}
+    assert model(torch.arange(4, 12)[None]).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.parametrize("variant", list_variants())
+def test_saved_and_loaded(variant: str, tmp_path: Path) -> None:
+    model, batch = swap_in(llava(), variant, modules="language_model", strength=0.5), batch_of()
+    wanted = model(**batch).logits
+    model.save_pretrained(tmp_path)
+    again = T.LlavaForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert rows(again) == rows(model)
+    assert again.config.attn_swap == model.config.attn_swap
+    assert torch.equal(again(**batch).logits, wanted)
+    assert str(describe(again)) == str(describe(model))
+
+
+@pytest.mark.parametrize("variant", list_variants())
+def test_tokens_onto_a_cache_in_a_model_with_nested_configs(variant: str) -> None:
+    """The mask function is given the text model's config, the swap is written on the whole model's."""
+    model, batch = swap_in(llava(), variant, modules="language_model"), batch_of()
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    with torch.no_grad():
+        wanted = model(**batch).logits
+        first = model(ids[:, :7], pixel_values=batch["pixel_values"], attention_mask=mask[:, :7], use_cache=True)
+        rest = model(ids[:, 7:], attention_mask=mask, past_key_values=first.past_key_values)
+    torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", [name for name in list_variants() if is_linear(name)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_linear_attention_in_a_part_of_a_model_stays_linear(variant: str, padded: bool) -> None:
+    """No tensor of queries times keys, in the text tower of a larger model, before and after loading and unpatching."""
+    from .harness import Recorder
+
+    length = 200
+    model, batch = patch_model(llava(), variant, modules="language_model"), batch_of(length)
+    if padded:
+        batch["attention_mask"][0, :3] = 0
+    with torch.no_grad(), Recorder() as seen:
+        model(**batch)
+    assert any(length in shape for shape in seen.shapes)
+    assert not [shape for shape in seen.shapes if sum(size >= length for size in shape) > 1]
+    patch_model(model, "belief", modules="language_model")
+    assert model.model.language_model.config._attn_implementation == "hf_attn_swap"
+    unpatch_model(model)
+    assert model.model.language_model.config._attn_implementation == "sdpa"
