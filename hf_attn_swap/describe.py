@@ -20,7 +20,11 @@ HEADER = ("layer", "module", "attention", "strength", "options", "parameters", "
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One attention module; `layer` is None where it does not count (cross-attention, or refused)."""
+    """One attention module.
+
+    `layer` is None where the module does not count (cross-attention, or refused); `modules` is the pattern that chose
+    the module, if there was one.
+    """
 
     layer: int | None
     module: str
@@ -29,6 +33,7 @@ class Row:
     options: dict[str, dict[str, Any]]
     parameters: int
     runs: str
+    modules: str | None = None
 
     def cells(self) -> tuple[str, ...]:
         """The row as text."""
@@ -56,7 +61,11 @@ class Description:
         swapped = sum(row.strength is not None for row in self.rows)
         countable = sum(row.layer is not None for row in self.rows)
         added = sum(row.parameters for row in self.rows)
-        return f"{self.model}: {swapped} of {countable} self-attention modules swapped, {added:,} parameters added"
+        chosen = sorted({row.modules for row in self.rows if row.modules is not None})
+        words = f", chosen by modules={' and '.join(map(repr, chosen))}" if chosen else ""
+        return (
+            f"{self.model}: {swapped} of {countable} self-attention modules swapped{words}, {added:,} parameters added"
+        )
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in HEADER)
@@ -90,6 +99,7 @@ def describe(model: nn.Module, /) -> Description:
                 options={} if swap is None else swap.options,
                 parameters=0 if swap is None else sum(p.numel() for p in swap.parameters()),
                 runs=_stock(site) if swap is None else _swapped(site, swap),
+                modules=None if swap is None else swap.selection,
             )
         )
         count += site.usable

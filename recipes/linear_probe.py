@@ -65,7 +65,13 @@ def main(argv: list[str] | None = None) -> None:
     for stage in ("stock", "swapped", *(["calibrated"] if conversion.calibrate else [])):
         encoder = AutoModel.from_pretrained(model.model, dtype=torch.float32).eval().to(training.device)
         if stage != "stock":
-            patch_model(encoder, model.variant, layers=parse_layers(model.layers), **model.option_values)
+            patch_model(
+                encoder,
+                model.variant,
+                layers=parse_layers(model.layers),
+                modules=model.modules,
+                **model.option_values,
+            )
         if stage == "calibrated":
             step = max(1, len(train_batches) * size // conversion.calibration_rows)
             print(calibrate(encoder, train_batches[::step], fit=conversion.calibrate, source=conversion.source))

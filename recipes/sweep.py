@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 Run = dict[str, Any]
 NAMED = ("label", "output_dir")
-OF_VARIANT = ("variant", "options", "layers", "label", "calibrat", "transfer", "schedule")
+OF_VARIANT = ("variant", "options", "layers", "modules", "label", "calibrat", "transfer", "schedule")
 
 
 def expand(run: Run) -> Iterator[Run]:

@@ -40,6 +40,9 @@ def patch(
     layers: Annotated[
         str | None, typer.Option(help='Which self-attention layers, as "0-5,7"; all if left out.')
     ] = None,
+    modules: Annotated[
+        str | None, typer.Option(help='Only inside these modules, as "language_model"; --layers counts inside them.')
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="key=value; component.key=value in a composition.")
     ] = None,
@@ -62,6 +65,7 @@ def patch(
         out,
         strength=strength,
         layers=parse_layers(layers),
+        modules=modules,
         options=parse_options(option or [], composed="+" in variant),
         task=task,
         overwrite=overwrite,

@@ -38,6 +38,7 @@ def convert(
     *,
     strength: float,
     layers: Sequence[int] | None,
+    modules: str | None,
     options: dict[str, Any],
     task: str | None,
     overwrite: bool,
@@ -59,7 +60,7 @@ def convert(
     notify(f"loading {source} as {auto.__name__}")
     model, info = auto.from_pretrained(source, output_loading_info=True)
     fresh = sorted(info["missing_keys"])
-    patch_model(model, variant, layers=layers, strength=strength, **options)
+    patch_model(model, variant, layers=layers, modules=modules, strength=strength, **options)
     notify(f"saving in {out}")
     model.save_pretrained(out)
     copied = copy_preprocessor(source, out)

@@ -32,6 +32,9 @@ class ModelArguments:
     variant: str = field(default=CONTROL, metadata={"help": "As patch_model takes it; softmax is the control."})
     options: str = field(default="{}", metadata={"help": "Options of the variant, as JSON."})
     layers: str | None = field(default=None, metadata={"help": 'Layers to swap, as "0-5,7"; all if left out.'})
+    modules: str | None = field(
+        default=None, metadata={"help": 'Swap only inside these modules, as "language_model"; layers counts inside.'}
+    )
     seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "One run each, for the control too."})
     label: str | None = field(default=None, metadata={"help": "Name of the run; the variant's if left out."})
 

@@ -44,7 +44,7 @@ def compare(
         SystemExit: with one line, for data, options, folders or packages that do not fit.
     """
     transformers.utils.logging.set_verbosity_error()
-    control = replace(model, variant=CONTROL, options="{}", layers=None, label=None)
+    control = replace(model, variant=CONTROL, options="{}", layers=None, modules=None, label=None)
     alone = model.run_name == control.run_name
     try:
         task = build()

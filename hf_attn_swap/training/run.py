@@ -136,7 +136,8 @@ def _converted(
     set_seed(args.seed)
     stock = task.load()
     before = _count(stock)
-    patched = patch_model(stock, model.variant, layers=parse_layers(model.layers), **model.option_values)
+    layers = parse_layers(model.layers)
+    patched = patch_model(stock, model.variant, layers=layers, modules=model.modules, **model.option_values)
     kept = f"on random weights: {task.scratch}" if task.scratch else "weights kept"
     sentences = [f"Attention replaced by {model.variant}, {kept}."]
     first: dict[str, float] = {}
@@ -226,6 +227,8 @@ def _settings(
     task: Task, model: ModelArguments, conversion: ConversionArguments, training: TrainingArguments
 ) -> dict[str, Any]:
     own = {"variant": model.variant, "options": model.options, "layers": model.layers, "model": model.model}
+    if model.modules is not None:
+        own["modules"] = model.modules
     budget = {
         "epochs": training.num_train_epochs,
         "max_steps": training.max_steps,

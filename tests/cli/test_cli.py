@@ -152,3 +152,15 @@ def test_the_installed_command_runs() -> None:
         pytest.skip("the package is not installed in this environment, so there is no console script")
     done = subprocess.run([script, "bogus"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: No such command 'bogus'.\n")
+
+
+def test_patch_inside_some_modules(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    out, inside = tmp_path / "swapped", r"encoder\.layer\.1"
+    assert command("patch", tiny_bert, "belief", out, "--modules", inside, "--layers", "0").code == 0
+    assert json.loads((out / "config.json").read_text())["attn_swap"]["swaps"][0]["modules"] == inside
+    printed = command("describe", out).out
+    assert "1 of 2 self-attention modules swapped, chosen by modules=" in printed
+    assert "encoder" in printed.partition("chosen by")[2]
+    outcome = command("patch", tiny_bert, "belief", tmp_path / "other", "--modules", "vision_tower")
+    assert outcome.code != 0
+    assert "fits no swappable attention module" in outcome.err

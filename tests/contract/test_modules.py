@@ -80,7 +80,9 @@ def test_nothing_fits(modules: str) -> None:
     assert rows(model) == [STOCK] * 5
 
 
-@pytest.mark.parametrize(("modules", "reason"), [("(", "no regular expression"), ("", "part of a module path"), (3, "3")])
+@pytest.mark.parametrize(
+    ("modules", "reason"), [("(", "no regular expression"), ("", "part of a module path"), (3, "3")]
+)
 def test_no_pattern(modules: Any, reason: str) -> None:
     with refused(reason):
         patch_model(llava(), "belief", modules=modules)

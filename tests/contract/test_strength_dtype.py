@@ -1,0 +1,69 @@
+"""A variant is given its strength in the dtype of what it changes: the plainest method is right in every precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hf_attn_swap import patch_model, set_strength
+from hf_attn_swap.variants.base import METHODS, PLACES, VARIANTS, Variant, register
+
+from .harness import batch_of, forward, fresh
+
+NAME = "plainest"
+
+
+@pytest.fixture(autouse=True)
+def _registry_as_before() -> Iterator[None]:
+    before = dict(VARIANTS)
+    yield
+    VARIANTS.clear()
+    VARIANTS.update(before)
+
+
+def plainest(place: str, seen: list[tuple[torch.dtype, torch.dtype]]) -> None:
+    """Halves what it is given at full strength, as README's example does."""
+
+    def halved(self: Any, tensor: torch.Tensor, call: Any) -> torch.Tensor:
+        if isinstance(call.strength, torch.Tensor):
+            seen.append((call.strength.dtype, tensor.dtype))
+        changed = tensor * (1 - call.strength / 2)
+        assert changed.dtype == tensor.dtype
+        return changed
+
+    def normalised(self: Any, scores: torch.Tensor, call: Any) -> torch.Tensor:
+        return halved(self, torch.softmax(scores, -1), call)
+
+    body: dict[str, Any] = {
+        "places": (place,),
+        "summary": "halved",
+        "formula": "Y / 2",
+        "paper": "none",
+        "fused": "SDPA",
+    }
+    body[METHODS[place]] = normalised if place == "normaliser" else halved
+    if place == "scores":
+        body["carries"] = True
+    if place in ("scores", "normaliser", "weights"):
+        body["explicit"] = True
+    register(NAME)(type("Plainest", (Variant,), body))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_every_place_in_every_precision(family: str, place: str, dtype: torch.dtype) -> None:
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+    plainest(place, seen)
+    stock, batch = fresh(family, torch.float32).to(dtype), batch_of(family, torch.float32)
+    wanted = forward(stock, batch)
+    model = patch_model(fresh(family, torch.float32).to(dtype), NAME, strength=0.3)
+    got = forward(model, batch)
+    assert seen
+    assert all(strength == tensor for strength, tensor in seen)
+    assert got.dtype == dtype
+    assert not torch.equal(got, wanted)
+    assert torch.equal(forward(set_strength(model, 0.0), batch), wanted)
