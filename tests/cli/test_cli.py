@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_attn_swap
-from hf_attn_swap import checkpoint, cli, list_variants
+from hf_attn_swap import cli, list_variants
 from hf_attn_swap.core.registry import get_variant
+from hf_attn_swap.publish import checkpoint
 
 from .conftest import Outcome
 
