@@ -1,6 +1,7 @@
 """Attention with carried scores, H_l = b H_{l-1} + c S_l and heads = softmax(H_l + M) V, in one of three equal forms.
 
 `Form.IN_PLACE`: one tensor H serves all layers. Each layer moves H on in place; the mask is written into H as -inf.
+With gradients the heads are read by softmax, without gradients by SDPA with b H_{l-1} as its mask.
 `Form.TERMS`: long sequences never hold H (see `hopfield.attend_long`).
 `Form.REFERENCE`: the readable pipeline of `core.compute`, for everything else (`dispatch.carried_form` decides).
 Axes: B batch, H head, Q query, K key, D head width.
@@ -11,17 +12,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.call import Call, Hidden, Inputs
+from ..core.call import Call, FusedSoftmax, Hidden, Inputs
 from . import hopfield
 from .dispatch import Form, Setting, carried_form
 
 
-def attend(inputs: Inputs, call: Call, below: Hidden | None, decay: float, share: float) -> Tensor | None:
+def attend(
+    inputs: Inputs, call: Call, sdpa: FusedSoftmax, below: Hidden | None, decay: float, share: float
+) -> Tensor | None:
     """Heads (B,Q,H,D); H is left for the layer above. None where the readable form must run.
 
     Args:
         inputs: tensors and masks; no mask that adds a bias.
         call: its `carried` is what the layers share.
+        sdpa: the stock fused function.
         below: H of the layer below, or None below the first.
         decay: b.
         share: c.
@@ -29,7 +33,7 @@ def attend(inputs: Inputs, call: Call, below: Hidden | None, decay: float, share
     form = carried_form(Setting.of(inputs, call))
     if form is Form.TERMS and (below is None or below.terms):
         return _long(inputs, call, below, decay, share)
-    return _in_place(inputs, call, below, decay, share) if form is Form.IN_PLACE else None
+    return _in_place(inputs, call, sdpa, below, decay, share) if form is Form.IN_PLACE else None
 
 
 def leave(hidden: Hidden | None, call: Call, *, drop: bool) -> None:
@@ -42,15 +46,43 @@ def leave(hidden: Hidden | None, call: Call, *, drop: bool) -> None:
         call.carried.raw.pop(call.order - 1, None)
 
 
-def _in_place(inputs: Inputs, call: Call, below: Hidden | None, decay: float, share: float) -> Tensor:
+def _in_place(
+    inputs: Inputs, call: Call, sdpa: FusedSoftmax, below: Hidden | None, decay: float, share: float
+) -> Tensor:
     blocked, blind = inputs.masks.blocked()
     hidden, put = _moved_here(below, inputs.query, blocked)
     fresh = call.recomputed or (below is not None and hidden is not below.scores)
-    moved, heads = hopfield.attend(hidden, *inputs.three, decay, share * inputs.scaling, put, fresh, inputs.dropout)
-    unread = call.last and not torch.is_grad_enabled()
-    leave(None if unread else Hidden(moved, blocked=blocked), call, drop=not fresh)
-    heads = heads.transpose(1, 2)
+    if torch.is_grad_enabled() or inputs.dropout > 0:
+        moved, heads = hopfield.attend(hidden, *inputs.three, decay, share * inputs.scaling, put, fresh, inputs.dropout)
+        leave(Hidden(moved, blocked=blocked), call, drop=not fresh)
+        heads = heads.transpose(1, 2)
+    else:
+        heads = _read(inputs, call, sdpa, hidden, decay, share, put)
     return heads if blind is None else heads.masked_fill(blind.transpose(1, 2), 0.0)
+
+
+def _read(
+    inputs: Inputs,
+    call: Call,
+    sdpa: FusedSoftmax,
+    hidden: Tensor | None,
+    decay: float,
+    share: float,
+    put: Tensor | None,
+) -> Tensor:
+    """Heads (B,Q,H,D) without gradients: SDPA reads b H_{l-1} as a mask, then H_l takes the place of H_{l-1}."""
+    mask, causal = inputs.masks.dense()
+    if hidden is not None:
+        hidden = hidden.clone().mul_(decay) if call.recomputed else hidden.mul_(decay)
+        mask, causal = hidden if put is None else hidden.masked_fill_(put, -torch.inf), False
+        put = None
+    heads = sdpa((inputs.query * share, inputs.key, inputs.value), mask, causal)
+    left = None
+    if not call.last:  # the layer above reads H
+        moved = hopfield.advance(hidden, inputs.query, inputs.key, 1.0, share * inputs.scaling, put, fresh=False)
+        left = Hidden(moved, blocked=inputs.masks.blocked()[0])
+    leave(left, call, drop=not call.recomputed)
+    return heads
 
 
 def _moved_here(below: Hidden | None, query: Tensor, blocked: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -24,7 +24,7 @@ class Form(Enum):
     SDPA = "SDPA"
     RESCALED = "SDPA rescaled by its log-sum-exp"
     ZERO_KEY = "SDPA with a zero key"
-    IN_PLACE = "H moved on in place by baddbmm, then softmax"
+    IN_PLACE = "H moved on in place by baddbmm, then softmax (without gradients: SDPA with H as mask)"
     TERMS = "H as a sum of products, a block of queries at a time"
     PRODUCTS = "reordered products"
     BLOCKS = "reordered products, in blocks by a CPU operator when causal"

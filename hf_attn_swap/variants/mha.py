@@ -54,7 +54,7 @@ class Mha(Variant):
     summary = "scores are carried across layers, the input is mixed back in"
     formula = "softmax(a' H + (1 - a') S), a x + (1 - a) out"
     paper = "modern Hopfield attention, eq. 10"
-    fused = "H moved on in place by baddbmm, then softmax"
+    fused = "H moved on in place by baddbmm, then softmax (or SDPA with H as mask, without gradients)"
     places = ("scores", "write")
     Options = MhaOptions
     options: MhaOptions
@@ -146,7 +146,7 @@ class Mha(Variant):
         if below is not None:
             _check((*inputs.query.shape[:3], inputs.key.shape[2]), below.shape)
         share = 1.0 if below is None and self.options.init == "first" else 1 - decay
-        return carried.attend(inputs, call, below, decay, share)
+        return carried.attend(inputs, call, sdpa, below, decay, share)
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         skipped = call.residual if self.wants_residual else call.x

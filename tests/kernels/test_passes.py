@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.masking_utils import bidirectional_mask_function
 
-from hf_attn_swap import patch_model
+from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.core.masks import Masks
 from hf_attn_swap.kernels import dispatch, hopfield
 from hf_attn_swap.kernels import softmax_n as kernel
+from hf_attn_swap.wiring import seam
 from tests import zoo
+from tests.contract.cells import is_linear
 from tests.contract.harness import TOLERANCE, fresh, perturb
 
 EXACT = TOLERANCE[torch.float64]
@@ -63,3 +70,62 @@ def test_autocast_over_several_blocks(name: str) -> None:
     got.float().sum().backward()
     assert (got - wanted).abs().max() <= 0.05 * wanted.abs().max()
     assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())
+
+
+class Waits(TorchDispatchMode):
+    """How often the program waits for the device to read a number from a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_a_float_mask_is_looked_into_once_per_pass(name: str) -> None:
+    """A mask of numbers may hold a bias, which only the device knows: one question for all layers, not one each."""
+    stock, model = fresh("bert"), patch_model(fresh("bert"), name)
+    batch = zoo.inputs("bert", batch=2, length=7)
+    mask = torch.zeros(2, 1, 7, 7, dtype=torch.float64)
+    mask[..., -1] = torch.finfo(torch.float64).min
+    batch["attention_mask"] = mask
+    counts = []
+    for each in (stock, model):
+        with torch.no_grad(), Waits() as waits:
+            each(**batch)
+        counts.append(waits.count)
+    assert counts[1] - counts[0] <= 1
+    if is_linear(name):
+        assert counts[1] - counts[0] == 1, "the mask was looked into"
+
+
+def test_layers_under_different_masks_share_no_form_of_a_mask() -> None:
+    """Each form that is kept for a pass remembers the mask that it was made from."""
+    made: list[Any] = []
+    one, other = (torch.rand(1, 1, 4, 4, generator=torch.Generator().manual_seed(seed)) < 0.5 for seed in (0, 1))
+    given = [Masks(queries=4, keys=4, device=one.device, given=mask, made=made) for mask in (one, other, one, other)]
+    for masks, mask in zip(given, (one, other, one, other), strict=True):
+        added = masks.additive(torch.float32)[0]
+        assert torch.equal(added == 0, mask)
+        assert torch.equal(masks.allowed(), mask)
+        blocked, blind = masks.blocked()
+        assert torch.equal(blind, ~mask.any(-1, keepdim=True))
+        assert torch.equal(blocked, ~mask & ~blind)
+    assert len(made) == 2 * 3, "each form once for each of the two masks"
+    causal = Masks(queries=4, keys=4, device=one.device, causal=True, made=made)
+    assert torch.equal(causal.allowed(), torch.ones(4, 4, dtype=torch.bool).tril()[None, None])
+
+
+def test_the_mask_function_asks_what_transformers_asks() -> None:
+    """Under a tracer that is no compiler the values of a mask cannot be read: then the mask is always built."""
+    config = patch_model(fresh("bert"), next(name for name in list_variants() if is_linear(name))).config
+    full = torch.ones(2, 5, dtype=torch.bool)
+    asked = {"config": config, "allow_is_bidirectional_skip": True, "mask_function": bidirectional_mask_function}
+    assert seam.mask_for_swap(2, 5, 5, attention_mask=full, **asked) is None
+    with FakeTensorMode() as mode:
+        traced = seam.mask_for_swap(2, 5, 5, attention_mask=mode.from_tensor(full), **asked)
+    assert traced is not None
+    assert traced.shape == (2, 1, 1, 5)
