@@ -14,32 +14,41 @@ PACKAGE = Path(hf_attn_swap.__file__).parent
 ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAME = PACKAGE.name
-VARIANT_BASE, FAMILY_BASE = "variants.base", "families.base"
+VARIANT_BASE, FAMILY_BASE, DISPATCH = "variants.base", "families.base", "kernels.dispatch"
 IDEAS = {f"variants.{path.stem}" for path in (PACKAGE / "variants").glob("*.py")} - {"variants.__init__", VARIANT_BASE}
 KERNELS = {f"kernels.{path.stem}" for path in (PACKAGE / "kernels").glob("*.py")} - {"kernels.__init__"}
 # What the lower half may import from the package; everything above it is held by the rules below.
 MAY = {
     "functional": {"functional.linear", "functional.sparse"},
-    "functional.linear": {"kernels", "kernels.linear"},
+    "functional.linear": set(),
     "memory": {"functional", "memory.layers"},
     "memory.layers": {"functional"},
     "core": set(),
-    "core.call": set(),
-    VARIANT_BASE: {"core.call"},
-    "kernels": {"core.call"},
+    "core.masks": set(),
+    "core.call": {"core.masks"},
+    VARIANT_BASE: {"core.call", "kernels.dispatch"},
+    "kernels": set(),
+    "kernels.dispatch": {"core.call", "kernels", "kernels.linear", "kernels.softmax_n"},
     "variants": IDEAS,
-    "core.compute": {"core.call", VARIANT_BASE},
+    "core.compute": {"core.call", "kernels.dispatch", VARIANT_BASE},
     "core.registry": {"variants", VARIANT_BASE},
-    "core.calibration": {"core.call", VARIANT_BASE},
-    "core.swap": {"core.call", "core.calibration", "core.compute", "core.registry", VARIANT_BASE},
-    "wiring.cache": set(),
+    "core.calibration": {"core.call"},
+    "core.typed": set(),
+    "core.swap": {
+        *("core.call", "core.calibration", "core.compute", "core.registry"),
+        *("kernels.dispatch", VARIANT_BASE),
+    },
     "wiring": set(),
     "wiring.blocks": set(),
-    FAMILY_BASE: {"core.call", VARIANT_BASE},
-    "wiring.seam": {"core.call", "core.compute", "core.swap", VARIANT_BASE},
-    "wiring.hooks": {"wiring.cache", "core.call", "wiring.seam", "core.swap", VARIANT_BASE},
-    **{idea: {"core.call", "functional", "kernels", *KERNELS, VARIANT_BASE} for idea in IDEAS},
-    **{kernel: {"core.call", *KERNELS} for kernel in KERNELS},
+    "wiring.cache": set(),
+    FAMILY_BASE: {"core.call"},
+    "wiring.seam": {"core.call", "core.compute", "core.masks", "core.swap", VARIANT_BASE},
+    "wiring.hooks": {"core.call", "core.swap", "wiring.cache", "wiring.seam"},
+    "wiring.plan": {"core.swap", "families", "wiring", "wiring.seam"},
+    **{idea: {"core.call", "functional", "functional.linear", "kernels", *KERNELS, VARIANT_BASE} for idea in IDEAS},
+    **{
+        kernel: {"core.call", "functional", "functional.linear", "kernels", *KERNELS} for kernel in KERNELS - {DISPATCH}
+    },
 }
 BELOW_PATCH = {*MAY, "wiring.install", "families"}
 ABOVE_PATCH = {
