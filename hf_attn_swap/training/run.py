@@ -20,9 +20,10 @@ from ..conversion import AttentionTransferTrainer, StrengthSchedule, calibrate
 from ..conversion.parts import part_of
 from ..core.typed import parse_layers
 from ..patch import set_strength
+from ..publish.results import versions
 from .arguments import CONTROL, ConversionArguments, ModelArguments
 from .metrics import scores
-from .outcome import Outcome, hardware, versions
+from .outcome import Outcome, hardware
 
 CONVERTED, TRANSFER, TRAINED = "converted", "transfer", "model"
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]

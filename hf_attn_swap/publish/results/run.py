@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,11 @@ class RunResult(Record):
         """Write a results.json."""
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
         Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of `REPORTED_VERSIONS`, without local parts such as "+cpu"."""
+    return {name: str(import_module(name).__version__).partition("+")[0] for name in REPORTED_VERSIONS}
 
 
 def _check_alike(converted: Sequence[Metric], control: Sequence[Metric], kind: str) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from hf_attn_swap import list_variants, patch_model
-from hf_attn_swap.publish.results import Metric, RunResult, applied_swaps
+from hf_attn_swap import __version__, list_variants, patch_model
+from hf_attn_swap.publish.results import Metric, RunResult, applied_swaps, versions
 
 from .examples import FULL, full, metric, result, sparse
 
@@ -44,6 +44,14 @@ FREE = ("options", "rows", "versions")  # objects whose names are the user's
 PLACES = list(places({key: value for key, value in FULL.items() if key != "version"}))
 FIELDS = [path for path in PLACES if isinstance(path[-1], str) and path[-2:-1] not in [(name,) for name in FREE]]
 OBJECTS = [path for path in [(), *PLACES] if isinstance(at(FULL, path), dict) and path[-1:] not in [(n,) for n in FREE]]
+
+
+def test_versions_are_those_that_a_run_reports() -> None:
+    found = versions()
+    assert found["hf_attn_swap"] == __version__
+    assert torch.__version__.startswith(found["torch"])
+    assert not any("+" in number for number in found.values())
+    assert RunResult.from_dict({**full(), "versions": found}).versions == found
 
 
 @pytest.mark.parametrize("data", [full(), sparse()], ids=["full", "sparse"])
