@@ -36,8 +36,10 @@ def demo_result(
     row = next(row for row in rows if row.variant == swaps[0].variant)
     control = next(row for row in rows if row.variant == CONTROL)
     variant = row.variant.replace("+", "-").replace("_", "-")
+    study = "minilm-rotten-tomatoes" if options.model is None else "demo"
     return RunResult(
-        name=f"minilm-rotten-tomatoes-{variant}" if options.model is None else f"demo-{variant}",
+        name=f"{study}-{variant}",
+        study=study,
         base=BaseModel(name=options.model or MINILM, revision=None, relation="finetune", auto_class=AUTO_CLASS),
         modules=modules,
         swaps=swaps,
@@ -46,6 +48,7 @@ def demo_result(
             f"Patched at strength {0 if options.ramp else 1}.",
             f"Fine-tuned for one pass; strength rose to 1 in the first {100 * options.ramp:.0f} % of the steps.",
         ),
+        steps=("schedule",) if options.ramp else (),
         task="text-classification",
         data=DataSet(
             name=options.dataset or ROTTEN_TOMATOES,

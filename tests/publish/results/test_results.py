@@ -105,6 +105,15 @@ def test_wrong_types_are_named(path: Path_) -> None:
         assert text(path) in str(error.value)
 
 
+def test_study_and_steps_may_be_left_out() -> None:
+    """Files of earlier runs have neither: nothing is made up for them."""
+    found = RunResult.from_dict(full())
+    assert (found.study, found.steps) == (None, None)
+    named = RunResult.from_dict(full(study="minilm", steps=["map", "transfer"]))
+    assert (named.study, named.steps) == ("minilm", ("map", "transfer"))
+    assert RunResult.from_dict(json.loads(json.dumps(named.to_dict()))) == named
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, np.float32("nan")])
 def test_what_is_not_finite_is_refused_with_advice(bad: float) -> None:
     data = full()
@@ -139,6 +148,11 @@ def test_numpy_scalars_become_pythons_own() -> None:
         ({"swaps": []}, "swaps must be at least one"),
         ({"parameters_added": -1}, "at least 0"),
         ({"conversion": []}, "conversion must be at least one step"),
+        ({"steps": ["map", "magic"]}, "steps must be different ones of gain, map, transfer, schedule, in this order"),
+        ({"steps": ["transfer", "map"]}, "steps must be different ones of"),
+        ({"steps": ["map", "map"]}, "steps must be different ones of"),
+        ({"steps": "map"}, "steps must be a list"),
+        ({"study": "minilm-bel"}, "study must be the beginning of minilm-belief-reviews, before a dash"),
         ({"limits": []}, "limits must be at least one sentence"),
         ({"license": "Apache 2.0"}, "license must be an identifier"),
         ({"task": "Text Classification"}, "task must be a pipeline tag"),
