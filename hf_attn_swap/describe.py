@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Any
 
 import torch
 from torch import nn
 
 from .core.swap import Phase, Swap
+from .core.table import Table
 from .families import Site, sites
 from .kernels.dispatch import Form, Setting
 from .patch import placement
@@ -51,10 +51,7 @@ class Description:
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        table = [HEADER, *(row.cells() for row in self.rows)]
-        widths = [max(len(line[column]) for line in table) for column in range(len(HEADER))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
-        return "\n".join([self.summary(), *(line.rstrip() for line in lines)])
+        return self._table().text()
 
     def summary(self) -> str:
         """One sentence: how many of how many are swapped."""
@@ -68,11 +65,10 @@ class Description:
         )
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in HEADER)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.cells()) + "</tr>" for row in self.rows
-        )
-        return f"<p>{escape(self.summary())}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return self._table().html()
+
+    def _table(self) -> Table:
+        return Table(summary=self.summary(), header=HEADER, rows=[row.cells() for row in self.rows])
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""

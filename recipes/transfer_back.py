@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
         auto_class="AutoModelForSequenceClassification",
         intended_use="Shows what queries, keys and values learn under another attention.",
     )
-    publish(found["back"], found["control"], about, back, data, training)
+    publish(found["back"], found["control"], about, back, data, training, steps=frozen.steps)
     for name, outcomes in found.items():
         print(f"{name}: {data.metrics[0]} {', '.join(f'{each.metrics[data.metrics[0]]:.4f}' for each in outcomes)}")
 

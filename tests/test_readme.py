@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from docs.tables import written
+from docs.tables import published, written
 from hf_attn_swap.variants.base import VARIANTS
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -17,6 +17,11 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 def test_tables_are_what_they_are_about() -> None:
     assert written(README) == README
+
+
+def test_every_published_run_records_its_study_and_steps() -> None:
+    """The tables sort by the one and print the other; neither is guessed from a name or a sentence."""
+    assert all(run.study is not None and run.steps is not None for run in published())
 
 
 def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,12 +21,6 @@ CARDS = Path(__file__).parents[2] / "model_cards"
 FIGURES = Path(__file__).parents[2] / "recipes" / "figures"
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "figures"
 SHOWN_LAYERS = (1, 2, 3, 4, 8, 12)
-STEPS = (
-    ("Calibrated: gain", "gain"),
-    ("Calibrated: map", "map"),
-    ("Attention transfer", "transfer"),
-    ("Strength", "schedule"),
-)
 
 
 def variants_table() -> str:
@@ -59,8 +53,7 @@ def conversion_table() -> str:
     ]
     for run in published():
         if run.base.relation != SCRATCH:
-            steps = " + ".join(word for start, word in STEPS if any(each.startswith(start) for each in run.conversion))
-            lines.append("| " + " | ".join([*_what(run), steps or "none", *_figures(run)]) + " |")
+            lines.append("| " + " | ".join([*_what(run), _steps(run), *_figures(run)]) + " |")
     return "\n".join(lines)
 
 
@@ -75,7 +68,7 @@ def scratch_table() -> str:
 
 
 def published() -> list[RunResult]:
-    """All runs with a control, by model and data, the best difference first."""
+    """All runs with a control, by study (one model on one data set), the best difference first."""
     runs = []
     for path in CARDS.glob(f"*/{RESULTS_FILE}"):
         run = RunResult.load(path)
@@ -83,11 +76,16 @@ def published() -> list[RunResult]:
             raise ValueError(f"{path.parent} holds the run {run.name}; a folder has its run's name.")
         if run.control is not None:
             runs.append(run)
-    return sorted(runs, key=lambda run: (_where(run), -_gain(run)))
+    return sorted(runs, key=lambda run: (_order(run.study or run.name), -_gain(run)))
 
 
 def _what(run: RunResult) -> list[str]:
     return [f"[{run.name}](model_cards/{run.name}/README.md)", f"`{run.variant}`{_options(run)}"]
+
+
+def _steps(run: RunResult) -> str:
+    """The steps of the conversion."""
+    return "not recorded" if run.steps is None else " + ".join(run.steps) or "none"
 
 
 def _figures(run: RunResult) -> list[str]:
@@ -211,9 +209,8 @@ def _options(run: RunResult) -> str:
     return "".join(f", {name} = {value}" for name, value in changed.items())
 
 
-def _where(run: RunResult) -> list[str]:
-    """Model and data: what a run's name has before that of the attention; numbers in their order."""
-    name = run.name.split(run.variant.replace("+", "-").replace("_", "-"))[0]
+def _order(name: str) -> list[str]:
+    """Sorts names by their letters, and numbers inside them by size: 24 hours before 168."""
     return [part.zfill(9) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 

@@ -15,12 +15,10 @@ from typing import Any
 
 import jinja2
 import numpy as np
-import torch
-import transformers
 from matplotlib.figure import Figure
 
-from .. import __version__
 from ..describe import Description
+from ..publish.results import versions
 from . import plots
 from .inputs import Inputs
 from .recording import Recording, plain
@@ -123,9 +121,3 @@ def _png(figure: Figure) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return base64.b64encode(buffer.getvalue()).decode()
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that figures depend on."""
-    torch_version = torch.__version__.partition("+")[0]
-    return {"hf-attn-swap": __version__, "torch": torch_version, "transformers": transformers.__version__}

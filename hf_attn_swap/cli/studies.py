@@ -9,6 +9,7 @@ import transformers
 import typer
 
 from ..core.typed import parse_options
+from ..demo.data import require_packages
 from ..demo.options import DEFAULT_VARIANTS, DemoOptions
 from .app import app, console, notify
 
@@ -47,6 +48,7 @@ def demo(
         seed=seed,
         out=out,
     )
+    require_packages(options)  # before the import, which needs them
     from ..demo.run import run_demo
 
     transformers.utils.logging.disable_progress_bar()  # six bars of a loading that takes no time

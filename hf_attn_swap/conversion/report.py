@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from html import escape
 from statistics import fmean
 from typing import Any
+
+from ..core.table import Table
 
 HEADER = ("layer", "module", "R2 before", "R2 after", "worst head", "negative gains")
 
@@ -76,16 +77,13 @@ class CalibrationReport:
         )
 
     def __str__(self) -> str:
-        table = [HEADER, *(layer.cells() for layer in self.layers)]
-        widths = [max(len(line[column]) for line in table) for column in range(len(HEADER))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
-        return "\n".join([self.summary(), *(line.rstrip() for line in lines)])
+        return self._table().text()
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in HEADER)
-        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in layer.cells()) for layer in self.layers)
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<p>{escape(self.summary())}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return self._table().html()
+
+    def _table(self) -> Table:
+        return Table(summary=self.summary(), header=HEADER, rows=[layer.cells() for layer in self.layers])
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
 from collections.abc import Mapping
 from typing import Any
 
 from .. import variants  # noqa: F401  # registers every variant
 from ..variants.base import VARIANTS, Variant
+from .options import check_values
 
 Options = dict[str, dict[str, Any]]
-LARGEST = 1e12  # of a number as an option: not-a-number and infinity fail the comparison too
 
 
 def list_variants() -> tuple[str, ...]:
@@ -81,22 +79,10 @@ def build_options(cls: type[Variant], given: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: unknown option, wrong type or value.
     """
-    hints = typing.get_type_hints(cls.Options)
     known = [field.name for field in dataclasses.fields(cls.Options)]
-    for key, value in given.items():
+    for key in given:
         if key not in known:
             allowed = f"it takes {', '.join(known)}" if known else "it takes no options"
             raise ValueError(f"{cls.name}: unknown option {key!r}; {allowed}.")
-        if not _fits(value, hints[key]):
-            wanted = getattr(hints[key], "__name__", str(hints[key]))
-            raise ValueError(f"{cls.name}: option {key} must be {wanted}, got {value!r}.")
+    check_values(cls.Options, given, cls.name)
     return cls.Options(**given)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has the type of its option; an int is a float, a bool is neither."""
-    if isinstance(hint, types.UnionType):
-        return any(_fits(value, part) for part in typing.get_args(hint))
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
-    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

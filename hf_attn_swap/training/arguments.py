@@ -88,6 +88,16 @@ class ConversionArguments:
         default_factory=list, metadata={"help": "Projections that stay as they are: query, key, value, output."}
     )
 
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The steps by name, in the order in which a run takes them; what trains the model after them is none."""
+        named = (
+            self.calibrate,
+            "transfer" if self.transfer_epochs else None,
+            "schedule" if self.schedule is not None else None,
+        )
+        return tuple(filter(None, named))
+
     def __post_init__(self) -> None:
         if self.calibrate is not None:
             check_fit(self.calibrate)

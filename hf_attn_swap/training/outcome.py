@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import TrainingArguments
 
-from .. import __version__
 from ..publish.results.record import Record, read_record
 
 OUTCOME_FILE = "outcome.json"
@@ -79,9 +77,3 @@ def hardware(args: TrainingArguments) -> str:
     device = args.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
     return f"{args.world_size} x {name}, {torch.get_num_threads()} threads each"
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that figures depend on."""
-    torch_version = torch.__version__.partition("+")[0]
-    return {"hf_attn_swap": __version__, "torch": torch_version, "transformers": transformers.__version__}

@@ -56,6 +56,7 @@ def publish(
     data: DataArguments,
     training: TrainingArguments,
     *,
+    steps: Sequence[str] = (),
     scratch: bool = False,
 ) -> RunResult:
     """Write `results.json` and `README.md` of a run into its folder, next to the folders of its seeds.
@@ -67,17 +68,20 @@ def publish(
         model: what was converted.
         data: what it was measured on.
         training: the budget.
+        steps: of the conversion, by name.
         scratch: the weights were random.
     """
     first, relation = converted[0], SCRATCH if scratch else "finetune"
     modules, swaps = read_swaps(json.loads(first.swap))
     result = RunResult(
         name=f"{about.prefix}-{model.run_name}",
+        study=about.prefix,
         base=BaseModel(name=model.published_name, revision=None, relation=relation, auto_class=about.auto_class),
         modules=modules,
         swaps=swaps,
         parameters_added=first.parameters_added,
         conversion=first.conversion,
+        steps=tuple(steps),
         task=about.task,
         data=_data(data, first),
         converted=_measured(converted),

@@ -13,16 +13,25 @@ from typing import Any
 
 from datasets import Dataset
 from torch import nn
-from transformers import PreTrainedModel, SchedulerType, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    SchedulerType,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from .. import patch_model
 from ..conversion import AttentionTransferTrainer, StrengthSchedule, calibrate
 from ..conversion.parts import part_of
 from ..core.typed import parse_layers
 from ..patch import set_strength
+from ..publish.results import versions
 from .arguments import CONTROL, ConversionArguments, ModelArguments
 from .metrics import scores
-from .outcome import Outcome, hardware, versions
+from .outcome import Outcome, hardware
 
 CONVERTED, TRANSFER, TRAINED = "converted", "transfer", "model"
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -45,6 +54,7 @@ class Task:
         before: measure the swapped model before anything is fitted or trained, too.
         scratch: what the model of random weights is, in words for the card; empty for a pretrained one.
         figures: further figures of the trained model, by name.
+        progress: shows how far the training is, in place of the lines that Trainer prints.
     """
 
     load: Callable[[], PreTrainedModel]
@@ -59,6 +69,7 @@ class Task:
     before: bool = False
     scratch: str = ""
     figures: Callable[[Trainer, Dataset], dict[str, float]] | None = None
+    progress: TrainerCallback | None = None
 
 
 def run(
@@ -87,6 +98,9 @@ def run(
     _freeze(converted, conversion.freeze)
     trainer = Trainer(converted, args, task.collate, train_dataset=task.train, callbacks=callbacks)
     trainer.model_accepts_loss_kwargs &= not task.mean_loss
+    if task.progress is not None:
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(task.progress)
     if args.num_train_epochs or args.max_steps > 0:
         sentences.append(_budget(task, args))
         trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))

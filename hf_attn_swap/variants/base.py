@@ -8,21 +8,16 @@ Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..core.call import Call, FusedSoftmax, Geometry, Inputs, Strength, Three
+from ..core.options import Options
 from ..kernels.dispatch import Form, Setting
 
 PLACES = ("scores", "normaliser", "weights", "read", "write")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoOptions:
-    """A variant without options."""
 
 
 def mix(start: Tensor, end: Tensor, strength: Strength) -> Tensor:
@@ -65,7 +60,7 @@ class Variant(nn.Module):
     explicit: ClassVar[bool] = False
     keeps_projection: ClassVar[bool] = True
     projections: ClassVar[tuple[str, ...]] = ()
-    Options: ClassVar[type[Any]] = NoOptions
+    Options: ClassVar[type[Any]] = Options
 
     def __init__(self, options: Any, geometry: Geometry) -> None:
         super().__init__()

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..core.call import Call
+from ..core.options import Options
 from ..functional import check_clip, clip
 from .base import Variant, register
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedOptions:
+class ClippedOptions(Options):
     """gamma <= 0 <= 1 <= zeta; or gamma = -alpha / length, with the training length as a constant."""
 
     gamma: float = -0.025
@@ -25,6 +26,7 @@ class ClippedOptions:
     length: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.alpha is None) != (self.length is None):
             raise ValueError("clipped: alpha and length go together (gamma = -alpha / length).")
         if self.alpha is not None and (self.alpha < 0 or self.length is None or self.length < 1):

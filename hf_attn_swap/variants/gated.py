@@ -10,27 +10,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..core.call import Call, Geometry
+from ..core.options import Options
 from .base import Variant, register, unset_linear
-
-KINDS = ("linear", "mlp", "all_features", "per_head")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedOptions:
+class GatedOptions(Options):
     """kind: what the gate reads; pi_init: the raw sigmoid at the start, in (0, 1)."""
 
-    kind: str = "linear"
+    kind: Literal["linear", "mlp", "all_features", "per_head"] = "linear"
     pi_init: float = 0.25
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"gated: unknown kind {self.kind!r}; known: {', '.join(KINDS)}.")
+        super().__post_init__()
         if not 0 < self.pi_init < 1:
             raise ValueError(f"gated: pi_init must lie between 0 and 1, got {self.pi_init}.")
 

@@ -9,42 +9,41 @@ Axes: B batch, H head, Q query, K key, D head width, E model width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..core.call import Call, FusedSoftmax, Hidden, Inputs
+from ..core.options import REASON, Options
 from ..functional import hopfield_scores
 from ..kernels import carried
 from ..kernels.dispatch import Form, Setting, carried_form
 from .base import Variant, mix, register
 
-FORWARD = ("forward_backward", "forward_forward")
+NOT_AVAILABLE = (
+    "The central scheme grows without bound over layers, and the backward-visible schemes are not feed-forward."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MhaOptions:
+class MhaOptions(Options):
     """alpha and alpha_prime in [0, 1]; init: H below the first layer; skip: what is mixed back; scheme: appendix F."""
 
     alpha: float = 0.5
     alpha_prime: float = 0.5
-    init: str = "zero"
-    skip: str = "input"
-    scheme: str = "forward_backward"
+    init: Literal["zero", "first"] = "zero"
+    skip: Literal["input", "residual"] = "input"
+    scheme: Literal["forward_backward", "forward_forward"] = field(
+        default="forward_backward", metadata={REASON: NOT_AVAILABLE}
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("alpha", "alpha_prime"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"mha: {name} must lie in [0, 1], got {getattr(self, name)}.")
-        for name, known in (("init", ("zero", "first")), ("skip", ("input", "residual"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"mha: unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}.")
-        if self.scheme not in FORWARD:
-            raise ValueError(
-                f"mha: scheme {self.scheme!r} is not available; known: {', '.join(FORWARD)}. The central scheme grows "
-                "without bound over layers, and the backward-visible ones are not feed-forward."
-            )
 
 
 @register("mha")

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..core.call import Call, Geometry, Three
+from ..core.options import Options
 from ..functional.linear import wide
 from ..kernels import linear
 from ..kernels.dispatch import Form, Setting, linear_form
@@ -23,26 +24,17 @@ from .base import Variant, mix, register
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimpleOptions:
+class SimpleOptions(Options):
     """length: "true" counts the real keys a query may see, "fixed" the padded ones too."""
 
-    length: str = "true"
-
-    def __post_init__(self) -> None:
-        if self.length not in ("true", "fixed"):
-            raise ValueError(f"simple: length must be 'true' or 'fixed', got {self.length!r}.")
+    length: Literal["true", "fixed"] = "true"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimpleResOptions(SimpleOptions):
     """skip: "inner" adds x inside the layer, "block" leaves it to the block's own residual."""
 
-    skip: str = "inner"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.skip not in ("inner", "block"):
-            raise ValueError(f"simple_res: skip must be 'inner' or 'block', got {self.skip!r}.")
+    skip: Literal["inner", "block"] = "inner"
 
 
 @register("simple")

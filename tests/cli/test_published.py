@@ -4,45 +4,47 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_attn_swap import patch_model
-from hf_attn_swap.demo.data import Sentences
+from transformers import AutoTokenizer
+
+from hf_attn_swap.demo.data import load_sentences
 from hf_attn_swap.demo.options import DemoOptions
 from hf_attn_swap.demo.published import demo_result
-from hf_attn_swap.demo.report import Row
+from hf_attn_swap.demo.report import make_rows
+from hf_attn_swap.demo.train import set_up
 from hf_attn_swap.publish.card import render, validate
 from hf_attn_swap.publish.results import RunResult
-from tests import zoo
 
 
-def row(variant: str, accuracy: float) -> Row:
-    return Row(
-        variant=variant,
-        accuracy=accuracy,
-        accuracy_95=(0.7, 0.9),
-        difference=0.0,
-        difference_95=(-0.1, 0.1),
-        train_step_ms=10.0,
-        time_ratio=1.25,
-        parameters_added=0,
-        kurtosis=12.5,
-        max_inf_norm=7.5,
-        train_loss=0.5,
-        train_seconds=3.0,
+def test_card_of_the_demo(tiny_bert: Path, labelled_texts: Path, tmp_path: Path) -> None:
+    options = DemoOptions(
+        variants=("outeffhop+gated",),
+        dataset=str(labelled_texts),
+        text_column="sentence",
+        label_column="sentiment",
+        train_size=40,
+        test_size=16,
+        batch_size=16,
+        learning_rate=1e-3,
     )
-
-
-def test_card_of_the_demo(tmp_path: Path) -> None:
-    sentences = Sentences(name="made", classes=["bad", "good"], train=[("a", 0)] * 40, test=[("b", 1)] * 10)
-    model = patch_model(zoo.build("bert", head="classification"), "outeffhop+gated")
-    rows = [row("softmax", 0.8125), row("outeffhop+gated", 0.8375)]
-    result = demo_result(DemoOptions(), rows, sentences, model, 60.0)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    setup = set_up(options, load_sentences(options), tokenizer, str(tiny_bert), tmp_path / "runs")
+    outcomes = {name: setup.fine_tune(name) for name in ("softmax", "outeffhop+gated")}
+    rows = make_rows(outcomes, {"softmax": [8.0, 8.0], "outeffhop+gated": [10.0, 10.0]})
+    result = demo_result(setup, rows[1], outcomes["outeffhop+gated"], outcomes["softmax"])
     result.save(tmp_path / "results.json")
     again = RunResult.load(tmp_path / "results.json")
     assert again == result
+    assert (again.name, again.study) == ("minilm-rotten-tomatoes-outeffhop-gated", "minilm-rotten-tomatoes")
+    assert again.steps == ("schedule",)
     assert again.control is not None
-    assert again.control.metrics[0].mean == 0.8125
+    assert again.control.metrics[0].mean == rows[0].accuracy
+    assert again.converted.outliers is not None
+    assert [metric.name for metric in again.converted.outliers] == ["kurtosis", "max_inf_norm"]
+    assert again.difference is not None
+    assert again.cost is not None
+    assert again.cost.ratio == 1.25
     assert again.budget.steps == 3
     text = render(again)
     validate(text)
-    assert "0.8375" in text
+    assert f"{rows[1].accuracy:g}" in text
     assert "outeffhop+gated" in text

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap.core.options import choices as literal_choices
 from hf_attn_swap.core.registry import parse
 from hf_attn_swap.families import FAMILIES
 from hf_attn_swap.variants.base import VARIANTS
@@ -43,17 +44,10 @@ COMPOSITIONS = PAIRS + LARGER
 EVERY = SINGLES + PAIRS
 
 
-def choices(cls: type[Any], field: str) -> list[str]:
-    """The values of a string option: what the error for a wrong one lists, and the constructor takes."""
-    try:
-        cls(**{field: "no such value"})
-    except ValueError as problem:
-        listed = re.findall(r"\w+", str(problem))
-    else:
-        raise AssertionError(f"{cls.__name__}.{field} takes any string")
-    found = dict.fromkeys(word for word in listed if _accepts(cls, {field: word}))
-    assert len(found) > 1, f"the error of {cls.__name__}.{field} does not say what is allowed"
-    return list(found)
+def choices(cls: type[Any], field: str) -> tuple[str, ...]:
+    """The values of an option that takes one of several names, as its type lists them; nothing for other options."""
+    found: tuple[str, ...] = literal_choices(typing.get_type_hints(cls)[field])
+    return found
 
 
 def _accepts(cls: type[Any], values: dict[str, Any]) -> bool:
@@ -65,11 +59,11 @@ def _accepts(cls: type[Any], values: dict[str, Any]) -> bool:
 
 
 def option_sets(name: str) -> list[dict[str, Any]]:
-    """All combinations of the string options, then every number once with other values, then the optional ones."""
+    """All combinations of the options that take a name, then every number with other values, then the optional ones."""
     cls = VARIANTS[name].Options
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)
-    strings = [field.name for field in fields if hints[field.name] is str]
+    strings = [field.name for field in fields if choices(cls, field.name)]
     combinations = itertools.product(*(choices(cls, field) for field in strings))
     sets = [dict(zip(strings, values, strict=True)) for values in combinations]
     for field in fields:

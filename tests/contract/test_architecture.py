@@ -26,12 +26,14 @@ MAY = {
     "core": set(),
     "core.masks": set(),
     "core.call": {"core.masks"},
-    VARIANT_BASE: {"core.call", "kernels.dispatch"},
+    "core.options": set(),
+    "core.table": set(),
+    VARIANT_BASE: {"core.call", "core.options", "kernels.dispatch"},
     "kernels": set(),
     "kernels.dispatch": {"core.call", "kernels", "kernels.linear", "kernels.softmax_n"},
     "variants": IDEAS,
     "core.compute": {"core.call", "kernels.dispatch", VARIANT_BASE},
-    "core.registry": {"variants", VARIANT_BASE},
+    "core.registry": {"core.options", "variants", VARIANT_BASE},
     "core.calibration": {"core.call"},
     "core.typed": set(),
     "core.swap": {
@@ -45,7 +47,10 @@ MAY = {
     "wiring.seam": {"core.call", "core.compute", "core.masks", "core.swap", VARIANT_BASE},
     "wiring.hooks": {"core.call", "core.swap", "wiring.cache", "wiring.seam"},
     "wiring.plan": {"core.swap", "families", "wiring", "wiring.seam"},
-    **{idea: {"core.call", "functional", "functional.linear", "kernels", *KERNELS, VARIANT_BASE} for idea in IDEAS},
+    **{
+        idea: {"core.call", "core.options", "functional", "functional.linear", "kernels", *KERNELS, VARIANT_BASE}
+        for idea in IDEAS
+    },
     **{
         kernel: {"core.call", "functional", "functional.linear", "kernels", *KERNELS} for kernel in KERNELS - {DISPATCH}
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import typing
@@ -12,16 +13,17 @@ import torch
 
 from hf_attn_swap import describe, functional, patch_model, set_strength, unpatch_model
 from hf_attn_swap.core.call import Geometry
-from hf_attn_swap.variants.base import PLACES, VARIANTS
+from hf_attn_swap.core.registry import build_options
+from hf_attn_swap.variants.base import PLACES, VARIANTS, Variant
 
 from .cells import PAIRS, SINGLES, choices, composes
 from .harness import fresh, refused
 
-STRING_OPTIONS = [
+NAMED_OPTIONS = [
     (name, option)
     for name in SINGLES
-    for option, hint in typing.get_type_hints(VARIANTS[name].Options).items()
-    if hint is str
+    for option in typing.get_type_hints(VARIANTS[name].Options)
+    if choices(VARIANTS[name].Options, option)
 ]
 FLOAT_OPTIONS = [
     (name, option)
@@ -75,10 +77,32 @@ def test_unknown_option(name: str) -> None:
     refuse(name, "'no_such'", *(known or ["no options"]), variant=name, no_such=1)
 
 
-@pytest.mark.parametrize(("name", "option"), STRING_OPTIONS)
-def test_wrong_choice(name: str, option: str) -> None:
-    refuse("'sideways'", *choices(VARIANTS[name].Options, option), variant=name, **{option: "sideways"})
-    refuse(f"option {option} must be str, got 1", variant=name, **{option: 1})
+@pytest.mark.parametrize(("name", "option"), NAMED_OPTIONS)
+@pytest.mark.parametrize("value", ["sideways", "", 1, None, ["zero"]])
+def test_wrong_choice(name: str, option: str, value: Any) -> None:
+    cls = VARIANTS[name].Options
+    allowed = [repr(choice) for choice in choices(cls, option)]
+    assert len(allowed) > 1
+    refuse(f"{name}: option {option} must be", *allowed, f"got {value!r}", variant=name, **{option: value})
+    with refused(f"{cls.__name__}: option {option} must be", *allowed, f"got {value!r}"):
+        cls(**{option: value})
+
+
+@pytest.mark.parametrize("name", SINGLES)
+def test_no_option_takes_any_text(name: str) -> None:
+    """A name that an option takes is in its type, where the command line, the tests and the documentation find it."""
+    assert str not in typing.get_type_hints(VARIANTS[name].Options).values()
+
+
+def test_choices_of_a_variant_from_outside_are_checked() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Foreign:
+        mode: typing.Literal["even", "odd"] = "even"
+
+    outside = type("Outside", (Variant,), {"name": "outside", "Options": Foreign})
+    assert build_options(outside, {"mode": "odd"}) == Foreign(mode="odd")
+    with refused("outside: option mode must be 'even' or 'odd', got 'both'."):
+        build_options(outside, {"mode": "both"})
 
 
 @pytest.mark.parametrize(("name", "option"), FLOAT_OPTIONS)
@@ -160,7 +184,7 @@ WIDTH = Geometry(heads=4, kv_heads=4, head_dim=8, hidden=30)
 def test_sizes_that_do_not_fit(name: str) -> None:
     """H * D = 32 is not E = 30, and 4 heads do not divide it: simple without W_o and the slices of gated refuse."""
     cls = VARIANTS[name]
-    for value in choices(cls.Options, "kind") if "kind" in typing.get_type_hints(cls.Options) else [None]:
+    for value in choices(cls.Options, "kind") if "kind" in typing.get_type_hints(cls.Options) else (None,):
         options = cls.Options() if value is None else cls.Options(kind=value)
         if cls.replaces and not cls.keeps_projection:
             reason = "heads * head width must equal the model width, got 4 * 8 != 30"

@@ -40,6 +40,7 @@ def test_converted_beside_its_control(tiny: Path, tmp_path: Path, monkeypatch: A
     assert (result.converted.seeds, result.control.seeds) == ((0, 1), (0, 1))
     assert result.difference.mean == pytest.approx(result.converted.metrics[0].mean - result.control.metrics[0].mean)
     assert len(result.conversion) == 5
+    assert (result.study, result.steps) == (result.name.removesuffix("-simple-resl"), ("map", "transfer", "schedule"))
     assert "simple_resl" in (tmp_path / "simple-resl" / "README.md").read_text()
     trained = tmp_path / "simple-resl" / "seed-1" / "model"
     model = AutoModelForSequenceClassification.from_pretrained(trained)

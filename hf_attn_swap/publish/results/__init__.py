@@ -2,7 +2,7 @@
 
 from .from_model import applied_swaps, read_swaps
 from .parts import AppliedSwap, BaseModel, Budget, Component, Cost, DataSet, Interval, Measured, Metric
-from .run import RESULTS_FILE, RunResult
+from .run import RESULTS_FILE, RunResult, versions
 
 __all__ = [
     "RESULTS_FILE",
@@ -18,4 +18,5 @@ __all__ = [
     "RunResult",
     "applied_swaps",
     "read_swaps",
+    "versions",
 ]

@@ -10,7 +10,7 @@ import math
 import types
 import typing
 import unicodedata
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,6 +59,8 @@ class Record:
 def read_record(cls: type[R], data: Any, where: str) -> R:
     """Build a record from plain data, as JSON gives it; `where` is its path in the file.
 
+    A field that has a default may be left out.
+
     Raises:
         ValueError: naming every field that is missing or unknown, or the first of the wrong type.
     """
@@ -67,12 +69,13 @@ def read_record(cls: type[R], data: Any, where: str) -> R:
         raise ValueError(f"{where} must be an object, got {data!r}.")
     hints = typing.get_type_hints(cls)
     names = [field.name for field in fields(cls)]
-    missing = [path + name for name in names if name not in data]
+    wanted = [field.name for field in fields(cls) if field.default is MISSING]
+    missing = [path + name for name in wanted if name not in data]
     unknown = [path + str(name) for name in data if name not in names]
     if missing or unknown:
         parts = [f"{kind} fields: {', '.join(found)}" for kind, found in (("missing", missing), ("unknown", unknown))]
         raise ValueError("; ".join(part for part, found in zip(parts, (missing, unknown), strict=True) if found) + ".")
-    values = {name: fit(data[name], hints[name], path + name) for name in names}
+    values = {name: fit(data[name], hints[name], path + name) for name in names if name in data}
     try:
         return cls(**values)
     except ValueError as problem:

@@ -10,15 +10,18 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ...core.calibration import FITS
 from .parts import AppliedSwap, BaseModel, Budget, Cost, DataSet, Interval, Measured, Metric, different
 from .record import Record, read_record
 
 VERSION = 1
 RESULTS_FILE = "results.json"
 REPORTED_VERSIONS = ("hf_attn_swap", "torch", "transformers")
+STEPS = (*FITS, "transfer", "schedule")  # of a conversion, in the order in which a run takes them
 IDENTIFIER = re.compile(r"[a-z0-9]+([.-][a-z0-9]+)*")  # of licences and tasks on the Hub
 LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
 
@@ -29,11 +32,15 @@ class RunResult(Record):
 
     Args:
         name: short name, also of its folder.
+        study: what the runs on one model and one data set share of their names: "minilm-ag-news" of
+            "minilm-ag-news-belief"; None if not recorded.
         base: the pretrained model.
         modules: its self-attention layers, swapped or not.
         swaps: what runs where; `applied_swaps` reads it from a model.
         parameters_added: by the swaps.
         conversion: how the model was converted, step by step, one sentence each.
+        steps: the conversion's steps by name, of `STEPS`, in their order; empty where the model was only patched (and
+            trained), None if not recorded.
         task: pipeline tag of the Hub, such as "text-classification".
         data: what it was trained and measured on.
         converted: the converted model's figures.
@@ -51,11 +58,13 @@ class RunResult(Record):
     """
 
     name: str
+    study: str | None = None
     base: BaseModel
     modules: int
     swaps: tuple[AppliedSwap, ...]
     parameters_added: int
     conversion: tuple[str, ...]
+    steps: tuple[str, ...] | None = None
     task: str
     data: DataSet
     converted: Measured
@@ -75,12 +84,16 @@ class RunResult(Record):
         super().__post_init__()
         self.check_repo_id("name")
         self.check("/" not in self.name, "name", "a name without an owner")
+        if self.study is not None:
+            self.check(self.name.startswith(f"{self.study}-"), "study", f"the beginning of {self.name}, before a dash")
         self.check(bool(self.swaps), "swaps", "at least one")
         layers = [layer for swap in self.swaps for layer in swap.layers]
         self.check(different(layers), "swaps", "of different layers")
         self.check(max(layers) < self.modules, "modules", f"above {max(layers)}, the last swapped layer")
         self.check(self.parameters_added >= 0, "parameters_added", "at least 0")
         self.check(bool(self.conversion), "conversion", "at least one step")
+        ordered = tuple(step for step in STEPS if step in (self.steps or ()))
+        self.check(self.steps in (None, ordered), "steps", f"different ones of {', '.join(STEPS)}, in this order")
         self.check(bool(self.limits), "limits", "at least one sentence")
         self.check(self.wall_seconds >= 0, "wall_seconds", "at least 0")
         self.check(IDENTIFIER.fullmatch(self.task) is not None, "task", 'a pipeline tag such as "text-classification"')
@@ -135,6 +148,11 @@ class RunResult(Record):
         """Write a results.json."""
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
         Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of `REPORTED_VERSIONS`, without local parts such as "+cpu"."""
+    return {name: str(import_module(name).__version__).partition("+")[0] for name in REPORTED_VERSIONS}
 
 
 def _check_alike(converted: Sequence[Metric], control: Sequence[Metric], kind: str) -> None:

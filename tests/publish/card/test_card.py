@@ -19,7 +19,7 @@ from hf_attn_swap.publish.results import RESULTS_FILE, AppliedSwap, RunResult
 
 from ..results.examples import BELIEF, full, measured, result, sparse
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SPARSE = RunResult.from_dict(sparse())
 
 

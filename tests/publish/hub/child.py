@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedModel, pipeline
 import hf_attn_swap
 from hf_attn_swap.publish.hub import from_pretrained, push, push_folder
 
-from .. import zoo
+from ... import zoo
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film"]
 

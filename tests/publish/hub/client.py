@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class RemoteError(Exception):
@@ -26,7 +26,7 @@ class Client:
         self.log = log
         with log.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.hub.child"],
+                [sys.executable, "-m", "tests.publish.hub.child"],
                 cwd=ROOT,
                 env={**environment, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
                 stdin=subprocess.PIPE,

@@ -10,7 +10,7 @@ import pytest
 
 import hf_attn_swap
 
-from ..training.conftest import options, tiny  # noqa: F401  # a fixture
+from ...training.conftest import options, tiny  # noqa: F401  # a fixture
 from .conftest import Setup
 from .store import WRITER
 

@@ -17,7 +17,7 @@ from transformers import BertForMaskedLM, BertModel
 import hf_attn_swap
 from hf_attn_swap.publish.hub import from_pretrained, push, push_folder
 
-from .. import zoo
+from ... import zoo
 
 HUGE = 10**400
 LONG = "a" * 10_000

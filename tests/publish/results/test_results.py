@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from hf_attn_swap import list_variants, patch_model
-from hf_attn_swap.publish.results import Metric, RunResult, applied_swaps
+from hf_attn_swap import __version__, list_variants, patch_model
+from hf_attn_swap.publish.results import Metric, RunResult, applied_swaps, versions
 
 from .examples import FULL, full, metric, result, sparse
 
@@ -44,6 +44,14 @@ FREE = ("options", "rows", "versions")  # objects whose names are the user's
 PLACES = list(places({key: value for key, value in FULL.items() if key != "version"}))
 FIELDS = [path for path in PLACES if isinstance(path[-1], str) and path[-2:-1] not in [(name,) for name in FREE]]
 OBJECTS = [path for path in [(), *PLACES] if isinstance(at(FULL, path), dict) and path[-1:] not in [(n,) for n in FREE]]
+
+
+def test_versions_are_those_that_a_run_reports() -> None:
+    found = versions()
+    assert found["hf_attn_swap"] == __version__
+    assert torch.__version__.startswith(found["torch"])
+    assert not any("+" in number for number in found.values())
+    assert RunResult.from_dict({**full(), "versions": found}).versions == found
 
 
 @pytest.mark.parametrize("data", [full(), sparse()], ids=["full", "sparse"])
@@ -97,6 +105,15 @@ def test_wrong_types_are_named(path: Path_) -> None:
         assert text(path) in str(error.value)
 
 
+def test_study_and_steps_may_be_left_out() -> None:
+    """Files of earlier runs have neither: nothing is made up for them."""
+    found = RunResult.from_dict(full())
+    assert (found.study, found.steps) == (None, None)
+    named = RunResult.from_dict(full(study="minilm", steps=["map", "transfer"]))
+    assert (named.study, named.steps) == ("minilm", ("map", "transfer"))
+    assert RunResult.from_dict(json.loads(json.dumps(named.to_dict()))) == named
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, np.float32("nan")])
 def test_what_is_not_finite_is_refused_with_advice(bad: float) -> None:
     data = full()
@@ -131,6 +148,11 @@ def test_numpy_scalars_become_pythons_own() -> None:
         ({"swaps": []}, "swaps must be at least one"),
         ({"parameters_added": -1}, "at least 0"),
         ({"conversion": []}, "conversion must be at least one step"),
+        ({"steps": ["map", "magic"]}, "steps must be different ones of gain, map, transfer, schedule, in this order"),
+        ({"steps": ["transfer", "map"]}, "steps must be different ones of"),
+        ({"steps": ["map", "map"]}, "steps must be different ones of"),
+        ({"steps": "map"}, "steps must be a list"),
+        ({"study": "minilm-bel"}, "study must be the beginning of minilm-belief-reviews, before a dash"),
         ({"limits": []}, "limits must be at least one sentence"),
         ({"license": "Apache 2.0"}, "license must be an identifier"),
         ({"task": "Text Classification"}, "task must be a pipeline tag"),
