@@ -25,7 +25,9 @@ from .recording import Activation, Layer, Recording
 from .watched import watched
 
 MASKS = ("attention_mask", "decoder_attention_mask")
-OUTLIERS = {  # SPEC 7: where the paper looks; a family that is not named: every linear map and norm of the layers
+# The modules that OutEffHop's figures read, by family. For a family that is not named here: every linear map and norm
+# of the layers.
+OUTLIERS = {
     "bert": r"encoder\.layer\.\d+\..*output\.(dense|LayerNorm)$",
     "opt": r"(final_layer_norm|self_attn_layer_norm|fc2|out_proj|decoder\.layers\.\d+)$",
     "vit": r"^(?!.*(dropout|attention\.attention$)).+",
@@ -40,7 +42,8 @@ def record(model: nn.Module, *, sink_ids: Collection[int] = (), modules: str | N
     Args:
         model: a `PreTrainedModel`, or a wrapper that holds one.
         sink_ids: token ids counted as sinks beside the first real token (separators).
-        modules: regular expression of module paths for kurtosis and maximum; None takes the family's of SPEC 7.
+        modules: regular expression of the paths of the modules whose kurtosis and maximum are recorded; None takes the
+            modules of `OUTLIERS` for this family.
 
     Yields:
         What was recorded so far.

@@ -1,4 +1,4 @@
-"""Commands on models and what is published with them: variants, patch, describe, card, push, table."""
+"""The commands on models and their cards: variants, patch, describe, card, push, table."""
 
 from __future__ import annotations
 
@@ -77,7 +77,10 @@ def describe_command(
     task: Annotated[str | None, typer.Option("--task", "--auto-class", help="As for `patch`.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what is swapped in a saved model, or what could be in a stock one; reads the config, not the weights."""
+    """Say what is swapped in a saved model, or what could be swapped in a stock model.
+
+    The command reads the config and no weights.
+    """
     from ..publish.checkpoint import skeleton
 
     notify(f"reading the config of {model}")

@@ -1,4 +1,4 @@
-"""Commands that measure: demo, report, dynamics."""
+"""The commands that measure: demo, report, dynamics."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def demo(
     )
     from ..demo.run import run_demo
 
-    transformers.utils.logging.disable_progress_bar()  # six bars of a loading that takes no time
+    transformers.utils.logging.disable_progress_bar()  # loading takes a moment and would draw six bars
     run_demo(options, console())
 
 
@@ -71,7 +71,7 @@ def report(
     processor: Annotated[str | None, typer.Option(help="Tokenizer or image processor, if not the model's.")] = None,
     out: Annotated[Path, typer.Option(help="Folder to write report.html and report.json into.")] = Path("report"),
 ) -> None:
-    """What a swap does to a model: outliers, token similarity, entropy, attention maps, beside the unswapped one."""
+    """Report what a swap does to a model, beside the unswapped model: outliers, similarity, entropy, attention maps."""
     from ..analysis.comparison import compare
     from ..analysis.inputs import prepare
     from ..publish.checkpoint import model_class, read_config
@@ -99,7 +99,7 @@ def dynamics(
     seed: Annotated[int, typer.Option(help="Of the initial tokens and random matrices.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder to write PNG and GIF files into.")] = Path("dynamics"),
 ) -> None:
-    """Attention as a particle system: the figures of the clusters paper and of the multi-head report."""
+    """Draw the figures of the clusters paper and of the multi-head report: attention as a system of particles."""
     from transformers import AutoModel, AutoTokenizer
 
     from ..dynamics.figures import FIGURES, TRAINED, Settings
@@ -108,7 +108,11 @@ def dynamics(
         for name, draw in FIGURES.items():
             print(f"{name:24}{(draw.__doc__ or '').strip()}{' (needs --model)' if name in TRAINED else ''}")
         return
-    unusable = TRAINED if model is None else set() if text is not None else {"paragraph"}
+    unusable: set[str] = set()
+    if model is None:
+        unusable = TRAINED
+    elif text is None:
+        unusable = {"paragraph"}
     chosen = [name for name in FIGURES if name not in unusable] if figure == "all" else [figure]
     if unknown := [name for name in chosen if name not in FIGURES]:
         raise ValueError(f"unknown figure {unknown[0]!r}; known: {', '.join(FIGURES)}.")

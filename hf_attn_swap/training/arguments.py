@@ -1,4 +1,4 @@
-"""Arguments that every recipe takes, from a YAML file and the command line, by `HfArgumentParser`."""
+"""The arguments of every recipe. `HfArgumentParser` reads them from YAML files and the command line."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CONTROL = "softmax"
 
 @dataclass(kw_only=True)
 class ModelArguments:
-    """The pretrained model and what becomes of its attention.
+    """The pretrained model, and the variant that replaces its attention.
 
     Raises:
-        ValueError: an unknown variant or option, or a seed named twice.
+        ValueError: the variant or an option is unknown, or a seed is named twice.
     """
 
     model: str = field(metadata={"help": "Name on the Hub, or folder, of the pretrained model."})
@@ -54,21 +54,23 @@ class ModelArguments:
 
     @property
     def published_name(self) -> str:
-        """The pretrained model's name for the card."""
-        return self.base_name or (Path(self.model).name if Path(self.model).is_dir() else self.model)
+        """The name of the pretrained model on the card."""
+        if self.base_name:
+            return self.base_name
+        return Path(self.model).name if Path(self.model).is_dir() else self.model
 
     @property
     def run_name(self) -> str:
-        """Name of the run and of its folder."""
+        """The name of the run and of its folder."""
         return (self.label or self.variant).replace("+", "-").replace("_", "-")
 
 
 @dataclass(kw_only=True)
 class ConversionArguments:
-    """How the swapped model is brought back to what it knew; nothing by default.
+    """The steps between the swap and the fine-tuning, which restore what the pretrained model knew. None by default.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
     calibrate: str | None = field(default=None, metadata={"help": '"gain" or "map": least squares per head.'})
@@ -96,10 +98,10 @@ class ConversionArguments:
 
 @dataclass(kw_only=True)
 class DataArguments:
-    """Labelled or plain rows: a set on the Hub, a folder of parquet or CSV files per split, or two files.
+    """The data: a set on the Hub, a folder with parquet or CSV files per split, or two files. Rows may have labels.
 
     Raises:
-        ValueError: a size below 1, or no data named.
+        ValueError: a size is below 1, or no data are named.
     """
 
     dataset: str | None = field(default=None, metadata={"help": "Name on the Hub, or folder."})
@@ -119,7 +121,9 @@ class DataArguments:
     metrics: list[str] = field(default_factory=lambda: ["accuracy"], metadata={"help": "The first is the headline."})
 
     def __post_init__(self) -> None:
-        self.dataset_config = self.dataset_config or None  # an empty option undoes the YAML's
+        self.dataset_config = (
+            self.dataset_config or None
+        )  # an empty option on the command line removes the YAML file's configuration
         for name in ("train_rows", "test_rows", "max_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -131,24 +135,24 @@ class DataArguments:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What figures depend on: everything but names for the card."""
+        """All arguments on which the metrics depend: everything but the names for the card."""
         return {name: value for name, value in vars(self).items() if not name.endswith("_name")}
 
     @property
     def published_name(self) -> str:
-        """The set's name for the card."""
+        """The name of the data set on the card."""
         return self.dataset_name or Path(self.dataset or self.train_file or "").stem
 
 
 def parse(classes: Sequence[Any], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """One instance per dataclass: YAML files first, in order, then options, which win.
+    """Read one instance per dataclass, from YAML files and then from options. A later value replaces an earlier one.
 
     Args:
         classes: dataclasses of `HfArgumentParser`.
-        argv: files ending in .yaml, then `--name value ...`; the command line's by default.
+        argv: names of YAML files, then `--name value ...`; by default the arguments of the command line.
 
     Raises:
-        SystemExit: with one line on what was wrong, code 2.
+        SystemExit: with code 2, after one line that says what is wrong.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     count = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
