@@ -1,4 +1,4 @@
-"""Figures of one model: held-out accuracy with its interval, outliers of the layer outputs, time per batch.
+"""Measures one model: held-out accuracy with its interval, outliers of the layers' outputs, time per batch.
 
 kurtosis = mean over samples, then layers, of mean((a − μ)⁴) / (s⁴ + 1e-6), s the unbiased deviation (normal: 3);
 max infinity norm = maximum over layers of the mean over samples of max|a|. Padding is left out of both.
@@ -25,7 +25,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Scores:
-    """What the held-out sentences say of one model."""
+    """The measurements of one model on the held-out sentences."""
 
     correct: list[bool]
     kurtosis: float
@@ -33,12 +33,12 @@ class Scores:
 
     @property
     def accuracy(self) -> float:
-        """Share of sentences classified rightly."""
+        """The share of sentences whose class was predicted correctly."""
         return sum(self.correct) / len(self.correct)
 
 
 def wilson_interval(successes: int, total: int) -> tuple[float, float]:
-    """95 % interval of a share, from the sampling of the test sentences alone."""
+    """The 95 % interval of a share. It covers the sampling of the test sentences, and nothing else."""
     share, z2 = successes / total, Z_95**2 / total
     centre = (share + z2 / 2) / (1 + z2)
     half = Z_95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total)) / (1 + z2)
@@ -46,7 +46,7 @@ def wilson_interval(successes: int, total: int) -> tuple[float, float]:
 
 
 def paired_difference(correct: Sequence[bool], control: Sequence[bool]) -> tuple[float, float]:
-    """Difference in accuracy on the same sentences, and the half-width of its 95 % interval."""
+    """The difference in accuracy on the same sentences, and half the width of its 95 % interval."""
     differences = [int(a) - int(b) for a, b in zip(correct, control, strict=True)]
     total = len(differences)
     mean = sum(differences) / total
@@ -55,13 +55,13 @@ def paired_difference(correct: Sequence[bool], control: Sequence[bool]) -> tuple
 
 
 def sample_kurtosis(activation: Tensor) -> float:
-    """Kurtosis (not excess) of one sample's flattened activations, in fp32."""
+    """The kurtosis (not the excess kurtosis) of one sample's flattened activations, in fp32."""
     return float(metrics.kurtosis(activation.reshape(1, -1, 1)))
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Sequence[Batch], name: str) -> Scores:
-    """Classify the held-out batches and measure every layer's output on the way."""
+    """Classify the held-out batches, and measure the output of every layer in the same passes."""
     model.eval()
     correct: list[bool] = []
     kurtosis: list[list[float]] = []
@@ -70,7 +70,9 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], name: str) -> Scores:
         outputs = model(**batch, output_hidden_states=True)
         correct += (outputs.logits.argmax(-1) == batch["labels"]).tolist()
         for row, mask in enumerate(batch["attention_mask"].bool()):
-            tokens = [state[row][mask] for state in outputs.hidden_states[1:]]  # the first is the embeddings
+            tokens = [
+                state[row][mask] for state in outputs.hidden_states[1:]
+            ]  # the first hidden state is the embeddings
             kurtosis.append([sample_kurtosis(state) for state in tokens])
             norms.append([float(state.abs().max()) for state in tokens])
     return Scores(
@@ -81,7 +83,10 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], name: str) -> Scores:
 
 
 def train_step_ms(models: Mapping[str, nn.Module], batch: Batch, rounds: int = 9) -> dict[str, list[float]]:
-    """Milliseconds of forward and backward on one batch, the models taking turns so that drift hits all alike."""
+    """Milliseconds of forward and backward on one batch.
+
+    The models take turns, so that a drift of the machine affects all models equally.
+    """
     times: dict[str, list[float]] = {name: [] for name in models}
     for turn in tqdm(range(rounds + 1), desc="timing", unit="round", leave=False):
         for name, model in models.items():
@@ -89,13 +94,13 @@ def train_step_ms(models: Mapping[str, nn.Module], batch: Batch, rounds: int = 9
             model.zero_grad()
             start = _now(batch)
             model(**batch).loss.backward()
-            if turn:  # the first round warms up
+            if turn:  # the first round warms up and does not count
                 times[name].append(1e3 * (_now(batch) - start))
     return times
 
 
 def ratio(times: Sequence[float], control: Sequence[float]) -> float:
-    """Median of the ratios within each round."""
+    """The median of the ratios of the two times of each round."""
     return median(a / b for a, b in zip(times, control, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The demo's best model as a `results.json`, so that it can be pushed with its card."""
+"""Writes the demo's best model as a `results.json`, so that the model can be pushed with a card."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ROTTEN_TOMATOES = "cornell-movie-review-data/rotten_tomatoes"
 def demo_result(
     options: DemoOptions, rows: Sequence[Row], sentences: Sentences, model: transformers.PreTrainedModel, seconds: float
 ) -> RunResult:
-    """The run of the best converted model, next to the control that was trained the same way.
+    """The record of the best converted model, beside the control that was trained the same way.
 
     Raises:
-        ValueError: the model or data set was a folder, which has no name on the Hub to publish.
+        ValueError: the model or the data set is a folder, and so has no name on the Hub for the record.
     """
     modules, swaps = applied_swaps(model)
     row = next(row for row in rows if row.variant == swaps[0].variant)

@@ -1,4 +1,4 @@
-"""Fine-tunes one pretrained classifier after its attention was swapped, the strength rising as it learns."""
+"""Swaps the attention of one pretrained classifier and fine-tunes it, while the strength rises."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .options import DemoOptions
 
 @dataclass(frozen=True)
 class Trained:
-    """One fine-tuned model and what it cost."""
+    """One fine-tuned model, with its training loss and the seconds of its training."""
 
     model: PreTrainedModel
     parameters_added: int
@@ -41,7 +41,7 @@ class Trained:
 
 
 class Progress(TrainerCallback):
-    """One progress bar per training, and no other output of the Trainer."""
+    """Shows one progress bar per training. The Trainer prints nothing else."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -67,7 +67,7 @@ class Progress(TrainerCallback):
 
 
 def encode(rows: list[tuple[str, int]], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[dict[str, Any]]:
-    """Tokenise without padding; batches are padded to their own longest sentence."""
+    """Tokenise without padding. A batch is padded later, to its own longest sentence."""
     encoded = tokenizer([text for text, _ in rows], truncation=True, max_length=max_length)
     return [{key: encoded[key][i] for key in encoded} | {"labels": label} for i, (_, label) in enumerate(rows)]
 
@@ -86,9 +86,10 @@ def held_out_batches(
 def fine_tune(
     name: str, source: str, sentences: Sentences, tokenizer: PreTrainedTokenizerBase, options: DemoOptions
 ) -> Trained:
-    """Load the pretrained model, swap its attention for `name`, fine-tune it for one pass over the training part.
+    """Load the pretrained model, swap its attention for `name`, and fine-tune it for one pass over the training part.
 
-    Head, batch order and dropout depend on `options.seed` alone, so that models differ by their attention only.
+    The new head, the order of the batches and the dropout depend on `options.seed` alone. So two models differ only in
+    their attention.
     """
     set_seed(options.seed)
     model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(

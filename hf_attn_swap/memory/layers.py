@@ -71,11 +71,8 @@ def _keep(state: Tensor, stored: Tensor, **left_out: Tensor | None) -> Tensor | 
         if mask is None:
             continue
         per_query = name == "mask"
-        shapes: list[tuple[int, ...]]
-        if per_query:
-            shapes = [(queries, count), (batch, queries, count)]
-        else:
-            shapes = [(count,), (1, count), (batch, count)]
+        of_patterns = [(count,), (1, count), (batch, count)]
+        shapes = [(queries, count), (batch, queries, count)] if per_query else of_patterns
         if mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
             wanted = f"{name} must be bool, True to leave out, of shape {' or '.join(map(str, shapes))}"
             raise ValueError(f"{wanted}; got {mask.dtype}, {tuple(mask.shape)}.")

@@ -86,7 +86,7 @@ def paired_interval(
         predictions: one list per seed, in the order of the rows of `references`. The difference is a mean over seeds.
         control: likewise, for the control.
         references: the true value of each row.
-        samples: number of bootstrap samples. The interval ends at their 2.5th and 97.5th percentiles. The seed is fixed.
+        samples: number of bootstrap samples, whose 2.5th and 97.5th percentiles end the interval. The seed is fixed.
         block: number of neighbouring rows that are drawn together (the moving-block bootstrap), for data whose
             neighbouring rows are similar.
 
