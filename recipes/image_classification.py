@@ -44,8 +44,8 @@ class RecipeArguments:
     image_size: int | None = field(default=None, metadata={"help": "Side in pixels; the processor's if left out."})
     flip: bool = field(default=True, metadata={"help": "Mirror half of the training images."})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
-    config_overrides: str = field(default="{}", metadata={"help": "Config values as JSON, with --from_scratch."})
-    skip_free: bool = field(default=False, metadata={"help": "No residual connections, with --from_scratch."})
+    config_overrides: str = field(default="{}", metadata={"help": "Config values as JSON; needs --from_scratch."})
+    skip_free: bool = field(default=False, metadata={"help": "No residual connections; needs --from_scratch."})
     push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
 
     def __post_init__(self) -> None:

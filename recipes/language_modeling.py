@@ -52,9 +52,9 @@ class RecipeArguments:
     objective: str = field(default="causal", metadata={"help": '"causal" or "masked".'})
     train_tokens: int | None = field(default=None, metadata={"help": "Tokens to train on; all if left out."})
     test_tokens: int | None = field(default=None, metadata={"help": "Tokens to measure on; all if left out."})
-    tokenizer: str | None = field(default=None, metadata={"help": '"bytes" or of a model, with --from_scratch.'})
+    tokenizer: str | None = field(default=None, metadata={"help": '"bytes" or a model; needs --from_scratch.'})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
-    config_overrides: str = field(default="{}", metadata={"help": "JSON: config values, with --from_scratch."})
+    config_overrides: str = field(default="{}", metadata={"help": "Config values as JSON; needs --from_scratch."})
     push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
 
     def __post_init__(self) -> None:

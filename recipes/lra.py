@@ -52,10 +52,10 @@ NUMBERS = {token: SPECIAL + index for index, token in enumerate(TOKENS)}
 class RecipeArguments:
     """Arguments of this recipe alone."""
 
-    task: Literal["listops", "text", "matching"] = field(metadata={"help": "What is read, and how."})
+    task: Literal["listops", "text", "matching"] = field(metadata={"help": "Task of the Long Range Arena."})
     card_name: str = field(default="bert-lra", metadata={"help": "Start of the run's name on its card."})
     push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
-    config_overrides: str = field(default="{}", metadata={"help": "Values of BertConfig as JSON, its sizes first."})
+    config_overrides: str = field(default="{}", metadata={"help": "Values of BertConfig, such as its sizes, as JSON."})
 
 
 class Matcher(BertPreTrainedModel):

@@ -40,17 +40,23 @@ class Options:
     """The stored images, and the queries."""
 
     dataset: Path = field(metadata={"help": "Folder of idx or parquet files."})
-    out: Path = field(default=Path("memory"), metadata={"help": "Folder for figures and pictures."})
-    column: str = field(default="img", metadata={"help": "Of the images, in parquet files."})
+    out: Path = field(default=Path("memory"), metadata={"help": "Folder for measurements and pictures."})
+    column: str = field(default="img", metadata={"help": "Column of the images, in parquet files."})
     normalizers: list[str] = field(default_factory=lambda: list(NORMALIZERS))
-    sizes: list[int] = field(default_factory=lambda: [2, 5, 10, 20, 50, 100, 200], metadata={"help": "Images stored."})
-    noises: list[float] = field(default_factory=lambda: [0.1, 0.3, 0.5, 0.7, 1.0, 1.4], metadata={"help": "Sigmas."})
-    noise_size: int = field(default=100, metadata={"help": "Images stored while noise or steps grow."})
+    sizes: list[int] = field(
+        default_factory=lambda: [2, 5, 10, 20, 50, 100, 200], metadata={"help": "Numbers of stored images."}
+    )
+    noises: list[float] = field(
+        default_factory=lambda: [0.1, 0.3, 0.5, 0.7, 1.0, 1.4], metadata={"help": "Standard deviations of the noise."}
+    )
+    noise_size: int = field(default=100, metadata={"help": "Number of stored images in the sweeps of noise and steps."})
     beta: float = field(default=1.0, metadata={"help": "Inverse temperature, inside the normaliser."})
     steps: int = field(default=1, metadata={"help": "Retrieval steps."})
-    more_steps: list[int] = field(default_factory=lambda: [1, 2, 3, 5, 10], metadata={"help": "Of half images."})
-    threshold: float = field(default=50.0, metadata={"help": "Largest squared difference of a success."})
-    seeds: int = field(default=3, metadata={"help": "Draws of images and noise."})
+    more_steps: list[int] = field(
+        default_factory=lambda: [1, 2, 3, 5, 10], metadata={"help": "Numbers of retrieval steps in the sweep of steps."}
+    )
+    threshold: float = field(default=50.0, metadata={"help": "Largest squared difference that counts as recalled."})
+    seeds: int = field(default=3, metadata={"help": "Number of draws of images and noise."})
 
     @property
     def columns(self) -> list[str]:

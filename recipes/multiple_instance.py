@@ -34,20 +34,26 @@ class Options:
     """The bags, and the training on them."""
 
     dataset: Path | None = field(default=None, metadata={"help": "Folder of MNIST's idx files, for the task mnist."})
-    out: Path = field(default=Path("multiple_instance"), metadata={"help": "Folder for figures and the picture."})
-    tasks: list[str] = field(default_factory=lambda: ["bits", "mnist"], metadata={"help": "bits, mnist or both."})
+    out: Path = field(
+        default=Path("multiple_instance"), metadata={"help": "Folder for the measurements and the picture."}
+    )
+    tasks: list[str] = field(
+        default_factory=lambda: ["bits", "mnist"], metadata={"help": "Tasks: bits, mnist or both."}
+    )
     normalizers: list[str] = field(default_factory=lambda: list(NORMALIZERS))
-    bag_sizes: list[int] = field(default_factory=lambda: [5, 10, 20], metadata={"help": "Instances per bag."})
-    bags: int = field(default=800, metadata={"help": "Bags to train on, and a quarter as many to test."})
+    bag_sizes: list[int] = field(
+        default_factory=lambda: [5, 10, 20], metadata={"help": "Numbers of instances per bag."}
+    )
+    bags: int = field(default=800, metadata={"help": "Number of bags to train on; a quarter as many test."})
     bits: int = field(default=8, metadata={"help": "Width of a bit pattern."})
-    signals: int = field(default=8, metadata={"help": "Patterns that make a bag positive."})
-    digit: int = field(default=9, metadata={"help": "That makes a bag positive."})
-    width: int = field(default=32, metadata={"help": "Of embedded instances."})
-    heads: int = field(default=4, metadata={"help": "Of the pooling."})
+    signals: int = field(default=8, metadata={"help": "Number of patterns that make a bag positive."})
+    digit: int = field(default=9, metadata={"help": "Digit that makes a bag positive."})
+    width: int = field(default=32, metadata={"help": "Width of the embedded instances."})
+    heads: int = field(default=4, metadata={"help": "Heads of the pooling."})
     steps: int = field(default=1, metadata={"help": "Retrieval steps."})
     epochs: int = field(default=30, metadata={"help": "Passes over the bags."})
-    learning_rate: float = field(default=2e-3, metadata={"help": "Of AdamW."})
-    seeds: int = field(default=3, metadata={"help": "Draws of bags and weights."})
+    learning_rate: float = field(default=2e-3, metadata={"help": "Learning rate of AdamW."})
+    seeds: int = field(default=3, metadata={"help": "Number of draws of bags and weights."})
 
 
 def fill(sets: tuple[Tensor, Tensor], bags: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

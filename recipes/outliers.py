@@ -43,8 +43,10 @@ class OutlierArguments:
 
     runs: list[str] = field(default_factory=lambda: ["softmax"], metadata={"help": "Names of runs, the control first."})
     seed_of_runs: int = field(default=0, metadata={"help": "The seed whose model of each run is measured."})
-    record_rows: int = field(default=256, metadata={"help": "Held-out rows for the diagnostics."})
-    range_rows: int = field(default=512, metadata={"help": "Training rows for the 8-bit ranges (the paper: 16 x 32)."})
+    record_rows: int = field(default=256, metadata={"help": "Number of held-out rows for the diagnostics."})
+    range_rows: int = field(
+        default=512, metadata={"help": "Number of training rows for the 8-bit ranges (in the paper 16 x 32)."}
+    )
     integer: bool = field(default=True, metadata={"help": "Measure torchao's kernels too, if it is installed."})
     figures: str = field(default="outliers.json", metadata={"help": "File to write the figures into."})
 

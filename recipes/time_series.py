@@ -35,12 +35,17 @@ OUTPUTS = r"layers\.\d+\.(self_attn\.\w+_proj|norm_sublayer\d|ff\.[013])$"  # ea
 class SeriesArguments(DataArguments):
     """The series, its windows, and the other arguments of this recipe alone."""
 
-    columns: list[str] = field(default_factory=list, metadata={"help": "What to forecast; all but the date if none."})
+    columns: list[str] = field(
+        default_factory=list, metadata={"help": "Columns to forecast; all but the date if none."}
+    )
     date_column: str = field(default="date", metadata={"help": "Column of dates, at even steps."})
-    parts: list[int] = field(default_factory=lambda: [10080, 3600, 3600], metadata={"help": "Rows of each part."})
-    horizon: int = field(default=24, metadata={"help": "Rows to forecast."})
-    context: int = field(default=512, metadata={"help": "Rows to forecast from."})
-    config_overrides: str = field(default="{}", metadata={"help": "JSON: config values of the model."})
+    parts: list[int] = field(
+        default_factory=lambda: [10080, 3600, 3600],
+        metadata={"help": "Number of rows for training, validation and test."},
+    )
+    horizon: int = field(default=24, metadata={"help": "Number of rows to forecast."})
+    context: int = field(default=512, metadata={"help": "Number of rows to forecast from."})
+    config_overrides: str = field(default="{}", metadata={"help": "Config values of the model, as JSON."})
     card_name: str = field(default="patchtst", metadata={"help": "Start of the run's name on its card."})
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The command line `hf-attn-swap`: list the variants, convert a checkpoint, describe one, report on it, run the demo.
+"""The command line `hf-attn-swap`: lists variants, converts and describes checkpoints, reports, and runs the demo.
 
 A mistake of the user becomes one line on stderr, `error: ...`, and exit code 2. `--debug` shows the traceback.
 """

@@ -35,10 +35,10 @@ def variants() -> None:
 def patch(
     model: Annotated[str, typer.Argument(help="Name on the Hub, or folder of a saved model.")],
     variant: Annotated[str, typer.Argument(help='Name from `variants`, or a composition such as "mha+belief".')],
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the result.")],
     strength: Annotated[float, typer.Option(help="0 is the pretrained model, 1 the paper's formula.")] = 1.0,
     layers: Annotated[
-        str | None, typer.Option(help='Which self-attention layers, as "0-5,7"; all if left out.')
+        str | None, typer.Option(help='Self-attention layers to swap, such as "0-5,7"; all if left out.')
     ] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="key=value; component.key=value in a composition.")
@@ -48,7 +48,7 @@ def patch(
         typer.Option(
             "--task",
             "--auto-class",
-            help="AutoModel class, as AutoModelForCausalLM or causal-lm; by default the class that was saved.",
+            help="AutoModel class, such as AutoModelForCausalLM or causal-lm; by default the class that was saved.",
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
@@ -94,8 +94,8 @@ def describe_command(
 @app.command()
 def card(
     results: Annotated[Path, typer.Argument(help="A results.json.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write it; printed if left out.")] = None,
-    repo: Annotated[str | None, typer.Option(help="Name on the Hub, for the lines that load it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write the card into; printed if left out.")] = None,
+    repo: Annotated[str | None, typer.Option(help="Name on the Hub, for the lines that load the model.")] = None,
 ) -> None:
     """Render the model card of a run from its results.json alone."""
     text = render(RunResult.load(results), repo)
@@ -105,7 +105,7 @@ def card(
 @app.command()
 def push(
     folder: Annotated[Path, typer.Argument(help="Folder of a saved converted model.")],
-    repo: Annotated[str, typer.Argument(help="Name on the Hub, as me/bert-belief.")],
+    repo: Annotated[str, typer.Argument(help="Name on the Hub, such as me/bert-belief.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch.")] = None,
 ) -> None:
@@ -115,6 +115,6 @@ def push(
 
 
 @app.command(name="table")
-def table_command(folder: Annotated[Path, typer.Argument(help="Folder of runs, as model_cards/.")]) -> None:
+def table_command(folder: Annotated[Path, typer.Argument(help="Folder of runs, such as model_cards/.")]) -> None:
     """One Markdown table of all runs in a folder."""
     print(table(folder))

@@ -62,7 +62,7 @@ def geometry(core: nn.Module) -> Geometry:
     heads = _first(core, HEADS) or _first(config, ("num_attention_heads", "num_heads", "n_heads", "n_head"))
     hidden = _first(core, ("embed_dim",)) or _first(config, HIDDEN)
     if heads is None or hidden is None:
-        raise ValueError("its number of heads or its width is under no name that we know")
+        raise ValueError("its number of heads or its width has none of the usual attribute names")
     head_dim = _first(core, WIDTHS) or hidden // heads
     groups = _first(core, ("num_key_value_groups",)) or 1
     return Geometry(heads=heads, kv_heads=heads // groups, head_dim=head_dim, hidden=hidden)

@@ -28,12 +28,18 @@ class ModelArguments:
     """
 
     model: str = field(metadata={"help": "Name on the Hub, or folder, of the pretrained model."})
-    base_name: str | None = field(default=None, metadata={"help": "Its name on the Hub for the card, if a folder."})
-    variant: str = field(default=CONTROL, metadata={"help": "As patch_model takes it; softmax is the control."})
+    base_name: str | None = field(
+        default=None, metadata={"help": "Name on the Hub for the card, if --model is a folder."}
+    )
+    variant: str = field(
+        default=CONTROL, metadata={"help": "Variant, as patch_model takes it; softmax is the control."}
+    )
     options: str = field(default="{}", metadata={"help": "Options of the variant, as JSON."})
     layers: str | None = field(default=None, metadata={"help": 'Layers to swap, as "0-5,7"; all if left out.'})
-    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "One run each, for the control too."})
-    label: str | None = field(default=None, metadata={"help": "Name of the run; the variant's if left out."})
+    seeds: list[int] = field(
+        default_factory=lambda: [0], metadata={"help": "Seeds; each one is a run, of the control too."}
+    )
+    label: str | None = field(default=None, metadata={"help": "Name of the run; the name of the variant if left out."})
 
     def __post_init__(self) -> None:
         if len(set(self.seeds)) != len(self.seeds) or not self.seeds:
@@ -74,17 +80,20 @@ class ConversionArguments:
     """
 
     calibrate: str | None = field(default=None, metadata={"help": '"gain" or "map": least squares per head.'})
-    calibration_rows: int = field(default=512, metadata={"help": "Training rows to calibrate on."})
+    calibration_rows: int = field(default=512, metadata={"help": "Number of training rows to calibrate on."})
     source: str = field(default=CONTROL, metadata={"help": "The attention that the weights were trained with."})
     transfer_epochs: float = field(default=0.0, metadata={"help": "Epochs of attention transfer, without labels."})
-    transfer_learning_rate: float = field(default=1e-3, metadata={"help": "Its peak learning rate."})
+    transfer_learning_rate: float = field(
+        default=1e-3, metadata={"help": "Peak learning rate of the attention transfer."}
+    )
     transfer_trainable: list[str] = field(
-        default_factory=lambda: ["query", "key", "swap"], metadata={"help": "What trains during the transfer."}
+        default_factory=lambda: ["query", "key", "swap"],
+        metadata={"help": "Parts that train during the attention transfer."},
     )
     schedule: str | None = field(default=None, metadata={"help": '"linear" or "cosine": strength rises from 0.'})
-    schedule_share: float = field(default=0.5, metadata={"help": "Share of the steps in which it rises."})
+    schedule_share: float = field(default=0.5, metadata={"help": "Share of the steps in which the strength rises."})
     freeze: list[str] = field(
-        default_factory=list, metadata={"help": "Projections that stay as they are: query, key, value, output."}
+        default_factory=list, metadata={"help": "Projections that do not train: query, key, value, output."}
     )
 
     def __post_init__(self) -> None:
@@ -106,19 +115,27 @@ class DataArguments:
 
     dataset: str | None = field(default=None, metadata={"help": "Name on the Hub, or folder."})
     dataset_config: str | None = field(
-        default=None, metadata={"help": 'Its configuration, as a GLUE task; "" is none.'}
+        default=None, metadata={"help": 'Configuration of the set, such as a GLUE task; "" is none.'}
     )
-    dataset_name: str | None = field(default=None, metadata={"help": "Its name on the Hub for the card, if a folder."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Name on the Hub for the card, if --dataset is a folder."}
+    )
     train_file: str | None = field(default=None, metadata={"help": "CSV, JSON lines or parquet, instead of --dataset."})
-    test_file: str | None = field(default=None, metadata={"help": "The same, held out."})
+    test_file: str | None = field(default=None, metadata={"help": "File of held-out rows."})
     train_split: str = field(default="train", metadata={"help": "Split to train on."})
     test_split: str = field(default="test", metadata={"help": "Split to measure on; it must have labels."})
     columns: list[str] = field(default_factory=lambda: ["text"], metadata={"help": "Input columns, one or a pair."})
     label_column: str = field(default="label", metadata={"help": "Column of the class."})
-    train_rows: int | None = field(default=None, metadata={"help": "A sample of so many rows; all if left out."})
-    test_rows: int | None = field(default=None, metadata={"help": "The first so many rows; all if left out."})
-    max_length: int = field(default=128, metadata={"help": "Tokens kept of a row."})
-    metrics: list[str] = field(default_factory=lambda: ["accuracy"], metadata={"help": "The first is the headline."})
+    train_rows: int | None = field(
+        default=None, metadata={"help": "Number of training rows to sample; all if left out."}
+    )
+    test_rows: int | None = field(
+        default=None, metadata={"help": "Number of held-out rows, from the first; all if left out."}
+    )
+    max_length: int = field(default=128, metadata={"help": "Number of tokens that are kept of a row."})
+    metrics: list[str] = field(
+        default_factory=lambda: ["accuracy"], metadata={"help": "Metrics; the first is the headline."}
+    )
 
     def __post_init__(self) -> None:
         self.dataset_config = (
