@@ -21,9 +21,8 @@ from datasets import ClassLabel, Dataset, Features, Image, Value, load_dataset
 
 AG_NEWS = ["World", "Sports", "Business", "Sci/Tech"]
 IMDB = ["neg", "pos"]
-GLUE: dict[
-    str, tuple[list[str], list[str] | None]
-] = {  # the columns of text, and the names of the classes (None: the label is a number)
+# The columns of text, and the names of the classes; None means that the label is a number.
+GLUE: dict[str, tuple[list[str], list[str] | None]] = {
     "SST-2": (["sentence"], ["negative", "positive"]),
     "CoLA": (["sentence"], ["unacceptable", "acceptable"]),
     "MRPC": (["#1 String", "#2 String"], ["not_equivalent", "equivalent"]),

@@ -137,9 +137,8 @@ class _Recorder:
     def _states(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             states = output[0] if isinstance(output, tuple) else output
-            states = (
-                states.flatten(0, 1) if states.dim() == 4 else states
-            )  # a model of time series gives (B,C,T,E): each channel counts as a sample
+            if states.dim() == 4:  # a model of time series gives (B,C,T,E): each channel counts as a sample
+                states = states.flatten(0, 1)
             _finite(states, type(module).__name__)
             layer, real = self._layer("states", name), self._real(states)
             several = real.sum(1) > 1

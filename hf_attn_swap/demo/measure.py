@@ -70,9 +70,8 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], name: str) -> Scores:
         outputs = model(**batch, output_hidden_states=True)
         correct += (outputs.logits.argmax(-1) == batch["labels"]).tolist()
         for row, mask in enumerate(batch["attention_mask"].bool()):
-            tokens = [
-                state[row][mask] for state in outputs.hidden_states[1:]
-            ]  # the first hidden state is the embeddings
+            layers = outputs.hidden_states[1:]  # the first hidden state is the embeddings
+            tokens = [state[row][mask] for state in layers]
             kurtosis.append([sample_kurtosis(state) for state in tokens])
             norms.append([float(state.abs().max()) for state in tokens])
     return Scores(

@@ -131,34 +131,30 @@ def validate(text: str) -> None:
         raise ValueError("the card has no metadata: it must start with a block of YAML between two lines of ---.")
     try:
         data = ModelCard(text).data
-    except (
-        Exception
-    ) as problem:  # YAML and huggingface_hub raise many types; all of them mean that the metadata cannot be read
+    except Exception as problem:  # YAML and huggingface_hub raise many types of errors
         raise ValueError(f"the card's metadata cannot be read: {problem}") from problem
     assert isinstance(data, ModelCardData)
     found = data.to_dict()
-    tags = found.get("tags") if isinstance(found.get("tags"), list) else []
-    scratch = SCRATCH_TAG in (tags or [])
-    base, relation, related = found.get("base_model"), found.get("base_model_relation"), ", ".join(RELATIONS)
-    absent = "absent from a model of random weights"
-    wrong = [
-        f"{name} must be {wanted}, got {found.get(name)!r}"
-        for name, wanted, holds in (
-            ("library_name", "transformers", found.get("library_name") == "transformers"),
-            ("license", "a name", isinstance(found.get("license"), str)),
-            ("pipeline_tag", "a name", isinstance(found.get("pipeline_tag"), str)),
-            ("base_model", absent if scratch else "a name", base is None if scratch else isinstance(base, str)),
-            (
-                "base_model_relation",
-                absent if scratch else f"one of {related}",
-                relation in ((None,) if scratch else RELATIONS),
-            ),
-            ("datasets", "a list of names", _names(found.get("datasets"))),
-            ("metrics", "a list of names", _names(found.get("metrics"))),
-            ("tags", f"names, among them {TAG} and {VARIANT_TAG}...", _names(tags) and _tagged(tags or [])),
-        )
-        if not holds
-    ]
+    tags: list[Any] = found["tags"] if isinstance(found.get("tags"), list) else []
+    scratch = SCRATCH_TAG in tags
+    base, relation = found.get("base_model"), found.get("base_model_relation")
+    if scratch:
+        wanted_base = wanted_relation = "absent from a model of random weights"
+        right_base, right_relation = base is None, relation is None
+    else:
+        wanted_base, wanted_relation = "a name", f"one of {', '.join(RELATIONS)}"
+        right_base, right_relation = isinstance(base, str), relation in RELATIONS
+    rules = (
+        ("library_name", "transformers", found.get("library_name") == "transformers"),
+        ("license", "a name", isinstance(found.get("license"), str)),
+        ("pipeline_tag", "a name", isinstance(found.get("pipeline_tag"), str)),
+        ("base_model", wanted_base, right_base),
+        ("base_model_relation", wanted_relation, right_relation),
+        ("datasets", "a list of names", _names(found.get("datasets"))),
+        ("metrics", "a list of names", _names(found.get("metrics"))),
+        ("tags", f"names, among them {TAG} and {VARIANT_TAG}...", _names(tags) and _tagged(tags)),
+    )
+    wrong = [f"{name} must be {wanted}, got {found.get(name)!r}" for name, wanted, holds in rules if not holds]
     values = [result.metric_value for result in data.eval_results or []]
     if not values or not all(type(value) in (int, float) and math.isfinite(value) for value in values):
         wrong.append(f"model-index must have results that are finite numbers, got {values}")

@@ -138,9 +138,8 @@ class DataArguments:
     )
 
     def __post_init__(self) -> None:
-        self.dataset_config = (
-            self.dataset_config or None
-        )  # an empty option on the command line removes the YAML file's configuration
+        # An empty option on the command line removes the YAML file's configuration.
+        self.dataset_config = self.dataset_config or None
         for name in ("train_rows", "test_rows", "max_length"):
             value = getattr(self, name)
             if value is not None and value < 1:

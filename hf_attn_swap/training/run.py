@@ -94,9 +94,8 @@ def run(
     if args.num_train_epochs or args.max_steps > 0:
         sentences.append(_budget(task, args))
         trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
-    trainer.args.train_sampling_strategy = (
-        "random"  # "group_by_length" would also shuffle the held-out rows, differently for each seed
-    )
+    # "group_by_length" would also shuffle the held-out rows, differently for each seed.
+    trainer.args.train_sampling_strategy = "random"
     predictions, references = task.predict(trainer, task.test)
     measured = scores(task.metrics, predictions, references)
     measured |= task.figures(trainer, task.test) if task.figures is not None else {}
@@ -241,12 +240,18 @@ def _settings(
         "learning_rate": training.learning_rate,
         "warmup": training.warmup_steps,
         "weight_decay": training.weight_decay,
-        "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32",
+        "precision": _precision(training),
     }
     if training.lr_scheduler_type != SchedulerType.LINEAR:
         budget["scheduler"] = SchedulerType(training.lr_scheduler_type).value
     converting = vars(conversion) if model.variant != CONTROL or conversion.calibrate else {"freeze": conversion.freeze}
     return {**own, **budget, **converting, **task.settings}
+
+
+def _precision(training: TrainingArguments) -> str:
+    if training.bf16:
+        return "bf16"
+    return "fp16" if training.fp16 else "fp32"
 
 
 def _budget(task: Task, args: TrainingArguments) -> str:
