@@ -1,12 +1,15 @@
-"""Time and memory of every variant against the stock SDPA model, in one interleaved run: `python benchmarks/bench.py`.
+"""Measures time and memory of every variant against the stock SDPA model: `python benchmarks/bench.py`.
 
-Whole layers of the real width of BERT-base, GPT-2, a Llama and ViT-S (`bench_models.py`). Kinds of pass: "forward",
-"train" (forward and backward) and, for causal models, "prefill" (forward, filling a cache) and "decode" (one token onto
-a cache of that length). Models take turns in random order; a figure is the median over rounds of the ratio to stock in
-the same round, with its bootstrap 95 % interval. "stock again" is a second copy: the noise floor. Three or more lengths
-of one batch size give the slope of log time in log length: 1 is linear, 2 quadratic. Memory is measured in a process
-per model (on Linux, or with CUDA): the peak of a training step above the model at rest. With --compile every model has
-a compiled twin in the same run, and memory is left out.
+The models are whole layers of the real width of BERT-base, GPT-2, a Llama and ViT-S (`bench_models.py`). The kinds of
+pass are "forward", "train" (forward and backward) and, for causal models, "prefill" (a forward pass that fills a cache)
+and "decode" (one token onto a cache of that length).
+
+In each round the models run in random order. A result is the median over rounds of the ratio to the stock model in the
+same round, with its bootstrap 95 % interval. "stock again" is a second copy of the stock model, and shows the noise. If
+a batch size has three lengths or more, the slope of log time in log length is computed: 1 is linear, 2 is quadratic.
+
+Memory is the peak of a training step above the model at rest, measured in a process per model (on Linux, or with CUDA).
+With --compile every model also runs compiled in the same rounds, and memory is not measured.
 """
 
 from __future__ import annotations
@@ -26,12 +29,12 @@ from tqdm import tqdm
 from hf_attn_swap import list_variants, patch_model
 
 STOCK, AGAIN = "stock", "stock again"
-WARM_UPS = 3  # rounds that do not count: a compiler may look at a second pass again
+WARM_UPS = 3  # rounds that do not count: a compiler may compile again in the second pass
 
 
 @dataclass
 class Options:
-    """What to measure; `compile` takes torch 2.13 or newer, and `child` is for this script's own use."""
+    """What to measure. `compile` needs torch 2.13 or newer. Only this script itself sets `child`."""
 
     variants: str = ",".join((*list_variants(), "outeffhop+gated", "mha+belief"))
     models: str = "bert"
@@ -50,19 +53,19 @@ class Options:
 
 
 def build(model: str, length: int, name: str, options: Options) -> Any:
-    """The model, stock or with a variant in it."""
+    """The model, stock or with the named variant."""
     made = bench_models.build(model, length, options.layers, options.width)
     made = made.to(options.device, getattr(torch, options.dtype))
     return made if name in (STOCK, AGAIN) else patch_model(made, name)
 
 
 def measure(model: str, shape: str, names: list[str], options: Options, bar: Any) -> list[dict[str, Any]]:
-    """One row per model in `names`, with ratios to the first."""
+    """One row per model in `names`, with ratios to the first model."""
     batch, length = map(int, shape.split("x"))
     given = bench_models.inputs(model, batch, length, options.device, getattr(torch, options.dtype))
     models = {name: build(model, length, name, options) for name in names}
     if options.compile:
-        compiled: Any = torch.compile  # whose types lack this option
+        compiled: Any = torch.compile  # its type annotations lack this option
         torch.compiler.reset()
         models |= {f"{name}, compiled": compiled(models[name], isolate_recompiles=True) for name in names}
         names = list(models)
@@ -84,7 +87,7 @@ def measure(model: str, shape: str, names: list[str], options: Options, bar: Any
 
 
 def print_peak(options: Options) -> None:
-    """In a process of its own: MB of one model's training step above the model at rest."""
+    """Print the peak memory of one model's training step above the model at rest, in MB. Runs in a new process."""
     model, shape, name = options.child.split(",")
     batch, length = map(int, shape.split("x"))
     swapped, where = build(model, length, name, options), (options.device, getattr(torch, options.dtype))
@@ -95,7 +98,7 @@ def print_peak(options: Options) -> None:
 
 
 def tables(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> str:
-    """Markdown: ratios to stock, and the figures of stock itself; then the slopes, if there are any."""
+    """Markdown tables: ratios to stock, with stock's own time and memory; then the slopes, if there are any."""
     kinds, lines, stock = [kind for kind in KINDS if any(kind in row for row in rows)], [], rows[0]
     titles, memory = [KINDS[kind] for kind in kinds], ["peak memory"] if "peak_mb" in rows[0] else []
     for row in rows:
@@ -120,8 +123,8 @@ def main() -> None:
     if options.child:
         print_peak(options)
         return
-    torch._dynamo.config.recompile_limit = 64  # layers and kinds of pass share code
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of timing what is not compiled
+    torch._dynamo.config.recompile_limit = 64  # layers and kinds of pass share code, and each compiles it anew
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # an error, so that no uncompiled code is timed
     models, kinds = options.models.split(","), options.kinds.split(",")
     if unknown := [name for name in (*models, *kinds) if name not in (*MODELS, *KINDS)]:
         sys.exit(f"error: unknown {', '.join(unknown)}; models: {', '.join(MODELS)}; kinds: {', '.join(KINDS)}.")

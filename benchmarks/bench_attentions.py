@@ -25,7 +25,7 @@ Operator = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # q, k, v (B,H,L,D)
 
 
 def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """Scaled, and masked if causal: (B,H,L,L)."""
+    """The scaled scores (B,H,L,L), masked if causal."""
     found = q @ k.mT * q.shape[-1] ** -0.5
     unseen = torch.ones(found.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return found.masked_fill(unseen, -torch.inf) if causal else found
@@ -40,7 +40,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def published(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """OutEffHop's softmax_1 as it is printed; no gradient goes through the maximum, which makes it only faster."""
+    """OutEffHop's softmax_1 as the paper's code has it, but without a gradient through the maximum, which is faster."""
     s = scores(q, k, causal)
     top = s.detach().amax(-1, keepdim=True)
     exponentials = (s - top).exp()
@@ -48,7 +48,7 @@ def published(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def softmax_1(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """By the fused kernel's log-sum-exp or, where that is not to be had, SDPA with a zero key, as the variant does."""
+    """softmax_1 as the variant computes it: by the fused kernel's log-sum-exp where possible, else by a zero key."""
     if fits(q, k, v, None):
         return softmax_n_attention(q, k, v, None, causal, q.shape[-1] ** -0.5, 1.0)
     more = (0, 0, 1, 0)
@@ -73,9 +73,9 @@ NORMALIZERS = "hf-attention-normalizers softmax1_sdpa"
 
 @contextmanager
 def no_triton() -> Iterator[None]:
-    """In here triton cannot be imported."""
+    """Inside the `with` block, triton cannot be imported."""
     kept = {name: sys.modules.pop(name) for name in ("triton",) if name in sys.modules}
-    sys.modules["triton"] = None  # type: ignore[assignment]  # this is how an import is refused
+    sys.modules["triton"] = None  # type: ignore[assignment]  # None makes the import fail
     try:
         yield
     finally:
@@ -84,7 +84,7 @@ def no_triton() -> Iterator[None]:
 
 
 def peers() -> dict[str, Operator]:
-    """Published softmax_1 attentions, as far as they can be imported; the first, with triton, only if there is CUDA."""
+    """Published softmax_1 attentions that can be imported. Without CUDA, triton is hidden from the first package."""
     found: dict[str, Operator] = {}
     with suppress(ImportError), nullcontext() if torch.cuda.is_available() else no_triton():
         core: Any = importlib.import_module("flash_attention_softmax_n")
@@ -100,12 +100,12 @@ def peers() -> dict[str, Operator]:
 
 
 def quadratic(name: str, causal: bool) -> bool:
-    """True if the operator holds a tensor of size L x L (`flash_attention_n` its causal mask)."""
+    """True if the operator holds a tensor of size L x L; in `flash_attention_n` that is the causal mask."""
     return name in ("eager", "softmax_1 published", SLOW, NORMALIZERS) or (name == FLASH and causal)
 
 
 def reference(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """What the operator should compute, from its definition."""
+    """The operator's correct output, computed from its definition."""
     if name == "simple":
         seen = torch.ones(q.shape[2], k.shape[2], dtype=q.dtype, device=q.device)
         seen = seen.tril() if causal else seen
@@ -115,14 +115,14 @@ def reference(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tenso
 
 
 def tensors(shape: Sequence[int], device: str, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and the gradient of the output, at random."""
+    """Random q, k, v, and a random gradient of the output."""
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(tuple(shape), generator=generator).to(device, dtype) for _ in range(4)]
     return [*(each.requires_grad_() for each in made[:3]), made[3]]
 
 
 def check(name: str, operator: Operator, shape: Sequence[int], causal: bool, device: str, dtype: torch.dtype) -> None:
-    """Raise AssertionError unless output and gradients are those of the reference."""
+    """Raise AssertionError unless output and gradients agree with the reference."""
     near = 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
     given = tensors(shape, device, dtype)
     exact = [each.detach().double().requires_grad_(each.requires_grad) for each in given]
@@ -135,7 +135,7 @@ def check(name: str, operator: Operator, shape: Sequence[int], causal: bool, dev
 
 
 def seconds(operator: Operator, given: list[Tensor], causal: bool, kind: str, calls: int = 1) -> float:
-    """What one call takes on average, "train" with its backward pass."""
+    """Mean seconds of one call; of "train", with the backward pass."""
     q, k, v, grad = given
     if grad.is_cuda:
         torch.cuda.synchronize()

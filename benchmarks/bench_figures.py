@@ -1,4 +1,4 @@
-"""What the benchmarks share: intervals, slopes, memory in a process of its own, and how figures are written down."""
+"""Functions that the benchmarks share: intervals, slopes, memory in a new process, tables and files."""
 
 from __future__ import annotations
 
@@ -19,42 +19,45 @@ import transformers
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Bootstrap 95 % interval of the median."""
+    """The bootstrap 95 % interval of the median."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
     return medians[25], medians[974]
 
 
 def slope(lengths: Iterable[float], times: Iterable[float]) -> float:
-    """Least-squares slope of log time in log length."""
+    """The least-squares slope of log time in log length."""
     return statistics.linear_regression([math.log(n) for n in lengths], [math.log(t) for t in times]).slope
 
 
 def slopes(
     rows: Iterable[Mapping[str, Any]], same: Sequence[str], length: str, kinds: Iterable[str]
 ) -> list[dict[str, Any]]:
-    """For rows that agree in the columns `same` and have three lengths or more: the slope of every kind they have."""
+    """The slope of every kind of pass, for each group of rows with equal columns `same` and at least three lengths."""
     groups: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in same), {})[row[length]] = row
     found = []
     for values, group in groups.items():
-        if len(group) > 2:
-            shared = [kind for kind in kinds if all(kind in row for row in group.values())]
-            fits = {kind: slope(group, [row[f"{kind}_ms"] for row in group.values()]) for kind in shared}
-            found.append({**dict(zip(same, values, strict=True)), "lengths": list(group), **fits})
+        if len(group) < 3:
+            continue
+        fits = {}
+        for kind in kinds:
+            if all(kind in row for row in group.values()):
+                fits[kind] = slope(group, [row[f"{kind}_ms"] for row in group.values()])
+        found.append({**dict(zip(same, values, strict=True)), "lengths": list(group), **fits})
     return found
 
 
 def summary(kind: str, own: Sequence[float], first: Sequence[float]) -> dict[str, Any]:
-    """The figures of one kind of pass: the median ratio of rounds, its interval, and the median time."""
+    """The results of one kind of pass: the median ratio of the rounds, its interval, and the median time."""
     ratios = [a / b for a, b in zip(own, first, strict=True)]
     milliseconds = 1e3 * statistics.median(own)
     return {kind: statistics.median(ratios), f"{kind}_95": interval(ratios), f"{kind}_ms": milliseconds}
 
 
 def cell(row: Mapping[str, Any], kind: str, *, first: bool) -> str:
-    """The same as text: the ratio with its interval, or the time itself of what the others are compared with."""
+    """The result of one kind of pass as text: the ratio with its interval, or for `first` the time itself."""
     if kind not in row:
         return ""
     low, high = row[f"{kind}_95"]
@@ -62,19 +65,19 @@ def cell(row: Mapping[str, Any], kind: str, *, first: bool) -> str:
 
 
 def megabytes(row: Mapping[str, Any], first: Mapping[str, Any]) -> str:
-    """Peak memory as text: what `first` takes, or the ratio to it."""
+    """Peak memory as text: MB for the row `first`, and the ratio to `first` for every other row."""
     if "peak_mb" not in row or "peak_mb" not in first:
         return ""
     return f"{row['peak_mb']:.0f} MB" if row is first else f"{row['peak_mb'] / max(first['peak_mb'], 1e-9):.2f}"
 
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """A Markdown table."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines))
 
 
 def in_child(script: str, options: Any, what: str) -> float:
-    """The number that this script prints last in a process of its own, given `what` as `child`."""
+    """Run a script in a new process with `what` as the option `child`, and return the last number that it prints."""
     flags = [f"--{name}={value}" for name, value in asdict(options).items() if name != "child"]
     command = [sys.executable, script, *flags, f"--child={what}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -87,12 +90,12 @@ def peak(device: str) -> int:
     """The most memory this process has held so far, in bytes."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status").read_text()  # getrusage would count the process that started this one
+    status = Path("/proc/self/status").read_text()  # getrusage would count the parent process too
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def write(out: str, options: Any, **found: Any) -> None:
-    """The JSON of a run: its options, the machine, and what was found."""
+    """Write the results of a run as JSON, with the options and the machine."""
     machine = {"machine": platform.platform(), "torch": torch.__version__, "transformers": transformers.__version__}
     record = json.dumps({"options": asdict(options), "machine": machine, **found}, indent=2)
     Path(out).parent.mkdir(parents=True, exist_ok=True)

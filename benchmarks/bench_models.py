@@ -1,7 +1,8 @@
-"""The models that `bench.py` measures, what they are given, and one timed pass through one of them.
+"""The models that `bench.py` measures, their inputs, and one timed pass through a model.
 
-Random weights and a tiny vocabulary, so that the layers are what is measured; dropout is off. For a width of 768: BERT
-and GPT-2 with 12 heads, a Llama with 12 heads that share 4 key/value heads, and a ViT of half that width (ViT-S).
+The weights are random, and the vocabulary is tiny, so that the layers take most of the time. Dropout is off. For a
+width of 768, BERT and GPT-2 have 12 heads, the Llama has 12 heads that share 4 key/value heads, and the ViT has half
+the width (ViT-S).
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ PATCH = 16
 
 
 def kinds_of(model: str, wanted: str) -> list[str]:
-    """Those of the wanted kinds that this model has."""
+    """The wanted kinds of pass that this model has."""
     return [kind for kind in wanted.split(",") if model in CAUSAL or kind in ("forward", "train")]
 
 
 def side(length: int) -> int:
-    """Patches along a side of the image that makes about `length` tokens."""
+    """The number of patches along a side of an image of about `length` tokens."""
     return max(1, round((length - 1) ** 0.5))
 
 
 def tokens(model: str, length: int) -> int:
-    """Tokens that this model sees: a ViT has a square number of patches, and one token more."""
+    """The number of tokens that this model sees. A ViT has a square number of patches, and one class token."""
     return side(length) ** 2 + 1 if model == "vit" else length
 
 
 def build(model: str, length: int, layers: int, width: int) -> Any:
-    """The stock model, in eval mode, for sequences of `length` and one token more."""
+    """The stock model in eval mode, for sequences of up to `length` + 1 tokens."""
     torch.manual_seed(0)
     width = width // 2 if model == "vit" else width
     heads = max(1, width // 64)
@@ -67,19 +68,19 @@ def inputs(model: str, batch: int, length: int, device: str, dtype: torch.dtype)
 
 
 def little(model: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The same for five tokens, whatever length the model was built for."""
+    """Inputs of five tokens, for a model that was built for any length."""
     given = inputs(model, 1, 5, device, dtype)
     return {**given, "interpolate_pos_encoding": True} if model == "vit" else given
 
 
 @torch.no_grad()
 def filled(model: Any, given: Mapping[str, Any]) -> Any:
-    """The cache after these tokens."""
+    """The model's cache after these inputs."""
     return model(**given, use_cache=True).past_key_values
 
 
 def seconds(model: Any, given: Mapping[str, Any], kind: str, cache: Any = None) -> float:
-    """What one pass takes: "decode" reads one token and a copy of `cache`, "train" has its backward pass."""
+    """Seconds of one pass. "decode" reads one token and a copy of `cache`; "train" includes the backward pass."""
     model.zero_grad()
     words: dict[str, Any] = dict(given)
     if kind == "decode":

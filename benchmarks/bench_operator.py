@@ -1,12 +1,14 @@
-"""The attention operator alone, on plain tensors: `python benchmarks/bench_operator.py --out operator.json`.
+"""Measures attention operators alone, on plain tensors: `python benchmarks/bench_operator.py --out operator.json`.
 
-Forward, and forward with backward, against the length, in rounds interleaved with SDPA's; short lengths repeat within a
-round. Ratios are medians over rounds with a bootstrap 95 % interval, slopes those of log time in log length, memory the
-peak of a forward and backward pass in a process of its own. "eager" and "softmax_1 published" write the scores out;
-"softmax_1" and "simple" are this package's. `flash-attention-softmax-n` and `hf-attention-normalizers` are measured
-where they can be imported (the second not without triton, not even for the CPU). Before anything is timed, output and
-gradients of every operator agree with a float64 reference at length 64 (`bench_attentions.py`). A picture lies beside
-the JSON.
+The script times a forward pass, and a forward with a backward pass, at several lengths. In each round the operators run
+in random order; short lengths run several times per round. A ratio is the median over rounds of the ratio to SDPA, with
+a bootstrap 95 % interval. A slope is the slope of log time in log length. Memory is the peak of a forward and backward
+pass, measured in a new process.
+
+"eager" and "softmax_1 published" hold the whole matrix of scores. "softmax_1" and "simple" are this package's
+operators. `flash-attention-softmax-n` and `hf-attention-normalizers` are measured if they can be imported; the second
+one needs triton, on the CPU too. Before anything is timed, output and gradients of every operator are compared with a
+float64 reference at length 64 (`bench_attentions.py`). The script writes a picture beside the JSON.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from transformers import HfArgumentParser
 
 KINDS = {"forward": "forward", "train": "forward and backward"}
 REFUSALS = (AssertionError, RuntimeError, TypeError, ValueError)
-CHECKED, SHORT = 64, 2048  # tokens: of the check; below which a round repeats
+CHECKED, SHORT = 64, 2048  # tokens of the check; below SHORT tokens a round repeats the call
 
 
 @dataclass
 class Options:
-    """What to measure; `child` is for this script's own use."""
+    """What to measure. Only this script itself sets `child`."""
 
     lengths: str = "128,512,2048,8192"
     batch: int = 1
@@ -52,7 +54,7 @@ def shape(length: int, options: Options) -> tuple[int, ...]:
 
 
 def usable(length: int, options: Options, left_out: list[dict[str, Any]]) -> dict[str, Operator]:
-    """The operators that are right and run at this length; a peer that does not is put down in `left_out`."""
+    """The operators that run at this length and are correct. Peers that are not are added to `left_out`."""
     where, found = (options.device, getattr(torch, options.dtype)), {}
     given = tensors(shape(length, options), *where)
     for name, operator in {**OWN, **peers()}.items():
@@ -72,7 +74,7 @@ def usable(length: int, options: Options, left_out: list[dict[str, Any]]) -> dic
 
 
 def measure(length: int, operators: dict[str, Operator], options: Options, bar: Any) -> list[dict[str, Any]]:
-    """One row per operator, with ratios to the first."""
+    """One row per operator, with ratios to the first operator."""
     given = tensors(shape(length, options), options.device, getattr(torch, options.dtype))
     names = list(operators)
     rows: list[dict[str, Any]] = [{"operator": name, "length": length} for name in names]
@@ -89,7 +91,7 @@ def measure(length: int, operators: dict[str, Operator], options: Options, bar: 
 
 
 def print_peak(options: Options) -> None:
-    """In a process of its own: MB of one operator's forward and backward pass above the tensors at rest."""
+    """Print the peak memory of one operator's forward and backward pass in MB. Runs in a new process."""
     length, _, name = options.child.partition(",")
     operator, where = {**OWN, **peers()}[name], (options.device, getattr(torch, options.dtype))
     given = tensors(shape(int(length), options), *where)
@@ -100,7 +102,7 @@ def print_peak(options: Options) -> None:
 
 
 def tables(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> str:
-    """Markdown: ratios to SDPA, and the figures of SDPA itself; then the slopes, if there are any."""
+    """Markdown tables: ratios to SDPA, with SDPA's own time and memory; then the slopes, if there are any."""
     lines, first = [], rows[0]
     for row in rows:
         first = row if row["operator"] == "sdpa" else first
@@ -112,7 +114,7 @@ def tables(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> str:
 
 
 def picture(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> Figure:
-    """Time against length in logarithms, a line per operator, its slope in the legend."""
+    """A picture of time against length on logarithmic axes, with the slopes in the legend."""
     figure = Figure(figsize=(14, 6.5), layout="constrained")
     for axes, (kind, title) in zip(figure.subplots(1, 2), KINDS.items(), strict=True):
         for number, name in enumerate(dict.fromkeys(row["operator"] for row in rows)):

@@ -1,9 +1,10 @@
-"""What a simulation costs: seconds for 200 RK4 steps against tokens n and width d, beside a loop over particles.
+"""Measures the seconds of 200 RK4 steps of a simulation of n tokens of width d, beside a loop over tokens.
 
     python benchmarks/dynamics_cost.py --figures benchmarks/figures/dynamics_cost.json
 
-Random heads of width d / heads, value matrices of the identity, float64. The loop computes each token's softmax and
-step by itself, as the published code does; it is timed over a few evaluations and checked to give the same velocity.
+The heads are random and of width d / heads, every value matrix is the identity, and the computation is in float64. The
+loop computes the softmax and the step of each token alone, as the published code does. The loop is timed over a few
+evaluations, and its velocity is compared with that of the simulation.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STAGES = 4  # evaluations of the velocity in a step of RK4
 
 
 def random_heads(count: int, width: int) -> HeadMatrices:
-    """Heads of scores near 1 for tokens in [-5, 5]^d."""
+    """Random heads whose scores are of the order of 1 for tokens in [-5, 5]^d."""
     generator = torch.Generator().manual_seed(0)
     shape = (count, width, width // count)
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) / width for _ in range(3))
@@ -35,7 +36,7 @@ def random_heads(count: int, width: int) -> HeadMatrices:
 
 
 def particle_loop(z: Tensor, heads: HeadMatrices, growth: float) -> Tensor:
-    """The same velocity, token by token and head by head."""
+    """The velocity of the tokens, computed token by token and head by head."""
     moved = torch.zeros_like(z)
     for i in range(len(z)):
         for head in range(len(heads)):
@@ -47,7 +48,7 @@ def particle_loop(z: Tensor, heads: HeadMatrices, growth: float) -> Tensor:
 
 
 def seconds(call: Any, rounds: int) -> float:
-    """The fastest of some calls."""
+    """Seconds of the fastest of `rounds` calls."""
     found = []
     for _ in range(rounds):
         start = time.perf_counter()

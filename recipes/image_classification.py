@@ -1,10 +1,11 @@
-"""Fine-tune an image classifier with a swapped attention, and the softmax control beside it.
+"""Fine-tunes an image classifier with a swapped attention, and the softmax control beside it.
 
     python recipes/image_classification.py recipes/configs/cifar10.yaml --variant outeffhop
 
-Works on any data set with an image column: the Hub's, parquet files, or an image folder (one folder per class). With
-`--image_size` other than the model's, position embeddings are interpolated: fewer patches, several times faster. With
-`--from_scratch`, `--model vit` and `--config_overrides` make the model; `--skip_free` is described in skip_free.py.
+The data set needs a column of images. It may be on the Hub, in parquet files, or in a folder with one folder per class.
+If `--image_size` differs from the model's size, position embeddings are interpolated; a smaller size has fewer patches
+and is several times faster. With `--from_scratch`, `--model vit` and `--config_overrides` define the model.
+skip_free.py describes `--skip_free`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from skip_free import without_skips  # beside this recipe
+from skip_free import without_skips  # skip_free.py lies beside this recipe
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -37,14 +38,14 @@ AUTO = AutoModelForImageClassification
 
 @dataclass(kw_only=True)
 class RecipeArguments:
-    """What is this recipe's own."""
+    """Arguments of this recipe alone."""
 
     card_name: str = field(default="image-classifier", metadata={"help": "Start of the run's name on its card."})
     image_size: int | None = field(default=None, metadata={"help": "Side in pixels; the processor's if left out."})
     flip: bool = field(default=True, metadata={"help": "Mirror half of the training images."})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
-    config_overrides: str = field(default="{}", metadata={"help": "Config values as JSON, with --from_scratch."})
-    skip_free: bool = field(default=False, metadata={"help": "No residual connections, with --from_scratch."})
+    config_overrides: str = field(default="{}", metadata={"help": "Config values as JSON; needs --from_scratch."})
+    skip_free: bool = field(default=False, metadata={"help": "No residual connections; needs --from_scratch."})
     push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
 
     def __post_init__(self) -> None:
@@ -54,7 +55,7 @@ class RecipeArguments:
             )
 
     def changed(self) -> dict[str, Any]:
-        """What the figures depend on, where it is not as usual."""
+        """The arguments on which the metrics depend, if they differ from the default."""
         names = ["from_scratch", "config_overrides", "skip_free"] if self.from_scratch else []
         names += [] if self.flip else ["flip"]
         return {"image_size": self.image_size, **{name: getattr(self, name) for name in names}}
@@ -67,7 +68,7 @@ def predict(trainer: Any, test: Any) -> tuple[list[float], list[float]]:
 
 
 def prepare(rows: dict[str, list[Any]], column: str, processor: Any, size: int | None, flip: bool) -> dict[str, Any]:
-    """Pixels (3,S,S) of a few rows, when they are asked for."""
+    """The pixels (3,S,S) of some rows. The data set calls this function when the rows are used."""
     sizes = {} if size is None else {"size": {"height": size, "width": size}, "do_center_crop": False}
     images = [image.convert("RGB") for image in rows[column]]
     pixels = processor(images, return_tensors="pt", **sizes)["pixel_values"]
@@ -85,13 +86,13 @@ def collate(rows: list[dict[str, Any]], interpolate: bool) -> dict[str, Any]:
 
 
 def pretrained(name: str, values: dict[str, Any]) -> tuple[Any, Any]:
-    """How the model is loaded, and its processor."""
+    """A function that loads the pretrained model, and its processor."""
     load = AUTO.from_pretrained
     return functools.partial(load, name, dtype="float32", **values), AutoImageProcessor.from_pretrained(name)
 
 
 def from_scratch(name: str, own: RecipeArguments, values: dict[str, Any]) -> tuple[Any, Any]:
-    """The same for random weights."""
+    """A function that builds the model with random weights, and its processor."""
     sized = {} if own.image_size is None else {"image_size": own.image_size}
     config = scratch_config(name, own.config_overrides, **values, **sized)
     side = {"height": config.image_size, "width": config.image_size}
@@ -100,7 +101,7 @@ def from_scratch(name: str, own: RecipeArguments, values: dict[str, Any]) -> tup
 
 
 def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments) -> Task:
-    """Everything is read and checked here, before any training."""
+    """Read and check the data and the options, before any training."""
     train, test, classes = load_splits(data)
     values = {
         "num_labels": len(classes),
@@ -124,7 +125,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
 
 
 def about(own: RecipeArguments) -> About:
-    """The words of the card."""
+    """The sentences of the card."""
     return About(
         prefix=own.card_name,
         task="image-classification",

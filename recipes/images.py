@@ -1,4 +1,4 @@
-"""Images from MNIST's idx files or from parquet, as tensors, for the recipes beside this file."""
+"""Reads images from MNIST's idx files or from parquet files as tensors, for the recipes beside this file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import Tensor
 
 
 def idx(path: Path) -> np.ndarray:
-    raw = gzip.decompress(path.read_bytes())  # two zeros, the type, the number of axes; then the axes, then the data
+    raw = gzip.decompress(
+        path.read_bytes()
+    )  # the file holds two zeros, the type, the number of axes, the axes' lengths, the data
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(np.frombuffer(raw, ">i4", raw[3], 4))
 
 
 def read_images(folder: Path, split: str, column: str = "img") -> tuple[Tensor, Tensor]:
-    """Images (N,C,H,W) in [0, 1] and labels (N) of the split "train" or "test"."""
+    """The images (N,C,H,W) in [0, 1] and the labels (N) of the split "train" or "test"."""
     prefix = {"train": "train", "test": "t10k"}[split]
     if (folder / f"{prefix}-images-idx3-ubyte.gz").exists():
         images, labels = (idx(folder / f"{prefix}-{name}-ubyte.gz") for name in ("images-idx3", "labels-idx1"))

@@ -1,12 +1,13 @@
-"""Causal or masked language modelling with a swapped attention, and the softmax control beside it.
+"""Trains a causal or masked language model with a swapped attention, and the softmax control beside it.
 
     python recipes/language_modeling.py recipes/configs/wikitext2.yaml --variant belief
     python recipes/language_modeling.py recipes/configs/wikitext2.yaml --objective masked --model roberta-base
     python recipes/language_modeling.py recipes/configs/scratch_gpt2.yaml --variant outeffhop
 
-Text is cut into blocks of `--max_length` tokens. The figure is perplexity on held-out blocks, before the conversion
-(`perplexity_before`: swapped, nothing fitted or trained) and after it. With `--from_scratch`, `--model` is a model or
-an architecture ("gpt2", "opt", "llama"), and `--config_overrides` its sizes; `--tokenizer bytes` needs no files.
+The text is cut into blocks of `--max_length` tokens. The metric is the perplexity on held-out blocks. It is measured
+twice: when the attention is swapped and nothing is fitted or trained (`perplexity_before`), and after the training.
+With `--from_scratch`, `--model` names a model or an architecture ("gpt2", "opt", "llama"), and `--config_overrides`
+changes its sizes. `--tokenizer bytes` needs no files.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ AUTO = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM}
 
 @dataclass(kw_only=True)
 class RecipeArguments:
-    """What is this recipe's own."""
+    """Arguments of this recipe alone."""
 
     card_name: str = field(default="lm", metadata={"help": "Start of the run's name on its card."})
     objective: str = field(default="causal", metadata={"help": '"causal" or "masked".'})
     train_tokens: int | None = field(default=None, metadata={"help": "Tokens to train on; all if left out."})
     test_tokens: int | None = field(default=None, metadata={"help": "Tokens to measure on; all if left out."})
-    tokenizer: str | None = field(default=None, metadata={"help": '"bytes" or of a model, with --from_scratch.'})
+    tokenizer: str | None = field(default=None, metadata={"help": '"bytes" or a model; needs --from_scratch.'})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
-    config_overrides: str = field(default="{}", metadata={"help": "JSON: config values, with --from_scratch."})
+    config_overrides: str = field(default="{}", metadata={"help": "Config values as JSON; needs --from_scratch."})
     push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class RecipeArguments:
 
 
 def blocks(split: Dataset, column: str, tokenizer: Any, length: int, tokens: int | None) -> list[list[int]]:
-    """The text as one stream, cut into whole blocks."""
+    """Join the texts to one stream of tokens, and cut the stream into whole blocks."""
     wanted = None if tokens is None else -(-tokens // length) * length
     texts = (text for text in split[column] if text.strip())
     ids = (i for text in texts for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -77,7 +78,7 @@ def blocks(split: Dataset, column: str, tokenizer: Any, length: int, tokens: int
 
 @torch.no_grad()
 def predict(trainer: Any, test: Dataset, shift: int) -> tuple[list[float], list[float]]:
-    """Mean loss of every held-out block, and zeros."""
+    """The mean loss of every held-out block, and zeros."""
     model = trainer.model.eval()
     losses: list[float] = []
     for batch in tqdm(trainer.get_test_dataloader(test), desc="perplexity", unit="batch", leave=False):
@@ -91,7 +92,7 @@ def predict(trainer: Any, test: Dataset, shift: int) -> tuple[list[float], list[
 
 
 def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments) -> Task:
-    """Everything is read and checked here, before any training."""
+    """Read and check the data and the options, before any training."""
     train, test, _ = load_splits(data, labelled=False)
     name = own.tokenizer or model.model
     tokenizer = ByT5Tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name)
@@ -128,7 +129,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
 
 
 def about(own: RecipeArguments) -> About:
-    """The words of the card."""
+    """The sentences of the card."""
     return About(
         prefix=own.card_name,
         task="text-generation" if own.objective == "causal" else "fill-mask",

@@ -1,9 +1,10 @@
-"""How much a frozen, swapped model still knows: logistic regression on its features, nothing else trained.
+"""Measures how much a frozen, swapped model still knows, by a logistic regression on its features.
 
     python recipes/linear_probe.py recipes/configs/ag_news.yaml --variant mha --calibrate map --output_dir runs/probe
 
-Features are the mean of the last hidden states over real tokens (images: all of them). Stock, swapped, and swapped and
-calibrated stand side by side, so that a conversion can be judged in a minute, before any fine-tuning.
+The features of a row are the mean of the last hidden states over real tokens. The recipe prints the stock model, the
+swapped model, and the swapped and calibrated model side by side. So a conversion can be judged in a minute, before any
+fine-tuning.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Batches = list[dict[str, torch.Tensor]]
 
 
 def batches(split: Any, data: DataArguments, tokenizer: Any, size: int) -> tuple[Batches, list[int]]:
-    """Rows of similar length together, and their labels in the same order."""
+    """Batches of rows of similar length, and the labels in the same order."""
     encoded = tokenizer(*[list(split[c]) for c in data.columns], truncation=True, max_length=data.max_length)
     rows = [{name: encoded[name][index] for name in encoded} for index in range(len(split))]
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]["input_ids"]))
@@ -42,7 +43,7 @@ def batches(split: Any, data: DataArguments, tokenizer: Any, size: int) -> tuple
 
 @torch.no_grad()
 def features(model: Any, found: Batches, title: str) -> np.ndarray:
-    """(N,E): the mean of the last hidden states over real tokens."""
+    """The features (N,E): the mean of the last hidden states over real tokens."""
     means = []
     for batch in tqdm(found, desc=title, unit="batch", leave=False):
         states = model(**{name: value.to(model.device) for name, value in batch.items()}).last_hidden_state

@@ -1,11 +1,11 @@
-r"""ListOps of the Long Range Arena (Tay et al. 2020): nested operations on digits, the answer is a digit.
+r"""Writes ListOps of the Long Range Arena (Tay et al. 2020): nested operations on digits, whose value is a digit.
 
     python recipes/listops.py OUT --train 96000 --test 2000 --min_length 500 --max_length 2000 --seed 0
 
-[MAX 2 9 [MIN 4 7 ] 0 ] is 9. A node above the deepest level is an operation with probability 1/4, else a digit; an
-operation is one of four, with 2 to `max_args` arguments, all equally likely. Expressions of more than `min_length` and
-fewer than `max_length` tokens are kept, all different. Written without the parentheses of the original files, which
-`value` skips. Nothing recurses, so no depth is too deep.
+The value of [MAX 2 9 [MIN 4 7 ] 0 ] is 9. Above the deepest level, a node is an operation with probability 1/4, and
+otherwise a digit. An operation is one of four and has 2 to `max_args` arguments, all equally likely. An expression is
+kept if it has more than `min_length` and fewer than `max_length` tokens and was not drawn before. The files have no
+parentheses. The original files have them, and `value` skips them. No function is recursive, so any depth works.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from tqdm import tqdm
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MIN": min,
     "[MAX": max,
-    "[MED": lambda digits: int(statistics.median(digits)),  # of an even count truncated, as in the original files
+    "[MED": lambda digits: int(
+        statistics.median(digits)
+    ),  # truncated for an even number of digits, as in the original files
     "[SM": lambda digits: sum(digits) % 10,
 }
 NAMES, DIGITS, END, PARENTHESES = tuple(OPERATORS), tuple("0123456789"), "]", ("(", ")")
 TOKENS = (*NAMES, *DIGITS, END)
 OPERATION_SHARE = 0.25
-PATIENCE = 20_000  # draws in a row that may bring nothing new
+PATIENCE = 20_000  # the search stops after this many draws in a row without a new expression
 
 
 def tokens(text: str) -> list[str]:
     """The tokens of an expression, without parentheses.
 
     Raises:
-        ValueError: an unknown one.
+        ValueError: a token is unknown.
     """
     found = [word for word in text.split() if word not in PARENTHESES]
     if unknown := [word for word in found if word not in TOKENS]:
@@ -44,12 +46,12 @@ def tokens(text: str) -> list[str]:
 
 
 def value(text: str) -> int:
-    """What an expression comes to.
+    """The value of an expression.
 
     Raises:
-        ValueError: an unknown token, or an expression that is not whole.
+        ValueError: a token is unknown, or the expression is not complete.
     """
-    open_: list[tuple[str, list[int]]] = [("", [])]  # operations without their bracket, and what they have so far
+    open_: list[tuple[str, list[int]]] = [("", [])]  # operations that are not closed yet, with their arguments so far
     for place, word in enumerate(tokens(text)):
         if len(open_) == 1 and open_[0][1]:
             raise ValueError(f"token {place}, {word!r}, comes after the end of the expression.")
@@ -72,9 +74,9 @@ def value(text: str) -> int:
 
 
 def draw(generator: random.Random, max_length: int, max_depth: int, max_args: int) -> list[str]:
-    """A random expression, or the first `max_length` tokens of one that gets too long."""
+    """A random expression, or the first `max_length` tokens of an expression that is longer."""
     found: list[str] = []
-    left = [1]  # arguments still to come at each level; the first level is the expression itself
+    left = [1]  # number of arguments that are missing at each level; level 0 is the expression itself
     while len(found) < max_length:
         if left[-1] == 0:
             left.pop()
@@ -94,10 +96,10 @@ def draw(generator: random.Random, max_length: int, max_depth: int, max_args: in
 def expressions(
     count: int, min_length: int, max_length: int, max_depth: int = 10, max_args: int = 10, seed: int = 0
 ) -> list[str]:
-    """So many different expressions, each of more than `min_length` and fewer than `max_length` tokens.
+    """`count` different expressions, each of more than `min_length` and fewer than `max_length` tokens.
 
     Raises:
-        ValueError: fewer than two arguments, or bounds that leave too few expressions.
+        ValueError: `max_args` is below 2, or the bounds allow too few expressions.
     """
     if max_args < 2:
         raise ValueError(f"max_args must be at least 2, got {max_args}.")
@@ -117,7 +119,7 @@ def expressions(
 
 
 def save(texts: list[str], path: Path) -> None:
-    """Expressions and their values as the columns text and label."""
+    """Write expressions and their values as the columns text and label."""
     features = Features({"text": Value("string"), "label": ClassLabel(names=list(DIGITS))})
     Dataset.from_dict({"text": texts, "label": [value(text) for text in texts]}, features).to_parquet(path)
     print(f"{path}: {len(texts):,} rows")

@@ -1,15 +1,21 @@
-"""Three tasks of the Long Range Arena (Tay et al. 2020) from random weights, with the sizes of the SimpleTRON paper.
+"""Trains on three tasks of the Long Range Arena (Tay et al. 2020) from random weights, at SimpleTRON's sizes.
 
     python recipes/listops.py data/listops && python recipes/lra.py recipes/configs/lra_listops.yaml --variant simple
     python recipes/lra.py recipes/configs/lra_text_small.yaml --variant simple_resl --seeds 0 1 2
 
-`--task listops` reads operators, digits and `]`; `text` reads bytes of UTF-8; `matching` reads two texts of bytes by
-one encoder. [CLS] first, at most `--max_length` tokens with it, padded per batch. The softmax control is trained beside
-the variant, and no run is done twice, as in text_classification.py.
+`--task listops` reads operators, digits and `]`. `--task text` reads the bytes of a text in UTF-8. `--task matching`
+reads the bytes of two texts with one encoder. A row starts with [CLS], has at most `--max_length` tokens with [CLS],
+and is padded per batch. The softmax control is trained beside the variant. A run that is finished is not done again, as
+in text_classification.py.
 
-What differs from LRA: BERT's layers, which normalise after each sum and not before; biases in the attention; normal
-initialisation of one width; [CLS] through BERT's tanh pooler (for matching LRA's two ReLU layers); no tied layers in
-ListOps; `]` is a token (LRA's tokenizer drops it); padding to the longest of the batch; clipped gradients.
+Differences from LRA:
+
+- BERT's layers normalise after each sum, and not before; the attention has biases.
+- All weights start from one normal distribution.
+- [CLS] goes through BERT's tanh pooler; in matching, through LRA's two ReLU layers.
+- The layers in ListOps are not tied.
+- `]` is a token; LRA's tokenizer drops it.
+- Rows are padded to the longest row of the batch, and gradients are clipped.
 """
 
 from __future__ import annotations
@@ -44,16 +50,16 @@ NUMBERS = {token: SPECIAL + index for index, token in enumerate(TOKENS)}
 
 @dataclass(kw_only=True)
 class RecipeArguments:
-    """What is this recipe's own."""
+    """Arguments of this recipe alone."""
 
-    task: Literal["listops", "text", "matching"] = field(metadata={"help": "What is read, and how."})
+    task: Literal["listops", "text", "matching"] = field(metadata={"help": "Task of the Long Range Arena."})
     card_name: str = field(default="bert-lra", metadata={"help": "Start of the run's name on its card."})
     push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
-    config_overrides: str = field(default="{}", metadata={"help": "Values of BertConfig as JSON, its sizes first."})
+    config_overrides: str = field(default="{}", metadata={"help": "Values of BertConfig, such as its sizes, as JSON."})
 
 
 class Matcher(BertPreTrainedModel):
-    """Two texts by one encoder: the [CLS] states a and b as [a, b, a * b, a - b], then two ReLU layers."""
+    """Compares two texts with one encoder: two ReLU layers on [a, b, a * b, a - b] of the [CLS] states a and b."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -64,7 +70,7 @@ class Matcher(BertPreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
-        """Ids and mask are (B, 2, L)."""
+        """The loss and the logits. Ids and mask are (B, 2, L)."""
         states = self.bert(input_ids.flatten(0, 1), attention_mask.flatten(0, 1)).last_hidden_state
         a, b = states[0::2, 0], states[1::2, 0]
         logits = self.head(torch.cat([a, b, a * b, a - b], -1))
@@ -72,14 +78,14 @@ class Matcher(BertPreTrainedModel):
 
 
 def read(task: str, text: str) -> list[int]:
-    """A text as numbers: its tokens, or its bytes."""
+    """The numbers of a text's tokens, or of its bytes."""
     if task == "listops":
         return [NUMBERS[token] for token in tokens(text)]
     return [SPECIAL + byte for byte in text.encode("utf-8")]
 
 
 def encode(dataset: Any, task: str, data: DataArguments) -> Any:
-    """Numbers instead of text, truncated, without padding; for matching, two lists a row."""
+    """Replace texts by numbers, truncated and without padding. A row of matching becomes two lists."""
 
     def numbers(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
@@ -94,7 +100,7 @@ def encode(dataset: Any, task: str, data: DataArguments) -> Any:
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Rows to a batch: (B, L), for matching (B, 2, L)."""
+    """Make a batch of rows: ids (B, L), or (B, 2, L) for matching."""
     pairs = isinstance(rows[0]["input_ids"][0], list)
     texts = [torch.tensor(text) for row in rows for text in (row["input_ids"] if pairs else [row["input_ids"]])]
     ids = pad_sequence(texts, batch_first=True, padding_value=PAD)
@@ -104,7 +110,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments) -> Task:
-    """Everything is read and checked here, before any training."""
+    """Read and check the data and the options, before any training."""
     if model.model != "bert":
         raise ValueError(f"these tasks are for a BERT from random weights: --model is bert, not {model.model}.")
     if len(data.columns) != (count := 2 if own.task == "matching" else 1):
@@ -132,7 +138,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
 
 
 def about(own: RecipeArguments) -> About:
-    """The words of the card."""
+    """The sentences of the card."""
     return About(
         prefix=own.card_name,
         task="text-classification",

@@ -1,13 +1,18 @@
-"""How many images a Hopfield memory recalls from their upper half, how much noise it stands, and what more steps do.
+"""Measures how many images a Hopfield memory recalls from half images and from noisy images, and with more steps.
 
     python recipes/memory.py --dataset mnist/ --sizes 10 50 100 --beta 0.1 --out memory/
 
-OutEffHop, appendix D.2 (figures 5 and 6), which follows SparseHopfield (Hu et al., 2023). Every stored image is asked
-for once, with its lower half black, or as |x + sigma noise| cut to [0, 1]; half images also with more and more steps.
-The text states no criterion of success; the scripts it follows count a squared difference up to a threshold, 50 in
-Millidge et al. (2022), pixels in [0, 1]. The control answers the mean of what is stored, whatever is asked: on MNIST
-this passes for half of the images. Read the errors and recall.png too. Who recalls most depends on beta: try several.
-The data are a folder of MNIST idx files (.gz), or of parquet files named train* and test*. Writes memory.json and .png.
+OutEffHop, appendix D.2 (figures 5 and 6), which follows SparseHopfield (Hu et al., 2023). The memory is asked for every
+stored image once: with the lower half of the image black, or with noise, |x + sigma noise| cut to [0, 1]. Half images
+are also asked for with more retrieval steps.
+
+The paper states no criterion of success. The scripts that it follows count an image as recalled if the squared
+difference is at most a threshold, which is 50 in Millidge et al. (2022) for pixels in [0, 1]. The control always
+answers the mean of the stored images. On MNIST the control passes this criterion for half of the images, so read the
+errors and recall.png too. Which normaliser recalls most depends on beta: try several values.
+
+The data are a folder of MNIST idx files (.gz), or of parquet files named train* and test*. The recipe writes
+memory.json, memory.png and recall.png.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from images import read_images  # these two beside this recipe
+from images import read_images  # images.py and memory_figures.py lie beside this recipe
 from matplotlib.figure import Figure
 from memory_figures import STYLES, spread, start, table, write
 from torch import Tensor
@@ -32,24 +37,30 @@ MEAN, MEASURED = "mean image", ("success", "nearest", "error")
 
 @dataclass(kw_only=True)
 class Options:
-    """What to store, and how to ask for it."""
+    """The stored images, and the queries."""
 
     dataset: Path = field(metadata={"help": "Folder of idx or parquet files."})
-    out: Path = field(default=Path("memory"), metadata={"help": "Folder for figures and pictures."})
-    column: str = field(default="img", metadata={"help": "Of the images, in parquet files."})
+    out: Path = field(default=Path("memory"), metadata={"help": "Folder for measurements and pictures."})
+    column: str = field(default="img", metadata={"help": "Column of the images, in parquet files."})
     normalizers: list[str] = field(default_factory=lambda: list(NORMALIZERS))
-    sizes: list[int] = field(default_factory=lambda: [2, 5, 10, 20, 50, 100, 200], metadata={"help": "Images stored."})
-    noises: list[float] = field(default_factory=lambda: [0.1, 0.3, 0.5, 0.7, 1.0, 1.4], metadata={"help": "Sigmas."})
-    noise_size: int = field(default=100, metadata={"help": "Images stored while noise or steps grow."})
+    sizes: list[int] = field(
+        default_factory=lambda: [2, 5, 10, 20, 50, 100, 200], metadata={"help": "Numbers of stored images."}
+    )
+    noises: list[float] = field(
+        default_factory=lambda: [0.1, 0.3, 0.5, 0.7, 1.0, 1.4], metadata={"help": "Standard deviations of the noise."}
+    )
+    noise_size: int = field(default=100, metadata={"help": "Number of stored images in the sweeps of noise and steps."})
     beta: float = field(default=1.0, metadata={"help": "Inverse temperature, inside the normaliser."})
     steps: int = field(default=1, metadata={"help": "Retrieval steps."})
-    more_steps: list[int] = field(default_factory=lambda: [1, 2, 3, 5, 10], metadata={"help": "Of half images."})
-    threshold: float = field(default=50.0, metadata={"help": "Largest squared difference of a success."})
-    seeds: int = field(default=3, metadata={"help": "Draws of images and noise."})
+    more_steps: list[int] = field(
+        default_factory=lambda: [1, 2, 3, 5, 10], metadata={"help": "Numbers of retrieval steps in the sweep of steps."}
+    )
+    threshold: float = field(default=50.0, metadata={"help": "Largest squared difference that counts as recalled."})
+    seeds: int = field(default=3, metadata={"help": "Number of draws of images and noise."})
 
     @property
     def columns(self) -> list[str]:
-        """The normalisers, and the control."""
+        """The names of the normalisers, and of the control."""
         return [*self.normalizers, MEAN]
 
 
@@ -65,7 +76,7 @@ def retrieve(normalizer: str, queries: Tensor, stored: Tensor, beta: float, step
 
 
 def measure(images: Tensor, options: Options) -> list[dict[str, Any]]:
-    """A row per sweep, value and normaliser, with the figures of each seed."""
+    """One row per sweep, value and normaliser, with the measurements of each seed."""
     rows: dict[tuple[str, float, str], dict[str, list[float]]] = {}
     for seed in tqdm(range(options.seeds), desc="seed"):
         generator = torch.Generator().manual_seed(seed)
@@ -77,7 +88,9 @@ def measure(images: Tensor, options: Options) -> list[dict[str, Any]]:
         asked += [("steps", count, some, upper_half(some), count) for count in options.more_steps]
         for (sweep, value, stored, queries, count), name in product(asked, options.columns):
             found = retrieve(name, queries, stored, options.beta, count)
-            errors = torch.cdist(found.flatten(1), stored.flatten(1)).square()  # rows: what was asked for
+            errors = torch.cdist(
+                found.flatten(1), stored.flatten(1)
+            ).square()  # a row per query, a column per stored image
             row = rows.setdefault((sweep, float(value), name), {key: [] for key in MEASURED})
             row["success"].append((errors.diag() <= options.threshold).float().mean().item())
             row["nearest"].append((errors.diag() <= errors.min(1).values).float().mean().item())
@@ -98,7 +111,7 @@ def curves(rows: list[dict[str, Any]], options: Options) -> Figure:
 
 
 def recall(images: Tensor, options: Options, shown: int = 8) -> Figure:
-    """Images, the queries, and what each memory of `noise_size` images answers."""
+    """A picture of stored images, the queries, and the answer of each memory of `noise_size` images."""
     stored = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[: options.noise_size]]
     names, query = ["stored", "query", *options.columns], upper_half(stored)
     found = (retrieve(name, query, stored, options.beta, options.steps) for name in options.columns)

@@ -1,4 +1,4 @@
-"""What the recipes of memories and bags share: means and deviations, tables, what they write, and their errors."""
+"""Functions that memory.py and multiple_instance.py share: means and deviations, tables, files, and errors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-STYLES = ("-", "--", "-.", ":", (0, (5, 5)))  # curves that lie on each other are still seen
+STYLES = ("-", "--", "-.", ":", (0, (5, 5)))  # different styles, so that curves that coincide can be seen
 
 
 def spread(values: list[float]) -> tuple[float, float]:
-    """Mean and standard deviation."""
+    """The mean and the standard deviation of the values."""
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def table(names: list[str], found: dict[str, list[list[float]]]) -> str:
-    """Percent, what was asked for down, normalisers across."""
+    """A Markdown table of percentages, with a row per query and a column per normaliser."""
     lines = [f"| | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
     for asked, values in found.items():
         cells = (f"{100 * mean:.1f} ± {100 * deviation:.1f}" for mean, deviation in map(spread, values))
@@ -29,7 +29,7 @@ def table(names: list[str], found: dict[str, list[list[float]]]) -> str:
 
 
 def write(rows: list[dict[str, Any]], options: Any, **pictures: Figure) -> None:
-    """The pictures, the first with the figures beside it: NAME.json and NAME.png in `options.out`."""
+    """Write each picture as NAME.png into `options.out`, and the rows as NAME.json under the first picture's name."""
     options.out.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
         picture.savefig(options.out / f"{name}.png", dpi=150)
@@ -38,7 +38,7 @@ def write(rows: list[dict[str, Any]], options: Any, **pictures: Figure) -> None:
 
 
 def start(main: Callable[[], None]) -> None:
-    """Runs it; what it refuses is one line."""
+    """Run a recipe's main function. A wrong option or file becomes one line on stderr."""
     try:
         main()
     except (ValueError, OSError) as problem:

@@ -1,11 +1,12 @@
-"""Multiple-instance learning: one label per bag, with a Hopfield pooling to find the instances that decide it.
+"""Multiple-instance learning: a bag has one label, and a Hopfield pooling finds the instances that decide the label.
 
     python recipes/multiple_instance.py --dataset mnist/ --bag_sizes 5 10 20 50 --out bags/
 
-"bits": half of the bags hold one of a few signal patterns of random bits among others that are none (Ramsauer et al.,
-2020; Hu et al., 2023). "mnist": half hold one image of a digit among others. Figures: accuracy on new bags after the
-last epoch, and each epoch's training loss. OutEffHop, section 4.3, names the task and prints no figures; sizes: small.
-Axes: B bag, N instance, P its numbers, S image or bit pattern.
+In the task "bits", half of the bags hold one of a few signal patterns of random bits among other patterns (Ramsauer et
+al., 2020; Hu et al., 2023). In the task "mnist", half of the bags hold one image of a certain digit among images of
+other digits. The recipe measures the accuracy on new bags after the last epoch, and the training loss of each epoch.
+OutEffHop, section 4.3, names the task and prints no results. The sizes here are small.
+Axes: B bag, N instance, P numbers of an instance, S image or bit pattern.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from images import read_images  # these two beside this recipe
+from images import read_images  # images.py and memory_figures.py lie beside this recipe
 from matplotlib.figure import Figure
 from memory_figures import STYLES, spread, start, table, write
 from torch import Tensor, nn
@@ -30,27 +31,33 @@ from hf_attn_swap.memory import NORMALIZERS, HopfieldPooling
 
 @dataclass(kw_only=True)
 class Options:
-    """Which bags, and how to train on them."""
+    """The bags, and the training on them."""
 
     dataset: Path | None = field(default=None, metadata={"help": "Folder of MNIST's idx files, for the task mnist."})
-    out: Path = field(default=Path("multiple_instance"), metadata={"help": "Folder for figures and the picture."})
-    tasks: list[str] = field(default_factory=lambda: ["bits", "mnist"], metadata={"help": "bits, mnist or both."})
+    out: Path = field(
+        default=Path("multiple_instance"), metadata={"help": "Folder for the measurements and the picture."}
+    )
+    tasks: list[str] = field(
+        default_factory=lambda: ["bits", "mnist"], metadata={"help": "Tasks: bits, mnist or both."}
+    )
     normalizers: list[str] = field(default_factory=lambda: list(NORMALIZERS))
-    bag_sizes: list[int] = field(default_factory=lambda: [5, 10, 20], metadata={"help": "Instances per bag."})
-    bags: int = field(default=800, metadata={"help": "Bags to train on, and a quarter as many to test."})
+    bag_sizes: list[int] = field(
+        default_factory=lambda: [5, 10, 20], metadata={"help": "Numbers of instances per bag."}
+    )
+    bags: int = field(default=800, metadata={"help": "Number of bags to train on; a quarter as many test."})
     bits: int = field(default=8, metadata={"help": "Width of a bit pattern."})
-    signals: int = field(default=8, metadata={"help": "Patterns that make a bag positive."})
-    digit: int = field(default=9, metadata={"help": "That makes a bag positive."})
-    width: int = field(default=32, metadata={"help": "Of embedded instances."})
-    heads: int = field(default=4, metadata={"help": "Of the pooling."})
+    signals: int = field(default=8, metadata={"help": "Number of patterns that make a bag positive."})
+    digit: int = field(default=9, metadata={"help": "Digit that makes a bag positive."})
+    width: int = field(default=32, metadata={"help": "Width of the embedded instances."})
+    heads: int = field(default=4, metadata={"help": "Heads of the pooling."})
     steps: int = field(default=1, metadata={"help": "Retrieval steps."})
     epochs: int = field(default=30, metadata={"help": "Passes over the bags."})
-    learning_rate: float = field(default=2e-3, metadata={"help": "Of AdamW."})
-    seeds: int = field(default=3, metadata={"help": "Draws of bags and weights."})
+    learning_rate: float = field(default=2e-3, metadata={"help": "Learning rate of AdamW."})
+    seeds: int = field(default=3, metadata={"help": "Number of draws of bags and weights."})
 
 
 def fill(sets: tuple[Tensor, Tensor], bags: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Bags (B,N,P), the even ones with one signal at a random place, and their labels (B)."""
+    """Bags (B,N,P) and their labels (B). Every second bag, from the first, has one signal at a random place."""
     signal_SP, other_SP = sets
     bags_BNP = other_SP[torch.randint(len(other_SP), (bags, size), generator=generator)]
     even = torch.arange(0, bags, 2)
@@ -60,7 +67,10 @@ def fill(sets: tuple[Tensor, Tensor], bags: int, size: int, generator: torch.Gen
 
 
 def instances(task: str, options: Options, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
-    """(signals, others) to train and to test: other images of the digits, the same bit patterns."""
+    """Signals and other instances, once to train and once to test.
+
+    The images of the two differ; the bit patterns are the same.
+    """
     if task == "bits":
         every = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * options.bits)
         signals, others = torch.randperm(len(every), generator=generator).tensor_split([options.signals])
@@ -73,7 +83,7 @@ def instances(task: str, options: Options, generator: torch.Generator) -> list[t
 
 
 class Bags(nn.Module):
-    """Embeds instances, pools each bag to one vector, and classifies it."""
+    """Embeds the instances, pools each bag to one vector, and classifies the vector."""
 
     def __init__(self, numbers: int, normalizer: str, options: Options) -> None:
         super().__init__()
@@ -82,12 +92,12 @@ class Bags(nn.Module):
         self.classify = nn.Linear(options.width, 1)
 
     def forward(self, bags_BNP: Tensor) -> Tensor:
-        """Logits (B)."""
+        """The logits (B) of bags (B,N,P)."""
         return self.classify(self.pool(self.embed(bags_BNP))).flatten()
 
 
 def train(size: int, normalizer: str, seed: int, options: Options, data: list[Any]) -> tuple[float, list[float]]:
-    """The accuracy of one model on the new bags, and its mean loss in each epoch."""
+    """Train one model; its accuracy on new bags, and its mean loss in each epoch."""
     set_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     bags, labels = fill(data[0], options.bags, size, generator)
@@ -109,7 +119,7 @@ def train(size: int, normalizer: str, seed: int, options: Options, data: list[An
 
 
 def measure(options: Options) -> list[dict[str, Any]]:
-    """A row per task, bag size and normaliser, with each seed's accuracy and losses."""
+    """One row per task, bag size and normaliser, with the accuracy and the losses of each seed."""
     rows = []
     cells = [(task, size, name) for task in options.tasks for size in options.bag_sizes for name in options.normalizers]
     sets = {task: instances(task, options, torch.Generator().manual_seed(0)) for task in options.tasks}

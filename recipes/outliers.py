@@ -4,10 +4,15 @@ r"""Outliers, token similarity and entropy of fine-tuned models, and what 8 bits
     python recipes/outliers.py text_classification recipes/configs/ag_news.yaml \
         --runs softmax outeffhop clipped gated outeffhop-gated --test_rows 2000 --figures recipes/figures/minilm.json
 
-The models are those that another recipe trained into `<output_dir>/<run>/seed-<seed>/model`, the first one the control.
-Per model: the diagnostics of SPEC 7 on held-out rows; the metric as it is, with static 8-bit weights and activations in
-fake quantisation, ranges from training rows, and with torchao's integer kernels where that is installed (extra
-`quant`). The cost of 8 bits has a paired 95 % interval over the rows.
+Another recipe trained the models into `<output_dir>/<run>/seed-<seed>/model`. The first run named is the control. This
+recipe measures of each model:
+
+- the diagnostics of docs/mathematics.md, section Diagnostics, on held-out rows;
+- the metric in full precision;
+- the metric with static 8-bit weights and activations in fake quantisation, whose ranges come from training rows;
+- the metric with torchao's integer kernels, where torchao is installed (extra `quant`).
+
+The cost of 8 bits has a paired 95 % interval over the rows.
 """
 
 from __future__ import annotations
@@ -35,18 +40,20 @@ from hf_attn_swap.training.outcome import hardware
 
 @dataclass(kw_only=True)
 class OutlierArguments:
-    """What is this recipe's own."""
+    """Arguments of this recipe alone."""
 
     runs: list[str] = field(default_factory=lambda: ["softmax"], metadata={"help": "Names of runs, the control first."})
-    seed_of_runs: int = field(default=0, metadata={"help": "Which of each run's models."})
-    record_rows: int = field(default=256, metadata={"help": "Held-out rows for the diagnostics."})
-    range_rows: int = field(default=512, metadata={"help": "Training rows for the 8-bit ranges (the paper: 16 x 32)."})
+    seed_of_runs: int = field(default=0, metadata={"help": "The seed whose model of each run is measured."})
+    record_rows: int = field(default=256, metadata={"help": "Number of held-out rows for the diagnostics."})
+    range_rows: int = field(
+        default=512, metadata={"help": "Number of training rows for the 8-bit ranges (in the paper 16 x 32)."}
+    )
     integer: bool = field(default=True, metadata={"help": "Measure torchao's kernels too, if it is installed."})
-    figures: str = field(default="outliers.json", metadata={"help": "Where the figures go."})
+    figures: str = field(default="outliers.json", metadata={"help": "File to write the figures into."})
 
 
 def batches(rows: Any, task: Task, size: int, device: torch.device) -> list[dict[str, Any]]:
-    """Collated rows, labels left out."""
+    """The rows as batches on the device, without labels."""
     found = []
     for start in range(0, len(rows), size):
         batch = task.collate([rows[index] for index in range(start, min(start + size, len(rows)))])
@@ -57,7 +64,7 @@ def batches(rows: Any, task: Task, size: int, device: torch.device) -> list[dict
 
 @torch.no_grad()
 def diagnostics(model: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The recording of some held-out rows, per model and per layer."""
+    """Diagnostics of the model on some held-out rows: one figure each for the model, and two figures per layer."""
     with record(model) as recording:
         for batch in tqdm(inputs, desc="record", leave=False):
             model(**batch)
@@ -69,7 +76,9 @@ def diagnostics(model: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def measure(task: Task, training: TrainingArguments, own: OutlierArguments) -> dict[str, Any]:
     """All figures of one model."""
-    transformers.set_seed(own.seed_of_runs)  # the rows for the ranges may be augmented at random, alike for all
+    transformers.set_seed(
+        own.seed_of_runs
+    )  # rows for the ranges may be augmented at random; the seed makes them the same for every model
     model = task.load().eval()
     trainer = Trainer(model, training, task.collate)
     size = training.per_device_eval_batch_size

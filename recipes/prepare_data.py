@@ -1,9 +1,10 @@
-"""Original files of AG News, GLUE, CIFAR-10, IMDB and WikiText-2 as folders with the columns of those on the Hub.
+"""Converts the original files of AG News, GLUE, CIFAR-10, IMDB and WikiText-2 into folders with the Hub's columns.
 
     python recipes/prepare_data.py SOURCE OUT
 
-For machines without the Hub: `--dataset OUT/ag_news` then stands for `--dataset fancyzhx/ag_news`. Looks in SOURCE for
-`ag_news/`, `glue/<task>/`, `cifar10/`, `imdb/` and `wikitext-2/`, and leaves out what is not there.
+The folders are for machines without access to the Hub: `--dataset OUT/ag_news` takes the place of
+`--dataset fancyzhx/ag_news`. The script looks in SOURCE for `ag_news/`, `glue/<task>/`, `cifar10/`, `imdb/` and
+`wikitext-2/`, and skips every folder that is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from datasets import ClassLabel, Dataset, Features, Image, Value, load_dataset
 
 AG_NEWS = ["World", "Sports", "Business", "Sci/Tech"]
 IMDB = ["neg", "pos"]
-GLUE: dict[str, tuple[list[str], list[str] | None]] = {  # columns, and the names of the classes (None: a number)
+# The columns of text, and the names of the classes; None means that the label is a number.
+GLUE: dict[str, tuple[list[str], list[str] | None]] = {
     "SST-2": (["sentence"], ["negative", "positive"]),
     "CoLA": (["sentence"], ["unacceptable", "acceptable"]),
     "MRPC": (["#1 String", "#2 String"], ["not_equivalent", "equivalent"]),
@@ -38,7 +40,7 @@ def save(rows: list[dict[str, Any]], path: Path, label: ClassLabel | Value) -> N
 
 
 def ag_news(source: Path, out: Path) -> None:
-    """Test rows are class (from 1), title, description; training rows have the text joined and the class from 0."""
+    """In the test file a row is class (from 1), title, description; in the training file text and class (from 0)."""
     label = ClassLabel(names=AG_NEWS)
     with (source / "test.csv").open(encoding="utf-8", newline="") as lines:
         rows = [{"text": f"{title} {body}", "label": int(kind) - 1} for kind, title, body in csv.reader(lines)]
@@ -49,26 +51,30 @@ def ag_news(source: Path, out: Path) -> None:
 
 
 def glue(source: Path, out: Path, task: str) -> None:
-    """The dev split stands for the Hub's validation split; test labels are not public."""
+    """The dev file becomes the Hub's validation split. The labels of the test file are not public."""
     columns, names = GLUE[task]
     label = Value("float32") if names is None else ClassLabel(names=names)
     for file, split in (("train.tsv", "train"), ("dev.tsv", "validation")):
-        rows = [
-            {
-                **{f"sentence{i}" if len(columns) > 1 else "sentence": row[c] for i, c in enumerate(columns, 1)},
-                "label": float(row["label"])
-                if names is None
-                else label.str2int(row["label"])
-                if not row["label"].isdecimal()
-                else int(row["label"]),
-            }
-            for row in tsv(source / file, task)
-        ]
+        rows = []
+        for row in tsv(source / file, task):
+            texts = [row[column] for column in columns]
+            if len(texts) == 1:
+                found: dict[str, Any] = {"sentence": texts[0]}
+            else:
+                found = {f"sentence{number}": text for number, text in enumerate(texts, 1)}
+            rows.append({**found, "label": label_of(row["label"], label)})
         save(rows, out / f"{split}.parquet", label)
 
 
+def label_of(text: str, label: ClassLabel | Value) -> float | int:
+    """The label of a row as a number: a score, or the number of a class that is given by number or by name."""
+    if not isinstance(label, ClassLabel):
+        return float(text)
+    return int(text) if text.isdecimal() else label.str2int(text)
+
+
 def tsv(path: Path, task: str) -> Iterator[dict[str, str]]:
-    """GLUE's files: tabs, no quoting; CoLA has no header."""
+    """The rows of one of GLUE's files, which has tabs and no quoting. CoLA's file has no header."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
         head = ["source", "label", "star", "sentence"] if task == "CoLA" else next(reader)
@@ -90,7 +96,7 @@ def cifar10(source: Path, out: Path) -> None:
 
 
 def imdb(source: Path, out: Path) -> None:
-    """The only aclImdb*.tar.gz, of <split>/<class>/<name>.txt. Rows are shuffled: those on the Hub go by class."""
+    """Read aclImdb*.tar.gz, which holds <split>/<class>/<name>.txt. The rows are shuffled, so that classes mix."""
     label = ClassLabel(names=IMDB)
     rows: dict[str, list[tuple[str, dict[str, Any]]]] = {"train": [], "test": []}
     (file,) = source.glob("aclImdb*.tar.gz")

@@ -1,11 +1,12 @@
-"""Table 8 of the modern Hopfield paper: how fast tokens become one in an attention-only ViT-T at its start.
+"""Table 8 of the modern Hopfield paper: how fast all tokens become equal in an untrained ViT-T of attention alone.
 
     python recipes/rank_collapse.py --dataset uoft-cs/cifar10 --out rank_collapse.json
 
-No MLP and no residual connection: x <- alpha x' + (1 - alpha) softmax(H) V W_o with x' = LayerNorm(x) and
-H <- alpha' H + (1 - alpha') S. All four cells of (alpha, alpha'): the paper prints the two of equal values only.
-The residual ratio (SPEC 7) of the tokens after each layer, on real images, over seeds of the weights; fp64, since fp32
-stops at 2e-7. Axes: B batch, T token, H head, D head width, E model width.
+The network has no MLP and no residual connection: x <- alpha x' + (1 - alpha) softmax(H) V W_o with x' = LayerNorm(x)
+and H <- alpha' H + (1 - alpha') S. The recipe computes all four cells of (alpha, alpha'); the paper prints only the two
+with equal values. Measured is the residual ratio of the tokens (docs/mathematics.md, section Diagnostics) after each
+layer, on real images, for several seeds of the weights. The computation is in fp64, because the ratio cannot fall below
+2e-7 in fp32. Axes: B batch, T token, H head, D head width, E model width.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ CELLS = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.0), (0.5, 0.5))
 
 
 def kaiming(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """PyTorch's own start of a linear map, Kaiming's with a = sqrt(5): uniform in +-1 / sqrt(rows)."""
+    """PyTorch's default start of a linear map (Kaiming's with a = sqrt(5)): uniform in +-1 / sqrt(rows)."""
     return (2 * torch.rand(rows, columns, generator=generator, dtype=torch.float64) - 1) * rows**-0.5
 
 
 def tokens(images: Tensor, generator: torch.Generator) -> Tensor:
-    """(B,3,S,S) to a class token and patches with positions: (B,T,E)."""
+    """Images (B,3,S,S) as tokens (B,T,E): a class token and the patches, with positions."""
     patches = F.unfold(images, PATCH, stride=PATCH).transpose(1, 2)
     embedded = patches @ kaiming(patches.shape[2], WIDTH, generator)
     start = 0.02 * torch.randn(1, 1, WIDTH, generator=generator, dtype=torch.float64)
@@ -62,7 +63,7 @@ def ratios(images: Tensor, alpha: float, alpha_prime: float, seed: int) -> list[
 
 
 def measure(images: Tensor, seeds: int) -> list[dict[str, Any]]:
-    """One row per cell and layer, the geometric mean and the range over seeds."""
+    """One row per cell and layer, with the geometric mean and the range over seeds."""
     rows = []
     for alpha, alpha_prime in CELLS:
         each = [ratios(images, alpha, alpha_prime, seed) for seed in range(seeds)]
@@ -74,7 +75,7 @@ def measure(images: Tensor, seeds: int) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Layers down, cells across."""
+    """A Markdown table with a row per layer and a column per cell."""
     head = "".join(f" α = {a:g}, α′ = {b:g} |" for a, b in CELLS)
     lines = [f"| layer |{head}", "|---|" + "---|" * len(CELLS)]
     for layer in range(1, DEPTH + 1):

@@ -1,4 +1,4 @@
-"""A multivariate time series from a table, checked row by row: even steps, finite numbers, nothing constant."""
+"""Reads a multivariate time series from a table, and checks it: even steps, finite numbers, no constant column."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Array = np.ndarray[Any, Any]
 
 
 def read_series(table: Dataset, date_column: str, columns: Sequence[str], train_rows: int) -> Array:
-    """(T,C), as z-scores by the first `train_rows` rows.
+    """The series (T,C), as z-scores whose mean and deviation come from the first `train_rows` rows.
 
     Args:
-        table: a row per date.
-        date_column: dates such as 2016-07-01 00:00:00, at even steps.
-        columns: of numbers; all but the dates if empty.
-        train_rows: from which means and deviations are taken.
+        table: the table, with one row per date.
+        date_column: name of the column of dates such as 2016-07-01 00:00:00, at even steps.
+        columns: names of the columns of numbers; every column but the dates if empty.
+        train_rows: number of rows that means and deviations are taken from.
 
     Raises:
-        ValueError: dates that cannot be read, are out of order, have gaps or repeat; an unknown column, or one with
-            something else than finite numbers, or that never changes in the training rows.
+        ValueError: the dates cannot be read, are out of order, have gaps or repeat; or a column is unknown, holds a
+            value that is not a finite number, or never changes in the training rows.
     """
     rows = table.to_dict()
     check_steps(rows.pop(date_column), date_column)
@@ -45,7 +45,7 @@ def read_series(table: Dataset, date_column: str, columns: Sequence[str], train_
 
 
 def finite(value: Any) -> bool:
-    """Whether it is a number, or text that says one: a single word makes a whole column text."""
+    """True for a finite number, also if it is written as text. One word in a column makes the whole column text."""
     try:
         return math.isfinite(float(value))
     except (TypeError, ValueError):
@@ -53,10 +53,10 @@ def finite(value: Any) -> bool:
 
 
 def check_steps(texts: Sequence[Any], column: str) -> None:
-    """Refuse dates that do not follow one another at the usual step.
+    """Refuse dates whose steps are not all equal.
 
     Raises:
-        ValueError: naming the first two that do not.
+        ValueError: names the first two dates that do not follow each other at the usual step.
     """
     try:
         dates = np.array(texts, dtype="datetime64[s]")

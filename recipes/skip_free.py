@@ -1,8 +1,8 @@
 """A ViT without residual connections, in which attention alone must keep the tokens apart.
 
-The networks of table 7 of the modern Hopfield paper. There `mha` keeps its own skip, a share alpha of its normalised
-input; with `alpha=0` nothing but the scores of the layers below is left. Its own model type, so that no one loads its
-weights into a ViT.
+These are the networks of table 7 of the modern Hopfield paper. In them `mha` keeps its own skip, which is a share alpha
+of the layer's normalised input. With `alpha=0`, only the scores of the layers below reach the next layer. The model has
+its own model type, so that its weights are not loaded into an ordinary ViT.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from transformers.models.vit.modeling_vit import ViTLayer
 
 
 class SkipFreeConfig(ViTConfig):
-    """A ViT's, under a name that ViT does not load."""
+    """A ViT's config under its own model type, which ViT does not load."""
 
     model_type = "skip_free_vit"
 
 
 class SkipFreeLayer(ViTLayer):  # type: ignore[misc]  # transformers carries no types
-    """x <- MLP(LayerNorm(attention(LayerNorm(x)))): what each layer does not hand on is lost."""
+    """x <- MLP(LayerNorm(attention(LayerNorm(x)))), without a residual connection around either part."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """(B,T,E) to the same."""
+        """Hidden states (B,T,E) to hidden states (B,T,E)."""
         read, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
         return self.dropout(self.mlp(self.layernorm_after(self.dropout(read))))
 
 
 class SkipFreeViTForImageClassification(ViTForImageClassification):
-    """Classifies images by layers that skip nothing themselves."""
+    """A ViT classifier of images whose layers have no residual connections."""
 
     config_class = SkipFreeConfig
 
@@ -38,14 +38,14 @@ class SkipFreeViTForImageClassification(ViTForImageClassification):
         super().__init__(config)
         for module in self.modules():
             if isinstance(module, ViTLayer):
-                module.__class__ = SkipFreeLayer  # the same parameters, another way through them
+                module.__class__ = SkipFreeLayer  # the parameters stay, and the forward pass changes
 
 
 def without_skips(config: PreTrainedConfig) -> SkipFreeViTForImageClassification:
-    """Such a model of a ViT's sizes.
+    """A ViT without residual connections, with the sizes of a ViT's config.
 
     Raises:
-        ValueError: the sizes are of another architecture.
+        ValueError: the config is of another architecture.
     """
     if config.model_type != "vit":
         raise ValueError(f"--skip_free is for the architecture vit, got {config.model_type}.")

@@ -1,15 +1,16 @@
-"""Many runs of one recipe from one YAML file, several at a time: every combination of the listed values.
+"""Runs one recipe many times, as one YAML file lists; several runs can run at a time.
 
     python recipes/sweep.py recipes/configs/sweep_ag_news.yaml --jobs 2 -- --dataset data/ag_news
 
     recipe: text_classification.py          # next to this file
     config: ag_news.yaml                    # next to the YAML
-    runs:                                   # one recipe call each; a list under `grid` is varied
+    runs:                                   # an entry is one run, or one run per combination under `grid`
       - {variant: belief, seeds: [0, 1, 2]}
       - {variant: mha, calibrate: map, grid: {options: ['{"alpha": 0.0}', '{"alpha": 0.5}']}, label: "mha-{index}"}
 
-Controls run first, then every seed by itself, then each run once more to gather its seeds; what is done is not done
-again. Output goes to `<out>/<run>.log`; a run that fails is named at the end, and the rest goes on.
+The controls run first. Then every seed of every run runs by itself. Then every run is called once more with all its
+seeds, to write its record; seeds that are finished are not run again. The output of a run goes to `<out>/<run>.log`. If
+a run fails, the other runs go on, and the failed run is named at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ OF_VARIANT = ("variant", "options", "layers", "modules", "label", "calibrat", "t
 
 
 def expand(run: Run) -> Iterator[Run]:
-    """One run per combination of the grid's values; `{index}` and `{variant}` are filled in where it is named."""
+    """One run per combination of the grid's values. `{index}` and `{variant}` are filled in in labels and folders."""
     grid = run.get("grid", {})
     fixed = {name: value for name, value in run.items() if name != "grid"}
     for index, values in enumerate(itertools.product(*grid.values())):
@@ -43,12 +44,12 @@ def expand(run: Run) -> Iterator[Run]:
 
 
 def control(run: Run) -> Run:
-    """The softmax run that a run is compared with: the same but for what makes the variant."""
+    """The softmax run that a run is compared with: the same arguments without those of the variant."""
     return {**{name: value for name, value in run.items() if not name.startswith(OF_VARIANT)}, "variant": "softmax"}
 
 
 def words(run: Run) -> list[str]:
-    """A run as command-line options."""
+    """The arguments of a run as command-line options."""
     found = []
     for name, value in run.items():
         found += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
@@ -56,13 +57,13 @@ def words(run: Run) -> list[str]:
 
 
 def name_of(run: Run) -> str:
-    """A run in one word, for its log."""
+    """The name of a run's log file."""
     where = "".join(f"{part}-" for part in Path(run.get("output_dir", "")).parts[-2:])
     return f"{where}{run.get('label') or run['variant']}-{'-'.join(map(str, run.get('seeds', [0])))}"
 
 
 def call(command: list[str], log: Path, threads: int) -> bool:
-    """Whether a command ends well; its output is appended to the log."""
+    """Run a command and append its output to the log. True if the command succeeds."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     with log.open("a", encoding="utf-8") as lines:
         return not subprocess.run(

@@ -1,10 +1,11 @@
-"""Fine-tune a classifier of texts or pairs of texts with a swapped attention, and the softmax control beside it.
+"""Fine-tunes a classifier of texts or pairs of texts with a swapped attention, and the softmax control beside it.
 
     python recipes/text_classification.py recipes/configs/ag_news.yaml --variant belief --seeds 0 1 2
     accelerate launch recipes/text_classification.py recipes/configs/glue_sst2.yaml --variant mha --calibrate map
 
-A YAML file first, then options, which win. Every seed of the variant and of the control is one run in
-`<output_dir>/<variant>/seed-<n>`; what was done is not done again, what was killed goes on from its last checkpoint.
+The arguments are a YAML file and then options; an option replaces the value in the file. Every seed of the variant and
+of the control is one run in `<output_dir>/<variant>/seed-<n>`. A finished run is not done again. A killed run continues
+from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hf_attn_swap.training import (
 
 @dataclass(kw_only=True)
 class RecipeArguments:
-    """What is this recipe's own."""
+    """Arguments of this recipe alone."""
 
     card_name: str = field(default="classifier", metadata={"help": "Start of the run's name on its card."})
     regression: bool = field(default=False, metadata={"help": "The labels are numbers (STS-B)."})
@@ -46,14 +47,14 @@ class RecipeArguments:
     push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
 
     def changed(self) -> dict[str, Any]:
-        """What the figures depend on, where it is not as usual."""
+        """The arguments on which the metrics depend, if they differ from the default."""
         usual = RecipeArguments()
         names = ("regression", "from_scratch", "config_overrides")
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
 
 
 def encode(dataset: Any, tokenizer: Any, data: DataArguments) -> Any:
-    """Token ids instead of text, truncated, without padding."""
+    """Replace texts by token ids, truncated and without padding."""
 
     def tokens(rows: dict[str, list[Any]]) -> Any:
         texts = [list(map(str, rows[column])) for column in data.columns]
@@ -64,13 +65,13 @@ def encode(dataset: Any, tokenizer: Any, data: DataArguments) -> Any:
 
 
 def by_length(dataset: Any) -> Any:
-    """Rows of similar length together, so that there is less padding; the same order for every model."""
+    """Sort rows by length, so that there is less padding. The order is the same for every model."""
     lengths = [len(ids) for ids in dataset["input_ids"]]
     return dataset.select(sorted(range(len(lengths)), key=lengths.__getitem__))
 
 
 def predict(trainer: Any, test: Any) -> tuple[list[float], list[float]]:
-    """The predicted and the true class of every held-out row, or the two numbers."""
+    """The predicted and the true class of every held-out row; in a regression the predicted and the true number."""
     found = trainer.predict(test)
     logits = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions
     numbers = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(-1)
@@ -78,7 +79,7 @@ def predict(trainer: Any, test: Any) -> tuple[list[float], list[float]]:
 
 
 def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments) -> Task:
-    """Everything is read and checked here, before any training."""
+    """Read and check the data and the options, before any training."""
     train, test, classes = load_splits(data, labelled=not own.regression)
     if own.regression:
         train, test = (
@@ -108,7 +109,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
 
 
 def about(own: RecipeArguments) -> About:
-    """The words of the card."""
+    """The sentences of the card."""
     return About(
         prefix=own.card_name,
         task="text-classification",

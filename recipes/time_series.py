@@ -1,11 +1,13 @@
-"""Forecast a multivariate time series by a PatchTST with a swapped attention, and the softmax control beside it.
+"""Forecasts a multivariate time series with a PatchTST whose attention is swapped, and with the softmax control.
 
     python recipes/time_series.py recipes/configs/etth1.yaml --variant outeffhop --horizon 24
 
-The forecasts of OutEffHop (section 4.2) by PatchTST from random weights (there: STanHop-Net). Errors are of z-scores by
-the training rows; kurtosis and maximum are of what the layers' parts give out, per channel, in up to 128 test windows.
-`--parts` are the rows of training, validation (idle without `--test_split validation`) and test: unless said otherwise
-14, 5 and 5 months of 30 days of 24 hours, the first 17,280 of ETTh1's 17,420. Axes: T row, C channel.
+The recipe repeats the forecasts of OutEffHop (section 4.2) with a PatchTST from random weights; the paper uses
+STanHop-Net. The errors are errors of z-scores, whose mean and deviation come from the training rows. Kurtosis and
+maximum are taken of the outputs of the layers' parts, per channel, in up to 128 test windows. `--parts` gives the
+number of rows for training, validation and test. The validation rows are only used with `--test_split validation`. By
+default the parts are 14, 5 and 5 months of 30 days of 24 hours, which are the first 17,280 of ETTh1's 17,420 rows.
+Axes: T row, C channel.
 """
 
 from __future__ import annotations
@@ -26,19 +28,24 @@ from hf_attn_swap.training import About, Task, compare, load_rows, made_of, scra
 from hf_attn_swap.training.arguments import ConversionArguments, DataArguments, ModelArguments, parse
 
 PARTS = ("train", "validation", "test")
-OUTPUTS = r"layers\.\d+\.(self_attn\.\w+_proj|norm_sublayer\d|ff\.[013])$"  # once each: dropout would repeat its input
+OUTPUTS = r"layers\.\d+\.(self_attn\.\w+_proj|norm_sublayer\d|ff\.[013])$"  # each output once: dropout would repeat it
 
 
 @dataclass(kw_only=True)
 class SeriesArguments(DataArguments):
-    """The series, its windows, and what else is this recipe's own."""
+    """The series, its windows, and the other arguments of this recipe alone."""
 
-    columns: list[str] = field(default_factory=list, metadata={"help": "What to forecast; all but the date if none."})
+    columns: list[str] = field(
+        default_factory=list, metadata={"help": "Columns to forecast; all but the date if none."}
+    )
     date_column: str = field(default="date", metadata={"help": "Column of dates, at even steps."})
-    parts: list[int] = field(default_factory=lambda: [10080, 3600, 3600], metadata={"help": "Rows of each part."})
-    horizon: int = field(default=24, metadata={"help": "Rows to forecast."})
-    context: int = field(default=512, metadata={"help": "Rows to forecast from."})
-    config_overrides: str = field(default="{}", metadata={"help": "JSON: config values of the model."})
+    parts: list[int] = field(
+        default_factory=lambda: [10080, 3600, 3600],
+        metadata={"help": "Number of rows for training, validation and test."},
+    )
+    horizon: int = field(default=24, metadata={"help": "Number of rows to forecast."})
+    context: int = field(default=512, metadata={"help": "Number of rows to forecast from."})
+    config_overrides: str = field(default="{}", metadata={"help": "Config values of the model, as JSON."})
     card_name: str = field(default="patchtst", metadata={"help": "Start of the run's name on its card."})
 
     def __post_init__(self) -> None:
@@ -54,7 +61,7 @@ class SeriesArguments(DataArguments):
         super().__post_init__()
 
     def read(self) -> torch.Tensor:
-        """(T,C): the only split of a set, or a file."""
+        """The series (T,C), from the only split of a set or from a file."""
         table = load_rows(self.dataset or "", self.dataset_config, "train", self.date_column)
         if len(self.parts) != len(PARTS) or min(self.parts) < 1 or len(table) < sum(self.parts):
             raise ValueError(f"--parts are rows of {', '.join(PARTS)}, {len(table)} in all at most, got {self.parts}.")
@@ -62,7 +69,7 @@ class SeriesArguments(DataArguments):
         return torch.tensor(scores, dtype=torch.float32)
 
     def windows(self, part: str) -> Dataset:
-        """The first rows of all windows whose future lies in a part; their past may reach back into the one before."""
+        """The first row of every window whose future lies in a part. The past may reach back into the part before."""
         begin, rows = sum(self.parts[: PARTS.index(part)]), self.parts[PARTS.index(part)]
         found = range(max(begin - self.context, 0), begin + rows - self.context - self.horizon + 1)
         if not found:
@@ -71,14 +78,14 @@ class SeriesArguments(DataArguments):
 
 
 def collate(rows: list[dict[str, int]], series_TC: torch.Tensor, context: int, horizon: int) -> dict[str, torch.Tensor]:
-    """Windows from their first rows."""
+    """Cut the windows that begin at these rows."""
     whole = torch.stack([series_TC[row["start"] : row["start"] + context + horizon] for row in rows])
     return {"past_values": whole[:, :context], "future_values": whole[:, context:]}
 
 
 @torch.no_grad()
 def predict(trainer: Any, test: Dataset, power: int = 2) -> tuple[list[float], list[float]]:
-    """Mean squared error (absolute for power 1) of every held-out window, and zeros."""
+    """The mean squared error (with power 1, the mean absolute error) of every held-out window, and zeros."""
     model, losses = trainer.model.eval(), []
     for batch in tqdm(trainer.get_test_dataloader(test), desc="forecast", unit="batch", leave=False):
         missed = model(past_values=batch["past_values"]).prediction_outputs - batch["future_values"]
@@ -88,7 +95,7 @@ def predict(trainer: Any, test: Dataset, power: int = 2) -> tuple[list[float], l
 
 @torch.no_grad()
 def figures(trainer: Any, test: Dataset) -> dict[str, float]:
-    """Mean absolute error, and the outliers, which every process finds by itself."""
+    """The mean absolute error and the outliers. Every process computes the outliers itself."""
     rows, model = test.select(range(0, len(test), -(-len(test) // 128))), trainer.model.eval()
     with record(model, modules=OUTPUTS) as recording:
         for start in range(0, len(rows), 32):
@@ -99,7 +106,7 @@ def figures(trainer: Any, test: Dataset) -> dict[str, float]:
 
 
 def build_task(model: ModelArguments, data: SeriesArguments) -> Task:
-    """Everything is read and checked here, before any training."""
+    """Read and check the data and the options, before any training."""
     series_TC = data.read()
     sizes = {"context_length": data.context, "prediction_length": data.horizon, "num_input_channels": len(series_TC.T)}
     config = scratch_config(model.model, data.config_overrides, **sizes, loss="mse").to_dict()
@@ -128,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
         auto_class="PatchTSTForPrediction",
         intended_use="Compares attentions on this series; a forecaster of its z-scores.",
         language=(),
-        block=data.horizon,  # windows whose futures overlap err alike
+        block=data.horizon,  # windows whose futures overlap have similar errors
     )
     if compare(lambda: build_task(model, data), about, model, data, conversion, training) is not None:
         task = build_task(model, data)

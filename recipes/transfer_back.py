@@ -1,9 +1,10 @@
-"""SimpleTRON's test of what q, k and v learned: train with `simple*`, go back to softmax, retrain all but q, k, v.
+"""Repeats SimpleTRON's test of what q, k and v learn: train with `simple*`, go back to softmax, retrain the rest.
 
     python recipes/transfer_back.py recipes/configs/ag_news.yaml --variant simple_resl --output_dir runs/back
 
-Three runs per seed, with one budget: the variant; softmax from the variant's weights with q, k and v frozen; and, as
-the control, softmax from the pretrained weights with q, k and v frozen. `--calibrate map` converts both ways.
+There are three runs per seed, with the same budget: the variant; softmax from the variant's weights with q, k and v
+frozen; and, as the control, softmax from the pretrained weights with q, k and v frozen. `--calibrate map` calibrates
+the conversion to the variant, and the conversion back.
 """
 
 from __future__ import annotations

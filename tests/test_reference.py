@@ -128,7 +128,7 @@ def test_the_carry_starts_from_zero() -> None:
 
 
 def test_the_skip_rescales_a_post_norm_layer() -> None:
-    """SPEC 5: alpha is W_o and b_o times (1 - alpha) / (1 + alpha); exact where the norm has no epsilon."""
+    """In a post-norm layer alpha scales W_o and b_o by (1 - alpha) / (1 + alpha); exact if the norm has no epsilon."""
     model, scaled = (stock("bert", layer_norm_eps=0.0) for _ in range(2))
     batch = batch_of("bert")
     with torch.no_grad():

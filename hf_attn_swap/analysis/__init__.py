@@ -1,4 +1,4 @@
-"""What an attention swap does to a model: outliers, similarity of tokens, entropy, geometry."""
+"""Measures what an attention swap does to a model: outliers, similarity of tokens, entropy, geometry."""
 
 from .record import record
 from .recording import Recording

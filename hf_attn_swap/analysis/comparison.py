@@ -38,18 +38,21 @@ def compare(
     fit: str | None = None,
     **options: Any,
 ) -> Report:
-    """Record a stock model, swap its attention, record it again; or a swapped model at strength 0 and as it is.
+    """Record a model without and with its swap.
+
+    A stock model is recorded, swapped, and recorded again. A swapped model is recorded at strength 0, and as it is.
 
     Args:
-        model: changed in place: a stock model is swapped afterwards.
-        inputs: rows and the sample.
-        data: what the rows are, in words.
-        variant: for a stock model; None for a swapped one.
-        fit: "gain" or "map": calibrate on the rows before the second recording.
-        options: of the variant.
+        model: changed in place: a stock model stays swapped afterwards.
+        inputs: the rows and the sample.
+        data: name of the data set, for the report.
+        variant: the variant for a stock model; None for a swapped model.
+        fit: "gain" or "map" calibrates on the rows before the second recording.
+        options: options of the variant.
 
     Raises:
-        ValueError: a stock model without a variant, a swapped one with one, or activations that are not finite.
+        ValueError: the model is stock and no variant is named, the model is swapped and a variant is named, or an
+            activation is not finite.
     """
     swapped = installation_of(model) is not None
     if swapped and (variant is not None or fit is not None):
@@ -57,7 +60,7 @@ def compare(
     if not swapped and variant is None:
         raise ValueError("this model is not swapped; name a variant to compare it with.")
     if variant is not None:
-        parse_options(parse(variant), options)  # before the recording, which takes a while
+        parse_options(parse(variant), options)  # checked before the recording, which takes a while
     found, notes = _both(model.eval(), inputs, variant, fit, options)
     label = list(found)[-1]
     if inputs.rows == 1:
@@ -79,7 +82,7 @@ def compare(
 def _both(
     model: PreTrainedModel, inputs: Inputs, variant: str | None, fit: str | None, options: dict[str, Any]
 ) -> tuple[dict[str, tuple[Recording, Maps]], list[str]]:
-    """Recordings and maps by label, the unswapped one first, and what a reader should know of them."""
+    """Recordings and maps by label, the unswapped model first; and notes for the reader."""
     found: dict[str, tuple[Recording, Maps]] = {}
     notes: list[str] = []
     if variant is not None:
@@ -107,11 +110,14 @@ def _run(model: PreTrainedModel, inputs: Inputs, label: str) -> tuple[Recording,
 
 
 def _maps(model: PreTrainedModel, sample: Batch, image: bool) -> Maps:
-    """Of one row, per layer: mean over heads (Q,K), or of an image where its first token looks, (rows,columns)."""
+    """The attention of one row in each layer, as a mean over heads (Q,K).
+
+    For an image: the attention of its first token to the patches, (rows,columns).
+    """
     with watched(model) as root:
         try:
             outputs = root(**sample, output_attentions=True)
-        except ValueError:  # the same model ran the batches: it cannot give its weights
+        except ValueError:  # the model ran the batches before, so it only cannot return attention weights
             return []
     found = outputs.get("attentions") or outputs.get("encoder_attentions") or ()
     maps = [weights[0].float().mean(0).cpu().numpy() for weights in found if weights is not None]
@@ -119,7 +125,7 @@ def _maps(model: PreTrainedModel, sample: Batch, image: bool) -> Maps:
         return maps
     side = int((maps[0].shape[1] - 1) ** 0.5) if maps else 0
     if any(each.shape[1] != side * side + 1 for each in maps):
-        return []  # more tokens than patches and one class token
+        return []  # the tokens are not a class token and a square of patches
     return [each[0, 1:].reshape(side, side) for each in maps]
 
 

@@ -1,4 +1,4 @@
-"""What a report runs a model on: batches of real text or images, and one sample to look into.
+"""The inputs of a report: batches of real text or images, and one sample whose attention is drawn.
 
 Axes: B batch, T token, S side of an image.
 """
@@ -20,15 +20,15 @@ NOTHING = "{!r} has no {} that can be loaded; name one that fits with --processo
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Batches for a recording.
+    """The batches of a recording, and the sample.
 
     Attributes:
-        batches: as the model takes them.
+        batches: the batches, in the form that the model takes.
         sample: the row whose attention is drawn, without padding.
-        tokens: its tokens; empty for an image.
-        image: its pixels (S,S,3) from 0 to 1; None for a text.
+        tokens: the tokens of the sample; empty for an image.
+        image: the pixels (S,S,3) of the sample, from 0 to 1; None for a text.
         sink_ids: ids of separators.
-        rows: how many rows there are.
+        rows: number of rows.
     """
 
     batches: list[Batch]
@@ -51,21 +51,22 @@ def prepare(
     shown: int = 0,
     shown_tokens: int = 32,
 ) -> Inputs:
-    """Batches for a text or an image model, by the processor that is saved with it.
+    """Make the batches for a text or an image model, with the tokenizer or image processor of the model.
 
     Args:
-        model: says by its main input which of both it is.
+        model: the model; its main input says whether it takes text or images.
         source: name or folder of the tokenizer or image processor.
-        rows: what to run on.
-        column: of the text or the image.
-        limit: how many of the rows, the first; blank texts are left out and do not count.
-        batch_size: rows at a time.
-        max_length: tokens kept of a text.
+        rows: the data set.
+        column: name of the column that holds the text or the image.
+        limit: the number of rows to take, from the first. Blank texts are left out and do not count.
+        batch_size: number of rows per batch.
+        max_length: number of tokens that are kept of a text.
         shown: index of the row whose attention is drawn.
-        shown_tokens: tokens of it that are drawn.
+        shown_tokens: number of tokens of that row that are drawn.
 
     Raises:
-        ValueError: another kind of model, no processor, a row that is not there, or values of the wrong kind.
+        ValueError: the model takes neither text nor images, there is no processor, the row to draw does not exist, or
+            the column holds values of another kind.
     """
     if model.main_input_name not in ("input_ids", "pixel_values"):
         raise ValueError(f"a report is for models of text or images; this one takes {model.main_input_name}.")
@@ -87,7 +88,9 @@ def _texts(
     if not all(isinstance(value, str) for value in values):
         raise ValueError("this model takes text; name the column that holds it.")
     tokenizer = _processor(AutoTokenizer, source, "tokenizer")
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made up by transformers for a folder without one
+    if len(tokenizer) <= len(
+        tokenizer.all_special_ids
+    ):  # transformers makes up an empty tokenizer for a folder without a tokenizer
         raise ValueError(NOTHING.format(source, "tokenizer"))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -2,7 +2,7 @@
 
 kurtosis = mean((a - mu)^4) / (s^4 + 1e-6) per sample, s unbiased, not excess; max infinity norm = max |a| per sample;
 token similarity = mean cosine over pairs i < j; entropy = -sum p ln p per row; residual ratio = ||X - mean|| / ||X||
-with ||A|| = sqrt(max column sum x max row sum of |a|). Everything in fp32 at least, padding left out.
+with ||A|| = sqrt(max column sum x max row sum of |a|). All are computed in fp32 at least, without padding.
 OutEffHop, section 4 and its published code (1e-6 is its constant); modern Hopfield attention, section 5; BeliefFormer,
 figure 3; residual ratio: Dong et al. 2021. Axes: B batch, T token, E feature, H head, Q query, K key.
 """
@@ -73,7 +73,7 @@ def sink_mass(weights_BHQK: Tensor, sinks_BK: Tensor) -> Tensor:
 
 
 def residual_ratio(states_BTE: Tensor, real_BT: Tensor | None = None) -> Tensor:
-    """(B,): how far a sample's tokens are from being one and the same; 0 is rank collapse, and it may exceed 1."""
+    """(B,): how much a sample's tokens differ. 0 means that all tokens are equal (rank collapse). It may exceed 1."""
     samples = _samples(states_BTE, real_BT)
     return torch.stack([_norm(sample - sample.mean(0)) / _norm(sample) for sample in samples])
 
@@ -84,10 +84,10 @@ def _norm(matrix_TE: Tensor) -> Tensor:
 
 
 def update_geometry(x_BTE: Tensor, update_BTE: Tensor, real_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Per real token, in the order of the mask: the update's norm, and its angle with the layer's input in radians.
+    """The norm of the update of each real token, and the angle of the update with the layer's input, in radians.
 
     Returns:
-        (N,) and (N,); the angle of a zero vector is NaN.
+        Two tensors (N,), in the order of the mask's real tokens. The angle of a zero vector is NaN.
     """
     x, update = (torch.cat(_samples(each, real_BT)) for each in (x_BTE, update_BTE))
     norm = update.norm(dim=-1)

@@ -1,4 +1,4 @@
-"""Pictures of recordings, several models side by side: each function takes them by label and gives a figure.
+"""Draws recordings of several models side by side. Each function takes the recordings by label and returns a figure.
 
 Axes: L layer, H head, T token.
 """

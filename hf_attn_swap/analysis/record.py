@@ -1,7 +1,7 @@
-"""Records diagnostics while a model runs: streamed, in bounded memory, without a change to what the model gives.
+"""Records diagnostics while a model runs, in bounded memory, without a change to the model's output.
 
-Hooks on modules read activations; attention weights are computed beside the model's own attention, from the same
-inputs, by the readable pipeline. Numbers per sample, layer and head are kept, never activations.
+Hooks on modules read the activations. Attention weights are computed beside the model's own attention, from the same
+inputs, by the readable formulas. The recording keeps numbers per sample, layer and head, and no activations.
 Axes: B batch, T token, E feature, H head, Q query, K key.
 """
 
@@ -25,7 +25,9 @@ from .recording import Activation, Layer, Recording
 from .watched import watched
 
 MASKS = ("attention_mask", "decoder_attention_mask")
-OUTLIERS = {  # SPEC 7: where the paper looks; a family that is not named: every linear map and norm of the layers
+# The modules that OutEffHop's figures read, by family. For a family that is not named here: every linear map and norm
+# of the layers.
+OUTLIERS = {
     "bert": r"encoder\.layer\.\d+\..*output\.(dense|LayerNorm)$",
     "opt": r"(final_layer_norm|self_attn_layer_norm|fc2|out_proj|decoder\.layers\.\d+)$",
     "vit": r"^(?!.*(dropout|attention\.attention$)).+",
@@ -35,18 +37,20 @@ KINDS = ("Linear", "Conv1D", "Norm")
 
 @contextlib.contextmanager
 def record(model: nn.Module, *, sink_ids: Collection[int] = (), modules: str | None = None) -> Iterator[Recording]:
-    """Record a transformers model, swapped or stock, while it is called inside; `generate` is recorded too.
+    """Record every call of a transformers model, swapped or stock, inside the `with` block; calls of `generate` too.
 
     Args:
         model: a `PreTrainedModel`, or a wrapper that holds one.
-        sink_ids: token ids counted as sinks beside the first real token (separators).
-        modules: regular expression of module paths for kurtosis and maximum; None takes the family's of SPEC 7.
+        sink_ids: ids of tokens that count as sinks besides the first real token, such as separators.
+        modules: regular expression of the paths of the modules whose kurtosis and maximum are recorded; None takes the
+            modules of `OUTLIERS` for this family.
 
     Yields:
-        What was recorded so far.
+        The recording, which grows with every call.
 
     Raises:
-        ValueError: no transformers model, nothing to record in it, or activations that are not finite.
+        ValueError: `model` is not a transformers model, nothing in the model can be recorded, or an activation is not
+            finite.
     """
     recording = Recording()
     with watched(model) as root, contextlib.ExitStack() as hooks:
@@ -55,7 +59,7 @@ def record(model: nn.Module, *, sink_ids: Collection[int] = (), modules: str | N
 
 
 class _Recorder:
-    """The hooks of one recording; what a pass needs lives here, not on modules."""
+    """The hooks of one recording. The state of a pass is kept here, and not on the model's modules."""
 
     def __init__(self, root: Any, recording: Recording, sink_ids: tuple[int, ...]) -> None:
         self.root, self.recording, self.sink_ids = root, recording, sink_ids
@@ -65,12 +69,14 @@ class _Recorder:
         self.inputs: dict[str, Tensor] = {}
 
     def hook(self, hooks: contextlib.ExitStack, modules: str | None) -> None:
-        """Put every hook in place."""
+        """Place every hook."""
         hooks.callback(self.root.register_forward_pre_hook(self._start, with_kwargs=True).remove)
         usable = [site for site in sites(self.root) if site.usable]
         for place, site in enumerate(usable):
             name = f"{place}" if not site.family.shared else ""
-            for swap in (module for module in site.core.modules() if isinstance(module, Swap)):  # PEFT keeps two
+            for swap in (
+                module for module in site.core.modules() if isinstance(module, Swap)
+            ):  # PEFT keeps a copy of a Swap
                 hooks.callback(swap.register_forward_pre_hook(self._weights(name)).remove)
             block = layer_of(self.root, site.path)
             hooks.callback(block.register_forward_hook(self._states(name)).remove)
@@ -98,7 +104,7 @@ class _Recorder:
         self.calls.clear()
 
     def _place(self, kind: str, name: str) -> int:
-        """The layer's place: its number, or the count of calls of a shared module."""
+        """The place of a layer in the pass: the layer's number, or the number of earlier calls of a shared module."""
         if name:
             return int(name)
         self.calls[kind] = self.calls.get(kind, -1) + 1
@@ -108,7 +114,7 @@ class _Recorder:
         return self.recording.layers.setdefault(self._place(kind, name), Layer())
 
     def _real(self, tokens_BT: Tensor) -> Tensor:
-        """(B,T): the current tokens are the last of the mask, with a cache too."""
+        """True for real tokens, (B,T). With a cache, the current tokens are the last ones of the mask."""
         batch, length = tokens_BT.shape[:2]
         if self.mask is None or self.mask.shape[0] != batch or self.mask.shape[1] < length:
             return torch.ones(batch, length, dtype=torch.bool, device=tokens_BT.device)
@@ -131,7 +137,8 @@ class _Recorder:
     def _states(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             states = output[0] if isinstance(output, tuple) else output
-            states = states.flatten(0, 1) if states.dim() == 4 else states  # time series: channels are samples
+            if states.dim() == 4:  # a model of time series gives (B,C,T,E): each channel counts as a sample
+                states = states.flatten(0, 1)
             _finite(states, type(module).__name__)
             layer, real = self._layer("states", name), self._real(states)
             several = real.sum(1) > 1
@@ -151,7 +158,7 @@ class _Recorder:
         def hook(swap: Swap, args: tuple[Any, ...]) -> None:
             inputs, call, sdpa, _ = args
             if call.state is not None and call.state.get_seq_length() > 0:
-                return  # the keys before are gone, and products are no probabilities
+                return  # linear attention has not kept the earlier keys, and its products are not probabilities
             own = copy.copy(call)
             own.kept, own.state = None, None
             if call.carried is not None:
@@ -164,14 +171,16 @@ class _Recorder:
             real = self._real(call.x)
             entropy = metrics.attention_entropy(weights)
             if swap.places().replacement is not None:
-                entropy = torch.full_like(entropy, float("nan"))  # its weights are products, not probabilities
+                entropy = torch.full_like(
+                    entropy, float("nan")
+                )  # linear attention's weights are products, not probabilities
             layer.entropy.add(entropy.transpose(1, 2)[real])
             layer.sinks.add(metrics.sink_mass(weights, self._sinks(weights)).transpose(1, 2)[real])
 
         return hook
 
     def _sinks(self, weights_BHQK: Tensor) -> Tensor:
-        """(B,K): the first real key, and separators."""
+        """True for sinks, (B,K): the first real key, and separators."""
         batch, keys = weights_BHQK.shape[0], weights_BHQK.shape[3]
         sinks = torch.zeros(batch, keys, dtype=torch.bool, device=weights_BHQK.device)
         whole = self.mask is not None and self.mask.shape == sinks.shape

@@ -1,4 +1,4 @@
-"""What a recording holds: numbers per sample, layer and head, never activations. Axes: N row, H head."""
+"""The data of a recording: numbers per sample, layer and head, and no activations. Axes: N row, H head."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass
 class Mean:
-    """A running mean of equally shaped tensors; NaN entries are left out."""
+    """A running mean of tensors of one shape. Entries that are NaN are left out."""
 
     total: Tensor | None = None
     count: Tensor | None = None
 
     def add(self, values: Tensor) -> None:
-        """Count the rows of (N,...)."""
+        """Add the rows of a tensor (N,...) to the mean."""
         values = values.detach().double().cpu()
         total, count = values.nan_to_num().sum(0), (~values.isnan()).sum(0)
         self.total = total if self.total is None else self.total + total
@@ -26,20 +26,20 @@ class Mean:
 
     @property
     def value(self) -> Tensor:
-        """The mean so far; NaN where nothing was counted."""
+        """The mean of all rows so far; NaN where no row had a number."""
         if self.total is None or self.count is None:
             return torch.tensor(float("nan"), dtype=torch.float64)
         return self.total / self.count
 
     @property
     def known(self) -> list[float]:
-        """The values that are defined (a linear attention has no entropy)."""
+        """The means that are numbers. The entropy of linear attention, for example, is not defined."""
         return [value for value in self.value.flatten().tolist() if math.isfinite(value)]
 
 
 @dataclass
 class Activation:
-    """One module's outputs: a number per sample."""
+    """The outliers in one module's outputs, one number per sample."""
 
     kurtosis: list[float] = field(default_factory=list)
     max_infinity_norm: list[float] = field(default_factory=list)
@@ -47,12 +47,13 @@ class Activation:
 
 @dataclass
 class Layer:
-    """One call of an attention layer: numbers per sample, and means per head over rows.
+    """The measurements of one layer: numbers per sample, and means per head.
 
     Attributes:
-        similarity, residual: of the block's output, per sample with more than one token.
-        entropy, sinks: (H,) means over the rows of real queries.
-        update_norm, update_angle: of W_o's output against the layer's input, means over real tokens.
+        similarity, residual: token similarity and residual ratio of the block's output, one number per sample with more
+            than one token.
+        entropy, sinks: (H,), attention entropy and sink mass, as means over the rows of real queries.
+        update_norm, update_angle: norm of W_o's output, and its angle with the layer's input: means over real tokens.
     """
 
     similarity: list[float] = field(default_factory=list)
@@ -63,7 +64,7 @@ class Layer:
     update_angle: Mean = field(default_factory=Mean)
 
     def to_dict(self) -> dict[str, Any]:
-        """Lists and numbers for JSON, None for what was not recorded or is not defined."""
+        """The measurements as lists and numbers for JSON. None stands for a number that is missing or not defined."""
         values = {
             name: value.value.tolist() if isinstance(value, Mean) else value for name, value in vars(self).items()
         }
@@ -72,7 +73,7 @@ class Layer:
 
 @dataclass
 class Recording:
-    """What was recorded so far: activations by module path, layers by their place in the pass."""
+    """The measurements so far: outliers by module path, and layers by their place in the pass."""
 
     activations: dict[str, Activation] = field(default_factory=dict)
     layers: dict[int, Layer] = field(default_factory=dict)
@@ -80,16 +81,19 @@ class Recording:
 
     @property
     def kurtosis(self) -> float:
-        """Mean over samples, then over modules."""
+        """The kurtosis: mean over samples, then mean over modules."""
         return _mean([_mean(each.kurtosis) for each in self.activations.values()])
 
     @property
     def max_infinity_norm(self) -> float:
-        """Mean over samples, then the maximum over modules."""
+        """The maximum infinity norm: mean over samples, then maximum over modules."""
         return max((_mean(each.max_infinity_norm) for each in self.activations.values()), default=float("nan"))
 
     def summary(self) -> dict[str, float | None]:
-        """One number per diagnostic: the outliers, similarity after the first and last layer, means of the rest."""
+        """One number per diagnostic.
+
+        Token similarity is given after the first and after the last layer; entropy and sink mass are means over layers.
+        """
         layers = [self.layers[place] for place in sorted(self.layers)]
         values = {
             "kurtosis": self.kurtosis,
@@ -102,7 +106,7 @@ class Recording:
         return {name: plain(value) for name, value in values.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Lists and numbers for JSON, layers in their order."""
+        """The recording as lists and numbers for JSON, with the layers in their order."""
         return {
             "samples": self.samples,
             "kurtosis": plain(self.kurtosis),
@@ -119,7 +123,7 @@ class Recording:
 
 
 def plain(value: Any) -> Any:
-    """NaN and infinity, which JSON does not know, as None."""
+    """Replace NaN and infinity by None: JSON has no NaN and no infinity."""
     if isinstance(value, list):
         return [plain(each) for each in value]
     return value if not isinstance(value, float) or math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""A report on what a swap does to a model: both attentions recorded on the same rows, as one page and as JSON.
+"""A report that compares a model with and without its swap on the same rows, as an HTML page and as JSON.
 
 Axes: T token.
 """
@@ -37,14 +37,17 @@ SUMMARY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Recordings of both attentions on the same rows, by label, and the attention of one sample.
+    """The recordings of both attentions on the same rows, and the attention maps of one sample.
 
     Attributes:
-        title: what was compared.
-        description: what was swapped, where.
-        recordings: by label, the unswapped model first (alone missing where its weights are gone).
-        maps: by label, per layer the sample's attention, mean over heads: (T,T), or (rows,columns) of patches.
-        notes: what a reader should know.
+        title: the names of the variant and the model.
+        data: name of the data set.
+        description: which layers run which variant.
+        recordings: recordings by label, the unswapped model first. The unswapped model is missing if a calibration was
+            merged into its weights.
+        maps: by label, the sample's attention in each layer as a mean over heads: (T,T), or (rows,columns) of patches.
+        inputs: the rows and the sample.
+        notes: sentences that a reader of the report should know.
     """
 
     title: str
@@ -56,7 +59,7 @@ class Report:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, for JSON."""
+        """All measurements as plain data for JSON."""
         return {
             "title": self.title,
             "data": self.data,
@@ -71,7 +74,7 @@ class Report:
         }
 
     def figures(self) -> Iterator[tuple[str, str, Figure]]:
-        """Heading, how to read it, picture."""
+        """For each picture: the heading, a sentence that says how to read the picture, and the picture."""
         found, image = self.recordings, self.inputs.image
         yield "Token similarity", plots.similarity.__doc__ or "", plots.similarity(found)
         yield "Attention entropy", plots.entropy.__doc__ or "", plots.entropy(found)
@@ -89,7 +92,7 @@ class Report:
             )
 
     def html(self) -> str:
-        """One page with everything inside: no network, no other file."""
+        """The report as one HTML page that needs no network and no other file."""
         environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
         pictures = [(heading, words.split(": each")[0], _png(figure)) for heading, words, figure in self.figures()]
@@ -105,7 +108,7 @@ class Report:
         )
 
     def save(self, folder: Path) -> Path:
-        """Write report.html and report.json; returns the page's path."""
+        """Write report.html and report.json into a folder, and return the path of the page."""
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
         (folder / FIGURES).write_text(text + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A model whose every self-attention layer can be watched: where it is stock, the same function through a swap."""
+"""Makes every self-attention layer of a model visible to hooks: a stock layer gets a softmax swap for a while."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ CONTROL = "softmax"
 
 @contextlib.contextmanager
 def watched(model: nn.Module) -> Iterator[Any]:
-    """Inside, every swappable layer computes through a `Swap`, with the same bits; afterwards all is as it was.
+    """Inside the `with` block every swappable layer computes through a `Swap`, with equal bits.
+
+    Afterwards the model is as before.
 
     Args:
         model: a `PreTrainedModel`, stock or swapped, or a wrapper that holds one.
@@ -27,7 +29,7 @@ def watched(model: nn.Module) -> Iterator[Any]:
         The transformers model.
 
     Raises:
-        ValueError: no transformers model, or nothing in it could be swapped.
+        ValueError: `model` is not a transformers model, or nothing in the model can be swapped.
     """
     root = model_root(model)
     stock = installation_of(root) is None
@@ -43,7 +45,7 @@ def watched(model: nn.Module) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _ordinary_where_off(root: Any) -> Iterator[None]:
-    """Layers that run the stock function get a softmax swap, which computes the same bits and can be watched."""
+    """Give a softmax swap to layers that run the stock function. The swap computes equal bits, and hooks see it."""
     installation = installation_of(root)
     assert installation is not None
     classes = parse(CONTROL)

@@ -1,6 +1,6 @@
-"""The command line `hf-attn-swap`: list the variants, convert a checkpoint, describe one, report on it, run the demo.
+"""The command line `hf-attn-swap`: lists variants, converts and describes checkpoints, reports, and runs the demo.
 
-What a user got wrong is one line on stderr, `error: ...`, with exit code 2; `--debug` shows the traceback.
+A mistake of the user becomes one line on stderr, `error: ...`, and exit code 2. `--debug` shows the traceback.
 """
 
 from . import models, studies

@@ -1,4 +1,4 @@
-"""`python -m hf_attn_swap.cli`, the same as the console script."""
+"""Runs the command line as `python -m hf_attn_swap.cli`."""
 
 from . import main
 

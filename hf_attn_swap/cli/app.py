@@ -1,4 +1,4 @@
-"""The application: how a command runs, and how an error becomes one line."""
+"""The command-line application: runs a command, and turns an error into one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from .. import __version__
 
-WIDE = 160  # columns of a table that goes to a file or a pipe
+WIDE = 160  # columns of a table that is written to a file or a pipe
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
@@ -26,12 +26,12 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; the console script."""
+    """Run the command line. The console script calls this function."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return the exit code, after turning errors into one line."""
+    """Run one command and return the exit code. An error is printed as one line."""
     try:
         with warnings.catch_warnings():
             _quiet()
@@ -39,7 +39,7 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception as error:  # the outermost boundary: whatever it is, a user gets one line
+    except Exception as error:  # the outermost boundary: the user gets one line for every error
         if "--debug" in arguments:
             raise
         print(f"error: {_one_line(error)}", file=sys.stderr)
@@ -61,7 +61,7 @@ def root(
 
 
 def _one_line(error: Exception) -> str:
-    """The message of an error; its type too where the message would not do alone."""
+    """The message of an error; with its type if the message alone would not tell the user enough."""
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     message = " ".join(message.split())
     if isinstance(error, ModuleNotFoundError):
@@ -75,18 +75,18 @@ def _one_line(error: Exception) -> str:
 
 
 def notify(message: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     print(message, file=sys.stderr)
 
 
 def console() -> Console:
-    """Of the terminal, or wide for a file or a pipe."""
+    """A console as wide as the terminal, or 160 columns wide for a file or a pipe."""
     found = Console()
     return found if found.is_terminal else Console(width=WIDE)
 
 
 def _quiet() -> None:
-    """Keep the libraries' own reports off the terminal, and each of our warnings in one line."""
+    """Hide the messages of the libraries, and print each warning of this package in one line."""
     transformers.utils.logging.set_verbosity_error()
     huggingface_hub.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", module=r"(transformers|torch|huggingface_hub|accelerate)\b")

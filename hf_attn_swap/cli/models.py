@@ -1,4 +1,4 @@
-"""Commands on models and what is published with them: variants, patch, describe, card, push, table."""
+"""The commands on models and their cards: variants, patch, describe, card, push, table."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def variants() -> None:
 def patch(
     model: Annotated[str, typer.Argument(help="Name on the Hub, or folder of a saved model.")],
     variant: Annotated[str, typer.Argument(help='Name from `variants`, or a composition such as "mha+belief".')],
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the result.")],
     strength: Annotated[float, typer.Option(help="0 is the pretrained model, 1 the paper's formula.")] = 1.0,
     layers: Annotated[
-        str | None, typer.Option(help='Which self-attention layers, as "0-5,7"; all if left out.')
+        str | None, typer.Option(help='Self-attention layers to swap, such as "0-5,7"; all if left out.')
     ] = None,
     modules: Annotated[
         str | None, typer.Option(help='Only inside these modules, as "language_model"; --layers counts inside them.')
@@ -51,7 +51,7 @@ def patch(
         typer.Option(
             "--task",
             "--auto-class",
-            help="AutoModel class, as AutoModelForCausalLM or causal-lm; by default the class that was saved.",
+            help="AutoModel class, such as AutoModelForCausalLM or causal-lm; by default the class that was saved.",
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
@@ -81,7 +81,10 @@ def describe_command(
     task: Annotated[str | None, typer.Option("--task", "--auto-class", help="As for `patch`.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what is swapped in a saved model, or what could be in a stock one; reads the config, not the weights."""
+    """Say what is swapped in a saved model, or what could be swapped in a stock model.
+
+    The command reads the config and no weights.
+    """
     from ..publish.checkpoint import skeleton
 
     notify(f"reading the config of {model}")
@@ -95,8 +98,8 @@ def describe_command(
 @app.command()
 def card(
     results: Annotated[Path, typer.Argument(help="A results.json.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write it; printed if left out.")] = None,
-    repo: Annotated[str | None, typer.Option(help="Name on the Hub, for the lines that load it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write the card into; printed if left out.")] = None,
+    repo: Annotated[str | None, typer.Option(help="Name on the Hub, for the lines that load the model.")] = None,
 ) -> None:
     """Render the model card of a run from its results.json alone."""
     text = render(RunResult.load(results), repo)
@@ -106,7 +109,7 @@ def card(
 @app.command()
 def push(
     folder: Annotated[Path, typer.Argument(help="Folder of a saved converted model.")],
-    repo: Annotated[str, typer.Argument(help="Name on the Hub, as me/bert-belief.")],
+    repo: Annotated[str, typer.Argument(help="Name on the Hub, such as me/bert-belief.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch.")] = None,
 ) -> None:
@@ -116,6 +119,6 @@ def push(
 
 
 @app.command(name="table")
-def table_command(folder: Annotated[Path, typer.Argument(help="Folder of runs, as model_cards/.")]) -> None:
+def table_command(folder: Annotated[Path, typer.Argument(help="Folder of runs, such as model_cards/.")]) -> None:
     """One Markdown table of all runs in a folder."""
     print(table(folder))

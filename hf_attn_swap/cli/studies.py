@@ -1,4 +1,4 @@
-"""Commands that measure: demo, report, dynamics."""
+"""The commands that measure: demo, report, dynamics."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from .app import app, console, notify
 
 @app.command()
 def demo(
-    variants: Annotated[str, typer.Option(help="Comma-separated; the control is always there.")] = ",".join(
+    variants: Annotated[str, typer.Option(help="Names, separated by commas; the control always runs.")] = ",".join(
         DEFAULT_VARIANTS
     ),
     model: Annotated[str | None, typer.Option(help="Hub name or folder; by default the extra's MiniLM.")] = None,
     dataset: Annotated[str | None, typer.Option(help="Hub name or folder; by default rotten_tomatoes.")] = None,
     text_column: Annotated[str, typer.Option(help="Column of --dataset with the text.")] = "text",
     label_column: Annotated[str, typer.Option(help="Column of --dataset with the class.")] = "label",
-    train_size: Annotated[int, typer.Option(help="Sentences to train on.")] = DemoOptions.train_size,
-    test_size: Annotated[int, typer.Option(help="Sentences held out.")] = DemoOptions.test_size,
-    batch_size: Annotated[int, typer.Option(help="Sentences per step.")] = DemoOptions.batch_size,
+    train_size: Annotated[int, typer.Option(help="Number of sentences to train on.")] = DemoOptions.train_size,
+    test_size: Annotated[int, typer.Option(help="Number of held-out sentences.")] = DemoOptions.test_size,
+    batch_size: Annotated[int, typer.Option(help="Number of sentences per step.")] = DemoOptions.batch_size,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = DemoOptions.learning_rate,
-    max_length: Annotated[int, typer.Option(help="Tokens kept of a sentence.")] = DemoOptions.max_length,
+    max_length: Annotated[
+        int, typer.Option(help="Number of tokens that are kept of a sentence.")
+    ] = DemoOptions.max_length,
     ramp: Annotated[float, typer.Option(help="Share of the steps in which strength rises.")] = DemoOptions.ramp,
-    seed: Annotated[int, typer.Option(help="The same for every model.")] = DemoOptions.seed,
-    out: Annotated[Path, typer.Option(help="Folder to write.")] = DemoOptions.out,
+    seed: Annotated[int, typer.Option(help="Seed, the same for every model.")] = DemoOptions.seed,
+    out: Annotated[Path, typer.Option(help="Folder for the result.")] = DemoOptions.out,
 ) -> None:
     """Fine-tune a pretrained BERT with several attentions on real text, compare them, save and reload the best."""
     options = DemoOptions(
@@ -51,7 +53,7 @@ def demo(
     require_packages(options)  # before the import, which needs them
     from ..demo.run import run_demo
 
-    transformers.utils.logging.disable_progress_bar()  # six bars of a loading that takes no time
+    transformers.utils.logging.disable_progress_bar()  # loading takes a moment and would draw six bars
     run_demo(options, console())
 
 
@@ -59,21 +61,21 @@ def demo(
 def report(
     model: Annotated[str, typer.Argument(help="Name on the Hub, or folder of a saved model, stock or swapped.")],
     data: Annotated[str, typer.Option(help="Set on the Hub, folder, or file of text or images.")],
-    variant: Annotated[str | None, typer.Option(help="For a stock model, as for `patch`.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Variant to swap into a stock model, as for `patch`.")] = None,
     option: Annotated[list[str] | None, typer.Option("--option", "-o", help="As for `patch`.")] = None,
     calibrate: Annotated[str | None, typer.Option(help='"gain" or "map": fit the swap on the rows first.')] = None,
-    column: Annotated[str, typer.Option(help="Of the text or the image.")] = "text",
-    config: Annotated[str | None, typer.Option(help="Configuration of the set, as a GLUE task.")] = None,
-    split: Annotated[str | None, typer.Option(help="Of the set; the held-out one if left out.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="So many rows, the first.")] = 64,
+    column: Annotated[str, typer.Option(help="Column of the text or the image.")] = "text",
+    config: Annotated[str | None, typer.Option(help="Configuration of the set, such as a GLUE task.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of the set; the held-out split if left out.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows, from the first.")] = 64,
     show: Annotated[int, typer.Option(help="Row whose attention is drawn, from 0.")] = 0,
-    max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of a row.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 16,
+    max_length: Annotated[int, typer.Option(min=2, help="Number of tokens that are kept of a row.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of rows per batch.")] = 16,
     task: Annotated[str | None, typer.Option("--task", "--auto-class", help="As for `patch`.")] = None,
     processor: Annotated[str | None, typer.Option(help="Tokenizer or image processor, if not the model's.")] = None,
     out: Annotated[Path, typer.Option(help="Folder to write report.html and report.json into.")] = Path("report"),
 ) -> None:
-    """What a swap does to a model: outliers, token similarity, entropy, attention maps, beside the unswapped one."""
+    """Report what a swap does to a model, beside the unswapped model: outliers, similarity, entropy, attention maps."""
     from ..analysis.comparison import compare
     from ..analysis.inputs import prepare
     from ..publish.checkpoint import model_class, read_config
@@ -94,14 +96,16 @@ def report(
 @app.command()
 def dynamics(
     figure: Annotated[str, typer.Argument(help='A figure, "all", or "list".')] = "list",
-    model: Annotated[str | None, typer.Option(help="Name on the Hub, or folder, for figures of trained heads.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name on the Hub, or folder, for the figures of trained heads.")
+    ] = None,
     layer: Annotated[int, typer.Option(help="Self-attention layer, from 0.")] = 0,
     head: Annotated[int, typer.Option(help="Head of the single-head figures, from 0.")] = 4,
     text: Annotated[Path | None, typer.Option(help="File with the paragraph to embed.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the initial tokens and random matrices.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial tokens and random matrices.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder to write PNG and GIF files into.")] = Path("dynamics"),
 ) -> None:
-    """Attention as a particle system: the figures of the clusters paper and of the multi-head report."""
+    """Draw the figures of the clusters paper and of the multi-head report: attention as a system of particles."""
     from transformers import AutoModel, AutoTokenizer
 
     from ..dynamics.figures import FIGURES, TRAINED, Settings
@@ -110,7 +114,11 @@ def dynamics(
         for name, draw in FIGURES.items():
             print(f"{name:24}{(draw.__doc__ or '').strip()}{' (needs --model)' if name in TRAINED else ''}")
         return
-    unusable = TRAINED if model is None else set() if text is not None else {"paragraph"}
+    unusable: set[str] = set()
+    if model is None:
+        unusable = TRAINED
+    elif text is None:
+        unusable = {"paragraph"}
     chosen = [name for name in FIGURES if name not in unusable] if figure == "all" else [figure]
     if unknown := [name for name in chosen if name not in FIGURES]:
         raise ValueError(f"unknown figure {unknown[0]!r}; known: {', '.join(FIGURES)}.")

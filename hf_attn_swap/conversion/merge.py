@@ -1,7 +1,8 @@
 """Fold a calibration into the weights: no parameter and no work is left, and no way back.
 
 (A_h M_h + b_h) W_o = A_h (M_h W_o,h) + b_h W_o,h: into W_o's rows of the head and into b_o. A variant without W_o
-takes a gain in W_v and b_v instead: A is linear in V. Exact at strength 1 alone. SPEC 3 (ours).
+takes a gain in W_v and b_v instead: A is linear in V. Exact at strength 1 alone. Ours (no paper); docs/mathematics.md,
+section Calibration and transfer.
 Axes: H head, D head width, E model width.
 """
 

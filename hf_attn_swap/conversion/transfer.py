@@ -4,7 +4,8 @@ loss = mean over swapped layers and rows of ||out - teacher||^2 / ||teacher||^2 
 same input, which is the teacher's stream. A row's part does not depend on the rest of its batch, so that two processes
 with half a batch each train as one does. The teacher is the same module at strength 0 with frozen copies of whatever
 trains.
-SPEC 3 (ours; after attention transfer in linearised transformers). Axes: B batch, L token, E model width.
+Ours, after attention transfer in linearised transformers; docs/mathematics.md, section Calibration and transfer.
+Axes: B batch, L token, E model width.
 """
 
 from __future__ import annotations

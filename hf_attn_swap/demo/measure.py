@@ -25,7 +25,7 @@ Batch = dict[str, Tensor]
 
 
 def wilson_interval(successes: int, total: int) -> tuple[float, float]:
-    """95 % interval of a share, from the sampling of the test sentences alone."""
+    """The 95 % interval of a share. It covers the sampling of the test sentences, and nothing else."""
     share, z2 = successes / total, Z_95**2 / total
     centre = (share + z2 / 2) / (1 + z2)
     half = Z_95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total)) / (1 + z2)
@@ -49,7 +49,10 @@ def outliers(trainer: Trainer, test: Dataset) -> dict[str, float]:
 
 
 def train_step_ms(models: Mapping[str, nn.Module], batch: Batch, rounds: int = 9) -> dict[str, list[float]]:
-    """Milliseconds of forward and backward on one batch, the models taking turns so that drift hits all alike."""
+    """Milliseconds of forward and backward on one batch.
+
+    The models take turns, so that a drift of the machine affects all models equally.
+    """
     times: dict[str, list[float]] = {name: [] for name in models}
     for turn in tqdm(range(rounds + 1), desc="timing", unit="round", leave=False):
         for name, model in models.items():
@@ -57,13 +60,13 @@ def train_step_ms(models: Mapping[str, nn.Module], batch: Batch, rounds: int = 9
             model.zero_grad()
             start = _now(batch)
             model(**batch).loss.backward()
-            if turn:  # the first round warms up
+            if turn:  # the first round warms up and does not count
                 times[name].append(1e3 * (_now(batch) - start))
     return times
 
 
 def ratio(times: Sequence[float], control: Sequence[float]) -> float:
-    """Median of the ratios within each round."""
+    """The median of the ratios of the two times of each round."""
     return median(a / b for a, b in zip(times, control, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What a run of the demo is made of, checked when it is built."""
+"""The options of the demo, which are checked when they are built."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +12,22 @@ class DemoOptions:
     """Settings shared by every model that one demo trains.
 
     Args:
-        variants: names as `patch_model` takes them; the control is always trained and need not be named.
+        variants: names as `patch_model` takes them. The control is always trained, and need not be named.
         model: name on the Hub or folder of a pretrained encoder; None takes the MiniLM that the extra installs.
         dataset: name on the Hub or folder of a labelled text set; None takes rotten_tomatoes from the extra.
         text_column: column of `dataset` with the text.
         label_column: column of `dataset` with the class.
-        train_size: sentences trained on, one pass.
-        test_size: sentences held out.
+        train_size: number of sentences to train on, in one pass.
+        test_size: number of held-out sentences.
         batch_size: sentences per step.
-        learning_rate: peak of the schedule (linear, 10 % warm-up).
-        max_length: tokens kept of a sentence.
+        learning_rate: peak of the linear schedule, which warms up over the first 10 % of the steps.
+        max_length: number of tokens that are kept of a sentence.
         ramp: share of the steps over which the strength rises from 0 (the pretrained model) to 1 (the variant).
-        seed: of the sample, the new head, the order of the batches and the dropout; the same for every model.
-        out: folder written: the best converted model, its tokenizer and `demo.json`.
+        seed: seed of the sample, the new head, the order of the batches and the dropout; the same for every model.
+        out: folder for the best converted model, its tokenizer and `demo.json`.
 
     Raises:
-        ValueError: for a size, rate or ramp outside its range, or a variant named twice.
+        ValueError: a size, the learning rate or the ramp is out of its range, or a variant is named twice.
     """
 
     variants: tuple[str, ...] = DEFAULT_VARIANTS

@@ -1,4 +1,4 @@
-"""The demo's best model as a `results.json`, so that it can be pushed with its card."""
+"""Writes the demo's best model as a `results.json`, so that the model can be pushed with a card."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checks a saved model in a process of its own: `python -m hf_attn_swap.demo.reload FOLDER`.
+"""Checks a saved model in a new process: `python -m hf_attn_swap.demo.reload FOLDER`.
 
-FOLDER holds `model/`, as saved, and `reload_check.safetensors` with one batch and the logits it gave before saving.
-Importing the package is what makes the plain `AutoModel` classes rebuild the swap.
+FOLDER holds the saved `model/`, and `reload_check.safetensors` with one batch and the model's logits for that batch
+before it was saved. Once the package is imported, the plain `AutoModel` classes rebuild the swap.
 """
 
 import json
@@ -18,7 +18,7 @@ MODEL_FOLDER = "model"
 
 @torch.no_grad()
 def write_check(model: PreTrainedModel, batch: dict[str, torch.Tensor], folder: Path) -> None:
-    """Keep a batch and its logits, computed on the CPU, beside the saved model."""
+    """Write a batch and the model's logits for the batch, computed on the CPU, beside the saved model."""
     inputs = {key: tensor.cpu().contiguous() for key, tensor in batch.items() if key != "labels"}
     logits = model.cpu().eval()(**inputs).logits
     save_file({**inputs, "logits": logits.contiguous()}, folder / CHECK_FILE)
@@ -26,7 +26,7 @@ def write_check(model: PreTrainedModel, batch: dict[str, torch.Tensor], folder: 
 
 @torch.no_grad()
 def check(folder: Path) -> dict[str, object]:
-    """Load the saved model and compare its logits with those kept."""
+    """Load the saved model, and compare its logits with the written logits."""
     expected = load_file(folder / CHECK_FILE)
     logits = expected.pop("logits")
     model = AutoModelForSequenceClassification.from_pretrained(folder / MODEL_FOLDER).eval()

@@ -1,4 +1,4 @@
-"""What the demo prints and keeps: one row per model, and what the figures can and cannot show."""
+"""The demo's table, with one row per model, and the sentences that say what the table can and cannot show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from .options import CONTROL
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one model; shares are in [0, 1], differences against the control on the same sentences."""
+    """The measurements of one model.
+
+    Shares are in [0, 1]. Differences are against the control, on the same sentences.
+    """
 
     variant: str
     accuracy: float
@@ -59,12 +62,12 @@ def make_rows(outcomes: dict[str, Outcome], times: dict[str, list[float]]) -> li
 
 
 def best_converted(rows: Sequence[Row]) -> Row:
-    """The row with the highest accuracy besides the control; the first of equals."""
+    """The converted model with the highest accuracy; the first of several equal ones."""
     return max((row for row in rows if row.variant != CONTROL), key=lambda row: row.accuracy)
 
 
 def make_table(rows: Sequence[Row], title: str) -> Table:
-    """The table that the demo prints; narrow enough for 80 columns."""
+    """The table that the demo prints. It fits into 80 columns."""
     table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left")
     for heading in ("variant", "accuracy [95 %]", "vs control", "ms/batch", "added", "kurtosis", "max|a|"):
         table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=heading != "variant")
@@ -85,7 +88,7 @@ def make_table(rows: Sequence[Row], title: str) -> Table:
 
 
 def reading(rows: Sequence[Row], test_size: int) -> list[str]:
-    """How to read the table: what each column is, and what one seed cannot show."""
+    """Sentences that say how to read the table: the meaning of the columns, and the limits of a single seed."""
     clear = [row for row in rows if row.difference_95[0] > 0 or row.difference_95[1] < 0]
     verdict = (
         "This run tells from the control: "

@@ -1,4 +1,4 @@
-"""The demo from end to end: train, measure, compare, save the best, reload it in a fresh process."""
+"""Runs the demo: trains, measures and compares the models, saves the best, and reloads it in a new process."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ RESULT_FILE = "demo.json"
 
 
 def run_demo(options: DemoOptions, console: Console | None = None) -> dict[str, Any]:
-    """Train the control and every variant alike, print the table, save and reload the best converted model.
+    """Train the control and every variant in the same way, print the table, save and reload the best converted model.
 
-    Returns what is also written to `demo.json`: the settings, a row per model, and the outcome of the reload.
+    Returns:
+        The content of `demo.json`: the settings, one row per model, and the outcome of the reload.
 
     Raises:
-        ImportError: naming the extra, if a package is missing.
-        ValueError: for an unknown variant, a data set that does not fit, or a folder that holds something else.
-        RuntimeError: if the reloaded model gives other logits.
+        ImportError: a package is missing; the message names the extra to install.
+        ValueError: a variant is unknown, the data set does not fit, or the folder is not an earlier demo's.
+        RuntimeError: the reloaded model gives other logits.
     """
     console = console or _console()
     start = time.perf_counter()
@@ -88,7 +89,7 @@ def _headline(options: DemoOptions, data: str) -> str:
 
 
 def _prepare_folder(out: Path) -> None:
-    """Make the folder, or empty it of an earlier demo; never of anything else."""
+    """Make the folder, or remove an earlier demo's files from it. A folder with any other content is an error."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / RESULT_FILE).exists())):
         raise ValueError(f"{out} exists and is not the result of an earlier demo; name another folder with --out.")
     out.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,7 @@ def _save_and_reload(
     if done.returncode:
         raise RuntimeError(f"Reloading {out / MODEL_FOLDER} failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
     outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    # The same batch on the same machine: only another number of threads could round differently.
+    # Batch and machine are the same. Only another number of threads could round differently.
     if outcome["max_difference"] > 1e-5:
         raise RuntimeError(
             f"The reloaded model's logits differ by {outcome['max_difference']:.1e} from the saved one's."

@@ -1,4 +1,4 @@
-"""Attention as a particle system: tokens that the heads of a trained model move."""
+"""Attention as a system of particles: the particles are tokens, and the heads of a model move them."""
 
 from .clusters import Clusters, clusters, eigenvalues, hyperplane_coordinates, leaders, matrix_rank, vertex_share
 from .heads import HeadMatrices, head_matrices

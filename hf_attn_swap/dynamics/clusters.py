@@ -1,6 +1,7 @@
-"""What a trajectory does: how many clusters, who leads, where the tokens end, how low the rank of attention gets.
+"""Measures a trajectory: the number of clusters, the leaders, the polytope of the last tokens, the rank of attention.
 
-SPEC 8; Geshkovski et al. (2023), sections 2 to 5. Axes: T time, N token, E model width, C cluster.
+Geshkovski et al. (2023), sections 2 to 5; docs/mathematics.md, section Dynamics of tokens.
+Axes: T time, N token, E model width, C cluster.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from .simulate import Trajectory
 
-NEGLIGIBLE = 1e-30  # weights that no eigenvalue notices, but at which eigenvalue routines give up
-HULL_WIDTH = 7  # Qhull's cost grows with N^(E / 2)
+NEGLIGIBLE = 1e-30  # weights below this do not change the eigenvalues, but make the eigenvalue routines fail
+HULL_WIDTH = 7  # dimensions of the widest convex hull: Qhull's cost grows with N^(E / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +25,9 @@ class Clusters:
     """Clusters over time.
 
     Attributes:
-        times: (T,).
-        labels: (T,N), the cluster of each token.
-        centres: per time (C,E).
+        times: (T,), the recorded times.
+        labels: (T,N), the number of the cluster that each token belongs to.
+        centres: one tensor (C,E) per time, the mean of each cluster's tokens.
     """
 
     times: Tensor
@@ -35,27 +36,30 @@ class Clusters:
 
     @property
     def counts(self) -> list[int]:
-        """How many clusters there are at each time."""
+        """The number of clusters at each time."""
         return [len(centres) for centres in self.centres]
 
     @property
     def collapse_time(self) -> float | None:
-        """From when on there is a single cluster; None if there are several at the end."""
+        """The time from which on there is a single cluster; None if there are several clusters at the last time."""
         several = [index for index, count in enumerate(self.counts) if count > 1]
-        if several and several[-1] == len(self.counts) - 1:
+        if not several:
+            return float(self.times[0])
+        if several[-1] == len(self.counts) - 1:
             return None
-        return float(self.times[several[-1] + 1 if several else 0])
+        return float(self.times[several[-1] + 1])
 
 
 def clusters(trajectory: Trajectory, tolerance: float = 0.05) -> Clusters:
-    """Tokens of one initial condition belong together if a chain of steps below the tolerance joins them.
+    """Group the tokens at each time: two tokens share a cluster if a chain of short steps between tokens joins them.
 
     Args:
-        trajectory: of (T,N,E).
-        tolerance: length of a step, as a share of the initial root-mean-square distance from the mean.
+        trajectory: of one initial condition, (T,N,E).
+        tolerance: the longest step of a chain, as a share of the tokens' root-mean-square distance from their mean at
+            the first time.
 
     Raises:
-        ValueError: a batch of initial conditions.
+        ValueError: the trajectory holds a batch of initial conditions.
     """
     z = _single(trajectory)
     spread = float((z[0] - z[0].mean(0)).square().sum(-1).mean().sqrt()) or 1.0
@@ -68,32 +72,36 @@ def clusters(trajectory: Trajectory, tolerance: float = 0.05) -> Clusters:
 
 
 def leaders(attention: Tensor) -> list[int]:
-    """The tokens that some token attends to most, from P (N,N)."""
+    """The leaders in P (N,N): the tokens to which at least one token gives its largest weight."""
     return sorted(set(attention.argmax(-1).tolist()))
 
 
 def matrix_rank(attention: Tensor, tolerance: float = 1e-3) -> int:
-    """Rank of P (N,N): singular values above the tolerance times the largest."""
+    """Rank of P (N,N): the number of singular values above the tolerance times the largest singular value."""
     return int(torch.linalg.matrix_rank(attention, rtol=tolerance))
 
 
 def eigenvalues(attention: Tensor) -> Tensor:
-    """Eigenvalues (...,N), complex, of P (...,N,N), or of a sum of heads' P, whose largest modulus is their number."""
+    """Complex eigenvalues (...,N) of P (...,N,N).
+
+    `attention` may also be the sum of P over heads; the largest modulus is then the number of heads.
+    """
     found: Tensor = torch.linalg.eigvals(attention.masked_fill(attention < NEGLIGIBLE, 0.0))
     return found
 
 
 def vertex_share(points: Tensor, tolerance: float = 0.05, start: Tensor | None = None) -> tuple[float, int]:
-    """Share of the points (N,E) near a vertex of their convex hull, and how many separate vertices it has.
+    """Share of the points (N,E) near a vertex of their convex hull, and the number of separate vertices of the hull.
 
     Args:
-        points: in up to seven dimensions of their own (they may lie in a plane of more).
-        tolerance: as a share of the largest distance from the mean.
-        start: the tokens that this distance is taken of, so that a collapse to one point is seen as one; the points
-            themselves if left out.
+        points: (N,E). They may span at most seven dimensions; E may be larger.
+        tolerance: the largest distance that counts as near, as a share of the largest distance of a `start` token
+            from the mean of `start`.
+        start: (N,E), the tokens before the simulation. With them, points that collapsed to one place count as one
+            vertex. The points themselves if left out.
 
     Raises:
-        ValueError: more dimensions.
+        ValueError: the points span more than seven dimensions.
     """
     centred = (points - points.mean(0)).cpu().double()
     first = centred if start is None else (start - start.mean(0)).cpu().double()
@@ -103,7 +111,10 @@ def vertex_share(points: Tensor, tolerance: float = 0.05, start: Tensor | None =
     left, singular, _ = torch.linalg.svd(centred, full_matrices=False)
     rank = int((singular > 1e-9 * singular[0]).sum())
     if rank > HULL_WIDTH:
-        raise ValueError(f"the points span {rank} dimensions; a hull is computed in up to {HULL_WIDTH}.")
+        raise ValueError(
+            f"the points span {rank} dimensions, and a convex hull is computed in up to {HULL_WIDTH}; "
+            "project the points first."
+        )
     flat = (left[:, :rank] * singular[:rank]).numpy()
     if rank == 1:
         corners = np.array([flat[:, 0].argmin(), flat[:, 0].argmax()])
@@ -115,14 +126,16 @@ def vertex_share(points: Tensor, tolerance: float = 0.05, start: Tensor | None =
 
 
 def hyperplane_coordinates(trajectory: Trajectory, value: Tensor) -> Tensor:
-    """(T,N): z along the left eigenvector of V's leading eigenvalue; the theorem allows three values in the end.
+    """(T,N): the coordinate of each token along the left eigenvector of V's leading eigenvalue.
+
+    The hyperplane theorem says that these coordinates end at three values or fewer.
 
     Args:
         trajectory: of one initial condition.
-        value: V (E,E), whose eigenvalue with the largest real part must be real.
+        value: V (E,E). Its leading eigenvalue is the eigenvalue with the largest real part, and must be real.
 
     Raises:
-        ValueError: that eigenvalue is complex, or a batch of initial conditions.
+        ValueError: the leading eigenvalue is complex, or the trajectory holds a batch of initial conditions.
     """
     eigenvalues, vectors = torch.linalg.eig(value.double().T)
     first = int(eigenvalues.real.argmax())
@@ -135,5 +148,5 @@ def hyperplane_coordinates(trajectory: Trajectory, value: Tensor) -> Tensor:
 
 def _single(trajectory: Trajectory) -> Tensor:
     if trajectory.z.dim() != 3:
-        raise ValueError("this reads one initial condition; take one out of the batch first.")
+        raise ValueError("the trajectory holds a batch of initial conditions; take one of them first.")
     return trajectory.z

@@ -15,11 +15,11 @@ from sklearn.decomposition import PCA
 from .simulate import Trajectory
 
 PANEL = 2.6  # inches
-FRAMES, RATE = 36, 9  # of an animation, and its frames per second
+FRAMES, RATE = 36, 9  # frames of an animation, and frames per second
 
 
 def projected(trajectory: Trajectory, components: int = 2) -> np.ndarray:
-    """(T,N,2): z itself in as many dimensions, else its principal components over all times."""
+    """(T,N,components): the principal components of z over all times, or z itself if E is at most `components`."""
     z = trajectory.z.cpu().numpy()
     if z.shape[2] <= components:
         return z
@@ -28,20 +28,24 @@ def projected(trajectory: Trajectory, components: int = 2) -> np.ndarray:
 
 
 def panels(count: int, **kwargs: Any) -> tuple[Figure, list[Any]]:
-    """A row of axes."""
+    """A figure with a row of `count` axes."""
     figure = Figure(figsize=(PANEL * count, PANEL + 0.3), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, [figure.add_subplot(1, count, index + 1, **kwargs) for index in range(count)]
 
 
 def snapshots(trajectory: Trajectory, indices: Sequence[int], title: str) -> Figure:
-    """Tokens at some times, with the way they came; in three dimensions if they have three."""
+    """The tokens at some times; in two dimensions with their paths so far, in three dimensions without paths."""
     solid = trajectory.z.shape[2] == 3
     points = projected(trajectory, 3 if solid else 2)
-    figure, axes = panels(len(indices), **({"projection": "3d"} if solid else {}))
+    if solid:
+        figure, axes = panels(len(indices), projection="3d")
+    else:
+        figure, axes = panels(len(indices))
     for each, index in zip(axes, indices, strict=True):
-        for token in range(points.shape[1]) if not solid else ():
-            each.plot(*points[: index + 1, token].T, color="0.8", linewidth=0.6, zorder=0)
+        if not solid:
+            for token in range(points.shape[1]):
+                each.plot(*points[: index + 1, token].T, color="0.8", linewidth=0.6, zorder=0)
         each.scatter(*points[index].T, s=12)
         each.set_title(f"t = {float(trajectory.times[index]):.3g}", fontsize="small")
         _frame(each, points)
@@ -50,7 +54,7 @@ def snapshots(trajectory: Trajectory, indices: Sequence[int], title: str) -> Fig
 
 
 def animate(trajectory: Trajectory, path: Path, title: str) -> None:
-    """A short GIF of the tokens over time, in two dimensions."""
+    """Write a short GIF of the tokens over time, in two dimensions."""
     points = projected(trajectory)
     chosen = np.unique(np.linspace(0, len(points) - 1, min(FRAMES, len(points))).round().astype(int))
     figure, (axes,) = panels(1)
@@ -58,7 +62,7 @@ def animate(trajectory: Trajectory, path: Path, title: str) -> None:
     _frame(axes, points)
     axes.set_title(title, fontsize="x-small")
     figure.canvas.draw()
-    figure.set_layout_engine("none")  # the layout stays as it is: solving it anew takes most of a frame
+    figure.set_layout_engine("none")  # keep the layout: to solve it again for each frame takes most of the frame's time
 
     def draw(index: int) -> list[Any]:
         dots.set_offsets(points[index])

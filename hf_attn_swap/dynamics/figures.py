@@ -1,6 +1,7 @@
 """The figures of the clusters paper and of the multi-head report, by name, with their published settings.
 
-SPEC 8; Geshkovski et al. (2023); the multi-head report (2023). The report's "head 5" counts from 1.
+Geshkovski et al. (2023); the multi-head report (2023); docs/mathematics.md, section Dynamics of tokens. The report
+counts heads from 1: its "head 5" is head 4 here.
 Axes: H head, N token, E model width.
 """
 
@@ -25,7 +26,14 @@ from .tokens import embedded_tokens, random_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a figure is drawn with: a seed, and for the trained ones a model, a layer, a head from 0, and a text."""
+    """What a figure is drawn with.
+
+    Attributes:
+        seed: of the random tokens and matrices.
+        model, tokenizer: for the figures of trained heads.
+        layer, head: which trained heads, both counted from 0.
+        text: the paragraph whose embedded tokens the figure "paragraph" starts from.
+    """
 
     seed: int = 0
     model: Any = None
@@ -37,14 +45,20 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A picture, what it shows in one sentence with its numbers, and trajectories to animate."""
+    """A drawn figure.
+
+    Attributes:
+        figure: the picture.
+        says: what the picture shows, in one sentence with the numbers.
+        movies: trajectories to animate, by name.
+    """
 
     figure: Figure
     says: str
     movies: dict[str, Trajectory] = field(default_factory=dict)
 
     def save(self, folder: Path, name: str) -> list[Path]:
-        """Write `<name>.png`, and a GIF per trajectory."""
+        """Write `<name>.png`, and a GIF per trajectory; returns the paths."""
         folder.mkdir(parents=True, exist_ok=True)
         found = [folder / f"{name}.png"]
         self.figure.savefig(found[0], dpi=130)
@@ -59,11 +73,12 @@ TRAINED: set[str] = set()
 
 
 def figure(name: str, *, trained: bool = False) -> Callable[[Callable[[Settings], Drawn]], Callable[[Settings], Drawn]]:
-    """Make a figure known under a name; a trained one needs a model."""
+    """Register a figure under a name; `trained` says that the figure needs a model."""
 
     def add(draw: Callable[[Settings], Drawn]) -> Callable[[Settings], Drawn]:
         FIGURES[name] = draw
-        TRAINED.update([name] if trained else [])
+        if trained:
+            TRAINED.add(name)
         return draw
 
     return add
@@ -167,7 +182,8 @@ def trained_spectra(settings: Settings) -> Drawn:
         axes.axvline(0, color="0.8", linewidth=0.5)
         axes.set_title(f"head {each.head}", fontsize="x-small")
         axes.tick_params(labelsize=5)
-    good, positive = [each.head for each in found if each.satisfies], [each.head for each in found if each.positive]
+    positive = [each.head for each in found if each.positive]
+    good = [each.head for each in found if each.satisfies]
     says = f"Heads (from 0) whose largest eigenvalue is real and positive: {positive}; with all conditions: {good}."
     return Drawn(figure=drawing, says=says)
 
@@ -214,7 +230,7 @@ def multi_head_100(settings: Settings) -> Drawn:
 def paragraph(settings: Settings) -> Drawn:
     """All heads, V = I, from the embedded tokens of a text: iterations 0, 10, 50 and 200."""
     if settings.tokenizer is None or not settings.text:
-        raise ValueError("this figure starts from a text; pass one, and a model with its tokenizer.")
+        raise ValueError("this figure starts from a text; pass a text, and a model with its tokenizer.")
     tokens, names = embedded_tokens(settings.model, settings.tokenizer, settings.text)
     trajectory = simulate(tokens, head_matrices(settings.model, settings.layer), time=20, step=0.1)
     nearest = torch.cdist(clusters(trajectory).centres[-1], tokens.cpu()).min(1)
@@ -235,7 +251,8 @@ def _multi_head(settings: Settings, count: int, indices: tuple[int, ...]) -> Dra
 
 def _trained(settings: Settings, count: int, chosen: list[int] | None, steps: int) -> Trajectory:
     heads = head_matrices(settings.model, settings.layer)
-    heads = heads if chosen is None else heads[chosen]
+    if chosen is not None:
+        heads = heads[chosen]
     return simulate(random_tokens(count, heads.width, seed=settings.seed), heads, time=0.1 * steps, step=0.1)
 
 

@@ -1,7 +1,8 @@
-"""The matrices of trained heads: what they compare tokens by, and what they add to them.
+"""The matrices of trained heads: B_h compares two tokens, and V_h x_j is what a head reads from token j.
 
 B_h = (W_Q W_K^T + its transpose) / (2 sqrt(D)), V_h = (W_V W_O)^T per head, so that a head adds sum_j P_ij V_h x_j to
-token i. Biases and rotary embeddings are left out. SPEC 8; Geshkovski et al. (2023), section 5.
+token i. Biases and rotary embeddings are left out. Geshkovski et al. (2023), section 5; docs/mathematics.md, section
+Dynamics of tokens.
 Axes: H head, D head width, E model width.
 """
 
@@ -19,12 +20,12 @@ from ..wiring.install import model_root
 
 @dataclass(frozen=True, kw_only=True)
 class HeadMatrices:
-    """Heads as they act on row vectors x (1,E), in float64.
+    """The projections of some heads, in float64, as they multiply row vectors x (1,E).
 
     Attributes:
-        query, key, value: (H,E,D); grouped heads are repeated.
-        output: (H,D,E).
-        scale: factor of the scores.
+        query, key, value: (H,E,D); key/value heads that serve a group of query heads are repeated.
+        output: (H,D,E), the rows of W_O of each head.
+        scale: the factor of the scores, 1 / sqrt(D) for trained heads.
     """
 
     query: Tensor
@@ -35,12 +36,17 @@ class HeadMatrices:
 
     @classmethod
     def plain(cls, query: Tensor, key: Tensor, value: Tensor | None = None) -> HeadMatrices:
-        """One head of the theory: scores <Q x_i, K x_j> without a factor, value matrix V, all (E,E) on columns."""
+        """One head as the theory has it: scores <Q x_i, K x_j> without a factor, and a value matrix V.
+
+        Args:
+            query: Q (E,E), which multiplies column vectors.
+            key: K (E,E), likewise.
+            value: V (E,E), likewise; the identity if left out.
+        """
         width = query.shape[1]
         identity = torch.eye(width, dtype=torch.float64)
         value = identity if value is None else value
-        matrices = (matrix.double().T[None] for matrix in (query, key, value))
-        q, k, v = matrices
+        q, k, v = (matrix.double().T[None] for matrix in (query, key, value))
         return cls(query=q, key=k, value=v, output=identity[None], scale=1.0)
 
     def __len__(self) -> int:
@@ -50,59 +56,67 @@ class HeadMatrices:
         """Some of the heads, counted from 0.
 
         Raises:
-            ValueError: there is no such head.
+            ValueError: the layer has no head of that number.
         """
-        indices = (
-            range(len(self))[chosen] if isinstance(chosen, slice) else [chosen] if isinstance(chosen, int) else chosen
-        )
+        indices: Sequence[int]
+        if isinstance(chosen, slice):
+            indices = range(len(self))[chosen]
+        elif isinstance(chosen, int):
+            indices = [chosen]
+        else:
+            indices = chosen
         if not indices or any(not 0 <= index < len(self) for index in indices):
             raise ValueError(f"head {chosen}: there are heads 0 to {len(self) - 1} (the papers count from 1).")
         picked = torch.tensor(list(indices))
         return replace(self, **{name: getattr(self, name)[picked] for name in ("query", "key", "value", "output")})
 
     def to(self, device: torch.device | str) -> HeadMatrices:
-        """The same on another device."""
+        """The same heads on another device."""
         return replace(self, **{name: getattr(self, name).to(device) for name in ("query", "key", "value", "output")})
 
     @property
     def width(self) -> int:
-        """E."""
+        """The width of the model, E."""
         return self.query.shape[1]
 
     @property
     def V(self) -> Tensor:  # noqa: N802  # the papers' name
-        """(H,E,E): value matrices through W_o, on column vectors."""
+        """(H,E,E): V_h = (W_V W_O)^T, which multiplies column vectors."""
         return (self.value @ self.output).transpose(1, 2)
 
     @property
     def B(self) -> Tensor:  # noqa: N802  # as above
-        """(H,E,E): symmetric parts of the score forms."""
+        """(H,E,E): B_h, the symmetric part of the bilinear form that gives the scores."""
         form = self.query @ self.key.transpose(1, 2)
         return 0.5 * self.scale * (form + form.transpose(1, 2))
 
 
 def head_matrices(model: nn.Module, layer: int | str = 0) -> HeadMatrices:
-    """The heads of one self-attention layer of any of the six families.
+    """The matrices of the heads of one self-attention layer.
 
     Args:
         model: a `PreTrainedModel`, stock or swapped, or a wrapper that holds one.
-        layer: place among the self-attention modules, in module order, or the module's path.
+        layer: the number of the layer, counted from 0 in module order among the self-attention modules, or the path
+            of the attention module.
 
     Raises:
-        ValueError: no such layer, cross-attention, a family whose projections are not known, or weights that are not
-            finite.
+        ValueError: there is no such layer, the layer is cross-attention, the places of its projections are not known,
+            or its weights are not finite.
     """
     site = _site(model, layer)
     family, sizes = site.family, site.family.geometry(site.core)
     if family.query is None or family.key is None or family.value is None or family.output is None:
-        raise ValueError(f"{site.path}: where {type(site.core).__name__} keeps its projections is not known.")
-    fused = family.query == family.key
-    per_key = sizes.kv_heads * sizes.head_dim
-    widths = [sizes.heads * sizes.head_dim, per_key, per_key]
-    if fused:
+        raise ValueError(
+            f"{site.path}: the package does not know where {type(site.core).__name__} keeps its projections; choose "
+            "another model."
+        )
+    if family.query == family.key:  # one module holds all three projections, side by side
+        per_key = sizes.kv_heads * sizes.head_dim
+        widths = [sizes.heads * sizes.head_dim, per_key, per_key]
         found = torch.split(_matrix(site.core.get_submodule(family.query), site.path), widths, 1)
     else:
-        found = tuple(_matrix(site.core.get_submodule(p), site.path) for p in (family.query, family.key, family.value))
+        paths = (family.query, family.key, family.value)
+        found = tuple(_matrix(site.core.get_submodule(path), site.path) for path in paths)
     query, key, value = (each.view(sizes.hidden, -1, sizes.head_dim).transpose(0, 1) for each in found)
     groups = sizes.heads // sizes.kv_heads
     output = _matrix(site.container.get_submodule(family.output), site.path)
@@ -127,7 +141,8 @@ def _site(model: nn.Module, layer: int | str) -> Site:
         raise ValueError(f"there is no attention module {layer!r}; there are {', '.join(s.path for s in usable)}.")
     if named.cross:
         raise ValueError(
-            f"{layer} is cross-attention: its keys are not its own tokens, so they are no particle system."
+            f"{layer} is cross-attention: its queries and keys are different tokens, so they are no system of "
+            "particles; choose a self-attention layer."
         )
     if named.refused is not None:
         raise ValueError(f"{layer} cannot be read: {named.refused}.")
@@ -135,7 +150,7 @@ def _site(model: nn.Module, layer: int | str) -> Site:
 
 
 def _matrix(module: nn.Module, path: str) -> Tensor:
-    """(in,out) in float64, whichever way the module keeps it."""
+    """The module's weight as (in,out) in float64; a Linear stores (out,in), a Conv1D (in,out)."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     matrix = weight.detach().double() if type(module).__name__ == "Conv1D" else weight.detach().double().T

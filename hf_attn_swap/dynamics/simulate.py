@@ -1,9 +1,11 @@
-"""Tokens moved by heads: dx_i/dt = sum_h sum_j P^h_ij V_h x_j, in time instead of layers.
+"""Moves tokens by heads: dx_i/dt = sum_h sum_j P^h_ij V_h x_j. Time takes the place of layers.
 
-z = e^{-tR} x stays bounded where x grows: dz_i/dt = sum_h sum_j P^h_ij V_h z_j - R z_i, with R what a cluster feels,
-sum_h V_h, where that commutes with every V_h, else its spectral abscissa times the identity. P is computed from x, with
-the growth e^{2 rho t} of the scores capped where softmax is one-hot to machine precision. H = 1 and V = I:
-dz_i/dt = sum_j P_ij (z_j - z_i). Geshkovski et al. (2023), eq. 1.1 and 1.3; SPEC 8.
+x grows, so z = e^{-tR} x is integrated instead: dz_i/dt = sum_h sum_j P^h_ij V_h z_j - R z_i. R is the sum of V_h over
+heads if that sum commutes with every V_h; otherwise R is the identity times the spectral abscissa of that sum, which is
+the largest real part of the sum's eigenvalues. P is computed from x, whose scores grow like e^{2 rho t}; this factor is
+capped at a size where softmax is one-hot to machine precision. For one head with V = I the equation is
+dz_i/dt = sum_j P_ij (z_j - z_i). Geshkovski et al. (2023), eq. 1.1 and 1.3; docs/mathematics.md, section Dynamics of
+tokens.
 Axes: T time, B batch, N token, H head, D head width, E model width.
 """
 
@@ -19,19 +21,19 @@ from torchdiffeq import odeint
 from .heads import HeadMatrices
 
 METHODS = {"rk4": "rk4", "dopri5": "dopri5", "published": "euler"}
-EXPONENT_CAP = 600.0  # e^600: any difference of scores above 1e-258 is decided
-DIVERGED = 1e100
+EXPONENT_CAP = 600.0  # times e^600, any difference of scores above 1e-258 makes the softmax one-hot
+DIVERGED = 1e100  # a coordinate above this means that the integrator diverged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """The velocity of tokens under some heads; a function of time and state for an ODE solver.
+    """The velocity of tokens that some heads move, as a function of time and state for an ODE solver.
 
     Attributes:
-        heads: who moves the tokens.
-        shared: (E,E), one value matrix for all heads; None: each head's own.
-        rate: (E,E), R; zeros for x itself.
-        abscissa: rho, the largest real part of R's eigenvalues.
+        heads: the heads that move the tokens.
+        shared: (E,E), one value matrix for all heads; None if each head has its own.
+        rate: (E,E), the matrix R of z = e^{-tR} x; zeros if x itself is integrated.
+        abscissa: rho, the largest real part of the eigenvalues of R.
     """
 
     heads: HeadMatrices
@@ -40,7 +42,7 @@ class Field:
     abscissa: float
 
     def attention(self, time: Tensor | float, z_BNE: Tensor) -> Tensor:
-        """P (B,H,N,N) at a time."""
+        """The attention weights P (B,H,N,N) at a time."""
         heads, t = self.heads, float(time)
         bounded = self.rate - self.abscissa * torch.eye(heads.width, dtype=z_BNE.dtype, device=z_BNE.device)
         x_BNE = z_BNE @ torch.matrix_exp(t * bounded).T if bool(bounded.any()) else z_BNE
@@ -50,7 +52,7 @@ class Field:
         return torch.softmax(heads.scale * growth * (q_BHND @ k_BHND.transpose(2, 3)), -1)
 
     def __call__(self, time: Tensor, z_BNE: Tensor) -> Tensor:
-        """dz/dt (B,N,E)."""
+        """The velocity dz/dt (B,N,E)."""
         weights_BHNN = self.attention(time, z_BNE)
         if self.shared is not None:
             moved_BNE = weights_BHNN.sum(1) @ z_BNE @ self.shared.T
@@ -62,12 +64,12 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """States over time.
+    """The states of the tokens over time.
 
     Attributes:
-        times: (T,).
-        z: (T,N,E), or (T,B,N,E) for a batch of initial tokens: rescaled tokens, or the tokens themselves.
-        field: what moved them.
+        times: (T,), the recorded times.
+        z: (T,N,E), or (T,B,N,E) for a batch of initial tokens: the rescaled tokens, or the tokens themselves.
+        field: the velocity that moved the tokens.
     """
 
     times: Tensor
@@ -76,15 +78,18 @@ class Trajectory:
 
     @property
     def x(self) -> Tensor:
-        """The tokens themselves, e^{tR} z; overflows to infinity where they do."""
-        growth_TEE = torch.stack([torch.matrix_exp(time * self.field.rate) for time in self.times])
-        return self.z @ growth_TEE.mT.view(len(self.times), *[1] * (self.z.dim() - 3), *growth_TEE.shape[1:])
+        """The tokens themselves, x = e^{tR} z; infinite where x is too large for float64."""
+        growth_TEE = torch.stack([torch.matrix_exp(time * self.field.rate) for time in self.times]).mT
+        if self.z.dim() == 4:  # a batch of initial conditions: (T,B,N,E)
+            growth_TEE = growth_TEE.unsqueeze(1)
+        return self.z @ growth_TEE
 
     def attention(self, index: int) -> Tensor:
-        """P at one of the times: (H,N,N), or (B,H,N,N)."""
-        state = self.z[index]
-        found = self.field.attention(self.times[index], state if state.dim() == 3 else state[None])
-        return found if state.dim() == 3 else found[0]
+        """The attention weights P at one of the recorded times: (H,N,N), or (B,H,N,N) for a batch."""
+        state, time = self.z[index], self.times[index]
+        if state.dim() == 3:
+            return self.field.attention(time, state)
+        return self.field.attention(time, state[None])[0]
 
 
 @torch.no_grad()
@@ -99,21 +104,23 @@ def simulate(
     rescale: bool = True,
     record: int = 1,
 ) -> Trajectory:
-    """Integrate the dynamics in float64, on the device of the tokens.
+    """Integrate the movement of tokens in float64, on the device of the tokens.
 
     Args:
         tokens: (N,E), or (B,N,E) for several initial conditions at once.
-        heads: one or several; a row of P sums to 1 in each.
+        heads: one head or several.
         time: length of the simulation.
-        step: of "rk4" and "published"; where "dopri5", which chooses its own, is recorded.
-        method: "rk4", "dopri5" (adaptive), or "published": the report's scheme, whose attention is fixed inside a
-            step, so that its Runge-Kutta stages cancel and forward Euler remains.
-        value: "identity", "head" (each head's own V_h), or one matrix (E,E) on column vectors for all.
-        rescale: integrate z, which stays bounded; False integrates x, which overflows at long times.
-        record: keep every so many steps.
+        step: length of a step of "rk4" and "published". "dopri5" chooses its own steps, and is recorded at multiples
+            of `step`.
+        method: "rk4" (classical Runge-Kutta), "dopri5" (adaptive), or "published", the multi-head report's scheme.
+            That scheme holds the attention fixed inside a step, so its stages cancel and forward Euler remains.
+        value: "identity", "head" (each head's own V_h), or one matrix (E,E) for all heads, which multiplies column
+            vectors.
+        rescale: True integrates z, which stays bounded; False integrates x, which overflows at long times.
+        record: record one of every `record` steps.
 
     Raises:
-        ValueError: sizes, a method or a time that do not fit, tokens that are not finite, or a step that diverges.
+        ValueError: the sizes, the method or the time do not fit, a token is not finite, or the simulation diverges.
     """
     _check(tokens, heads, time, step, method, record)
     batched = tokens.dim() == 3
@@ -158,6 +165,8 @@ def _check(tokens: Tensor, heads: HeadMatrices, time: float, step: float, method
     if tokens.dim() not in (2, 3) or tokens.shape[-1] != heads.width or not tokens.numel():
         raise ValueError(f"tokens must be (N, {heads.width}) or (B, N, {heads.width}), got {tuple(tokens.shape)}.")
     if not bool(torch.isfinite(tokens).all()):
-        raise ValueError("the initial tokens are not finite.")
+        raise ValueError("the initial tokens are not finite; check the model or the matrix that they come from.")
     if not 0 < step <= time or record < 1:
-        raise ValueError(f"0 < step <= time and record >= 1 are needed, got {step:g}, {time:g} and {record}.")
+        raise ValueError(
+            f"choose 0 < step <= time and record >= 1; got step = {step:g}, time = {time:g} and record = {record}."
+        )

@@ -1,7 +1,8 @@
-"""Eigenvalues of trained heads, and which heads the hyperplane theorem speaks of.
+"""Eigenvalues of trained heads, and the heads that meet the condition of the hyperplane theorem.
 
-A head is a good triple if the eigenvalue of V with the largest modulus is real, positive and simple, and its
-eigenvector phi has <Q phi, K phi> > 0. Geshkovski et al. (2023), theorem 5.2 and figure 10; SPEC 8.
+The condition: the leading eigenvalue of V, the eigenvalue with the largest modulus, is real, positive and simple, and
+its eigenvector phi has <Q phi, K phi> > 0. The paper calls such Q, K and V a good triple. Geshkovski et al. (2023),
+theorem 5.2 and figure 10; docs/mathematics.md, section Dynamics of tokens.
 Axes: H head, E model width.
 """
 
@@ -14,19 +15,20 @@ from torch import Tensor
 
 from .heads import HeadMatrices
 
-VALUE_FLOOR, FORM_FLOOR = 1e-4, 1e-6  # smaller ones are rounding: V and B have rank D at most 2 D
+VALUE_FLOOR, FORM_FLOOR = 1e-4, 1e-6  # smaller eigenvalues are rounding: V has rank D, and B has rank 2 D at most
 RELATIVE_GAP = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spectrum:
-    """One head.
+    """The eigenvalues of one head.
 
     Attributes:
         head: counted from 0.
-        value: eigenvalues of V_h above 1e-4 in modulus, the largest modulus first, complex.
-        form: eigenvalues of B_h above 1e-6 in modulus, rising.
-        alignment: <Q phi, K phi> with the unit eigenvector of the leading eigenvalue; NaN if that is complex.
+        value: complex eigenvalues of V_h whose modulus is above 1e-4, the largest modulus first.
+        form: eigenvalues of B_h whose modulus is above 1e-6, in rising order.
+        alignment: <Q phi, K phi> for the unit eigenvector phi of the leading eigenvalue; NaN if that eigenvalue is
+            complex.
     """
 
     head: int
@@ -36,24 +38,25 @@ class Spectrum:
 
     @property
     def leading(self) -> complex:
-        """The eigenvalue of V_h with the largest modulus; 0 if all are tiny."""
+        """The eigenvalue of V_h with the largest modulus; 0 if no modulus is above 1e-4."""
         return complex(self.value[0]) if len(self.value) else 0j
 
     @property
     def positive(self) -> bool:
-        """True if it is real and positive."""
+        """True if the leading eigenvalue is real and positive."""
         return self.leading.imag == 0 and self.leading.real > 0
 
     @property
     def simple(self) -> bool:
-        """True if no other eigenvalue has its modulus."""
-        return len(self.value) == 1 or (
-            len(self.value) > 1 and float(self.value[0].abs() - self.value[1].abs()) > RELATIVE_GAP * abs(self.leading)
-        )
+        """True if no other eigenvalue has the modulus of the leading eigenvalue."""
+        if len(self.value) < 2:
+            return len(self.value) == 1
+        gap = float(self.value[0].abs() - self.value[1].abs())
+        return gap > RELATIVE_GAP * abs(self.leading)
 
     @property
     def satisfies(self) -> bool:
-        """True if the theorem's condition holds: a good triple."""
+        """True if the head meets the condition of the hyperplane theorem."""
         return self.positive and self.simple and self.alignment > 0
 
 

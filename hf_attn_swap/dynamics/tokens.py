@@ -13,10 +13,10 @@ from ..wiring.install import model_root
 def random_tokens(
     count: int, width: int, *, low: float = -5.0, high: float = 5.0, seed: int = 0, batch: int | None = None
 ) -> Tensor:
-    """(N,E), or (B,N,E) with a batch: uniform in [low, high]^E, in float64.
+    """Random tokens (N,E), or (B,N,E) with a batch, uniform in [low, high]^E, in float64.
 
     Raises:
-        ValueError: no token, no width, or an empty box.
+        ValueError: the count or the width is below 1, or `low` is not below `high`.
     """
     if count < 1 or width < 1 or not low < high:
         raise ValueError(
@@ -29,7 +29,7 @@ def random_tokens(
 
 @torch.no_grad()
 def embedded_tokens(model: Any, tokenizer: Any, text: str) -> tuple[Tensor, list[str]]:
-    """(N,E) in float64: what the first layer reads for a text, by the model's own embedding layer; and the tokens.
+    """The embedded tokens of a text, (N,E) in float64, as the model's first layer reads them; and the tokens as text.
 
     Raises:
         ValueError: the text has no tokens.
@@ -37,7 +37,7 @@ def embedded_tokens(model: Any, tokenizer: Any, text: str) -> tuple[Tensor, list
     root = model_root(model)
     encoded = tokenizer(text, return_tensors="pt", truncation=True).to(next(root.parameters()).device)
     if not encoded["input_ids"].numel():
-        raise ValueError("the text has no tokens.")
+        raise ValueError("the text has no tokens; pass another text.")
     was = root.training
     root.eval()
     try:

@@ -1,4 +1,7 @@
-"""Where Q, K, V, W_o and the input sit, one small file per architecture; `generic` for every other one."""
+"""Where an architecture keeps Q, K, V, W_o and the input of its attention.
+
+Each known architecture has one small file; `generic` finds the places in every other architecture.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,16 @@ for _module in iter_modules(__path__):
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """One attention module of a model: its path, the core, the module that applies W_o, and its family."""
+    """One attention module of a model.
+
+    Attributes:
+        path: the module's path in the model.
+        core: the module itself, which calls the attention interface.
+        container: the module that applies W_o: the core, or its parent.
+        family: where the projections of the module sit.
+        cross: True for attention from one sequence to another.
+        refused: why the attention of this module cannot be swapped, or None.
+    """
 
     path: str
     core: nn.Module
@@ -33,12 +45,12 @@ class Site:
 
     @property
     def usable(self) -> bool:
-        """True for self-attention that can be swapped: these are the modules that `layers` counts."""
+        """True for self-attention that can be swapped. The option `layers` counts these modules."""
         return not self.cross and self.refused is None
 
 
 def sites(model: nn.Module) -> list[Site]:
-    """Every module that goes through the attention interface, in module order."""
+    """Every module that calls the attention interface, in module order."""
     return list(_walk(model))
 
 
@@ -57,5 +69,5 @@ def _walk(model: nn.Module) -> Iterator[Site]:
 
 
 def stock_class(module: nn.Module) -> Any:
-    """The class as transformers wrote it, for a module whose class a swap or a wrapper has replaced."""
+    """The class of a module as transformers defines it, also where a swap or a wrapper has replaced the class."""
     return getattr(type(module), "stock_class", None) or type(module)

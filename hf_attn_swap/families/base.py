@@ -1,4 +1,6 @@
-"""What a family is: where Q, K, V, W_o and the input of an attention module sit. Data, no patching loop.
+"""The type of a family, which says where an attention module keeps Q, K, V, W_o and its input.
+
+A family is data: it contains no code that patches a model.
 
 Axes: H head, G key/value head, D head width, E model width.
 """
@@ -15,17 +17,20 @@ from ..core.call import Geometry
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture's attention module, the "core" that calls the attention interface.
+    """The places inside one architecture's attention.
+
+    The "core" is the module that calls the attention interface. The "container" is the module that applies W_o.
 
     Attributes:
         name: model type, as in `config.model_type`.
         core: class name of the module that calls the attention interface.
-        query, key, value: paths of the projections from the core; equal paths are one fused projection.
-        output, dropout: paths of W_o and of the hidden dropout behind it, if there is one inside, from the container.
-        block: which module is the container, the one that applies W_o: "core" if the core does and returns its
-            output; "bert" if its parent does, with dropout and LayerNorm; "albert" if the core does all three.
-        shared: True if one module is called for several layers.
-        geometry: sizes of a core.
+        query, key, value: paths of the projections, from the core; equal paths mean one fused projection.
+        output: path of W_o, from the container.
+        dropout: path of the hidden dropout after W_o, from the container; None if the container has none.
+        block: "core" if the core applies W_o and returns the result; "bert" if the core's parent applies W_o, dropout
+            and LayerNorm; "albert" if the core applies all three.
+        shared: True if the model calls one module for several layers.
+        geometry: a function that reads the sizes of a core.
     """
 
     name: str
@@ -48,7 +53,7 @@ class Family:
 def attributes(
     *, heads: str, head_dim: str, hidden: str = "config.hidden_size", kv_heads: str | None = None
 ) -> Callable[[nn.Module], Geometry]:
-    """A geometry that reads dotted attribute paths of the core."""
+    """A function that reads the sizes of a core from attributes, given as dotted paths from the core."""
 
     def read(core: nn.Module) -> Geometry:
         values = [_attribute(core, path) for path in (heads, kv_heads or heads, head_dim, hidden)]

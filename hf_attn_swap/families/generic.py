@@ -1,7 +1,7 @@
-"""Any other attention module that goes through the attention interface, found by how it is written.
+"""Finds the attention of architectures that have no file of their own, by the source code of their modules.
 
-A core is a module whose forward asks `get_interface(` for the attention function. Projections are found by their
-usual names; what cannot be found is refused by name rather than guessed.
+A core is a module whose forward calls `get_interface(` to get the attention function. Projections are found by their
+usual names. A module whose sizes cannot be found is refused with the reason, and nothing is guessed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ HIDDEN = ("hidden_size", "d_model", "dim", "n_embd", "embed_dim")
 
 @cache
 def is_core(cls: Any) -> bool:
-    """True if this class's own forward asks for the attention interface."""
+    """True if the forward of this class calls `get_interface(` itself."""
     try:
         return "get_interface(" in inspect.getsource(cls.forward)
-    except (OSError, TypeError):  # no Python source: built in, or compiled
+    except (OSError, TypeError):  # the class has no Python source: it is built in, or compiled
         return False
 
 
 def is_cross(name: str, module: nn.Module) -> bool:
-    """True for attention from one sequence to another, by the module's flag, class or place."""
+    """True for attention from one sequence to another, as the module's flag, class name or path says."""
     flagged = getattr(module, "is_cross_attention", False) is True
     return flagged or "cross" in type(module).__name__.lower() or name.rpartition(".")[2].lower() in CROSS
 
@@ -53,16 +53,16 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def geometry(core: nn.Module) -> Geometry:
-    """Sizes by the usual attribute names of the module and its config.
+    """The sizes of a core, from the usual attribute names of the module and its config.
 
     Raises:
-        ValueError: one of them is under no known name.
+        ValueError: the number of heads or the width has none of these names.
     """
     config = core.config
     heads = _first(core, HEADS) or _first(config, ("num_attention_heads", "num_heads", "n_heads", "n_head"))
     hidden = _first(core, ("embed_dim",)) or _first(config, HIDDEN)
     if heads is None or hidden is None:
-        raise ValueError("its number of heads or its width is under no name that we know")
+        raise ValueError("its number of heads or its width has none of the usual attribute names")
     head_dim = _first(core, WIDTHS) or hidden // heads
     groups = _first(core, ("num_key_value_groups",)) or 1
     return Geometry(heads=heads, kv_heads=heads // groups, head_dim=head_dim, hidden=hidden)
@@ -74,7 +74,7 @@ def _first(holder: object, names: tuple[str, ...]) -> int | None:
 
 
 def family(name: str, core: nn.Module, parent: nn.Module | None) -> Family:
-    """A family made up for this module; projections that are under no usual name are None."""
+    """A family for this module; projections that have none of the usual names are None."""
     bert = getattr(parent, "self", None) is core and all(
         hasattr(getattr(parent, "output", None), part) for part in ("dense", "dropout", "LayerNorm")
     )

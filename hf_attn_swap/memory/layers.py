@@ -1,13 +1,16 @@
-"""A memory answers a state with the stored patterns that are most like it.
+"""Memory layers: a memory answers a state with the stored patterns that are most similar to the state.
 
-Z = normalizer(beta Q K^T) V with Q = R W_Q, K = Y W_K, V = K W_V; more steps put Q <- normalizer(beta Q K^T) K first.
-Identity weights, one step: retrieval of a stored pattern; one step, learned weights: attention without a separate W_V.
-OutEffHop (Hu et al., 2024), section 2.4, eq. 2.11 to 2.14; SparseHopfield and polynomial memories as its baselines.
+Z = normalizer(beta Q K^T) V with Q = R W_Q, K = Y W_K, V = K W_V; R are the states, Y the stored patterns. Every step
+but the last replaces Q by normalizer(beta Q K^T) K. With identity weights and one step this is the retrieval of a
+stored pattern. With learned weights and one step it is attention whose values are computed from the keys.
+OutEffHop (Hu et al., 2024), section 2.4, eq. 2.11 to 2.14. SparseHopfield's memory and polynomial memories are its
+baselines; docs/mathematics.md, section Memory layers.
 Axes: B batch, Q query, N stored pattern, H head, D head width, I inner width (H x D), E width.
 
-Masks are bool, True where a pattern is left out: `key_padding_mask` and `no_op` (outliers known by hand) are (B,N) or
-(N), `mask` is (Q,N) or (B,Q,N). A forward raises ValueError for shapes that do not fit, an empty memory, and a row
-with no pattern left; such a row is zero for "outeffhop", the only one whose weights need not sum to 1.
+Masks are bool, and True leaves a pattern out. `key_padding_mask` is (B,N) or (N). `no_op` has the same shape and names
+outliers that the caller knows. `mask` is (Q,N) or (B,Q,N). Every forward raises ValueError if shapes do not fit, if the
+memory is empty, or if a mask leaves a state without any pattern. With "outeffhop", whose weights need not sum to 1, a
+state without any pattern reads zeros instead.
 """
 
 from __future__ import annotations
@@ -20,13 +23,18 @@ from torch import Tensor, nn
 
 from ..functional import hopfield_retrieve, no_op_patterns
 
-# The layers' names, and the functions'.
-NORMALIZERS = {name: name for name in ("outeffhop", "softmax", "sparsemax", "entmax", "polynomial")}
-NORMALIZERS |= {"outeffhop": "softmax_n", "entmax": "entmax15"}
+# A layer's name of a normaliser, and the name that `hopfield_retrieve` gives it.
+NORMALIZERS = {
+    "outeffhop": "softmax_n",
+    "softmax": "softmax",
+    "sparsemax": "sparsemax",
+    "entmax": "entmax15",
+    "polynomial": "polynomial",
+}
 
 
 class _Memory(nn.Module, PyTorchModelHubMixin, library_name="hf-attn-swap", tags=["hopfield", "memory"]):
-    """What the four share: the checked settings, and the retrieval dynamics per head."""
+    """The base of the four memory layers: checks the settings, and retrieves per head."""
 
     def __init__(self, normalizer: str, steps: int, beta: float) -> None:
         super().__init__()
@@ -51,7 +59,10 @@ def _check(name: str, tensor: Tensor, width: int) -> None:
 
 
 def _keep(state: Tensor, stored: Tensor, **left_out: Tensor | None) -> Tensor | None:
-    """(B,1,Q or 1,N), True where a pattern counts, from bool masks (N), (B,N) or, if named `mask`, (Q,N) or (B,Q,N)."""
+    """Join the masks that leave patterns out into one mask (B,1,Q or 1,N) that is True where a pattern counts.
+
+    A mask named `mask` is (Q,N) or (B,Q,N); every other mask is (N), (1,N) or (B,N).
+    """
     batch, queries, count = len(state), state.shape[1], stored.shape[1]
     if len(stored) not in (1, batch):
         raise ValueError(f"{batch} rows of states cannot read {len(stored)} rows of patterns; pass as many of both.")
@@ -59,11 +70,13 @@ def _keep(state: Tensor, stored: Tensor, **left_out: Tensor | None) -> Tensor | 
     for name, mask in left_out.items():
         if mask is None:
             continue
-        seen = [(queries, count), (batch, queries, count)] if name == "mask" else [(count,), (1, count), (batch, count)]
-        if mask.dtype != torch.bool or tuple(mask.shape) not in seen:
-            wanted = f"{name} must be bool, True to leave out, of shape {' or '.join(map(str, seen))}"
+        per_query = name == "mask"
+        of_patterns = [(count,), (1, count), (batch, count)]
+        shapes = [(queries, count), (batch, queries, count)] if per_query else of_patterns
+        if mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
+            wanted = f"{name} must be bool, True to leave out, of shape {' or '.join(map(str, shapes))}"
             raise ValueError(f"{wanted}; got {mask.dtype}, {tuple(mask.shape)}.")
-        kept = ~(mask if name == "mask" else mask.unsqueeze(-2)).reshape(-1, 1, queries if name == "mask" else 1, count)
+        kept = ~mask.reshape(-1, 1, queries if per_query else 1, count)
         keep = kept if keep is None else keep & kept
     return keep
 
@@ -71,16 +84,18 @@ def _keep(state: Tensor, stored: Tensor, **left_out: Tensor | None) -> Tensor | 
 class HopfieldRetrieval(_Memory):
     """Memory retrieval without weights: xi <- Y^T normalizer(beta Y xi), `steps` times.
 
-    No-op classification gives states (0) and patterns one more dimension and maps all outliers to one vector that has
-    only this. Its score is 0 for every state: it adds exp(0) = 1 to the denominator, once and without outliers too, and
-    nothing to what is read. That 1 is softmax_1's, so the dimension is never built, and outliers are left out; the
-    other normalisers have no such class and lose them as well.
+    The paper's no-op classification adds one dimension to states and patterns, and maps all outliers to one vector that
+    lies in this dimension alone. States are 0 there, so the vector's score is 0 for every state. The vector adds
+    exp(0) = 1 to the denominator, even if there is no outlier, and adds nothing to what a state reads. That 1 is the
+    extra 1 of softmax_1. The layer therefore never builds the dimension, and leaves outliers out of the memory. The
+    other normalisers have no extra 1; they leave outliers out as well.
 
     Args:
         normalizer: one of `NORMALIZERS`.
-        steps: updates per call; steps = n equals n calls.
-        beta: inverse temperature, inside the normaliser ("polynomial" does not depend on it).
-        no_op_threshold: leave out patterns whose cosine with all others is below this, see `no_op_patterns`.
+        steps: updates per call; one call with steps = n equals n calls with steps = 1.
+        beta: inverse temperature, inside the normaliser; "polynomial" does not depend on beta.
+        no_op_threshold: a pattern is left out if its cosine with every other pattern is below this number; see
+            `no_op_patterns`.
 
     Raises:
         ValueError: an unknown normaliser, steps < 1, beta <= 0 or a threshold that is no cosine.
@@ -105,7 +120,10 @@ class HopfieldRetrieval(_Memory):
         no_op: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """What is read from stored patterns (B,N,E), or (N,E) for all rows: (B,Q,E). Masks as above."""
+        """What states (B,Q,E) read from stored patterns (B,N,E), or (N,E) for all rows: (B,Q,E).
+
+        The head of this file describes the masks.
+        """
         stored_BNE = stored_BNE if stored_BNE.dim() == 3 else stored_BNE.unsqueeze(0)
         _check("stored", stored_BNE, stored_BNE.shape[-1])
         _check("state", state_BQE, stored_BNE.shape[-1])
@@ -118,7 +136,11 @@ class HopfieldRetrieval(_Memory):
 
 
 class _Projected(_Memory):
-    """Heads, and the read-out V = K W_V: on all heads at once, so that one matrix holds each head's own W_V (D,E)."""
+    """The base of the layers with weights: splits into heads, and applies V = K W_V after the retrieval.
+
+    The weights of a row multiply K first and W_V then, which is the same as to multiply V. One matrix (I,E) holds the
+    W_V (D,E) of every head.
+    """
 
     def __init__(self, width: int, inner: int, heads: int, normalizer: str, steps: int, beta: float | None) -> None:
         if min(width, inner, heads) < 1 or inner % heads:
@@ -137,13 +159,13 @@ class HopfieldAssociation(_Projected):
     """Association: states R query stored patterns Y, both projected; Y = R is self-attention.
 
     Args:
-        width: E of R and of the output.
-        stored_width: of Y; default `width`.
-        inner_width: I, all heads together; default `width`.
+        width: E, the width of the states R and of the output.
+        stored_width: width of the stored patterns Y; default `width`.
+        inner_width: I, the width of all heads together; default `width`.
         heads: H, a divisor of I.
         normalizer: one of `NORMALIZERS`.
-        steps: updates of the projected state.
-        beta: default 1 / sqrt(I / H).
+        steps: updates of the projected state per call.
+        beta: inverse temperature; default 1 / sqrt(I / H).
 
     Raises:
         ValueError: widths or heads that do not fit, an unknown normaliser, steps < 1, beta <= 0.
@@ -176,7 +198,10 @@ class HopfieldAssociation(_Projected):
         no_op: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """What states (B,Q,E) read from stored patterns (B,N,stored_width): (B,Q,E). Masks as above."""
+        """What states (B,Q,E) read from stored patterns (B,N,stored_width): (B,Q,E).
+
+        The head of this file describes the masks.
+        """
         _check("state", state_BQE, self.width)
         _check("stored", stored_BNE, self.key.in_features)
         keep = _keep(state_BQE, stored_BNE, key_padding_mask=key_padding_mask, no_op=no_op, mask=mask)
@@ -184,9 +209,11 @@ class HopfieldAssociation(_Projected):
 
 
 class HopfieldPooling(_Projected):
-    """Pooling: learned queries, already in the projected space, read a bag Y; one query makes it one vector.
+    """Pooling: learned queries read a bag of patterns Y. With one query the bag becomes one vector.
 
-    Args and errors as for `HopfieldAssociation`; `queries` is how many, at least 1.
+    The queries are learned in the projected space, so there is no W_Q.
+
+    Args and errors as for `HopfieldAssociation`; `queries` is the number of queries, at least 1.
     Source: OutEffHop, mode 3 of section 2.4.
     """
 
@@ -206,12 +233,12 @@ class HopfieldPooling(_Projected):
             raise ValueError(f"pooling needs at least one query, got queries = {queries}.")
         super().__init__(width, inner, heads, normalizer, steps, beta)
         self.key = nn.Linear(width, inner, bias=False)
-        self.query = nn.Linear(inner, queries, bias=False)  # its weight (Q,I) is what is learned
+        self.query = nn.Linear(inner, queries, bias=False)  # the weight (Q,I) is the learned queries
 
     def forward(
         self, stored_BNE: Tensor, *, key_padding_mask: Tensor | None = None, no_op: Tensor | None = None
     ) -> Tensor:
-        """The bags (B,N,E) as (B,Q,E)."""
+        """Pool the bags (B,N,E) to (B,Q,E)."""
         _check("stored", stored_BNE, self.width)
         state_BQI = self.query.weight.expand(len(stored_BNE), -1, -1)
         keep = _keep(state_BQI, stored_BNE, key_padding_mask=key_padding_mask, no_op=no_op)
@@ -219,10 +246,13 @@ class HopfieldPooling(_Projected):
 
 
 class HopfieldLayer(_Projected):
-    """Lookup: states R read patterns that are weights, Y = 1, so K = W_K (N,I) and V = W_K W_V do not see the input.
+    """Lookup: states R read N patterns that are learned weights.
 
-    Args and errors as for `HopfieldAssociation`; `stored` is N, at least 1.
-    Source: OutEffHop, mode 4 of section 2.4; V as a table of its own is another reading, not taken (V = Y W_K W_V).
+    K = W_K (N,I) and V = W_K W_V, so neither depends on the input.
+
+    Args and errors as for `HopfieldAssociation`; `stored` is N, the number of patterns, at least 1.
+    Source: OutEffHop, mode 4 of section 2.4. Another reading makes V a table of its own; here V = Y W_K W_V, as in the
+    paper's other modes.
     """
 
     def __init__(
@@ -241,7 +271,7 @@ class HopfieldLayer(_Projected):
         inner = width if inner_width is None else inner_width
         super().__init__(width, inner, heads, normalizer, steps, beta)
         self.query = nn.Linear(width, inner, bias=False)
-        self.key = nn.Linear(inner, stored, bias=False)  # its weight (N,I) is the memory
+        self.key = nn.Linear(inner, stored, bias=False)  # the weight (N,I) is the memory
 
     def forward(self, state_BQE: Tensor) -> Tensor:
         """What states (B,Q,E) look up: (B,Q,E)."""

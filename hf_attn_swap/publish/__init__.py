@@ -1,1 +1,1 @@
-"""What is published: results, cards, citations, whole checkpoints, the Hub."""
+"""Publishes converted models: results, model cards, citations, whole checkpoints, and the Hub."""

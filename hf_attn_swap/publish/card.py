@@ -1,4 +1,4 @@
-"""Model cards: `results.json` to the README.md of a repository, offline, and a table of many runs."""
+"""Writes the model card of a run from its `results.json`, without a network, and one table of many runs."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def render(result: RunResult, repo_id: str | None = None) -> str:
 
     Args:
         result: the run.
-        repo_id: where the model is, for the lines that load it; a placeholder if None.
+        repo_id: the model's name on the Hub, for the lines that load the model; a placeholder if None.
 
     Raises:
-        ValueError: a paper of the run has no citation.
+        ValueError: the package has no citation for a paper of the run.
     """
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -55,6 +55,11 @@ def render(result: RunResult, repo_id: str | None = None) -> str:
     environment.filters["cell"] = _cell
     recipe, _, loader = result.base.auto_class.rpartition(".")
     papers = dict.fromkeys(component.paper for swap in result.swaps for component in swap.components)
+    processor = None
+    if "image" in result.task:
+        processor = "AutoImageProcessor"
+    elif result.language:
+        processor = "AutoTokenizer"
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         result=result,
         metadata=card_data(result).to_yaml(),
@@ -62,7 +67,7 @@ def render(result: RunResult, repo_id: str | None = None) -> str:
         swaps=[(swap, layers_text(swap, result.modules)) for swap in result.swaps],
         metrics=_comparison(result, "metrics"),
         outliers=_comparison(result, "outliers"),
-        processor="AutoImageProcessor" if "image" in result.task else "AutoTokenizer" if result.language else None,
+        processor=processor,
         scratch=result.base.relation == SCRATCH,
         recipe=recipe,
         loader=loader,
@@ -74,7 +79,7 @@ def render(result: RunResult, repo_id: str | None = None) -> str:
 
 
 def bare_card(swaps: Sequence[AppliedSwap], modules: int, repo_id: str) -> str:
-    """The card of a model without results: what it runs, and how to load it."""
+    """The card of a model without results, which says what runs in the model and how to load the model."""
     variants = dict.fromkeys(VARIANT_TAG + swap.variant for swap in swaps)
     data = ModelCardData(library_name="transformers", tags=[TAG, *variants])
     words = "; ".join(
@@ -117,41 +122,39 @@ def card_data(result: RunResult) -> ModelCardData:
 
 
 def validate(text: str) -> None:
-    """Check a card as far as that goes without the Hub.
+    """Check the metadata of a card, as far as this is possible without the Hub.
 
     Raises:
-        ValueError: saying everything that is wrong with its metadata.
+        ValueError: names everything that is wrong with the metadata.
     """
     if not text.startswith("---\n"):
         raise ValueError("the card has no metadata: it must start with a block of YAML between two lines of ---.")
     try:
         data = ModelCard(text).data
-    except Exception as problem:  # whatever YAML or huggingface_hub raise, the metadata cannot be read
+    except Exception as problem:  # YAML and huggingface_hub raise many types of errors
         raise ValueError(f"the card's metadata cannot be read: {problem}") from problem
     assert isinstance(data, ModelCardData)
     found = data.to_dict()
-    tags = found.get("tags") if isinstance(found.get("tags"), list) else []
-    scratch = SCRATCH_TAG in (tags or [])
-    base, relation, related = found.get("base_model"), found.get("base_model_relation"), ", ".join(RELATIONS)
-    absent = "absent from a model of random weights"
-    wrong = [
-        f"{name} must be {wanted}, got {found.get(name)!r}"
-        for name, wanted, holds in (
-            ("library_name", "transformers", found.get("library_name") == "transformers"),
-            ("license", "a name", isinstance(found.get("license"), str)),
-            ("pipeline_tag", "a name", isinstance(found.get("pipeline_tag"), str)),
-            ("base_model", absent if scratch else "a name", base is None if scratch else isinstance(base, str)),
-            (
-                "base_model_relation",
-                absent if scratch else f"one of {related}",
-                relation in ((None,) if scratch else RELATIONS),
-            ),
-            ("datasets", "a list of names", _names(found.get("datasets"))),
-            ("metrics", "a list of names", _names(found.get("metrics"))),
-            ("tags", f"names, among them {TAG} and {VARIANT_TAG}...", _names(tags) and _tagged(tags or [])),
-        )
-        if not holds
-    ]
+    tags: list[Any] = found["tags"] if isinstance(found.get("tags"), list) else []
+    scratch = SCRATCH_TAG in tags
+    base, relation = found.get("base_model"), found.get("base_model_relation")
+    if scratch:
+        wanted_base = wanted_relation = "absent from a model of random weights"
+        right_base, right_relation = base is None, relation is None
+    else:
+        wanted_base, wanted_relation = "a name", f"one of {', '.join(RELATIONS)}"
+        right_base, right_relation = isinstance(base, str), relation in RELATIONS
+    rules = (
+        ("library_name", "transformers", found.get("library_name") == "transformers"),
+        ("license", "a name", isinstance(found.get("license"), str)),
+        ("pipeline_tag", "a name", isinstance(found.get("pipeline_tag"), str)),
+        ("base_model", wanted_base, right_base),
+        ("base_model_relation", wanted_relation, right_relation),
+        ("datasets", "a list of names", _names(found.get("datasets"))),
+        ("metrics", "a list of names", _names(found.get("metrics"))),
+        ("tags", f"names, among them {TAG} and {VARIANT_TAG}...", _names(tags) and _tagged(tags)),
+    )
+    wrong = [f"{name} must be {wanted}, got {found.get(name)!r}" for name, wanted, holds in rules if not holds]
     values = [result.metric_value for result in data.eval_results or []]
     if not values or not all(type(value) in (int, float) and math.isfinite(value) for value in values):
         wrong.append(f"model-index must have results that are finite numbers, got {values}")
@@ -163,7 +166,7 @@ def table(folder: str | Path) -> str:
     """One Markdown table of all runs in a folder, a row for every metric of every run.
 
     Raises:
-        ValueError: there are no results in it, or some cannot be read.
+        ValueError: the folder holds no results, or some results cannot be read.
     """
     paths = sorted(Path(folder).glob(f"*/{RESULTS_FILE}"))
     if not paths:
@@ -186,7 +189,7 @@ def table(folder: str | Path) -> str:
 
 
 def layers_text(swap: AppliedSwap, modules: int) -> str:
-    """The layers of a swap in words, such as "0-5, 7 of 12"."""
+    """The layers of a swap as text, such as "0-5, 7 of 12"."""
     layers = sorted(swap.layers)
     if len(layers) == modules:
         return f"all {modules}"
@@ -197,7 +200,7 @@ def layers_text(swap: AppliedSwap, modules: int) -> str:
 
 
 def number(mean: float, spread: float | None = None, *, sign: bool = False) -> str:
-    """A figure and its spread, which says how many digits to print."""
+    """A figure as text, with its spread if there is one. The spread decides the number of printed digits."""
     plus = "+" if sign else ""
     if not spread:
         return f"{mean:{plus}.4g}" + (" ± 0" if spread == 0 else "")
@@ -208,7 +211,7 @@ def number(mean: float, spread: float | None = None, *, sign: bool = False) -> s
 
 
 def _comparison(result: RunResult, kind: str) -> list[tuple[str, str, str, str]]:
-    """Per figure: its name with the better direction, the converted model, the control, the difference."""
+    """One row per metric: name and better direction, the converted model's value, the control's, the difference."""
     rows = []
     ours: Sequence[Metric] = getattr(result.converted, kind) or ()
     theirs: Sequence[Metric] = getattr(result.control, kind, None) or ()
@@ -236,7 +239,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text as it stands in a cell of a Markdown table."""
+    """Escape text for a cell of a Markdown table."""
     return text.replace("|", "\\|")
 
 

@@ -1,4 +1,4 @@
-"""Whole checkpoints: load by name with the right class, swap, save together with the tokenizer's files."""
+"""Converts whole checkpoints: loads a model with its class, swaps the attention, saves model and tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ..core.registry import parse, parse_options
 from ..patch import patch_model
 
-# Copied as they are: no tokenizer or processor class needs to load, and nothing in them changes.
+# Files of tokenizers and processors. They are copied unchanged, so no tokenizer or processor class has to load.
 PREPROCESSOR_FILES = (
     "*token*.json",
     "*.jinja",
@@ -44,18 +44,18 @@ def convert(
     overwrite: bool,
     notify: Callable[[str], None],
 ) -> list[str]:
-    """Load `source`, swap its attention, save it in `out`; `notify` is told each step.
+    """Load the model `source`, swap its attention, and save it in `out`. `notify` receives a line before each step.
 
     Returns:
-        Names of parameters that the checkpoint did not hold, such as those of a new task head.
+        The names of the parameters that the checkpoint did not hold, such as those of a new task head.
 
     Raises:
-        ValueError: an unknown class, variant, option or layer, or an `out` that is not an empty folder.
+        ValueError: the class, variant, option or layer is unknown, or `out` is not an empty folder.
         OSError: `source` cannot be read.
     """
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
         raise ValueError(f"{out} exists and is not an empty folder; name another one, or pass --overwrite.")
-    parse_options(parse(variant), options)  # before the weights, which may take minutes
+    parse_options(parse(variant), options)  # checked before the weights load, which may take minutes
     auto = model_class(read_config(source), task)
     notify(f"loading {source} as {auto.__name__}")
     model, info = auto.from_pretrained(source, output_loading_info=True)
@@ -82,8 +82,9 @@ def read_config(source: str) -> PreTrainedConfig:
     """The config of a folder or of a name on the Hub.
 
     Raises:
-        ValueError: a path that is no folder, which would otherwise be looked up as a name.
-        OSError: there is no such model, or it cannot be reached.
+        ValueError: `source` is a path, and there is no such folder. (Without this check it would be looked up on the
+            Hub as a name.)
+        OSError: there is no such model, or the Hub cannot be reached.
     """
     if not Path(source).is_dir() and (source.startswith(("/", ".", "~")) or source.count("/") > 1):
         raise ValueError(f"There is no folder {source!r}.")
@@ -92,10 +93,10 @@ def read_config(source: str) -> PreTrainedConfig:
 
 
 def model_class(config: PreTrainedConfig, task: str | None) -> Any:
-    """The class that loads a checkpoint: the one that saved it, or the AutoModel class that the user names.
+    """The class that loads a checkpoint: the class that saved it, or the AutoModel class that the user names.
 
     Raises:
-        ValueError: there is no such class, or none for this architecture.
+        ValueError: transformers has no such class, or the class does not fit this architecture.
     """
     if task is None:
         names = getattr(config, "architectures", None) or ["AutoModel"]
@@ -115,7 +116,7 @@ def _auto_classes() -> list[Any]:
 
 
 def copy_preprocessor(source: str, out: Path) -> list[str]:
-    """Copy the files of the tokenizer and of the image or audio processor; returns their names."""
+    """Copy the files of the tokenizer and of the image or audio processor into `out`, and return their names."""
     folder = Path(source)
     if not folder.is_dir():
         folder = Path(snapshot_download(source, allow_patterns=list(PREPROCESSOR_FILES)))

@@ -1,8 +1,8 @@
-"""BibTeX of the papers behind the variants, found by the words with which a variant names its paper."""
+"""BibTeX entries of the papers behind the variants. `Variant.paper` names a paper by words that find its entry."""
 
 from __future__ import annotations
 
-# The words stand in `Variant.paper`; a variant of another paper adds its entry here.
+# Key: words that stand in `Variant.paper`. A variant that cites another paper adds the paper's entry here.
 ENTRIES = {
     "Vaswani": """@inproceedings{vaswani2017attention,
   title = {Attention Is All You Need},
@@ -71,10 +71,10 @@ ENTRIES = {
 
 
 def bibtex(paper: str) -> list[str]:
-    """The entries of a paper as a variant names it, such as "OutEffHop (Hu et al., 2024)".
+    """The BibTeX entries of the papers that a variant names, such as "OutEffHop (Hu et al., 2024)".
 
     Raises:
-        ValueError: there is none.
+        ValueError: no entry matches the name.
     """
     found = [entry for words, entry in ENTRIES.items() if words in paper]
     if not found:

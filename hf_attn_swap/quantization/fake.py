@@ -3,7 +3,8 @@
 Weights: symmetric per tensor, step max|w| / 127. Activations: asymmetric per tensor, 8 bits over a range that holds 0,
 a running mean of each batch's minimum and maximum with momentum 0.9. Quantised: weights and outputs of projections,
 norms and embeddings, residual sums (what a norm reads), scores before the mask, probabilities, heads. Not quantised:
-biases, masks, task heads, gates. SPEC 7; Bondarenko et al. (2023); OutEffHop (Hu et al., 2024), section 4.
+biases, masks, task heads, gates. Bondarenko et al. (2023); OutEffHop (Hu et al., 2024), section 4;
+docs/mathematics.md, section Quantisation to 8 bits.
 Axes: B batch, H head, Q query, K key, D head width.
 """
 

@@ -1,4 +1,4 @@
-"""What the recipes share: arguments from YAML and the command line, data, metrics, one run, its record."""
+"""The parts that all recipes share: arguments, data, metrics, one run per seed, and the record of a run."""
 
 from .arguments import ConversionArguments, DataArguments, ModelArguments, parse
 from .compare import compare, launch, push_run

@@ -1,4 +1,4 @@
-"""Arguments that every recipe takes, from a YAML file and the command line, by `HfArgumentParser`."""
+"""The arguments of every recipe. `HfArgumentParser` reads them from YAML files and the command line."""
 
 from __future__ import annotations
 
@@ -21,22 +21,28 @@ CONTROL = "softmax"
 
 @dataclass(kw_only=True)
 class ModelArguments:
-    """The pretrained model and what becomes of its attention.
+    """The pretrained model, and the variant that replaces its attention.
 
     Raises:
-        ValueError: an unknown variant or option, or a seed named twice.
+        ValueError: the variant or an option is unknown, or a seed is named twice.
     """
 
     model: str = field(metadata={"help": "Name on the Hub, or folder, of the pretrained model."})
-    base_name: str | None = field(default=None, metadata={"help": "Its name on the Hub for the card, if a folder."})
-    variant: str = field(default=CONTROL, metadata={"help": "As patch_model takes it; softmax is the control."})
+    base_name: str | None = field(
+        default=None, metadata={"help": "Name on the Hub for the card, if --model is a folder."}
+    )
+    variant: str = field(
+        default=CONTROL, metadata={"help": "Variant, as patch_model takes it; softmax is the control."}
+    )
     options: str = field(default="{}", metadata={"help": "Options of the variant, as JSON."})
     layers: str | None = field(default=None, metadata={"help": 'Layers to swap, as "0-5,7"; all if left out.'})
     modules: str | None = field(
         default=None, metadata={"help": 'Swap only inside these modules, as "language_model"; layers counts inside.'}
     )
-    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "One run each, for the control too."})
-    label: str | None = field(default=None, metadata={"help": "Name of the run; the variant's if left out."})
+    seeds: list[int] = field(
+        default_factory=lambda: [0], metadata={"help": "Seeds; each one is a run, of the control too."}
+    )
+    label: str | None = field(default=None, metadata={"help": "Name of the run; the name of the variant if left out."})
 
     def __post_init__(self) -> None:
         if len(set(self.seeds)) != len(self.seeds) or not self.seeds:
@@ -57,35 +63,40 @@ class ModelArguments:
 
     @property
     def published_name(self) -> str:
-        """The pretrained model's name for the card."""
-        return self.base_name or (Path(self.model).name if Path(self.model).is_dir() else self.model)
+        """The name of the pretrained model on the card."""
+        if self.base_name:
+            return self.base_name
+        return Path(self.model).name if Path(self.model).is_dir() else self.model
 
     @property
     def run_name(self) -> str:
-        """Name of the run and of its folder."""
+        """The name of the run and of its folder."""
         return (self.label or self.variant).replace("+", "-").replace("_", "-")
 
 
 @dataclass(kw_only=True)
 class ConversionArguments:
-    """How the swapped model is brought back to what it knew; nothing by default.
+    """The steps between the swap and the fine-tuning, which restore what the pretrained model knew. None by default.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
     calibrate: str | None = field(default=None, metadata={"help": '"gain" or "map": least squares per head.'})
-    calibration_rows: int = field(default=512, metadata={"help": "Training rows to calibrate on."})
+    calibration_rows: int = field(default=512, metadata={"help": "Number of training rows to calibrate on."})
     source: str = field(default=CONTROL, metadata={"help": "The attention that the weights were trained with."})
     transfer_epochs: float = field(default=0.0, metadata={"help": "Epochs of attention transfer, without labels."})
-    transfer_learning_rate: float = field(default=1e-3, metadata={"help": "Its peak learning rate."})
+    transfer_learning_rate: float = field(
+        default=1e-3, metadata={"help": "Peak learning rate of the attention transfer."}
+    )
     transfer_trainable: list[str] = field(
-        default_factory=lambda: ["query", "key", "swap"], metadata={"help": "What trains during the transfer."}
+        default_factory=lambda: ["query", "key", "swap"],
+        metadata={"help": "Parts that train during the attention transfer."},
     )
     schedule: str | None = field(default=None, metadata={"help": '"linear" or "cosine": strength rises from 0.'})
-    schedule_share: float = field(default=0.5, metadata={"help": "Share of the steps in which it rises."})
+    schedule_share: float = field(default=0.5, metadata={"help": "Share of the steps in which the strength rises."})
     freeze: list[str] = field(
-        default_factory=list, metadata={"help": "Projections that stay as they are: query, key, value, output."}
+        default_factory=list, metadata={"help": "Projections that do not train: query, key, value, output."}
     )
 
     @property
@@ -109,30 +120,39 @@ class ConversionArguments:
 
 @dataclass(kw_only=True)
 class DataArguments:
-    """Labelled or plain rows: a set on the Hub, a folder of parquet or CSV files per split, or two files.
+    """The data: a set on the Hub, a folder with parquet or CSV files per split, or two files. Rows may have labels.
 
     Raises:
-        ValueError: a size below 1, or no data named.
+        ValueError: a size is below 1, or no data are named.
     """
 
     dataset: str | None = field(default=None, metadata={"help": "Name on the Hub, or folder."})
     dataset_config: str | None = field(
-        default=None, metadata={"help": 'Its configuration, as a GLUE task; "" is none.'}
+        default=None, metadata={"help": 'Configuration of the set, such as a GLUE task; "" is none.'}
     )
-    dataset_name: str | None = field(default=None, metadata={"help": "Its name on the Hub for the card, if a folder."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Name on the Hub for the card, if --dataset is a folder."}
+    )
     train_file: str | None = field(default=None, metadata={"help": "CSV, JSON lines or parquet, instead of --dataset."})
-    test_file: str | None = field(default=None, metadata={"help": "The same, held out."})
+    test_file: str | None = field(default=None, metadata={"help": "File of held-out rows."})
     train_split: str = field(default="train", metadata={"help": "Split to train on."})
     test_split: str = field(default="test", metadata={"help": "Split to measure on; it must have labels."})
     columns: list[str] = field(default_factory=lambda: ["text"], metadata={"help": "Input columns, one or a pair."})
     label_column: str = field(default="label", metadata={"help": "Column of the class."})
-    train_rows: int | None = field(default=None, metadata={"help": "A sample of so many rows; all if left out."})
-    test_rows: int | None = field(default=None, metadata={"help": "The first so many rows; all if left out."})
-    max_length: int = field(default=128, metadata={"help": "Tokens kept of a row."})
-    metrics: list[str] = field(default_factory=lambda: ["accuracy"], metadata={"help": "The first is the headline."})
+    train_rows: int | None = field(
+        default=None, metadata={"help": "Number of training rows to sample; all if left out."}
+    )
+    test_rows: int | None = field(
+        default=None, metadata={"help": "Number of held-out rows, from the first; all if left out."}
+    )
+    max_length: int = field(default=128, metadata={"help": "Number of tokens that are kept of a row."})
+    metrics: list[str] = field(
+        default_factory=lambda: ["accuracy"], metadata={"help": "Metrics; the first is the headline."}
+    )
 
     def __post_init__(self) -> None:
-        self.dataset_config = self.dataset_config or None  # an empty option undoes the YAML's
+        # An empty option on the command line removes the YAML file's configuration.
+        self.dataset_config = self.dataset_config or None
         for name in ("train_rows", "test_rows", "max_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -144,24 +164,24 @@ class DataArguments:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What figures depend on: everything but names for the card."""
+        """All arguments on which the metrics depend: everything but the names for the card."""
         return {name: value for name, value in vars(self).items() if not name.endswith("_name")}
 
     @property
     def published_name(self) -> str:
-        """The set's name for the card."""
+        """The name of the data set on the card."""
         return self.dataset_name or Path(self.dataset or self.train_file or "").stem
 
 
 def parse(classes: Sequence[Any], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """One instance per dataclass: YAML files first, in order, then options, which win.
+    """Read one instance per dataclass, from YAML files and then from options. A later value replaces an earlier one.
 
     Args:
         classes: dataclasses of `HfArgumentParser`.
-        argv: files ending in .yaml, then `--name value ...`; the command line's by default.
+        argv: names of YAML files, then `--name value ...`; by default the arguments of the command line.
 
     Raises:
-        SystemExit: with one line on what was wrong, code 2.
+        SystemExit: with code 2, after one line that says what is wrong.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     count = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))

@@ -1,4 +1,4 @@
-"""A variant and its control, over all seeds: run, publish, print."""
+"""Runs a variant and its softmax control over all seeds, publishes the record, and prints the metrics."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def compare(
     conversion: ConversionArguments,
     training: TrainingArguments,
 ) -> RunResult | None:
-    """Run the variant and the softmax control for every seed, write the record and the card, print the figures.
+    """Run the variant and the softmax control for every seed, write the record and the card, and print the metrics.
 
     Args:
-        build: reads and checks the data; called before anything is trained.
-        about: the words of the card.
-        model: the variant; softmax itself runs the control alone.
-        data: what is trained and measured on.
-        conversion: of the variant; of it, the control takes what is frozen.
-        training: budget and folder, the same for both.
+        build: a function that reads and checks the data. It is called before anything is trained.
+        about: the sentences of the card.
+        model: the pretrained model and the variant. With the variant softmax, the control runs alone.
+        data: the data to train and to measure on.
+        conversion: the conversion steps of the variant. The control only freezes the same projections.
+        training: the budget and the folder, the same for the variant and the control.
 
     Returns:
-        The record; None in all but the first process.
+        The record. In a run of several processes, every process but the first returns None.
 
     Raises:
-        SystemExit: with one line, for data, options, folders or packages that do not fit.
+        SystemExit: with one line, if data, options, folders or packages do not fit.
     """
     transformers.utils.logging.set_verbosity_error()
     control = replace(model, variant=CONTROL, options="{}", layers=None, modules=None, label=None)
@@ -74,14 +74,15 @@ def launch(
     *,
     keep_columns: bool = False,
 ) -> None:
-    """A recipe's command line: its arguments, the comparison, and the push that `--push_to` asks for.
+    """Run a recipe from its command line: read the arguments, compare, and push if `--push_to` is given.
 
     Args:
-        own: dataclass of the recipe's own arguments, with `push_to`.
-        build: the task, from the arguments of model and data and the recipe's own.
-        about: the words of the card, from the recipe's own.
+        own: dataclass of the recipe's own arguments, which has a field `push_to`.
+        build: a function that makes the task from the arguments of model and data and the recipe's own.
+        about: a function that makes the sentences of the card from the recipe's own arguments.
         argv: see `parse`.
-        keep_columns: the data's columns are read when a row is asked for; leave them in.
+        keep_columns: True keeps the columns of the data that the model does not take, because a transform of the data
+            reads them when a row is used.
     """
     classes = (ModelArguments, DataArguments, ConversionArguments, own, TrainingArguments)
     model, data, conversion, mine, training = parse(classes, argv)
@@ -92,7 +93,7 @@ def launch(
 
 
 def push_run(repo_id: str, model: ModelArguments, training: TrainingArguments) -> str:
-    """Publish the first seed's model with the card of the whole run; returns the commit's address."""
+    """Publish the first seed's model with the card of the whole run, and return the address of the commit."""
     folder = Path(training.output_dir or "runs") / model.run_name
     trained = folder / f"seed-{model.seeds[0]}" / TRAINED
     shutil.copyfile(folder / RESULTS_FILE, trained / RESULTS_FILE)

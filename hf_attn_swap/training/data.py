@@ -1,4 +1,4 @@
-"""Rows to train and measure on, checked before anything is trained."""
+"""Reads the rows to train and to measure on, and checks them before anything is trained."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 from .arguments import DataArguments
 
 READERS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
-MISSING = -1  # how the Hub's test splits mark labels that are kept secret
+MISSING = -1  # the label of a row whose true label is not public, in test splits on the Hub
 
 
 def load_splits(data: DataArguments, *, labelled: bool = True) -> tuple[Dataset, Dataset, list[str]]:
     """The training sample, the held-out rows, and the names of the classes (none for plain text).
 
-    Labels become numbers from 0, in the order of the set's own class names, or sorted.
+    Labels become numbers from 0. Their order is the order of the set's own class names, or the sorted order if the set
+    names no classes.
 
     Raises:
-        ValueError: a path, split or column that is not there, an empty split, or a class that was not trained on.
+        ValueError: a path, split or column does not exist, a split is empty, or a held-out row has a class that the
+            training split lacks.
     """
     train, test = _read(data)
     for name, split in (("training", train), ("held-out", test)):
@@ -36,10 +38,10 @@ def load_splits(data: DataArguments, *, labelled: bool = True) -> tuple[Dataset,
 
 
 def load_rows(source: str, config: str | None, split: str | None, column: str) -> Dataset:
-    """The rows of one split of a set on the Hub, of a folder or of a file; the held-out one if no split is named.
+    """The rows of one split of a set on the Hub, a folder or a file; the held-out split if no split is named.
 
     Raises:
-        ValueError: a path, split or column that is not there, or no rows.
+        ValueError: a path, split or column does not exist, or there are no rows.
     """
     if Path(source).is_file() or (Path(source).suffix in READERS and not Path(source).is_dir()):
         rows = _file(source)
@@ -65,7 +67,7 @@ def _splits(source: str, config: str | None) -> DatasetDict:
         raise ValueError(f"there is no folder {source!r}.")
     try:
         found = load_dataset(source, config)
-    except Exception as problem:  # datasets raises a dozen kinds: not found, no files, no such configuration
+    except Exception as problem:  # datasets raises a dozen types: not found, no files, no such configuration
         raise ValueError(f"the data set {source!r} cannot be read: {problem}") from problem
     assert isinstance(found, DatasetDict)
     return found
@@ -86,7 +88,7 @@ def _file(path: str) -> Dataset:
     extra: dict[str, Any] = {"delimiter": "\t"} if suffix == ".tsv" else {}
     try:
         return load_dataset(READERS[suffix], data_files=path, split="train", **extra)
-    except Exception as problem:  # as above, and whatever the parsers raise
+    except Exception as problem:  # datasets raises many types, and its parsers raise more
         if "corresponds to no data" in str(problem):
             raise ValueError(f"{path!r} holds no rows.") from problem
         raise ValueError(f"{path!r} cannot be read: {problem}") from problem
@@ -100,7 +102,7 @@ def _check(name: str, split: Dataset, columns: list[str]) -> None:
 
 
 def _number(train: Dataset, test: Dataset, column: str) -> tuple[Dataset, Dataset, list[str]]:
-    """Labels as numbers from 0."""
+    """Replace the labels by numbers from 0, and return the names of the classes too."""
     feature = train.features[column]
     if isinstance(feature, ClassLabel):
         classes = list(feature.names)

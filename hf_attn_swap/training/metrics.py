@@ -1,4 +1,4 @@
-"""Metrics of the recipes as `evaluate.Metric`s over scikit-learn: the Hub's scripts cannot be fetched offline."""
+"""The metrics of the recipes, as classes of `evaluate` that need no script from the Hub and so no network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sklearn.metrics import f1_score, matthews_corrcoef
 
 Function = Callable[[Sequence[float], Sequence[float]], float]
 FUNCTIONS: dict[str, Function] = {
-    # scikit-learn's checks its input for milliseconds, and a bootstrap calls it thousands of times
+    # scikit-learn's accuracy_score checks its input for milliseconds, too slow for a bootstrap of a thousand calls
     "accuracy": lambda references, predictions: float(np.mean(np.equal(references, predictions))),
     "f1": lambda references, predictions: f1_score(
         references, predictions, average="binary" if len(set(references) | set(predictions)) <= 2 else "macro"
@@ -29,13 +29,13 @@ DESCRIPTION = "{} of predictions against references, by NumPy, scikit-learn or S
 
 
 class Score(evaluate.Metric):  # type: ignore[misc]  # evaluate carries no types
-    """One of `FUNCTIONS` by name.
+    """A metric of `FUNCTIONS`, chosen by name.
 
     Args:
         name: "accuracy", "f1", "matthews_correlation", "spearmanr", "perplexity" or "mse".
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: the name is unknown.
     """
 
     def __init__(self, name: str, **kwargs: Any) -> None:
@@ -58,10 +58,10 @@ class Score(evaluate.Metric):  # type: ignore[misc]  # evaluate carries no types
 
 
 def scores(names: Sequence[str], predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
-    """Every named metric.
+    """The values of the named metrics.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: a name is unknown.
     """
     found: dict[str, float] = {}
     for name in names:
@@ -77,33 +77,39 @@ def paired_interval(
     samples: int = 1000,
     block: int = 1,
 ) -> tuple[float, float, float]:
-    """Difference to the control and its 95 % interval, by a paired bootstrap over the held-out rows.
+    """The difference to the control with its 95 % interval: mean, low, high.
+
+    A bootstrap over the held-out rows gives the interval. Each sample takes the same rows of both models.
 
     Args:
-        name: of the metric.
-        predictions: one list per seed, row by row as `references`; the difference is the mean over seeds.
-        control: likewise.
-        references: the truth.
-        samples: of the bootstrap (percentiles; seeded).
-        block: neighbouring rows that are drawn together, where neighbours are alike (the moving-block bootstrap).
+        name: name of the metric.
+        predictions: one list per seed, in the order of the rows of `references`. The difference is a mean over seeds.
+        control: likewise, for the control.
+        references: the true value of each row.
+        samples: number of bootstrap samples, whose 2.5th and 97.5th percentiles end the interval. The seed is fixed.
+        block: number of neighbouring rows that are drawn together (the moving-block bootstrap), for data whose
+            neighbouring rows are similar.
 
     Raises:
-        ValueError: lists of different lengths, or fewer rows than two blocks.
+        ValueError: the lists differ in length, or there are fewer rows than two blocks.
     """
     function = FUNCTIONS[name]
     truth = np.asarray(references)
     ours, theirs = np.asarray(predictions), np.asarray(control)
 
     def difference(rows: Any) -> float:
-        pairs = ((mine[rows], other[rows]) for mine, other in zip(ours, theirs, strict=True))
-        return float(np.mean([function(truth[rows], mine) - function(truth[rows], other) for mine, other in pairs]))
+        by_seed = []
+        for mine, other in zip(ours, theirs, strict=True):
+            by_seed.append(function(truth[rows], mine[rows]) - function(truth[rows], other[rows]))
+        return float(np.mean(by_seed))
 
     generator = np.random.default_rng(0)
     if ours.shape != theirs.shape or ours.shape[-1] != len(truth) or len(truth) < 2 * block - 1:
         raise ValueError(
             f"{ours.shape}, {theirs.shape} and {truth.shape} are no lists of the same rows, in blocks of {block}."
         )
-    blocks, inside = -(-len(truth) // block), np.arange(block)
+    blocks = -(-len(truth) // block)  # rounded up
+    inside = np.arange(block)
 
     def rows() -> Any:
         starts = generator.integers(0, len(truth) - block + 1, blocks)

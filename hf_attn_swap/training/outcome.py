@@ -1,4 +1,4 @@
-"""What one run of one seed left behind: settings, figures, and every prediction, so that runs can be paired."""
+"""The outcome of one run of one seed: settings, metrics, and every prediction, to compare two runs row by row."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ class Outcome(Record):
     """One trained and measured model.
 
     Args:
-        settings: all that the figures depend on, as text; a folder holds one kind of run.
-        metrics: by name.
-        predictions, references: per held-out row: class numbers, or losses with zeros.
-        modules, swap, parameters_added: what the model carries: `config.attn_swap` as JSON.
-        conversion: how it was made, a sentence each.
-        steps: of the fine-tuning.
-        wall_seconds: of all of it.
-        hardware, versions: what it ran on.
+        settings: every setting on which the metrics depend, as text. A folder holds runs of the same settings only.
+        seed: the seed of the run.
+        metrics: values by name.
+        predictions, references: one number per held-out row: the predicted and the true class, or a loss and zero.
+        swap: `config.attn_swap` of the model, as JSON.
+        parameters_added: the number of parameters that the swap added.
+        conversion: how the model was made, one sentence per step.
+        steps: number of fine-tuning steps.
+        rows: number of rows by split.
+        wall_seconds: seconds of the whole run.
+        hardware, versions: the machine, and the versions of packages.
     """
 
     settings: dict[str, str]
@@ -46,17 +49,17 @@ class Outcome(Record):
     versions: dict[str, str]
 
     def save(self, folder: Path) -> None:
-        """Write it, whole or not at all."""
+        """Write the outcome into a folder. An interrupted write leaves no file of this name."""
         part = folder / f"{OUTCOME_FILE}.part"
         part.write_text(json.dumps(asdict(self), allow_nan=False) + "\n", encoding="utf-8")
         part.replace(folder / OUTCOME_FILE)
 
     @classmethod
     def find(cls, folder: Path, settings: dict[str, Any]) -> Outcome | None:
-        """The outcome in a folder, None if the run has not ended.
+        """The outcome in a folder, or None if the run has not ended.
 
         Raises:
-            ValueError: it is of other settings.
+            ValueError: the folder holds a run of other settings.
         """
         path = folder / OUTCOME_FILE
         if not path.exists():
@@ -73,7 +76,7 @@ class Outcome(Record):
 
 
 def hardware(args: TrainingArguments) -> str:
-    """Number and name of the devices."""
+    """The number and name of the devices, as text."""
     device = args.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
     return f"{args.world_size} x {name}, {torch.get_num_threads()} threads each"

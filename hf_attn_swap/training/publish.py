@@ -1,4 +1,4 @@
-"""Runs of several seeds, and the control's of the same seeds, as one `results.json` and a card."""
+"""Writes one `results.json` and one card from the outcomes of all seeds and of the control."""
 
 from __future__ import annotations
 
@@ -34,9 +34,17 @@ SMALL = "A small budget, the same for the control: it compares attentions, and i
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What a card says besides figures; `block` neighbouring held-out rows are alike, and drawn together.
+    """What a card says besides metrics.
 
-    `auto_class` is a class of transformers, or one of a recipe with its file, such as "lra.Matcher".
+    Attributes:
+        prefix: start of the run's name.
+        task: pipeline tag of the Hub.
+        auto_class: the class of transformers that loads the model, or a class of a recipe with the recipe's file, such
+            as "lra.Matcher".
+        intended_use: what the model is for.
+        block: number of neighbouring held-out rows that are similar, and that a bootstrap must draw together.
+        license: the Hub's identifier of the licence.
+        language: codes of the languages; empty if there is no text.
     """
 
     prefix: str
@@ -63,10 +71,10 @@ def publish(
 
     Args:
         converted: one outcome per seed.
-        control: of the same seeds, in the same order; empty for the control's own record.
-        about: the words of the card.
-        model: what was converted.
-        data: what it was measured on.
+        control: the control's outcomes of the same seeds, in the same order; empty in the record of the control.
+        about: the sentences of the card.
+        model: the pretrained model and the variant.
+        data: the data that were trained and measured on.
         training: the budget.
         steps: of the conversion, by name.
         scratch: the weights were random.
@@ -149,10 +157,12 @@ def _limits(converted: Sequence[Outcome], about: About) -> Iterator[str]:
 
 
 def _difference(converted: Sequence[Outcome], control: Sequence[Outcome], block: int) -> Interval | None:
-    """Paired row by row; None for fewer than ten blocks of rows, whose interval would be too narrow.
+    """The headline metric's difference to the control, paired row by row.
+
+    Returns None if rows are drawn in blocks and there are fewer than ten blocks: the interval would be too narrow.
 
     Raises:
-        ValueError: the two were not measured on the same rows.
+        ValueError: the converted model and the control were not measured on the same rows.
     """
     if any(outcome.references != converted[0].references for outcome in (*converted, *control)):
         raise ValueError("the converted model and its control were not measured on the same rows; run both again.")

@@ -1,4 +1,7 @@
-"""One run: load, swap, convert, fine-tune, measure; killed at any step and started again, it gives the same weights."""
+"""One run of one seed: load, swap, convert, fine-tune, measure.
+
+A run that is killed at any step and started again gives the same weights.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a recipe brings: data ready for the model, and how to measure.
+    """What a recipe provides: data that are ready for the model, and the way to measure the model.
 
     Attributes:
         load: builds the stock model; called after the seed is set.
@@ -75,12 +78,12 @@ class Task:
 def run(
     task: Task, model: ModelArguments, conversion: ConversionArguments, training: TrainingArguments, seed: int
 ) -> Outcome:
-    """Train and measure one model of one seed, or return what an earlier call measured.
+    """Train and measure the model of one seed, or return the outcome of an earlier call.
 
-    The control (softmax, without a conversion) is trained by the same arguments.
+    The control is softmax without a conversion, and is trained with the same arguments.
 
     Raises:
-        ValueError: the folder holds a run with other settings, or a conversion that does not fit.
+        ValueError: the folder holds a run with other settings, or the conversion does not fit the model.
     """
     folder = Path(training.output_dir or "runs") / model.run_name / f"seed-{seed}"
     settings = _settings(task, model, conversion, training)
@@ -104,7 +107,8 @@ def run(
     if args.num_train_epochs or args.max_steps > 0:
         sentences.append(_budget(task, args))
         trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
-    trainer.args.train_sampling_strategy = "random"  # "group_by_length" would shuffle the held-out rows too, by seed
+    # "group_by_length" would also shuffle the held-out rows, differently for each seed.
+    trainer.args.train_sampling_strategy = "random"
     predictions, references = task.predict(trainer, task.test)
     measured = scores(task.metrics, predictions, references)
     measured |= task.figures(trainer, task.test) if task.figures is not None else {}
@@ -128,7 +132,7 @@ def run(
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that was written to its end; what a killed run left half-written is removed."""
+    """The newest complete checkpoint, or None. Incomplete checkpoints of a killed run are removed."""
     found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
     for path in found:
         try:  # the Trainer writes this file last
@@ -143,9 +147,11 @@ def last_whole_checkpoint(folder: Path) -> str | None:
 def _converted(
     task: Task, model: ModelArguments, conversion: ConversionArguments, args: TrainingArguments, folder: Path
 ) -> tuple[int, dict[str, float], PreTrainedModel, list[str]]:
-    """The stock model's parameters, figures of the patched one, and the converted one.
+    """Swap and convert the model, or read the converted model from the folder if a killed run wrote it.
 
-    That is read from the folder if a killed run got that far.
+    Returns:
+        The number of parameters of the stock model, the metrics of the swapped model before the conversion, the
+        converted model, and one sentence per conversion step.
     """
     set_seed(args.seed)
     stock = task.load()
@@ -177,7 +183,7 @@ def _converted(
 
 
 def _calibrate(model: PreTrainedModel, task: Task, conversion: ConversionArguments, args: TrainingArguments) -> str:
-    """Fit on the first training rows, sorted by length so that there is little padding."""
+    """Calibrate the model on the first training rows, sorted by length so that there is little padding."""
     rows = [_inputs(row) for row in task.train.select(range(min(conversion.calibration_rows, len(task.train))))]
     rows.sort(key=lambda row: len(row.get("input_ids", ())))
     size = args.train_batch_size
@@ -226,7 +232,7 @@ def _freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
 
 
 def _keep(trainer: Trainer, task: Task, folder: Path, outcome: Outcome) -> None:
-    """The trained model and its outcome; what was for resuming goes."""
+    """Save the trained model and its outcome, and remove the files that were only there to resume the run."""
     trainer.save_model(str(folder / TRAINED))
     if not trainer.is_world_process_zero():
         return
@@ -250,12 +256,18 @@ def _settings(
         "learning_rate": training.learning_rate,
         "warmup": training.warmup_steps,
         "weight_decay": training.weight_decay,
-        "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32",
+        "precision": _precision(training),
     }
     if training.lr_scheduler_type != SchedulerType.LINEAR:
         budget["scheduler"] = SchedulerType(training.lr_scheduler_type).value
     converting = vars(conversion) if model.variant != CONTROL or conversion.calibrate else {"freeze": conversion.freeze}
     return {**own, **budget, **converting, **task.settings}
+
+
+def _precision(training: TrainingArguments) -> str:
+    if training.bf16:
+        return "bf16"
+    return "fp16" if training.fp16 else "fp32"
 
 
 def _budget(task: Task, args: TrainingArguments) -> str:

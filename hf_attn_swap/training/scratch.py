@@ -1,4 +1,4 @@
-"""Sizes of models that are trained from random weights."""
+"""Configurations of models that are trained from random weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ OVERRIDES = "--config_overrides"
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:
-    """An option's values.
+    """Read the value of an option that takes a JSON object.
 
     Raises:
-        ValueError: the text is no JSON object.
+        ValueError: the text is not a JSON object.
     """
     try:
         found = json.loads(text)
@@ -27,16 +27,18 @@ def json_object(text: str, option: str) -> dict[str, Any]:
 
 
 def scratch_config(model: str, overrides: str, **values: Any) -> PreTrainedConfig:
-    """The configuration of an architecture, such as "gpt2" or "vit", or of a pretrained model, at other sizes.
+    """The configuration of an architecture or of a pretrained model, at other sizes.
 
     Args:
-        model: a folder or a model on the Hub, or an architecture's name in transformers, which needs no files.
-        overrides: config values as a JSON object.
-        values: of the task, such as `num_labels`.
+        model: a folder, the name of a model on the Hub, or the name of an architecture in transformers, such as "gpt2"
+            or "vit", which needs no files.
+        overrides: values of the configuration, as a JSON object.
+        values: values that the task sets, such as `num_labels`.
 
     Raises:
-        ValueError: overrides that are no JSON object, name what the configuration does not have or what the task
-            sets, or change the width of a pretrained model's configuration that states the width of its heads.
+        ValueError: `overrides` is not a JSON object, names a value that the configuration does not have or that the
+            task sets, or changes the width of a pretrained model without the width of a head, which the model's
+            configuration states by itself.
     """
     wanted = json_object(overrides, OVERRIDES)
     by_name = model in CONFIG_MAPPING and not Path(model).is_dir()
@@ -54,6 +56,6 @@ def scratch_config(model: str, overrides: str, **values: Any) -> PreTrainedConfi
 
 
 def made_of(model: str, overrides: str, *more: str) -> str:
-    """A model of random weights in words: its architecture, what differs from the usual sizes, and more."""
+    """Describe a model of random weights in words: its architecture, the sizes that were changed, and `more`."""
     sizes = [f"{name} {value}" for name, value in json_object(overrides, OVERRIDES).items()]
     return ", ".join([model, *sizes, *more])

@@ -28,7 +28,7 @@ Cell = tuple[str, dict[str, Any]]
 
 
 def composes(names: tuple[str, ...]) -> bool:
-    """SPEC 6: different places, and nothing that composes with nothing."""
+    """True if the variants may be composed (docs/mathematics.md, section Composition)."""
     classes = [VARIANTS[name] for name in names]
     places = [place for cls in classes for place in cls.places]
     return not any(cls.alone for cls in classes) and len(places) == len(set(places))

@@ -1,4 +1,4 @@
-"""What the contract tests share: cached tiny models, one way to run them, SPEC's tolerances, and a call recorder.
+"""What the contract tests share: cached tiny models, one way to run them, tolerances, and a call recorder.
 
 The loss is a fixed random projection of the logits of real tokens, so that every gradient is exercised.
 """
@@ -21,7 +21,7 @@ from tests import reference, zoo
 
 from .cells import FAMILY_NAMES
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}  # SPEC, first paragraph
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}  # docs/mathematics.md, section Strength and exactness
 LENGTH, BATCH = 6, 2
 CAUSAL_FAMILIES = tuple(name for name in FAMILY_NAMES if name in zoo.CAUSAL)
 TEXT_FAMILIES = tuple(name for name in FAMILY_NAMES if "input_ids" in zoo.inputs(name))
@@ -102,7 +102,7 @@ def gradient_distance(got: Gradients, wanted: Gradients) -> float:
 
 
 def assert_same(got: tuple[Tensor, Gradients], wanted: tuple[Tensor, Gradients], slack: float = 1.0) -> None:
-    """Values and gradients agree to SPEC's tolerance for their dtype."""
+    """Values and gradients agree to the tolerance for their dtype."""
     tolerance = TOLERANCE[wanted[0].dtype] * slack
     assert distance(got[0], wanted[0]) <= tolerance
     assert gradient_distance(got[1], wanted[1]) <= tolerance

@@ -29,7 +29,7 @@ def calibrated(name: str, variant: str, fit: str, dtype: torch.dtype = torch.flo
 
 
 def why_not(model: Any, variant: str, fit: str) -> str | None:
-    """The refusal that SPEC 3 asks for, or None."""
+    """The refusal that is due (docs/mathematics.md, section Calibration and transfer), or None."""
     geometry, keeps = swaps(model)[0].geometry, VARIANTS[variant].keeps_projection
     if not keeps:
         grouped = geometry.kv_heads != geometry.heads

@@ -1,4 +1,4 @@
-"""The theorems of the dynamics, as SPEC 8 states them robustly, and the orders of the integrators."""
+"""The theorems of the dynamics (docs/mathematics.md, section Dynamics of tokens), and the orders of the integrators."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def stock_forward(name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "variant"), RUNNABLE)
 def test_exact_at_zero(name: str, variant: str) -> None:
-    """Stock bits with the shortcut, SPEC's tolerance in values and gradients without it."""
+    """Equal bits with the stock function; equal to the tolerance, in values and gradients, with the formula itself."""
     wanted, batch = stock_run(name), batch_of(name)
     model = patch_model(build(name), variant, strength=0.0)
     assert swaps(model)

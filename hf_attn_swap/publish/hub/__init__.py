@@ -1,4 +1,4 @@
-"""Publish a converted model, and get it back unchanged."""
+"""Publishes a converted model on the Hub, and loads a published model unchanged."""
 
 from .load import from_pretrained
 from .push import push, push_folder

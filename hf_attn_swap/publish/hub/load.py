@@ -1,4 +1,4 @@
-"""Load a converted model with every check there is."""
+"""Loads a converted model, and checks every weight and every downloaded file."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ BLOCK_SIZE = 1 << 22
 def from_pretrained(
     name_or_path: str | os.PathLike[str], auto_class: type[Any] | str | None = None, **kwargs: Any
 ) -> Any:
-    """Load a converted model, or raise: never one with a weight missing, left over, reshaped or damaged.
+    """Load a converted model, or raise an error if any weight is missing, unexpected, of another shape, or damaged.
 
     Args:
         name_or_path: name on the Hub, or folder.
-        auto_class: class to load with, or its name in transformers; by default the one that was saved.
+        auto_class: the class that loads the model, or the name of that class in transformers; by default the class that
+            was saved.
         kwargs: as for `from_pretrained` of transformers, such as `revision`, `token`, `dtype`, `device_map`.
 
     Raises:
-        ValueError: the checkpoint holds no swapped attention, its description cannot be used, its keys are not
-            exactly the model's, or a file is not what the Hub says it is.
-        OSError: it cannot be read or downloaded.
+        ValueError: the checkpoint holds no swapped attention, the description of its swap cannot be used, its keys are
+            not exactly the model's, or the checksum of a file is not the Hub's.
+        OSError: the checkpoint cannot be read or downloaded.
     """
     for name in ("attn_implementation", "config", "ignore_mismatched_sizes"):
         if name in kwargs:
@@ -61,16 +62,17 @@ def from_pretrained(
 
 
 def _check_keys(model: PreTrainedModel, info: dict[str, Any], name: str) -> None:
-    """The checkpoint must hold exactly the model's weights.
+    """Refuse a checkpoint that does not hold exactly the model's weights.
 
     Raises:
-        ValueError: naming those that are missing, unexpected, or of another shape.
+        ValueError: names the weights that are missing, unexpected, or of another shape.
     """
-    wrong = [
-        f"{kind}: {', '.join(sorted(key if isinstance(key, str) else key[0] for key in info[f'{kind}_keys']))}"
-        for kind in ("missing", "unexpected", "mismatched")
-        if info[f"{kind}_keys"]
-    ]
+    wrong = []
+    for kind in ("missing", "unexpected", "mismatched"):
+        found = info[f"{kind}_keys"]
+        if found:  # a mismatched key comes as a tuple with its two shapes
+            names = sorted(key if isinstance(key, str) else key[0] for key in found)
+            wrong.append(f"{kind}: {', '.join(names)}")
     if wrong:
         raise ValueError(
             f"{name} does not hold exactly the weights of {type(model).__name__}; {'; '.join(wrong)}. Load the class "
@@ -79,10 +81,10 @@ def _check_keys(model: PreTrainedModel, info: dict[str, Any], name: str) -> None
 
 
 def _model_class(config: PreTrainedConfig, auto_class: type[Any] | str | None) -> Any:
-    """The class to load with.
+    """The class that loads the model.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: the config names no class, or transformers has no model class of that name.
     """
     names = [auto_class] if auto_class is not None else getattr(config, "architectures", None) or []
     if not names:
@@ -95,7 +97,7 @@ def _model_class(config: PreTrainedConfig, auto_class: type[Any] | str | None) -
 
 
 def _download(name: str, kwargs: dict[str, Any]) -> str:
-    """Fetch what is going to be loaded and check it against the Hub's checksums; returns the commit."""
+    """Download the files that are going to be loaded, check them against the Hub's checksums, and return the commit."""
     inner = f"{kwargs['subfolder']}/" if kwargs.get("subfolder") else ""
     settings = {key: kwargs[key] for key in DOWNLOAD if key in kwargs}
     snapshot = Path(snapshot_download(name, allow_patterns=[inner + pattern for pattern in LOADED], **settings))
@@ -107,7 +109,11 @@ def _download(name: str, kwargs: dict[str, Any]) -> str:
 
 
 def _check_sum(path: Path, name: str) -> None:
-    """The cache names a file after its checksum on the Hub; where it holds copies instead of links there is none."""
+    """Compare a file with its checksum on the Hub.
+
+    In the cache a file is a link, and the target of the link is named after the checksum. A cache that holds copies
+    instead of links has no checksums, so nothing is compared there.
+    """
     if not path.is_symlink():
         return
     expected = path.readlink().name
@@ -120,7 +126,11 @@ def _check_sum(path: Path, name: str) -> None:
     for block in _blocks(path):
         actual.update(block)
     if actual.hexdigest() != expected:
-        for file in (path.resolve(), path.parent / path.readlink(), path):  # the cache may link to a link
+        for file in (
+            path.resolve(),
+            path.parent / path.readlink(),
+            path,
+        ):  # the target of the link may itself be a link
             file.unlink(missing_ok=True)
         raise ValueError(f"{path.name} of {name} was damaged on its way from the Hub, and removed; load it again.")
 

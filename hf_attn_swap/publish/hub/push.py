@@ -18,9 +18,9 @@ from ..results import RESULTS_FILE, AppliedSwap, RunResult
 from ..results.from_model import read_swaps
 
 CARD = "README.md"
-# What a repository is given from a folder: weights as safetensors, and what is no program.
+# The files of a folder that are published: weights as safetensors, and files that cannot hold programs.
 PUBLISHED = ("*.safetensors", "*.json", "*.jinja", "*.md", "*.model", "*.spm", "*.tiktoken", "*.txt", "bpe.codes")
-# Weights of an earlier push, which must not stay beside the new ones.
+# Files of weights. Those of an earlier push are deleted, because they must not stay beside the new weights.
 WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
 
 
@@ -28,7 +28,7 @@ class Saved(Protocol):
     """A tokenizer, an image processor, or a processor that holds both."""
 
     def save_pretrained(self, save_directory: str) -> Any:
-        """Write its files into a folder."""
+        """Write the files of the tokenizer or processor into a folder."""
 
 
 def push(
@@ -44,18 +44,19 @@ def push(
     """Publish a converted model, its card and its tokenizer or image processor, in one commit.
 
     Args:
-        model: the converted model; its weights go as safetensors.
-        repo_id: "owner/name"; created if there is none.
-        results: a run, or its results.json; the card is rendered from it. Without it a card that is there stays, and
-            otherwise one that only says how to load the model is written.
-        tokenizer: or image processor.
-        private: refuse to publish into a repository that everybody can read.
-        revision: branch, created if there is none; the main branch if None.
-        token: of the Hub; the stored one if None.
+        model: the converted model; its weights are published as safetensors.
+        repo_id: "owner/name". The repository is created if it does not exist.
+        results: a run, or the path of its results.json. The card is rendered from the run. Without results, a card
+            that the repository already has stays; a repository without a card gets a short card that says how to load
+            the model.
+        tokenizer: tokenizer or image processor.
+        private: True refuses to publish into a repository that everybody can read.
+        revision: branch, created if it does not exist; the main branch if None.
+        token: token of the Hub; the stored token if None.
 
     Raises:
-        ValueError: the model is not swapped, the results are of another model, or the repository is public although
-            `private`.
+        ValueError: the model is not swapped, the results describe another model, or the repository is public although
+            `private` is True.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"push takes a transformers model, got {type(model).__name__}; merge or unwrap it first.")
@@ -105,7 +106,7 @@ def push_folder(
 
 
 def _content(folder: Path, modules: int, swaps: Sequence[AppliedSwap], repo_id: str) -> dict[str, bytes | Path]:
-    """What is published of a folder, and its card if there are results."""
+    """The files of a folder that are published, and the card if the folder holds results."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and _published(path.relative_to(folder)))
     files: dict[str, bytes | Path] = {path.relative_to(folder).as_posix(): path for path in paths}
     if not any(name.endswith(".safetensors") for name in files):
@@ -147,9 +148,8 @@ def _published(path: Path) -> bool:
 
 
 def _check_same(run: RunResult, modules: int, swaps: Sequence[AppliedSwap]) -> None:
-    """A card must not speak of another model."""
-    said, done = ((count, _essence(these)) for count, these in ((run.modules, run.swaps), (modules, swaps)))
-    if said != done:
+    """Refuse results that describe another model than this one."""
+    if (run.modules, _essence(run.swaps)) != (modules, _essence(swaps)):
         raise ValueError(
             f"the results are of another model: they say {_words(run.swaps, run.modules)}, and the model runs "
             f"{_words(swaps, modules)}."
@@ -157,7 +157,7 @@ def _check_same(run: RunResult, modules: int, swaps: Sequence[AppliedSwap]) -> N
 
 
 def _essence(swaps: Sequence[AppliedSwap]) -> Any:
-    """What two descriptions of a model must agree on; wordings of formulas may change between versions."""
+    """The parts on which two descriptions of a model must agree. The wording of formulas is left out: it may change."""
     return {
         (tuple(sorted(swap.layers)), swap.strength, part.name, json.dumps(part.options, sort_keys=True))
         for swap in swaps

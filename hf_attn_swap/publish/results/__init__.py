@@ -1,4 +1,4 @@
-"""What one published run did and measured: the file that recipes write and cards, plots and tables read."""
+"""The record of one published run. Recipes write the record; cards, plots and tables read it."""
 
 from .from_model import applied_swaps, read_swaps
 from .parts import AppliedSwap, BaseModel, Budget, Component, Cost, DataSet, Interval, Measured, Metric

@@ -1,4 +1,4 @@
-"""What a converted model says about itself, in the form that results want."""
+"""Reads the swaps of a converted model, in the form of a `RunResult`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .parts import AppliedSwap, Component
 
 
 def applied_swaps(model: PreTrainedModel) -> tuple[int, tuple[AppliedSwap, ...]]:
-    """`modules` and `swaps` of a `RunResult`, as the model's config has them.
+    """The fields `modules` and `swaps` of a `RunResult`, read from the model's config.
 
     Raises:
         ValueError: the model's attention is not swapped.
@@ -23,7 +23,10 @@ def applied_swaps(model: PreTrainedModel) -> tuple[int, tuple[AppliedSwap, ...]]
 
 
 def read_swaps(block: dict[str, Any]) -> tuple[int, tuple[AppliedSwap, ...]]:
-    """The same from a config's `attn_swap`, which must be a valid one; a saved config has lost the options' order."""
+    """The same two fields, read from a valid `attn_swap` block of a config.
+
+    Options come in the order of the block; a saved config sorts them.
+    """
     swaps = []
     for entry in block["swaps"]:
         names = (name.strip() for name in entry["variant"].split("+"))

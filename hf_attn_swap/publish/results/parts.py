@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .record import Record, Scalar
 
-RELATIONS = ("adapter", "finetune", "merge", "quantized")  # the Hub's
+RELATIONS = ("adapter", "finetune", "merge", "quantized")  # the relations to a base model that the Hub knows
 SCRATCH = "scratch"
 
 
@@ -17,12 +17,12 @@ class BaseModel(Record):
     """The pretrained model that was converted, or the architecture that was trained from random weights.
 
     Args:
-        name: its name on the Hub, such as "google-bert/bert-base-uncased".
-        revision: commit or tag, or None for the newest at the time.
-        relation: what the result is to it: "finetune", "adapter", "quantized", "merge", or "scratch": nothing but its
-            architecture, at sizes that `conversion` states.
-        auto_class: the class of transformers that loads the result, such as "AutoModelForSequenceClassification", or
-            that of a recipe with its file, such as "lra.Matcher".
+        name: name of the base model on the Hub, such as "google-bert/bert-base-uncased".
+        revision: commit or tag of the base model; None means the newest at the time of the run.
+        relation: how the published model relates to the base model: "finetune", "adapter", "quantized", "merge", or
+            "scratch". "scratch" means that only the architecture was used, at sizes that `conversion` states.
+        auto_class: the class of transformers that loads the published model, such as
+            "AutoModelForSequenceClassification"; or a class of a recipe with the recipe's file, such as "lra.Matcher".
     """
 
     name: str
@@ -53,7 +53,10 @@ class Component(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class AppliedSwap(Record):
-    """Which layers run what, at which strength (0 is the pretrained model, 1 the paper's formula)."""
+    """The layers that run a variant or a composition, and its strength.
+
+    Strength 0 is the pretrained model, and strength 1 is the paper's formula.
+    """
 
     components: tuple[Component, ...]
     layers: tuple[int, ...]
@@ -75,7 +78,15 @@ class AppliedSwap(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet(Record):
-    """The data: name and configuration on the Hub, rows used of each split, and the split that was measured."""
+    """The data of a run.
+
+    Args:
+        name: name on the Hub.
+        config: configuration on the Hub, or None.
+        revision: commit or tag, or None.
+        rows: the number of rows used of each split.
+        evaluated: the split that was measured.
+    """
 
     name: str
     config: str | None
@@ -92,7 +103,7 @@ class DataSet(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Metric(Record):
-    """One figure, measured once per seed; the name is the Hub's where it has one, such as "accuracy"."""
+    """One metric, measured once per seed. Its name is the Hub's name where there is one, such as "accuracy"."""
 
     name: str
     higher_is_better: bool
@@ -114,10 +125,10 @@ class Measured(Record):
     """One model, trained and measured once per seed.
 
     Args:
-        seeds: what differs between the repetitions.
-        metrics: values in the order of `seeds`; the first metric is the headline.
-        outliers: likewise, figures of the activations such as "kurtosis" and "max_inf_norm"; None if not measured.
-        wall_seconds: of training and measuring, all seeds together.
+        seeds: the seed of each repetition.
+        metrics: the metrics, each with one value per seed in the order of `seeds`; the first metric is the headline.
+        outliers: likewise, metrics of the activations such as "kurtosis" and "max_inf_norm"; None if not measured.
+        wall_seconds: seconds of training and measuring, all seeds together.
     """
 
     seeds: tuple[int, ...]
@@ -145,10 +156,10 @@ class Interval(Record):
     """The headline metric's difference to the control: converted minus control, with its 95 % interval.
 
     Args:
-        mean: over the seeds.
-        low: end of the interval.
-        high: its other end.
-        of: how it was found.
+        mean: mean difference over the seeds.
+        low: lower end of the interval.
+        high: upper end of the interval.
+        of: how the interval was computed.
     """
 
     mean: float
@@ -163,7 +174,7 @@ class Interval(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Cost(Record):
-    """Time or memory against stock attention: 1.2 is a fifth more; `of` says what was measured, and how."""
+    """Time or memory as a ratio to stock attention: 1.2 is a fifth more. `of` says what was measured, and how."""
 
     ratio: float
     of: str
@@ -175,7 +186,7 @@ class Cost(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Record):
-    """What each seed was given: 0 steps and no learning rate where nothing was trained."""
+    """The training of each seed: 0 steps and no learning rate if nothing was trained."""
 
     steps: int
     batch_size: int
@@ -191,5 +202,5 @@ class Budget(Record):
 
 
 def different(things: Sequence[Hashable]) -> bool:
-    """Whether no two are equal."""
+    """True if no two of the things are equal."""
     return len(set(things)) == len(things)

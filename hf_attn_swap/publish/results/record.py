@@ -1,7 +1,7 @@
-"""Dataclasses that hold what their annotations say, and nothing else.
+"""Dataclasses whose fields are checked against their annotations.
 
-A `Record` checks every field against its annotation when it is built: numpy scalars become Python's, a whole number
-becomes a float where one is wanted, lists become tuples. Everything else of the wrong type is an error.
+A `Record` checks every field when the record is built. A numpy scalar becomes a Python number, a whole number becomes a
+float if the annotation is float, and a list becomes a tuple. Every other value of the wrong type is an error.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 Scalar = str | bool | int | float | None
 R = TypeVar("R", bound="Record")
-BREAKS = ("Cc", "Cs", "Zl", "Zp")  # Unicode categories of control characters, half characters and line ends
+BREAKS = ("Cc", "Cs", "Zl", "Zp")  # Unicode categories: control characters, surrogates, line and paragraph separators
 WORDS = {str: "a line of text", bool: "true or false", int: "a whole number", float: "a number"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Base: the fields of a subclass are checked on construction.
+    """The base class of all records. It checks the fields of a subclass on construction.
 
     Raises:
-        ValueError: naming the field, what it must be and what it is.
+        ValueError: a field has a wrong value; the message names the field, the value, and what the value must be.
     """
 
     def __post_init__(self) -> None:
@@ -36,19 +36,24 @@ class Record:
             object.__setattr__(self, field.name, fit(getattr(self, field.name), hints[field.name], field.name))
 
     def check(self, holds: bool, field: str, wanted: str) -> None:
-        """Refuse the value of a field that has the right type.
+        """Refuse a field whose value has the right type but breaks a rule.
+
+        Args:
+            holds: True if the value obeys the rule.
+            field: name of the field.
+            wanted: the rule in words.
 
         Raises:
-            ValueError: unless it holds.
+            ValueError: `holds` is False.
         """
         if not holds:
             raise ValueError(f"{field} must be {wanted}, got {getattr(self, field)!r}.")
 
     def check_repo_id(self, field: str) -> None:
-        """Refuse what cannot be a name on the Hub.
+        """Refuse a field whose value cannot be a name on the Hub.
 
         Raises:
-            ValueError: the reason in huggingface_hub's words.
+            ValueError: the value cannot be a name; the message quotes the reason that huggingface_hub gives.
         """
         try:
             validate_repo_id(getattr(self, field))
@@ -57,12 +62,12 @@ class Record:
 
 
 def read_record(cls: type[R], data: Any, where: str) -> R:
-    """Build a record from plain data, as JSON gives it; `where` is its path in the file.
+    """Build a record from plain data, as JSON gives it. `where` is the path of the data in the file.
 
     A field that has a default may be left out.
 
     Raises:
-        ValueError: naming every field that is missing or unknown, or the first of the wrong type.
+        ValueError: names every field that is missing or unknown, or the first field of a wrong type.
     """
     path = f"{where}." if where else ""
     if not isinstance(data, dict):
@@ -73,8 +78,12 @@ def read_record(cls: type[R], data: Any, where: str) -> R:
     missing = [path + name for name in wanted if name not in data]
     unknown = [path + str(name) for name in data if name not in names]
     if missing or unknown:
-        parts = [f"{kind} fields: {', '.join(found)}" for kind, found in (("missing", missing), ("unknown", unknown))]
-        raise ValueError("; ".join(part for part, found in zip(parts, (missing, unknown), strict=True) if found) + ".")
+        parts = []
+        if missing:
+            parts.append(f"missing fields: {', '.join(missing)}")
+        if unknown:
+            parts.append(f"unknown fields: {', '.join(unknown)}")
+        raise ValueError("; ".join(parts) + ".")
     values = {name: fit(data[name], hints[name], path + name) for name in names if name in data}
     try:
         return cls(**values)
@@ -83,10 +92,10 @@ def read_record(cls: type[R], data: Any, where: str) -> R:
 
 
 def fit(value: Any, hint: Any, where: str) -> Any:
-    """The value as its annotation wants it.
+    """The value, converted to the type of its annotation.
 
     Raises:
-        ValueError: it has another type, or is a number that is not finite.
+        ValueError: the value has another type, or is a number that is not finite.
     """
     if isinstance(value, np.generic):
         value = value.item()

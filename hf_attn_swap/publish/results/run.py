@@ -1,7 +1,7 @@
 """`RunResult` and its JSON form, `results.json` with `"version": 1`.
 
-It is read strictly: a field that is missing, unknown or of another type is an error that names it, and so is a
-number that is not finite.
+The file is read strictly. A field that is missing, unknown or of another type is an error that names the field; so is
+a number that is not finite.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ class RunResult(Record):
         study: what the runs on one model and one data set share of their names: "minilm-ag-news" of
             "minilm-ag-news-belief"; None if not recorded.
         base: the pretrained model.
-        modules: its self-attention layers, swapped or not.
-        swaps: what runs where; `applied_swaps` reads it from a model.
-        parameters_added: by the swaps.
+        modules: the number of self-attention layers of the model, swapped or not.
+        swaps: which layers run which variant; `applied_swaps` reads this from a model.
+        parameters_added: the number of parameters that the swaps added.
         conversion: how the model was converted, step by step, one sentence each.
         steps: the conversion's steps by name, of `STEPS`, in their order; empty where the model was only patched (and
             trained), None if not recorded.
         task: pipeline tag of the Hub, such as "text-classification".
-        data: what it was trained and measured on.
-        converted: the converted model's figures.
-        control: those of the softmax model trained the same way; None if there is none.
-        difference: of the headline metric to the control, paired row by row; None if not measured.
-        cost: against stock attention; None if not measured.
-        budget: of each of the two.
-        versions: of packages, by import name; at least hf_attn_swap, torch and transformers.
-        hardware: what it ran on.
-        wall_seconds: of the whole run, from the pretrained model to this file.
+        data: the data that the model was trained and measured on.
+        converted: the metrics of the converted model.
+        control: the metrics of the softmax model that was trained the same way; None if there is no control.
+        difference: the difference of the headline metric to the control, paired row by row; None if not measured.
+        cost: time or memory against stock attention; None if not measured.
+        budget: the training of each seed, the same for the converted model and the control.
+        versions: versions of packages, by import name; at least hf_attn_swap, torch and transformers.
+        hardware: the machine that the run used.
+        wall_seconds: seconds of the whole run, from the pretrained model to this file.
         intended_use: what the model is for.
-        limits: what it is not for and what the figures do not show, one sentence each.
+        limits: what the model is not for, and what the metrics do not show, one sentence each.
         license: the Hub's identifier, such as "apache-2.0".
         language: ISO 639 codes; empty where there is no text.
     """
@@ -107,7 +107,7 @@ class RunResult(Record):
 
     @property
     def variant(self) -> str:
-        """What runs, in one line; a hybrid model has several."""
+        """The variant in one line; the variants of a hybrid model are separated by commas."""
         return ", ".join(dict.fromkeys(swap.variant for swap in self.swaps))
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,8 +135,8 @@ class RunResult(Record):
         """Read a results.json.
 
         Raises:
-            ValueError: what is wrong with it, and where.
-            OSError: it cannot be read.
+            ValueError: the content is wrong; the message says what is wrong, and where.
+            OSError: the file cannot be read.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -156,14 +156,14 @@ def versions() -> dict[str, str]:
 
 
 def _check_alike(converted: Sequence[Metric], control: Sequence[Metric], kind: str) -> None:
-    """The control stands next to the converted model, so both have the same figures."""
+    """Refuse a control whose metrics are not those of the converted model: the card shows them side by side."""
     ours, theirs = ([(figure.name, figure.higher_is_better) for figure in side] for side in (converted, control))
     if ours != theirs:
         raise ValueError(f"control.{kind} must be the same as converted.{kind}, in the same order.")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, whose names must differ: the last of two would win without a word."""
+    """A JSON object whose names all differ. Of two equal names, the json module would silently take the last."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
