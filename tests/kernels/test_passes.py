@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +12,8 @@ from hf_attn_swap.core.call import Inputs
 from hf_attn_swap.kernels import carried, hopfield
 from hf_attn_swap.kernels import softmax_n as kernel
 from tests import zoo
-from tests.contract.harness import TOLERANCE, fresh, perturb
+from tests.contract.cells import COMPOSED, WIDE, Cell, over, swap_in
+from tests.contract.harness import TOLERANCE, assert_same, batch_of, fresh, padding_side, perturb, run_all
 
 EXACT = TOLERANCE[torch.float64]
 
@@ -63,3 +66,32 @@ def test_autocast_over_several_blocks(name: str) -> None:
     got.float().sum().backward()
     assert (got - wanted).abs().max() <= 0.05 * wanted.abs().max()
     assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "vit"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", [{}, {"init": "first"}, {"alpha_prime": 0.8}], ids=str)
+def test_the_general_form_of_carried_scores(family: str, padded: bool, options: dict[str, Any]) -> None:
+    """Autocast leaves float64 as it is, but sends the layers another way: the same values and gradients.
+
+    Masks with a causal order and without one, and none at all.
+    """
+    side = padding_side(family) if padded else None
+    model, batch = patch_model(fresh(family), "mha", **options), batch_of(family, padded=side)
+    wanted = run_all(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run_all(model, batch)
+    assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+@over(WIDE + COMPOSED)
+def test_without_the_flash_kernel(family: str, cell: Cell, strength: float, padded: bool) -> None:
+    """PyTorch's plain SDPA, for tensors that the fused kernel does not take: the readable form's values and slopes."""
+    model = perturb(swap_in(fresh(family), cell[0], strength=strength))
+    batch = batch_of(family, padded=padding_side(family) if padded else None)
+    wanted = run_all(model, batch, output_attentions=True)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        got = run_all(model, batch)
+    assert_same(got, wanted)
