@@ -17,8 +17,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .slow import slow_belief_projection, slow_entmax15, slow_simple_attention, slow_softmax_n, slow_sparsemax
 
-CORES = ("AlbertAttention", "BertAttention", "GPT2Attention", "LlamaAttention", "OPTAttention", "ViTAttention")
-CAUSAL = ("GPT2Attention", "LlamaAttention", "OPTAttention")
+CAUSAL = ("GPT2Attention", "LlamaAttention", "OPTAttention", "Qwen2Attention")
+CORES = ("AlbertAttention", "BertAttention", "ViTAttention", *CAUSAL)
 DEFAULTS: dict[str, dict[str, Any]] = {
     "clipped": {"gamma": -0.025, "zeta": 1.0, "alpha": None, "length": None},
     "gated": {"kind": "linear", "pi_init": 0.25},
@@ -56,7 +56,7 @@ def reference_model(
     layers: set[int] | None = None,
     parameters: list[dict[str, Tensor]] | None = None,
 ) -> Any:
-    """A copy of an unpatched model of the six families that computes `variant` slowly; call it without a cache."""
+    """A copy of an unpatched model (a family, or Qwen2) that computes `variant` slowly; call it without a cache."""
     model: Any = copy.deepcopy(stock)
     model.set_attn_implementation("eager")
     names = variant.split("+")
@@ -133,6 +133,7 @@ class SlowLayer(nn.Module):
     def output_projection(self, joined: Tensor) -> Tensor:
         names = {"BertAttention": "output.dense", "AlbertAttention": "dense", "GPT2Attention": "c_proj"}
         names |= {"OPTAttention": "out_proj", "LlamaAttention": "o_proj", "ViTAttention": "o_proj"}
+        names |= {"Qwen2Attention": "o_proj"}
         return self.get_submodule(names[self.kind])(joined)
 
     def attention(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, scaling: float, mask: Tensor | None) -> Tensor:

@@ -11,6 +11,8 @@ from transformers import PatchTSTConfig, PatchTSTForPrediction
 
 from hf_attn_swap import list_variants, patch_model, set_strength
 from hf_attn_swap.analysis import metrics, record
+from hf_attn_swap.analysis.recording import Activation, Recording
+from hf_attn_swap.families import sites
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import TEXT_FAMILIES, batch_of, forward, fresh, padding_side, perturb, refused
 
@@ -92,6 +94,103 @@ def test_padding_does_not_count(name: str) -> None:
         assert torch.allclose(layer.update_norm.value, two.layers[place].update_norm.value, rtol=1e-9)
 
 
+def test_outliers_by_hand() -> None:
+    """Largest value: of each sample, then the mean over samples, then the largest module. 3, 9 and 6, 6 give 6."""
+    recording = Recording()
+    recording.activations["a"] = Activation(kurtosis=[1.0, 5.0], max_infinity_norm=[3.0, 9.0])
+    recording.activations["b"] = Activation(kurtosis=[2.0, 2.0], max_infinity_norm=[6.0, 5.0])
+    assert recording.max_infinity_norm == pytest.approx(6.0)
+    assert recording.kurtosis == pytest.approx((3.0 + 2.0) / 2)
+    found = recording.to_dict()
+    assert (found["max_infinity_norm"], found["kurtosis"]) == (pytest.approx(6.0), pytest.approx(2.5))
+    assert found["modules"]["a"] == {"kurtosis": pytest.approx(3.0), "max_infinity_norm": pytest.approx(6.0)}
+    assert found["modules"]["b"] == {"kurtosis": pytest.approx(2.0), "max_infinity_norm": pytest.approx(5.5)}
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_outliers_of_a_model(name: str) -> None:
+    """Against the outputs that this test keeps: two batches, padded rows, every linear map."""
+    model = fresh(name)
+    batches = [batch_of(name, padded=padding_side(name), seed=seed) for seed in (1, 2)]
+    kept: dict[str, list[torch.Tensor]] = {}
+    usable = [(path, module) for path, module in model.named_modules() if path.endswith("q_proj")]
+    usable = usable or [(path, module) for path, module in model.named_modules() if path.endswith(("query", "c_attn"))]
+    handles = [
+        module.register_forward_hook(lambda _, args, output, path=path: kept.setdefault(path, []).append(output))
+        for path, module in usable
+    ]
+    with record(model, modules="|".join(f"^{path}$" for path, _ in usable)) as recording:
+        for batch in batches:
+            forward(model, batch)
+    for handle in handles:
+        handle.remove()
+    means = []
+    for outputs in kept.values():
+        largest = []
+        for place, output in enumerate(outputs):
+            mask = batches[place * len(batches) // len(outputs)].get("attention_mask")
+            for row, states in enumerate(output):
+                largest.append(float(states[mask[row].bool()].abs().max() if mask is not None else states.abs().max()))
+        means.append(sum(largest) / len(largest))
+    assert recording.max_infinity_norm == pytest.approx(max(means), rel=1e-9)
+    assert len(set(means)) == len(means)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", [None, "outeffhop", "mha"])
+def test_updates_are_those_of_each_layers_own_input(name: str, variant: str | None) -> None:
+    """Norm and angle of what W_o gives, against what the same layer's queries are made of; by hand."""
+    model = fresh(name)
+    if variant is not None:
+        patch_model(model, variant)
+    batch = batch_of(name, padded=padding_side(name))
+    read: list[torch.Tensor] = []
+    written: list[torch.Tensor] = []
+    handles = []
+    for site in dict.fromkeys(site for site in sites(model) if site.usable):
+        query, output = site.core.get_submodule(site.family.query), site.container.get_submodule(site.family.output)
+        handles.append(query.register_forward_pre_hook(lambda _, args: read.append(args[0])))
+        handles.append(output.register_forward_hook(lambda _, args, given: written.append(given)))
+    with record(model) as recording:
+        forward(model, batch)
+    for handle in handles:
+        handle.remove()
+    assert len(read) == len(written) == len(recording.layers) == 3
+    real = batch.get("attention_mask", torch.ones(read[0].shape[:2])).bool()
+    angles = []
+    for place, (x, update) in enumerate(zip(read, written, strict=True)):
+        layer = recording.layers[place]
+        cosine = torch.nn.functional.cosine_similarity(x[real], update[real], dim=-1, eps=0)
+        assert layer.update_angle.value.item() == pytest.approx(cosine.acos().mean().item(), rel=1e-9)
+        assert layer.update_norm.value.item() == pytest.approx(update[real].norm(dim=-1).mean().item(), rel=1e-9)
+        angles.append(layer.update_angle.value.item())
+    assert len({round(angle, 6) for angle in angles}) == 3
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", TEXT_FAMILIES)
+@pytest.mark.parametrize("variant", ["softmax", "outeffhop", "clipped"])
+def test_the_first_real_token_is_the_sink(name: str, variant: str, side: str) -> None:
+    """Under left padding that is not column 0: rows by hand from the weights that the model hands out."""
+    model, batch = patch_model(fresh(name), variant), batch_of(name, padded=side)
+    real = batch["attention_mask"].bool()
+    first = [row.tolist().index(True) for row in real]
+    assert first == ([2, 0] if side == "left" else [0, 0])
+    with record(model) as recording:
+        forward(model, batch)
+    with torch.no_grad():
+        attentions = model(**batch, output_attentions=True).attentions
+    for place, weights in enumerate(attentions):
+        shares = [
+            weights[row, :, query, first[row]] / weights[row, :, query].sum(-1)
+            for row in range(len(real))
+            for query in real[row].nonzero().flatten().tolist()
+        ]
+        wanted = torch.stack(shares).nanmean(0)
+        assert torch.allclose(recording.layers[place].sinks.value, wanted, rtol=1e-9)
+        assert (wanted > 0).any()
+
+
 @pytest.mark.parametrize("variant", [None, "mha", "belief"])
 def test_generation(variant: str | None) -> None:
     model = fresh("llama", torch.float32)
@@ -138,18 +237,18 @@ def test_channels_of_a_time_series_are_samples() -> None:
 
 
 def test_separators_are_sinks() -> None:
-    batch = batch_of("bert")
+    """The first token, and wherever one of the given ids stands; every id counted, all of the weight is on sinks."""
+    model, batch = patch_model(fresh("bert"), "softmax"), batch_of("bert")
     ids = batch["input_ids"]
-    found = []
-    for sinks in ((), ids.unique().tolist()):
-        with record(fresh("bert"), sink_ids=sinks) as recording:
-            pass
-        model = fresh("bert")
+    with torch.no_grad():
+        weights = model(**batch, output_attentions=True).attentions[1]
+    for sinks in ([], [int(ids[0, 3])], [int(ids[0, 2]), int(ids[1, 5])], ids.unique().tolist()):
         with record(model, sink_ids=sinks) as recording:
             forward(model, batch)
-        found.append(recording.layers[1].sinks.value)
-    assert (found[0] < 0.9).all()
-    assert torch.allclose(found[1], torch.ones(4, dtype=torch.float64))
+        counted = torch.tensor([[place == 0 or int(each) in sinks for place, each in enumerate(row)] for row in ids])
+        wanted = (weights * counted[:, None, None]).sum(-1).mean((0, 2))
+        assert torch.allclose(recording.layers[1].sinks.value, wanted, rtol=1e-9)
+    assert torch.allclose(wanted, torch.ones(4, dtype=torch.float64))
 
 
 def test_refused_and_put_back() -> None:

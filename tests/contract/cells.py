@@ -59,19 +59,37 @@ def _accepts(cls: type[Any], values: dict[str, Any]) -> bool:
 
 
 def option_sets(name: str) -> list[dict[str, Any]]:
-    """All combinations of the options that take a name, then every number with other values, then the optional ones."""
+    """All combinations of the options that take a name, then each number with other values, then the optional ones.
+
+    Numbers with equal defaults get different values beside a string that is not the default: otherwise a formula that
+    reads the wrong one of them would give the same result.
+    """
     cls = VARIANTS[name].Options
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)
     strings = [field.name for field in fields if choices(cls, field.name)]
     combinations = itertools.product(*(choices(cls, field) for field in strings))
-    sets = [dict(zip(strings, values, strict=True)) for values in combinations]
+    sets: list[dict[str, Any]] = [dict(zip(strings, values, strict=True)) for values in combinations]
+    sets = [chosen if is_default(name, chosen) else chosen | unequal(cls) for chosen in sets]
     for field in fields:
         if hints[field.name] is float:
             trials = ({field.name: value} for value in (0.0, field.default / 2, 1.1))
             sets += [trial for trial in trials if trial[field.name] != field.default and _accepts(cls, trial)]
     optional = {field.name: _example(hints[field.name]) for field in fields if field.default is None}
     return [*sets, optional] if optional else sets
+
+
+def unequal(cls: type[Any]) -> dict[str, float]:
+    """Values for all numbers of an options class whose default another number before them has, too."""
+    hints = typing.get_type_hints(cls)
+    defaults = {field.name: field.default for field in dataclasses.fields(cls) if hints[field.name] is float}
+    found: dict[str, float] = {}
+    for place, (name, default) in enumerate(defaults.items()):
+        before = list(defaults.values())[:place].count(default)
+        if before:
+            found[name] = default / 2**before
+    assert _accepts(cls, found)
+    return found
 
 
 def _example(hint: Any) -> Any:

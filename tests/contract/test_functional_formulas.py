@@ -106,6 +106,18 @@ def test_belief_projection(shape: tuple[int, ...], seed: int, per_head: bool, em
     assert float(left) <= 1e-12 * float((y * v).sum(axes).abs().max().detach() + 1)
 
 
+@pytest.mark.parametrize("per_head", [False, True])
+def test_the_floor_of_the_belief_projection(per_head: bool) -> None:
+    """<v, v> = 1e-7 is above the floor of 1e-8, and taken away whole; below the floor, <y, v> is divided by 1e-8."""
+    y = torch.tensor([3.0, 4.0], dtype=torch.float64).view(1, 1, 1, 2)
+    for square, left in ((1e-7, 0.0), (1.01e-8, 0.0), (1e-9, 0.9 * 3), (1e-12, (1 - 1e-4) * 3)):
+        v = torch.tensor([square**0.5, 0.0], dtype=torch.float64).view(1, 1, 1, 2)
+        got = F.belief_projection(y, v, per_head=per_head)
+        assert got.flatten().tolist() == pytest.approx([left, 4.0], abs=1e-12)
+    got = F.belief_projection(y, v, per_head=per_head, eps=1e-12)
+    assert got.flatten().tolist() == pytest.approx([0.0, 4.0], abs=1e-12)
+
+
 def test_belief_projection_takes_one_token_at_a_time() -> None:
     """Projecting a whole sequence as one vector leaks the future."""
     y, v = normal(1, 2, 5, 2, 3), normal(2, 2, 5, 2, 3)

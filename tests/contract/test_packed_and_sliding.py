@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import zoo
+from tests import reference, zoo
 
 from .cells import DEFAULT_CELLS, EXTRA_CELLS, PAIRS, SINGLES, Cell, FamilyCell, label, over, swap_in
-from .harness import CAUSAL_FAMILIES, TOLERANCE, assert_same, distance, forward, fresh, perturb, run_all
+from .harness import CAUSAL_FAMILIES, TOLERANCE, assert_same, distance, forward, fresh, perturb, run_all, swaps
 
 CELLS: tuple[Cell, ...] = (*((name, {}) for name in (*SINGLES, *PAIRS)), *EXTRA_CELLS)
 TRUE_LENGTH = tuple(cell for cell in CELLS if cell[1].get("length") != "fixed")
@@ -102,3 +102,25 @@ def test_generation_past_the_window(name: str, padded: str | None, cache: dict[s
     cached = model.generate(**prompt, **want, **cache)
     assert torch.equal(cached.sequences, uncached.sequences)
     assert distance(torch.stack(cached.logits), torch.stack(uncached.logits)) <= TOLERANCE[torch.float64]
+
+
+def mixed(*windows: bool) -> Any:
+    """A stock Qwen2 with a sliding window in these layers; the weights are the same whatever the windows."""
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    return zoo.build("qwen2", torch.float64, use_sliding_window=True, sliding_window=WINDOW, layer_types=kinds)
+
+
+@pytest.mark.parametrize(("padded", "strength"), [(None, 1.0), ("left", 1.0), ("left", 0.5)])
+@pytest.mark.parametrize("cell", [(name, {}) for name in (*SINGLES, *PAIRS)], ids=label)
+def test_full_and_sliding_layers_in_one_model(cell: Cell, strength: float, padded: str | None) -> None:
+    """Each layer is under its own mask, and takes no other layer's: the slow model, and the readable form, agree."""
+    model = perturb(swap_in(mixed(False, True, False), cell[0], strength=strength, **cell[1]))
+    own = [dict(swap.named_parameters()) for swap in swaps(model)]
+    slow = reference.reference_model(mixed(False, True, False), cell[0], strength=strength, parameters=own)
+    batch = {**zoo.inputs("qwen2", batch=2, length=LONG, padded=padded), "use_cache": False}
+    wanted = run_all(slow, batch)
+    for explicit in (False, True):
+        got = run_all(model, batch, output_attentions=explicit)
+        assert_same((got[0], {name: got[1][name] for name in wanted[1]}), wanted)
+    everywhere = perturb(swap_in(mixed(False, False, False), cell[0], strength=strength, **cell[1]))
+    assert distance(forward(everywhere, batch), wanted[0]) > 1e-4, "the window matters"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
+from hf_attn_swap.variants.base import VARIANTS
 from tests import reference
 
 from .cells import (
@@ -19,11 +21,15 @@ from .cells import (
     LARGER,
     OPTIONS,
     PAIRS,
+    SINGLES,
     WIDE,
     Cell,
     FamilyCell,
+    choices,
+    label,
     over,
     swap_in,
+    unequal,
 )  # fmt: skip
 from .harness import (
     TEXT_FAMILIES,
@@ -97,6 +103,36 @@ def test_the_issue_names_these() -> None:
     have = {frozenset(name.split("+")) for name in PAIRS}
     assert {frozenset(name.split("+")) for name in ISSUE} <= have
     assert len(LARGER) > 0
+
+
+def string_options() -> list[tuple[Cell, Cell]]:
+    """Each variant with each value of a string option that is not the default, and with the default instead."""
+    pairs = []
+    for name in SINGLES:
+        cls = VARIANTS[name].Options
+        for field in dataclasses.fields(cls):
+            if isinstance(field.default, str):
+                others = [value for value in choices(cls, field.name) if value != field.default]
+                numbers = unequal(cls)
+                pairs += [((name, {field.name: value, **numbers}), (name, numbers)) for value in others]
+    return pairs
+
+
+@pytest.mark.parametrize("pair", string_options(), ids=lambda pair: label(pair[0]))
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+def test_every_string_option_has_its_effect(pair: tuple[Cell, Cell], strength: float) -> None:
+    """Equal to the slow model, and in some family unlike what the default gives.
+
+    Numbers with equal defaults are unequal here. Behind a post-LayerNorm block the residual stream is the input.
+    """
+    moved = []
+    for family in DEEP:
+        batch, found = batch_of(family, padded=padding_side(family)), []
+        for cell in pair:
+            assert_equals_slow(family, cell, strength, padded=True)
+            found.append(run_all(pair_of_models(family, cell, strength)[0], batch)[0])
+        moved.append(distance(*found))
+    assert max(moved) > 1e-3
 
 
 @over(GRID)

@@ -88,18 +88,50 @@ def test_a_skip_is_undone_behind_layer_norm(name: str, alpha: float) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "opt", "vit"])
 @pytest.mark.parametrize("variant", ["outeffhop", "belief", "gated", "entmax"])
-def test_is_least_squares(name: str, variant: str) -> None:
-    """The last layer's map against numpy, from heads that this test records by itself on the stock model's stream."""
+@pytest.mark.parametrize("ridge", [0.0, 0.5])
+def test_is_least_squares(name: str, variant: str, ridge: float) -> None:
+    """The last layer's map against numpy, from heads that this test records by itself on the stock model's stream.
+
+    A ridge of r is r / D times the square of the head's features, on the matrix and not on the constant.
+    """
     model = patch_model(fresh(name), variant)
     recorded = _record(model, name)
-    fit(model, name, ridge=0.0)
+    fit(model, name, ridge=ridge)
     last = swaps(model)[-1]
+    width = last.geometry.head_dim
     for head in range(last.geometry.heads):
         features, wanted = (each[:, head] for each in recorded)
+        root = (ridge / width * np.square(features).sum()) ** 0.5
         features = np.concatenate([features, np.ones((len(features), 1))], 1)
-        solution = np.linalg.lstsq(features, wanted, rcond=None)[0]
+        penalty = root * np.eye(width, width + 1)  # rows that pull the matrix, and not the constant, to 0
+        both = np.concatenate([features, penalty]), np.concatenate([wanted, np.zeros((width, width))])
+        solution = np.linalg.lstsq(*both, rcond=None)[0]
         got = torch.cat([last.calibration.weight[head], last.calibration.bias[head][None]]).detach().numpy()
         assert np.abs(features @ (got - solution)).max() < 1e-7
+
+
+@pytest.mark.parametrize("ridge", [0.0, 0.5])
+def test_a_gain_is_least_squares(ridge: float) -> None:
+    model = patch_model(fresh("bert"), "belief")
+    ours, wanted = _record(model, "bert")
+    fit(model, "bert", fit="gain", ridge=ridge)
+    gains = (ours * wanted).sum((0, 2)) / ((1 + ridge) * np.square(ours).sum((0, 2)))
+    assert swaps(model)[-1].calibration.weight.detach().numpy() == pytest.approx(gains, rel=1e-9)
+
+
+@pytest.mark.parametrize("ridge", [0.0, 0.5])
+def test_explained_share_is_that_of_the_fit(ridge: float) -> None:
+    """R^2 = 1 - SSE / SST per head, SST about the mean, from heads that this test records by itself."""
+    model = patch_model(fresh("bert"), "belief")
+    ours, wanted = _record(model, "bert")
+    for kind in FITS:
+        report = fit(model, "bert", fit=kind, ridge=ridge)
+        calibration = swaps(model)[-1].calibration
+        fitted = calibration(torch.from_numpy(ours)[:, None])[:, 0].detach().numpy()
+        total = np.square(wanted - wanted.mean(0)).sum((0, 2))
+        for got, heads in ((report.layers[-1].before, ours), (report.layers[-1].after, fitted)):
+            assert got == pytest.approx(1 - np.square(wanted - heads).sum((0, 2)) / total, abs=1e-9)
+        assert report.unexplained == pytest.approx(1 - np.mean([layer.after for layer in report.layers]))
 
 
 def _record(model: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -162,6 +194,46 @@ def test_labels_are_not_read_and_modes_stay() -> None:
     assert "R2 after" in str(report)
     assert "<table>" in report._repr_html_()
     assert report.to_dict()["layers"][0]["tokens"] == 12 * 12
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [((6, 3, 5, 4), (3, 6)), ((6, 6), (6, 6)), ((1, 2, 6), (1, 6))])
+def test_lengths_are_those_of_the_rows_without_padding(rows: tuple[int, ...], wanted: tuple[int, int]) -> None:
+    """The shortest and the longest row in real tokens, over all batches; padded to 6, one row to a batch or two."""
+    mask = torch.stack([torch.arange(6) < row for row in rows]).long()
+    ids = torch.randint(4, 60, mask.shape, generator=torch.Generator().manual_seed(3))
+    for size in (1, 2):
+        given = [
+            {"input_ids": ids[start : start + size], "attention_mask": mask[start : start + size]}
+            for start in range(0, len(rows), size)
+        ]
+        report = calibrate(patch_model(fresh("bert"), "mha"), given, fit="gain", progress=False)
+        assert report.lengths == wanted
+        assert report.layers[0].tokens == sum(rows)
+        words = "Rows had 6 tokens" if wanted == (6, 6) else f"Rows had {wanted[0]} to {wanted[1]} tokens"
+        assert words in report.summary()
+
+
+def dropping(name: str) -> dict[str, float]:
+    """Every dropout of a family's config at 0.5; layer-drop, which skips layers, is another thing."""
+    config = fresh(name).config.to_dict()
+    rates = {key: 0.5 for key, value in config.items() if "drop" in key and isinstance(value, float)}
+    rates.pop("layerdrop", None)
+    assert rates
+    return rates
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", ["outeffhop", "mha", "simple_resl"])
+def test_a_model_in_training_is_fitted_without_its_dropout(name: str, variant: str) -> None:
+    stock, found = fresh(name, **dropping(name)).train(), []
+    assert not torch.equal(*(forward(stock, batch_of(name)) for _ in range(2))), "there is dropout in this model"
+    for train in (False, True):
+        model = patch_model(fresh(name, **dropping(name)), variant).train(train)
+        torch.manual_seed(4)
+        fit(model, name)
+        found.append(torch.cat([parameter.flatten() for swap in swaps(model) for parameter in swap.parameters()]))
+        assert model.training == train
+    assert torch.equal(*found)
 
 
 def test_negative_gains_are_named() -> None:

@@ -16,6 +16,8 @@ from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import CAUSAL_FAMILIES, TEXT_FAMILIES, batch_of, fresh, padding_side, perturb, refused
 
+from .test_calibrate import dropping
+
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 SMOKES = list({VARIANTS[name].places: name for name in list_variants()}.values())  # one for each set of places
 
@@ -83,6 +85,20 @@ def test_padding_and_labels_do_not_count(name: str, tmp_path: Path) -> None:
     ]
     alone = sum(loss_of(trainer, each) for each in single) / 2
     assert loss_of(trainer, {**batch, "labels": None}) == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_dropout_is_off(name: str, tmp_path: Path) -> None:
+    """The Trainer puts the model in training mode before each step; both still see the same."""
+    model = patch_model(fresh(name, **dropping(name)), "belief")
+    trainer, batch = trainer_of(model, tmp_path, name), batch_of(name)
+    wanted = loss_of(trainer, batch)
+    assert wanted > 1e-6
+    assert loss_of(trainer, batch) == wanted
+    model.train()
+    torch.manual_seed(0)
+    assert not torch.equal(model(**batch)[0], model(**batch)[0]), "there is dropout in this model"
+    assert loss_of(trainer, batch) == wanted
 
 
 def test_adapters_alone(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from hf_attn_swap.kernels import dispatch, hopfield
 from hf_attn_swap.kernels import softmax_n as kernel
 from hf_attn_swap.wiring import seam
 from tests import zoo
-from tests.contract.cells import is_linear
-from tests.contract.harness import TOLERANCE, fresh, perturb
+from tests.contract.cells import COMPOSED, WIDE, Cell, is_linear, over, swap_in
+from tests.contract.harness import TOLERANCE, assert_same, batch_of, fresh, padding_side, perturb, run_all
 
 EXACT = TOLERANCE[torch.float64]
 
@@ -129,3 +129,32 @@ def test_the_mask_function_asks_what_transformers_asks() -> None:
         traced = seam.mask_for_swap(2, 5, 5, attention_mask=mode.from_tensor(full), **asked)
     assert traced is not None
     assert traced.shape == (2, 1, 1, 5)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "vit"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", [{}, {"init": "first"}, {"alpha_prime": 0.8}], ids=str)
+def test_the_general_form_of_carried_scores(family: str, padded: bool, options: dict[str, Any]) -> None:
+    """Autocast leaves float64 as it is, but sends the layers another way: the same values and gradients.
+
+    Masks with a causal order and without one, and none at all.
+    """
+    side = padding_side(family) if padded else None
+    model, batch = patch_model(fresh(family), "mha", **options), batch_of(family, padded=side)
+    wanted = run_all(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run_all(model, batch)
+    assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+@over(WIDE + COMPOSED)
+def test_without_the_flash_kernel(family: str, cell: Cell, strength: float, padded: bool) -> None:
+    """PyTorch's plain SDPA, for tensors that the fused kernel does not take: the readable form's values and slopes."""
+    model = perturb(swap_in(fresh(family), cell[0], strength=strength))
+    batch = batch_of(family, padded=padding_side(family) if padded else None)
+    wanted = run_all(model, batch, output_attentions=True)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        got = run_all(model, batch)
+    assert_same(got, wanted)

@@ -12,7 +12,7 @@ import torch
 from hf_attn_swap import list_variants, patch_model, set_strength
 from hf_attn_swap.core.registry import parse
 from tests import zoo
-from tests.contract.cells import FAMILY_NAMES, OPTION_CELLS, label, swap_in
+from tests.contract.cells import DEEP, FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
 from tests.contract.harness import batch_of, fresh, perturb, run_all, swaps
 
 from .steps import ALL
@@ -57,6 +57,41 @@ def test_dropout(name: str, variant: str, kind: tuple[str, ...]) -> None:
         assert torch.equal(seeded(model, batch, 2), first) == without_weights
     model.eval()
     assert torch.equal(seeded(model, batch, 1), seeded(model, batch, 2))
+
+
+LINEAR_IN_WEIGHTS = [  # what drops weights, and reads them out as they are
+    name for name in (*list_variants(), *PAIRS) if not any(cls.replaces or "read" in cls.places for cls in parse(name))
+]
+
+
+@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("variant", LINEAR_IN_WEIGHTS)
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+def test_dropped_weights_keep_their_mean(name: str, variant: str, strength: float) -> None:
+    """Over many draws the heads' mean is that of evaluation, and their variance that of weights kept with p and 1/p.
+
+    Var = (1 / p - 1) sum_j w_j^2 v_j^2 with p = 1/2, once per weight, after everything that changes the weights.
+    """
+    rates = {key: 0.5 for key in ATTENTION if key in fresh(name).config.to_dict()}
+    model = patch_model(fresh(name, num_hidden_layers=1, **rates), variant, strength=strength)
+    batch = {key: value[:1].repeat(2000, 1) for key, value in batch_of(name).items()}
+    seen: list[torch.Tensor] = []
+    (swap,) = swaps(model)
+    swap.register_forward_hook(lambda module, args, output: seen.extend((output[0], args[0].value)))
+    for train in (False, True):
+        seeded(model.train(train), batch, 3)
+    (evaluated, value), (drawn, _) = seen[:2], seen[2:]
+    with torch.no_grad():
+        weights = model.eval()(**{key: each[:1] for key, each in batch.items()}, output_attentions=True).attentions[0]
+    heads = weights.shape[1]
+    values = value[:1].repeat_interleave(heads // value.shape[1], 1)
+    spread = (weights.square() @ values.square()).transpose(1, 2)[0]
+    error = (spread / len(drawn)).sqrt() + 1e-12
+    assert float(((drawn.mean(0) - evaluated[0]).abs() / error).max()) < 6
+    some = spread > 1e-6 * spread.max()
+    ratio = drawn.var(0)[some] / spread[some]
+    assert float(ratio.min()) > 0.8
+    assert float(ratio.max()) < 1.25
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

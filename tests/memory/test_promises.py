@@ -137,7 +137,9 @@ STATE, STORED = torch.zeros(2, 3, 6), torch.zeros(2, 5, 6)
     ],
 )
 def test_refused_settings(name: str, options: dict[str, Any], message: str) -> None:
-    if name == "retrieval" and "heads" in options:
+    if name == "retrieval" and "heads" in options:  # it has no projections, so no heads
+        with pytest.raises(TypeError, match="unexpected keyword argument 'heads'"):
+            HopfieldRetrieval(**options)
         return
     with pytest.raises(ValueError, match=message):
         built(name, **{"normalizer": "softmax", **options})

@@ -41,6 +41,41 @@ def test_paired_interval() -> None:
     assert paired_interval("accuracy", [control], [control], references) == (0.0, 0.0, 0.0)
 
 
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_models_that_err_on_the_same_rows_are_compared_row_by_row(seeds: int) -> None:
+    """Both miss 120 of 400 rows, and then one row of twenty goes either way: the spread is that of these few rows.
+
+    Two samples drawn apart would have a spread of sqrt(2 p (1 - p)) per row, three times as much.
+    """
+    generator = np.random.default_rng(1)
+    right = np.ones(400)
+    right[:120] = 0
+    generator.shuffle(right)
+    ours, control = right.copy(), right.copy()
+    ours[:10], ours[10:20] = 1, 0
+    control[:10], control[10:20] = 0, 1
+    by_row = ours - control
+    mean, low, high = paired_interval("accuracy", [ours] * seeds, [control] * seeds, np.ones(400))
+    half = 1.96 * float(by_row.std()) / 20
+    assert mean == pytest.approx(float(by_row.mean()))
+    assert high - mean == pytest.approx(half, rel=0.15)
+    assert mean - low == pytest.approx(half, rel=0.15)
+    apart = 1.96 * float(np.sqrt(ours.var() + control.var())) / 20
+    assert high - low < 0.5 * 2 * apart
+
+
+def test_seeds_share_the_rows_of_a_draw() -> None:
+    """Seeds whose predictions are the same narrow nothing; the difference is the mean over seeds, not of one."""
+    generator = np.random.default_rng(2)
+    references = np.ones(300)
+    ours, control = (generator.random((2, 300)) < share for share in (0.7, 0.6))
+    ours, control = ours.astype(float), control.astype(float)
+    mean, _, _ = paired_interval("accuracy", ours, control, references)
+    assert mean == pytest.approx(float(ours.mean() - control.mean()))
+    one, twice = (paired_interval("accuracy", [ours[0]] * n, [control[0]] * n, references) for n in (1, 2))
+    assert one == pytest.approx(twice)
+
+
 def test_neighbours_that_are_alike_widen_the_interval() -> None:
     """Losses that are equal within each ten rows are a tenth as many: the interval is about sqrt(10) times as wide."""
     losses = np.repeat(np.random.default_rng(0).normal(size=100), 10).tolist()

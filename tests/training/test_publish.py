@@ -1,0 +1,80 @@
+"""What is published of several runs: only what was measured on the same rows is compared, and the budget is whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import TrainingArguments
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.training.arguments import DataArguments, ModelArguments
+from hf_attn_swap.training.outcome import Outcome, versions
+from hf_attn_swap.training.publish import About, publish
+from tests.contract.harness import fresh
+
+ROWS = 40
+REFERENCES = tuple(float(row % 2) for row in range(ROWS))
+ABOUT = About(prefix="tiny", task="text-classification", auto_class="AutoModel", intended_use="None.")
+
+
+def outcome(seed: int, missed: int, references: tuple[float, ...] = REFERENCES) -> Outcome:
+    """A run that gets the first rows wrong."""
+    predictions = tuple(1 - value if row < missed else value for row, value in enumerate(REFERENCES))
+    right = float(np.mean(np.equal(predictions, references)))
+    return Outcome(
+        settings={},
+        seed=seed,
+        metrics={"accuracy": right},
+        predictions=predictions,
+        references=references,
+        swap=json.dumps(patch_model(fresh("bert"), "mha").config.attn_swap),
+        parameters_added=0,
+        conversion=("Fine-tuned.",),
+        steps=7,
+        rows={"train": 100, "test": len(references)},
+        wall_seconds=1.5 + seed,
+        hardware="1 x CPU",
+        versions=versions(),
+    )
+
+
+def published(folder: Path, converted: list[Outcome], control: list[Outcome], **training: Any) -> Any:
+    data = DataArguments(dataset="some/rows")
+    model = ModelArguments(model="some/model", variant="mha", seeds=[each.seed for each in converted])
+    args = TrainingArguments(output_dir=str(folder), report_to="none", use_cpu=True, **training)
+    (folder / model.run_name).mkdir()
+    return publish(converted, control, ABOUT, model, data, args)
+
+
+def test_the_difference_is_paired_over_seeds_and_rows(tmp_path: Path) -> None:
+    result = published(tmp_path, [outcome(0, 2), outcome(1, 4)], [outcome(0, 6), outcome(1, 10)])
+    assert result.difference.mean == pytest.approx((8 - 3) / ROWS)
+    assert result.converted.seeds == result.control.seeds == (0, 1)
+    assert result.converted.metrics[0].values == (pytest.approx(38 / 40), pytest.approx(36 / 40))
+    assert result.wall_seconds == pytest.approx(1.5 + 2.5)
+    assert result.data.rows == {"train": 100, "test": ROWS}
+
+
+OTHER = (1 - REFERENCES[0], *REFERENCES[1:])  # as many rows, one of them another
+
+
+@pytest.mark.parametrize(("whose", "seed"), [("converted", 1), ("control", 0), ("control", 1)])
+@pytest.mark.parametrize("references", [OTHER, REFERENCES[::-1]], ids=["other", "reordered"])
+def test_other_held_out_rows_are_refused(whose: str, seed: int, references: tuple[float, ...], tmp_path: Path) -> None:
+    """The interval pairs row by row: rows in another order, or one other row, would be paired with strangers."""
+    sides = {side: [outcome(0, 2), outcome(1, 4)] for side in ("converted", "control")}
+    sides[whose][seed] = outcome(seed, 3, references)
+    with pytest.raises(ValueError, match="not measured on the same rows; run both again"):
+        published(tmp_path, sides["converted"], sides["control"])
+
+
+@pytest.mark.parametrize(("batch", "accumulated"), [(4, 1), (4, 3), (1, 8)])
+def test_the_batch_size_is_what_a_step_sees(batch: int, accumulated: int, tmp_path: Path) -> None:
+    words = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, "learning_rate": 3e-4}
+    budget = published(tmp_path, [outcome(0, 2)], [], **words).budget
+    assert budget.batch_size == batch * accumulated
+    assert (budget.steps, budget.sequence_length, budget.learning_rate) == (7, 128, 3e-4)
