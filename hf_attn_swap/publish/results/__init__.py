@@ -1,11 +1,25 @@
 """What one published run did and measured: the file that recipes write and cards, plots and tables read."""
 
 from .from_model import applied_swaps, read_swaps
-from .parts import AppliedSwap, BaseModel, Budget, Component, Cost, DataSet, Interval, Measured, Metric
+from .parts import (
+    RELATIONS,
+    SCRATCH,
+    AppliedSwap,
+    BaseModel,
+    Budget,
+    Component,
+    Cost,
+    DataSet,
+    Interval,
+    Measured,
+    Metric,
+)
 from .run import RESULTS_FILE, RunResult, versions
 
 __all__ = [
+    "RELATIONS",
     "RESULTS_FILE",
+    "SCRATCH",
     "AppliedSwap",
     "BaseModel",
     "Budget",
