@@ -10,8 +10,7 @@ from typing import Any
 
 from hf_attn_swap import list_variants
 from hf_attn_swap.core.registry import get_variant
-from hf_attn_swap.publish.results import RESULTS_FILE, Metric, RunResult
-from hf_attn_swap.publish.results.parts import SCRATCH
+from hf_attn_swap.publish.results import RESULTS_FILE, SCRATCH, Metric, RunResult
 
 from .memory import bags_table, recall_table
 from .papers import claims_table

@@ -12,8 +12,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .citations import bibtex
-from .results import RESULTS_FILE, AppliedSwap, Metric, RunResult
-from .results.parts import RELATIONS, SCRATCH
+from .results import RELATIONS, RESULTS_FILE, SCRATCH, AppliedSwap, Metric, RunResult
 
 TEMPLATE = Path(__file__).with_name("card_template.md.jinja")
 BARE = """# {name}

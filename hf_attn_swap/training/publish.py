@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from ..publish.card import render
 from ..publish.results import (
     RESULTS_FILE,
+    SCRATCH,
     BaseModel,
     Budget,
     DataSet,
@@ -21,7 +22,6 @@ from ..publish.results import (
     RunResult,
     read_swaps,
 )
-from ..publish.results.parts import SCRATCH
 from .arguments import DataArguments, ModelArguments
 from .metrics import LOWER_IS_BETTER, OUTLIERS, paired_interval
 from .outcome import Outcome

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from ...loading import read_block
 from ..card import bare_card, render
-from ..results import RESULTS_FILE, AppliedSwap, RunResult
-from ..results.from_model import read_swaps
+from ..results import RESULTS_FILE, AppliedSwap, RunResult, read_swaps
 
 CARD = "README.md"
 # The files of a folder that are published: weights as safetensors, and files that cannot hold programs.

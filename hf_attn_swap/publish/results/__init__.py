@@ -1,11 +1,25 @@
 """The record of one published run. Recipes write the record; cards, plots and tables read it."""
 
 from .from_model import applied_swaps, read_swaps
-from .parts import AppliedSwap, BaseModel, Budget, Component, Cost, DataSet, Interval, Measured, Metric
+from .parts import (
+    RELATIONS,
+    SCRATCH,
+    AppliedSwap,
+    BaseModel,
+    Budget,
+    Component,
+    Cost,
+    DataSet,
+    Interval,
+    Measured,
+    Metric,
+)
 from .run import RESULTS_FILE, RunResult, versions
 
 __all__ = [
+    "RELATIONS",
     "RESULTS_FILE",
+    "SCRATCH",
     "AppliedSwap",
     "BaseModel",
     "Budget",
