@@ -22,7 +22,15 @@ for _module in iter_modules(__path__):
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """One attention module of a model: its path, the core, the module that applies W_o, and its family."""
+    """One attention module of a model: its path, the core, the module that applies W_o, and its family.
+
+    Attributes:
+        cross: attention from one sequence to another, which is left as it is.
+        refused: why the module cannot be swapped; it stays stock.
+        unrunnable: why not even the stock attention of this module runs through our attention function.
+        packed: why the module's input is not one row per query, which some variants need.
+        by_mask: the forward hands its mask on to the attention function, but no keyword arguments.
+    """
 
     path: str
     core: nn.Module
@@ -30,6 +38,9 @@ class Site:
     family: Family
     cross: bool
     refused: str | None
+    unrunnable: str | None
+    packed: str | None
+    by_mask: bool
 
     @property
     def usable(self) -> bool:
@@ -45,15 +56,25 @@ def sites(model: nn.Module) -> list[Site]:
 def _walk(model: nn.Module) -> Iterator[Site]:
     for path, core in model.named_modules():
         known = FAMILIES.get(stock_class(core).__name__)
-        if known is None and not generic.is_core(stock_class(core)):
+        cls = stock_class(core)
+        if known is None and not generic.is_core(cls):
             continue
         parent = model.get_submodule(path.rpartition(".")[0]) if "." in path else None
         refused = None if known is not None else generic.refusal(core)
         model_type = str(getattr(getattr(core, "config", None), "model_type", "unknown"))
         family = known or generic.family(model_type, core, parent)
         container = parent if family.block == "bert" and parent is not None else core
-        cross = generic.is_cross(path, core)
-        yield Site(path=path, core=core, container=container, family=family, cross=cross, refused=refused)
+        yield Site(
+            path=path,
+            core=core,
+            container=container,
+            family=family,
+            cross=generic.is_cross(path, core, parent),
+            refused=refused,
+            unrunnable=generic.unrunnable(core, cls),
+            packed=generic.packed(cls),
+            by_mask=generic.by_mask(cls),
+        )
 
 
 def stock_class(module: nn.Module) -> Any:
