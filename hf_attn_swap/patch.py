@@ -132,9 +132,15 @@ def swappable(root: nn.Module) -> list[Site]:
     """
     found = sites(root)
     usable = [site for site in found if site.usable]
+    name = type(root).__name__
+    for site in found:
+        if site.unrunnable is not None:
+            raise ValueError(
+                f"{name}: {site.path} ({type(site.core).__name__}) cannot run through our attention function, swapped "
+                f"or not: {site.unrunnable}; use the stock attention for this model."
+            )
     if usable:
         return usable
-    name = type(root).__name__
     if not found:
         raise ValueError(
             f"{name}: no attention module goes through transformers' attention interface, so nothing can be swapped "
@@ -154,6 +160,12 @@ def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options,
         swap = Swap(classes, options, site.family.geometry(site.core))
     except ValueError as problem:
         raise ValueError(f"{site.path}: {problem}") from None
+    if site.packed is not None and any(swap.at(place) is not None for place in ("scores", "read", "write")):
+        raise ValueError(
+            f"{site.path}: {'+'.join(swap.names)} needs every token's own row, but {type(site.core).__name__} cannot "
+            f"give them: {site.packed}; leave these layers out (modules= or layers=), or use a variant that changes only how "
+            "scores become weights."
+        )
     wrapped = "forward" in site.container.__dict__ and not isinstance(site.container, Block)
     if wrapped and swap.writes and site.family.block in BLOCKS:
         raise ValueError(f"{site.path}: its forward is already wrapped (device dispatch); patch the model before.")
