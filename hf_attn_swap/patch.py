@@ -162,9 +162,9 @@ def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options,
         raise ValueError(f"{site.path}: {problem}") from None
     if site.packed is not None and any(swap.at(place) is not None for place in ("scores", "read", "write")):
         raise ValueError(
-            f"{site.path}: {'+'.join(swap.names)} needs every token's own row, but {type(site.core).__name__} cannot "
-            f"give them: {site.packed}; leave these layers out (modules= or layers=), or use a variant that changes only how "
-            "scores become weights."
+            f"{site.path}: {'+'.join(swap.names)} needs every token's own row, but {type(site.core).__name__} "
+            f"cannot give them: {site.packed}; leave these layers out (modules= or layers=), or use a variant that "
+            "changes only how scores become weights."
         )
     wrapped = "forward" in site.container.__dict__ and not isinstance(site.container, Block)
     if wrapped and swap.writes and site.family.block in BLOCKS:

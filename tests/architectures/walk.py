@@ -27,7 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from hf_attn_swap import patch_model, set_strength, unpatch_model
-from hf_attn_swap.core.swap import Swap
+from hf_attn_swap.core.swap import Phase, Swap
 from hf_attn_swap.families import sites
 
 from .feed import Batch, guesses
@@ -36,7 +36,7 @@ from .shrink import CHOICES, LAYERS, MANY_LAYERS, Choice, shrunk
 EXACT, PART, REFUSED = "exact", "exact in part", "refused"
 LATE, WRONG, NOT_BUILT = "refused late", "wrong", "not built"
 TOLERANCE = 1e-5  # fp32, relative to the largest output
-MOST_PARAMETERS, SECONDS, CHUNK = 150_000_000, 60, 60
+MOST_PARAMETERS, MOST_BUILT, SECONDS, CHUNK = 150_000_000, 4, 60, 60
 
 
 @dataclass(frozen=True)
@@ -83,25 +83,34 @@ def hold(model_type: str, variant: str = "belief") -> Outcome:
 
 def _first_that_can_be_held(model_type: str, variant: str) -> Outcome:
     reasons: list[str] = []
-    tried: set[str] = set()
+    outcome = None
     for layers in (LAYERS, MANY_LAYERS):
-        outcome = None
-        for choice in CHOICES:
+        for config in _configurations(model_type, layers, reasons):
             try:
-                config = configured(model_type, choice, layers)
-                if (words := config.to_json_string()) in tried:
-                    continue
-                tried.add(words)
                 outcome = _hold(build(config), model_type, variant)
             except NotBuiltError as problem:
                 reasons.append(str(problem))
+                if "ImportError" in reasons[-1] or sum("no inputs" in reason for reason in reasons) == MOST_BUILT:
+                    break
                 continue
             break
-        if outcome is None:
-            return Outcome(model_type, NOT_BUILT, reasons[0])
-        if not (outcome.result == REFUSED and "no attention module goes through" in outcome.sentence):
-            return outcome
-    return outcome
+        if outcome is None or not (outcome.result == REFUSED and "no attention module goes" in outcome.sentence):
+            break
+    return outcome or Outcome(model_type, NOT_BUILT, reasons[0])
+
+
+def _configurations(model_type: str, layers: int, reasons: list[str]) -> Iterator[PreTrainedConfig]:
+    """Every small configuration that its class allows, each once; the others leave their reason."""
+    seen: set[str] = set()
+    for choice in CHOICES:
+        try:
+            config = configured(model_type, choice, layers)
+        except NotBuiltError as problem:
+            reasons.append(str(problem))
+            continue
+        if (words := config.to_json_string()) not in seen:
+            seen.add(words)
+            yield config
 
 
 def _hold(model: PreTrainedModel, model_type: str, variant: str) -> Outcome:
@@ -122,7 +131,7 @@ def _hold(model: PreTrainedModel, model_type: str, variant: str) -> Outcome:
     try:
         exact = _furthest(patched, probes, stock)
         for swap in (module for module in patched.modules() if isinstance(module, Swap)):
-            swap.phase = "between"  # compute the variant at s = 0: without this the stock function would run
+            swap.phase = Phase.BETWEEN  # compute the variant at s = 0: without this the stock function would run
         computed = _furthest(patched, probes, stock)
         set_strength(patched, 1.0)
         moved = [run(patched, probe) for probe in probes]
