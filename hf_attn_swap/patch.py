@@ -13,7 +13,7 @@ from torch import nn
 
 from .core.registry import Options, parse, parse_options
 from .core.swap import Swap
-from .families import Site, sites
+from .families import Site, obstacle, sites
 from .variants.base import Variant
 from .wiring.blocks import BLOCKS, Block
 from .wiring.install import Installation, installation_of, model_root
@@ -133,12 +133,8 @@ def swappable(root: nn.Module) -> list[Site]:
     found = sites(root)
     usable = [site for site in found if site.usable]
     name = type(root).__name__
-    for site in found:
-        if site.unrunnable is not None:
-            raise ValueError(
-                f"{name}: {site.path} ({type(site.core).__name__}) cannot run through our attention function, swapped "
-                f"or not: {site.unrunnable}; use the stock attention for this model."
-            )
+    if usable and (reason := obstacle(root)) is not None:
+        raise ValueError(f"{name}: {reason}; use the stock attention for this model.")
     if usable:
         return usable
     if not found:

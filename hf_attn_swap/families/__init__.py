@@ -12,6 +12,7 @@ from torch import nn
 
 from . import generic
 from .base import Family
+from .source import built_by_implementation
 
 FAMILIES: dict[str, Family] = {}
 for _module in iter_modules(__path__):
@@ -51,6 +52,24 @@ class Site:
 def sites(model: nn.Module) -> list[Site]:
     """Every module that goes through the attention interface, in module order."""
     return list(_walk(model))
+
+
+def obstacle(model: nn.Module) -> str | None:
+    """Why no part of this model can be swapped, or None."""
+    for path, module in model.named_modules():
+        cls = stock_class(module)
+        if built_by_implementation(cls):
+            return (
+                f"{path} ({cls.__name__}) is built by the name of its attention implementation, so that a saved swap "
+                "could not be loaded"
+            )
+    for site in sites(model):
+        if site.unrunnable is not None:
+            return (
+                f"{site.path} ({type(site.core).__name__}) cannot run through our attention function, swapped or not: "
+                f"{site.unrunnable}"
+            )
+    return None
 
 
 def _walk(model: nn.Module) -> Iterator[Site]:

@@ -43,6 +43,18 @@ def interface_calls(cls: Any) -> tuple[InterfaceCall, ...]:
 
 
 @cache
+def built_by_implementation(cls: Any) -> bool:
+    """True if this class looks its parts up by the name of the attention implementation when it is built.
+
+    Such a model can be patched, but transformers knows no part for our name, so a saved swap could not be loaded.
+    """
+    try:
+        return "_attn_implementation](" in inspect.getsource(cls.__init__)
+    except (OSError, TypeError):  # no Python source: built in, or compiled
+        return False
+
+
+@cache
 def given_other_states(parent: Any, child: str) -> bool | None:
     """True if the parent's forward calls `self.<child>` with the states of another sequence, None if it never calls it.
 

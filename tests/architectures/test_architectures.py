@@ -37,7 +37,7 @@ from .walk import (
 )
 
 HANDFUL = 10
-NO_SDPA = ("bigbird_pegasus", "git", "nllb-moe", "pegasus_x")  # their stock attention is not SDPA
+NO_SDPA = ("bigbird_pegasus", "nllb-moe", "pegasus_x")  # their stock attention is not SDPA
 ONCE_REFUSED = (
     "aimv2_vision_model",
     "jetmoe",
@@ -123,6 +123,14 @@ def test_sinks_are_refused_when_patched(model_type: str) -> None:
     assert not swaps(model)
 
 
+def test_parts_chosen_by_the_implementation_are_refused_when_patched() -> None:
+    """GIT looks its text attention up by the implementation's name: transformers could not load a saved swap."""
+    model = fresh("git")
+    with refused("GitAttention", "a saved swap could not be loaded"):
+        patch_model(model, "belief")
+    assert not swaps(model)
+
+
 def test_packed_tower_is_refused_when_patched() -> None:
     model = fresh("qwen2_5_vl")
     with refused("visual.blocks.0.attn", "not one row per query"):
@@ -131,7 +139,7 @@ def test_packed_tower_is_refused_when_patched() -> None:
 
 
 def test_learned_queries_are_refused() -> None:
-    model = patch_model(fresh("videoprism_vision_model"), "belief")
+    model = patch_model(fresh("videoprism"), "belief")
     assert "its queries are parameters (pooling_attention_query)" in str(describe(model))
 
 
