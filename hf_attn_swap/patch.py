@@ -13,7 +13,7 @@ from torch import nn
 
 from .core.registry import Options, parse, parse_options
 from .core.swap import Swap
-from .families import Site, sites
+from .families import Site, obstacle, sites
 from .variants.base import Variant
 from .wiring.blocks import BLOCKS, Block
 from .wiring.install import Installation, installation_of, model_root
@@ -132,9 +132,11 @@ def swappable(root: nn.Module) -> list[Site]:
     """
     found = sites(root)
     usable = [site for site in found if site.usable]
+    name = type(root).__name__
+    if usable and (reason := obstacle(root)) is not None:
+        raise ValueError(f"{name}: {reason}; use the stock attention for this model.")
     if usable:
         return usable
-    name = type(root).__name__
     if not found:
         raise ValueError(
             f"{name}: no attention module goes through transformers' attention interface, so nothing can be swapped "
@@ -154,6 +156,12 @@ def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options,
         swap = Swap(classes, options, site.family.geometry(site.core))
     except ValueError as problem:
         raise ValueError(f"{site.path}: {problem}") from None
+    if site.packed is not None and any(swap.at(place) is not None for place in ("scores", "read", "write")):
+        raise ValueError(
+            f"{site.path}: {'+'.join(swap.names)} needs every token's own row, but {type(site.core).__name__} "
+            f"cannot give them: {site.packed}; leave these layers out (modules= or layers=), or use a variant that "
+            "changes only how scores become weights."
+        )
     wrapped = "forward" in site.container.__dict__ and not isinstance(site.container, Block)
     if wrapped and swap.writes and site.family.block in BLOCKS:
         raise ValueError(f"{site.path}: its forward is already wrapped (device dispatch); patch the model before.")

@@ -15,6 +15,7 @@ from torch import nn
 
 from . import generic
 from .base import Family
+from .source import built_by_implementation
 
 FAMILIES: dict[str, Family] = {}
 for _module in iter_modules(__path__):
@@ -34,6 +35,9 @@ class Site:
         family: where the projections of the module sit.
         cross: True for attention from one sequence to another.
         refused: why the attention of this module cannot be swapped, or None.
+        unrunnable: why not even the stock attention of this module runs through our attention function, or None.
+        packed: why the module's input is not one row per query, which some variants need, or None.
+        by_mask: True if the forward hands its mask on to the attention function, but no keyword arguments.
     """
 
     path: str
@@ -42,6 +46,9 @@ class Site:
     family: Family
     cross: bool
     refused: str | None
+    unrunnable: str | None
+    packed: str | None
+    by_mask: bool
 
     @property
     def usable(self) -> bool:
@@ -54,18 +61,46 @@ def sites(model: nn.Module) -> list[Site]:
     return list(_walk(model))
 
 
+def obstacle(model: nn.Module) -> str | None:
+    """Why no part of this model can be swapped, or None."""
+    for path, module in model.named_modules():
+        cls = stock_class(module)
+        if built_by_implementation(cls):
+            return (
+                f"{path} ({cls.__name__}) is built by the name of its attention implementation, so that a saved swap "
+                "could not be loaded"
+            )
+    for site in sites(model):
+        if site.unrunnable is not None:
+            return (
+                f"{site.path} ({type(site.core).__name__}) cannot run through our attention function, swapped or not: "
+                f"{site.unrunnable}"
+            )
+    return None
+
+
 def _walk(model: nn.Module) -> Iterator[Site]:
     for path, core in model.named_modules():
         known = FAMILIES.get(stock_class(core).__name__)
-        if known is None and not generic.is_core(stock_class(core)):
+        cls = stock_class(core)
+        if known is None and not generic.is_core(cls):
             continue
         parent = model.get_submodule(path.rpartition(".")[0]) if "." in path else None
         refused = None if known is not None else generic.refusal(core)
         model_type = str(getattr(getattr(core, "config", None), "model_type", "unknown"))
         family = known or generic.family(model_type, core, parent)
         container = parent if family.block == "bert" and parent is not None else core
-        cross = generic.is_cross(path, core)
-        yield Site(path=path, core=core, container=container, family=family, cross=cross, refused=refused)
+        yield Site(
+            path=path,
+            core=core,
+            container=container,
+            family=family,
+            cross=generic.is_cross(path, core, parent),
+            refused=refused,
+            unrunnable=generic.unrunnable(core, cls),
+            packed=generic.packed(cls),
+            by_mask=generic.by_mask(cls),
+        )
 
 
 def stock_class(module: nn.Module) -> Any:

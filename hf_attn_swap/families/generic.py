@@ -14,10 +14,13 @@ from torch import nn
 
 from ..core.call import Geometry
 from .base import Family
+from .source import OTHERS, given_other_states, interface_calls, learned_input
 
+SINKS = ("s_aux", "sinks")  # how architectures call what they add to the softmax's denominator
 CROSS = ("crossattention", "cross_attn", "encoder_attn", "encdecattention")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+QUERIES = ("q_proj", "query", "q_lin", "q", "query_key_value", "qkv")
+WIDTHS = ("v_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 HIDDEN = ("hidden_size", "d_model", "dim", "n_embd", "embed_dim")
 
 
@@ -30,10 +33,41 @@ def is_core(cls: Any) -> bool:
         return False
 
 
-def is_cross(name: str, module: nn.Module) -> bool:
-    """True for attention from one sequence to another, as the module's flag, class name or path says."""
-    flagged = getattr(module, "is_cross_attention", False) is True
-    return flagged or "cross" in type(module).__name__.lower() or name.rpartition(".")[2].lower() in CROSS
+def is_cross(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
+    """True for attention from one sequence to another: its flag, class or place says so, or how its parent calls it."""
+    place = name.rpartition(".")[2]
+    if getattr(module, "is_cross_attention", False) is True or "cross" in type(module).__name__.lower():
+        return True
+    if place.lower() in CROSS:
+        return True
+    siblings = sum(type(child) is type(module) for child in parent.children()) if parent is not None else 0
+    cls: Any = getattr(type(parent), "stock_class", None) or type(parent)
+    return siblings > 1 and given_other_states(cls, place) is True
+
+
+def unrunnable(module: nn.Module, cls: Any) -> str | None:
+    """What this module asks of its attention function that ours does not do even where it is not swapped, or None."""
+    for call in interface_calls(cls):
+        for name in SINKS:
+            given = call.keywords.get(name)
+            attribute = (given or "").removeprefix("self.")
+            absent = attribute.isidentifier() and getattr(module, attribute, given) is None
+            if given is not None and not absent:
+                return f"its softmax has attention sinks ({name}), which no variant can honour"
+    return None
+
+
+def packed(cls: Any) -> str | None:
+    """Why the rows of this module's input are not its queries, or None."""
+    if any("cu_seq_lens_q" in call.keywords for call in interface_calls(cls)):
+        return "its input is packed: several images or clips lie in one sequence, so it is not one row per query"
+    return None
+
+
+def by_mask(cls: Any) -> bool:
+    """True if only the mask can carry a call's context to the attention function."""
+    calls = interface_calls(cls)
+    return bool(calls) and not all(call.passes_on for call in calls)
 
 
 def refusal(module: nn.Module) -> str | None:
@@ -43,6 +77,14 @@ def refusal(module: nn.Module) -> str | None:
         return "its forward does not take hidden_states first"
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return "its forward takes no keyword arguments to pass on to the attention function"
+    if needed := [each.name for each in parameters if each.name in OTHERS and each.default is each.empty]:
+        return f"it attends to its own tokens and to another sequence ({needed[0]}) at once"
+    cls: Any = getattr(type(module), "stock_class", None) or type(module)
+    learned = learned_input(cls, _path(module, *QUERIES) or "")
+    if isinstance(getattr(module, learned or "", None), nn.Parameter):
+        return f"its queries are parameters ({learned}), not the tokens of its input"
+    if by_mask(cls) and not all(call.mask == "attention_mask" for call in interface_calls(cls)):
+        return "its forward passes neither keyword arguments nor its mask on to the attention function"
     if not hasattr(module, "config"):
         return "it has no config to read the attention implementation from"
     try:
@@ -81,7 +123,7 @@ def family(name: str, core: nn.Module, parent: nn.Module | None) -> Family:
     return Family(
         name=name,
         core=type(core).__name__,
-        query=_path(core, "q_proj", "query", "q_lin", "q", "query_key_value", "qkv"),
+        query=_path(core, *QUERIES),
         key=_path(core, "k_proj", "key", "k_lin", "k", "query_key_value", "qkv"),
         value=_path(core, "v_proj", "value", "v_lin", "v", "query_key_value", "qkv"),
         output="output.dense" if bert else _path(core, "o_proj", "out_proj", "out_lin", "o", "dense"),

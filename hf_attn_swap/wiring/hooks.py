@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..core.call import Call, Carried
 from ..core.swap import STOCK, Phase, Swap, Wiring
 from .cache import LinearState
-from .seam import CACHES, CALL, CARRIED, LAYER, NAMES, swap_of
+from .seam import CACHES, CALL, CARRIED, LAYER, NAMES, MaskWithContext, swap_of
 
 
 def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -57,6 +57,17 @@ def before_core(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return _start(module, module, args, kwargs)
 
 
+def before_core_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """On an attention module that hands its mask on to the attention function, but no keyword arguments."""
+    args, kwargs = _start(module, module, args, kwargs)
+    context = {name: kwargs[name] for name in (CALL, CARRIED, STOCK) if name in kwargs}
+    swap = swap_of(module)
+    place = None if swap is None else wiring_of(swap).mask_position
+    if place is not None and len(args) > place:
+        return (*args[:place], MaskWithContext(args[place], context), *args[place + 1 :]), kwargs
+    return args, {**kwargs, "attention_mask": MaskWithContext(kwargs.get("attention_mask"), context)}
+
+
 def before_bert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """On the container of a BERT-like attention module."""
     return _start(module.self, module, args, kwargs)  # type: ignore[arg-type]  # a submodule by that name
@@ -69,8 +80,13 @@ def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     if call is None or swap is None:
         return output
     if isinstance(output, Tensor):
-        return swap.write(output, call)
-    return (swap.write(output[0], call), *output[1:])
+        return _written(swap, output, call)
+    return (_written(swap, output[0], call), *output[1:])
+
+
+def _written(swap: Swap, out: Tensor, call: Call) -> Tensor:
+    """The swap's last step on (B,L,E), or on a grid (B,height,width,E) read row by row."""
+    return swap.write(out.flatten(1, 2), call).view_as(out) if out.dim() == 4 else swap.write(out, call)
 
 
 def finish(core: nn.Module, out: Tensor, kwargs: dict[str, Any], dropout: nn.Module) -> Tensor:

@@ -93,6 +93,9 @@ class Installation:
         """
         installation = cls(root, Record(loaded=loaded))
         _own_configs(model)
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel) and not module._supports_sdpa:
+                setattr(module.config, seam.MASKS, "eager")
         root.set_attn_implementation(seam.NAME)
         for site in sites(root):
             if site.core.config._attn_implementation != seam.NAME:  # type: ignore[union-attr]  # every core has one
@@ -209,7 +212,10 @@ class Installation:
 
     def _hook(self, placed: Placed) -> None:
         site, block = placed.site, BLOCKS.get(placed.site.family.block)
-        self._pre(site.container, hooks.before_bert if site.family.block == "bert" else hooks.before_core)
+        if site.family.block == "bert":
+            self._pre(site.container, hooks.before_bert)
+        else:
+            self._pre(site.container, hooks.before_core_by_mask if site.by_mask else hooks.before_core)
         if not placed.swaps[0].writes:
             return
         if block is None:
@@ -273,7 +279,7 @@ def _stock_configs(model: nn.Module) -> None:
 def _forget(root: PreTrainedModel) -> None:
     """Make a model that was loaded converted a stock one: no block, and transformers' default attention."""
     for config in {id(c): c for module in root.modules() if (c := module.__dict__.get("config")) is not None}.values():
-        for name in ("attn_swap", "attn_implementation"):
+        for name in ("attn_swap", "attn_implementation", seam.MASKS):
             config.__dict__.pop(name, None)
     try:
         root.set_attn_implementation("sdpa")

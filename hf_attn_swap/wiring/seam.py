@@ -7,13 +7,14 @@ Axes: B batch, H head, G key/value head, Q query, K key, D head width, E model w
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from ..core.call import Call, Carried, Inputs
@@ -28,6 +29,7 @@ LINEAR_NAME = (
 )
 NAMES = (NAME, LINEAR_NAME)
 CALL, CARRIED, LAYER = "attn_swap_call", "attn_swap_carried", "attn_swap_layer"
+MASKS = "attn_swap_masks"  # of a config: "eager" where the stock model gives its modules float masks
 CACHES = ("past_key_values", "layer_past")  # how architectures call the cache (GPT-NeoX keeps the old name)
 
 
@@ -48,12 +50,25 @@ def swap_of(core: nn.Module) -> Swap | None:
     return swap
 
 
+@dataclass(frozen=True)
+class MaskWithContext:
+    """A mask, and the context of a call that travels with it where a module hands its mask on and nothing else."""
+
+    mask: Tensor | None
+    context: dict[str, Any]
+
+
+def eager_masks(config: Any) -> bool:
+    """True where the stock model runs without SDPA: its masks are numbers to add, also for code of its own."""
+    return getattr(config, MASKS, None) == "eager"
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | MaskWithContext | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -66,6 +81,9 @@ def attention_forward(
     Raises:
         ValueError: a module that was not patched, attention sinks, a paged cache, or a mask no form can honour.
     """
+    if isinstance(attention_mask, MaskWithContext):
+        kwargs |= attention_mask.context
+        attention_mask = attention_mask.mask
     call: Call | None = kwargs.pop(CALL, None)
     carried: Carried | None = kwargs.pop(CARRIED, None)
     kwargs.pop(LAYER, None)
@@ -75,6 +93,7 @@ def attention_forward(
         carried.arrived = True
     swap = swap_of(module)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+    causal = causal and not eager_masks(getattr(module, "config", None))  # there, no mask means that all may be seen
     inputs = _inputs(query, key, value, attention_mask, scaling, dropout, causal, kwargs, carried)
     sdpa = functools.partial(_sdpa, module, inputs, kwargs)
     if swap is not None and swap.phase != Phase.OFF and not stock:
@@ -82,7 +101,7 @@ def attention_forward(
             raise ValueError(
                 f"{type(module).__name__} is swapped but was called around its hooks; call the module, not .forward()."
             )
-        _check_sizes(module, swap, query, key)
+        _check_sizes(module, swap, query, key, value)
         _check_tokens(module, swap, query, call)
         heads, weights = swap(inputs, call, sdpa, want_weights)
         return heads.contiguous(), weights
@@ -154,18 +173,21 @@ def _sdpa(
     return heads
 
 
-def _check_sizes(module: nn.Module, swap: Swap, query: Tensor, key: Tensor) -> None:
+def _check_sizes(module: nn.Module, swap: Swap, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """A head is as wide as its values: queries and keys may have another width (latent attention)."""
     sizes = swap.geometry
-    if query.shape[1] != sizes.heads or query.shape[3] != sizes.head_dim or sizes.heads % key.shape[1]:
+    if query.shape[1] != sizes.heads or value.shape[3] != sizes.head_dim or sizes.heads % key.shape[1]:
         raise ValueError(
             f"{type(module).__name__} was patched as {sizes.heads} heads of {sizes.head_dim}, but computes "
-            f"{query.shape[1]} of {query.shape[3]} (keys: {key.shape[1]} heads); this architecture cannot be swapped."
+            f"{query.shape[1]} of {value.shape[3]} (keys: {key.shape[1]} heads); this architecture cannot be swapped."
         )
 
 
 def _check_tokens(module: nn.Module, swap: Swap, query: Tensor, call: Call) -> None:
     if all(swap.at(place) is None for place in ("scores", "read", "write")):
         return  # a row of weights is the same whatever the module's input looks like
+    if call.x.dim() == 4:  # a grid of patches: height and width are one sequence, row by row
+        call.x = call.x.flatten(1, 2)
     if call.x.dim() != 3 or call.x.shape[:2] != (query.shape[0], query.shape[2]):
         raise ValueError(
             f"{type(module).__name__}: its input {tuple(call.x.shape)} is not one row per query {tuple(query.shape)} "
@@ -183,12 +205,24 @@ def mask_for_swap(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """None, a key mask, or SDPA's 4-D bool mask (B,1,Q,K).
+    """None, a key mask, SDPA's 4-D bool mask (B,1,Q,K), or a float one where the stock model runs without SDPA.
 
     Linear attention must not build Q x K. So, if the model has linear layers, a mask of plain padding stays a mask of
     keys: (B,1,1,K) if every query sees the same keys, (B,K) if the order is causal and the queries are the last ones.
     Layers of this model that are not linear expand the mask of keys to exactly the stock mask.
     """
+    if eager_masks(kwargs.get("config")):
+        added: Tensor = eager_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+        return added
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     last = isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0
     linear = plain and last and _has_linear(kwargs.get("config"))

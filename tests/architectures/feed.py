@@ -1,0 +1,156 @@
+"""Inputs for a model that nobody told us about: from its forward's signature, its main input and its configuration.
+
+Several guesses are made, the plainest first; the first that the stock model can run is taken.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BATCH, LENGTH, PADDING, FRAMES = 2, 8, 2, 2
+Batch = dict[str, Any]
+
+
+def guesses(model: Any) -> Iterator[Batch]:
+    """Batches that this model may be able to read."""
+    parameters = inspect.signature(type(model).forward).parameters
+    names = [name for name in parameters if name != "self"]
+    required = [n for n in names if parameters[n].default is inspect.Parameter.empty and parameters[n].kind.value == 1]
+    main = getattr(model, "main_input_name", None)
+    text = [name for name in ("input_ids", "decoder_input_ids") if name in names]
+    seen: list[list[str]] = []
+    for chosen in (
+        [*text, *required],
+        [main, *required],
+        [main, *text[1:], *required],
+        [main, *text, *required],
+        [name for name in names if _floats(name)][:1] + required,
+        [*text, *[name for name in names if _floats(name)], *required],
+    ):
+        wanted = [name for name in dict.fromkeys(chosen) if name in names and not name.endswith("mask")]
+        if not wanted or wanted in seen:
+            continue
+        seen.append(wanted)
+        for batch in _batches(model, wanted):
+            masks = _masks(names, batch)
+            yield {**batch, **masks}
+            if masks:
+                yield batch
+
+
+def _floats(name: str) -> bool:
+    return bool(re.search(r"pixel_values|input_features|input_values|audio|past_values|image|video", name))
+
+
+def _batches(model: Any, names: list[str]) -> Iterator[Batch]:
+    options = [list(_alternatives(model, name)) for name in names]
+    for combination in itertools.islice(itertools.product(*options), 12):
+        batch: Batch = {}
+        for part in combination:
+            batch |= part
+        yield batch
+
+
+def _masks(names: list[str], batch: Batch) -> Batch:
+    """A padding mask over the first row's end for text, nothing for images and sound."""
+    if "attention_mask" not in names or "input_ids" not in batch:
+        return {}
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, -PADDING:] = 0
+    return {"attention_mask": mask}
+
+
+def _alternatives(model: Any, name: str) -> Iterator[Batch]:
+    config, generator = model.config, torch.Generator().manual_seed(len(name))
+    if name.endswith("input_ids") or name in ("input", "labels", "tokens"):
+        ids = _ids(config, generator)
+        yield {name: ids}
+        books = _number(config, "num_codebooks") or _number(config, "num_quantizers") or 1
+        yield {name: ids[..., None].expand(-1, -1, books).contiguous()}
+        yield {name: ids[:, None].expand(-1, books, -1).contiguous()}
+        return
+    shapes = list(_shapes(config, name))
+    for shape in shapes:
+        yield {name: torch.randn(shape, generator=generator)}
+    if "pixel_values" in name or name == "hidden_states":
+        yield from _patches(config, name, generator)
+
+
+def _shapes(config: Any, name: str) -> Iterator[tuple[int, ...]]:
+    if "pixel" in name or "image" in name or "video" in name:
+        channels = _number(config, "num_channels") or _number(config, "in_channels") or 3
+        for height, width in _image_sizes(config):
+            frames = _number(config, "num_frames") or _number(config, "frames_per_clip") or FRAMES
+            yield (BATCH, channels, height, width)
+            yield (BATCH, frames, channels, height, width)
+            yield (BATCH, channels, frames, height, width)
+        return
+    mels = _first(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim") or 80
+    longest = _first(config, "max_source_positions", "max_length") or 64
+    if name in ("input_values", "audio_values", "input_audio"):
+        yield from ((BATCH, 6400), (BATCH, 1, 6400), (BATCH, longest, mels), (BATCH, 64, mels))
+    width = _first(config, "hidden_size", "d_model", "feature_projection_input_dim") or 64
+    yield from ((BATCH, mels, 2 * longest), (BATCH, 64, mels), (BATCH, mels, 64), (BATCH, 64, width), (BATCH, width))
+    yield from ((BATCH, 6400), (BATCH, 1, 6400))
+
+
+def _patches(config: Any, name: str, generator: torch.Generator) -> Iterator[Batch]:
+    """Images cut into patches beforehand, rows and columns given beside them (Qwen-VL and its like)."""
+    patch = _first(config, "patch_size") or 8
+    channels = _first(config, "in_channels", "num_channels", "in_chans") or 3
+    for depth in sorted({_first(config, "temporal_patch_size") or 1, 1}, reverse=True):
+        pixels = torch.randn(16, channels * depth * patch * patch, generator=generator)
+        grid = torch.tensor([[1, 4, 4]])
+        yield {name: pixels, "grid_thw": grid}
+        yield {name: pixels, "image_grid_thw": grid}
+    flat = torch.randn(BATCH, 16, channels * patch * patch, generator=generator)
+    shape = torch.tensor([[4, 4]] * BATCH)
+    yield {name: flat, "spatial_shapes": shape, "pixel_attention_mask": torch.ones(BATCH, 16, dtype=torch.long)}
+    yield {name: flat, "attention_mask": torch.ones(BATCH, 16, dtype=torch.long), "spatial_shapes": shape}
+    rows = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij"), -1).view(1, 16, 2)
+    yield {name: flat, "pixel_position_ids": rows.expand(BATCH, -1, -1).contiguous()}
+
+
+def _image_sizes(config: Any) -> list[tuple[int, int]]:
+    size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", None)
+    if isinstance(size, dict):
+        size = (size.get("height", 64), size.get("width", 64))
+    known = [(size, size)] if isinstance(size, int) else [tuple(size[:2])] if isinstance(size, (list, tuple)) else []
+    return list(dict.fromkeys([*known, (64, 64), (224, 224)]))  # type: ignore[list-item]  # pairs of numbers
+
+
+def _ids(config: Any, generator: torch.Generator) -> Tensor:
+    """Ordinary tokens: none that the configuration gives a meaning."""
+    words = min(_all(config, r"(?!.*type).*vocab_size$", int) or {64})
+    special = _all(config, r".*(token_id|token_index|token_ids)$", int)
+    plain = torch.tensor([each for each in range(min(words, 64)) if each not in special and each > 2] or [0])
+    return plain[torch.randint(len(plain), (BATCH, LENGTH), generator=generator)]
+
+
+def _all(config: Any, pattern: str, kind: type) -> set[Any]:
+    """Every value of this kind under such a name, in sub-configurations too."""
+    found: set[Any] = set()
+    for name, value in vars(config).items():
+        if hasattr(value, "model_type") and hasattr(value, "to_dict"):
+            found |= _all(value, pattern, kind)
+        elif re.match(pattern, name):
+            values = value if isinstance(value, (list, tuple)) else [value]
+            found |= {each for each in values if isinstance(each, kind) and not isinstance(each, bool) and each > 0}
+    return found
+
+
+def _first(config: Any, *names: str) -> int | None:
+    return next((value for name in names if (value := _number(config, name)) is not None), None)
+
+
+def _number(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    value = value[0] if isinstance(value, (list, tuple)) and value else value
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,185 @@
+"""Architectures of transformers' own registry: exact, or refused when they are patched; there is no third outcome."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from docs.tables.architectures import known, known_version
+from hf_attn_swap import describe, list_variants, patch_model, unpatch_model
+from hf_attn_swap.families import sites
+from tests.contract.harness import perturb, refused, swaps
+
+from .shrink import CHOICES
+from .walk import (
+    EXACT,
+    LATE,
+    NOT_BUILT,
+    PART,
+    REFUSED,
+    WRONG,
+    build,
+    configured,
+    distance,
+    find_probes,
+    hold,
+    registry,
+    run,
+    walked,
+)
+
+HANDFUL = 10
+NO_SDPA = ("bigbird_pegasus", "nllb-moe", "pegasus_x")  # their stock attention is not SDPA
+ONCE_REFUSED = (
+    "aimv2_vision_model",
+    "jetmoe",
+    "nllb-moe",
+    "sam3_vit_model",
+    "seamless_m4t",
+    "seamless_m4t_v2",
+    "siglip_vision_model",
+)
+SINKS = ("gpt_oss", "inkling2_text")
+LATENT = "deepseek_v3"  # queries and keys are wider than values
+
+
+def named(model_type: str) -> str:
+    """The model type, if this transformers has it."""
+    if model_type not in registry():
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    return model_type
+
+
+def fresh(model_type: str) -> Any:
+    return build(configured(named(model_type), CHOICES[0]))
+
+
+def stock_and_probes(model_type: str) -> tuple[Any, Any, Any]:
+    model = fresh(model_type)
+    probes = find_probes(model, {site.path for site in sites(model) if site.usable})
+    return model, probes, [run(model, probe) for probe in probes]
+
+
+def drawn() -> list[str]:
+    """The same few architectures in every run, of those that the page could build."""
+    built = sorted(name for name, result in known().items() if result != NOT_BUILT)
+    return random.Random(0).sample([name for name in built if name in registry()], HANDFUL)
+
+
+@pytest.mark.parametrize("model_type", drawn())
+def test_a_handful(model_type: str) -> None:
+    outcome = hold(model_type)
+    assert outcome.result not in (WRONG, LATE), outcome
+    if transformers.__version__ == known_version():
+        assert outcome.result == known()[model_type], outcome
+
+
+@pytest.mark.slow
+def test_every_architecture(tmp_path: Path) -> None:
+    """All of the registry: nothing wrong, nothing refused late, and everything exact that the page says is exact."""
+    outcomes = walked()
+    (tmp_path / "outcomes.jsonl").write_text("\n".join(json.dumps(asdict(each)) for each in outcomes))
+    assert not [each for each in outcomes if each.result in (WRONG, LATE)]
+    exact = {each.model_type for each in outcomes if each.result in (EXACT, PART)}
+    assert all(each.sentence for each in outcomes if each.result == REFUSED)
+    assert len(exact) >= 204
+    if transformers.__version__ == known_version():
+        page = {name for name, result in known().items() if result in (EXACT, PART)}
+        assert not page - exact
+
+
+def test_the_page_has_no_fault() -> None:
+    assert not [name for name, result in known().items() if result in (WRONG, LATE)]
+    if transformers.__version__ == known_version():
+        assert sorted(known()) == registry()
+
+
+@pytest.mark.parametrize("model_type", [*NO_SDPA, *ONCE_REFUSED, LATENT])
+def test_exact_with_belief(model_type: str) -> None:
+    assert hold(named(model_type)).result == EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [name for name in list_variants() if name != "belief"])
+@pytest.mark.parametrize("model_type", [*NO_SDPA, *ONCE_REFUSED, LATENT])
+def test_exact_or_refused_with_every_variant(model_type: str, variant: str) -> None:
+    outcome = hold(named(model_type), variant)
+    assert outcome.result in (EXACT, PART, REFUSED), outcome
+
+
+@pytest.mark.parametrize("model_type", SINKS)
+def test_sinks_are_refused_when_patched(model_type: str) -> None:
+    model = fresh(model_type)
+    with refused("attention sinks", "use the stock attention"):
+        patch_model(model, "outeffhop")
+    assert not swaps(model)
+
+
+def test_parts_chosen_by_the_implementation_are_refused_when_patched() -> None:
+    """GIT looks its text attention up by the implementation's name: transformers could not load a saved swap."""
+    model = fresh("git")
+    with refused("GitAttention", "a saved swap could not be loaded"):
+        patch_model(model, "belief")
+    assert not swaps(model)
+
+
+def test_packed_tower_is_refused_when_patched() -> None:
+    model = fresh("qwen2_5_vl")
+    with refused("visual.blocks.0.attn", "not one row per query"):
+        patch_model(model, "belief")
+    patch_model(model, "outeffhop")
+
+
+def test_learned_queries_are_refused() -> None:
+    model = patch_model(fresh("videoprism"), "belief")
+    assert "its queries are parameters (pooling_attention_query)" in str(describe(model))
+
+
+def test_attention_to_two_sequences_at_once_is_refused() -> None:
+    model = patch_model(fresh("t5gemma2"), "belief")
+    assert "another sequence (encoder_hidden_states) at once" in str(describe(model))
+
+
+@pytest.mark.parametrize("model_type", ["nllb-moe", "seamless_m4t", "seamless_m4t_v2"])
+def test_cross_attention_by_the_call(model_type: str) -> None:
+    """One class serves both places: the decoder layer's call tells them apart."""
+    found = {site.path.rpartition(".")[2]: site.cross for site in sites(fresh(model_type)) if "decoder" in site.path}
+    assert found == {"self_attn": False, "cross_attention": True}
+
+
+@pytest.mark.parametrize("model_type", ["siglip_vision_model", "aimv2_vision_model", "sam3_vit_model"])
+@pytest.mark.parametrize("variant", ["mha", "gated", "belief_star", "simple_resl"])
+def test_context_arrives_without_keywords(model_type: str, variant: str) -> None:
+    """The layer's input, the carried scores and what comes after W_o, where only the mask is handed on."""
+    stock, probes, wanted = stock_and_probes(model_type)
+    model = perturb(patch_model(copy.deepcopy(stock), variant))
+    moved = [run(model, probe) for probe in probes]
+    assert all(distance(one, two) > 1e-4 for one, two in zip(moved, wanted, strict=True))
+    with torch.no_grad():
+        shown = model(**probes[0].batch, output_attentions=True)
+    assert len(shown.attentions) == len(swaps(model))
+    assert distance([shown.last_hidden_state], moved[0][:1]) <= 3e-5
+    unpatch_model(model)
+    assert all(torch.equal(a, b) for a, b in zip(run(model, probes[0]), wanted[0], strict=True))
+
+
+@pytest.mark.parametrize("model_type", NO_SDPA)
+def test_float_masks_survive_saving(model_type: str, tmp_path: Path) -> None:
+    """A loaded model knows again that its stock masks are numbers to add."""
+    stock, probes, wanted = stock_and_probes(model_type)
+    model = patch_model(copy.deepcopy(stock), "belief", strength=0.0)
+    model.save_pretrained(tmp_path)
+    loaded = type(stock).from_pretrained(tmp_path).eval()
+    assert swaps(loaded)
+    assert all(distance(run(loaded, probe), want) <= 1e-5 for probe, want in zip(probes, wanted, strict=True))
+    unpatch_model(loaded)
+    assert all(distance(run(loaded, probe), want) <= 1e-5 for probe, want in zip(probes, wanted, strict=True))
+    assert "attn_swap_masks" not in json.dumps(loaded.config.to_dict())
