@@ -5,7 +5,8 @@ S = sum_i k_i v_i^T and the count of real keys, per key/value head; decoding a t
 `model(..., use_cache=True)` use a state without asking.
 A sum cannot give back one of its summands. Assisted decoding takes tokens back, so the state also keeps the keys and
 values of the last tokens: the tail, at least `CROPPED` and at most twice as many, less what was taken back since.
-`base` are the sums before the tail, `full` the sums over everything. Axes: B batch, G key/value head, L token, D head width.
+`base` are the sums before the tail, `full` the sums over everything.
+Axes: B batch, G key/value head, L token, D head width.
 """
 
 from __future__ import annotations
