@@ -15,6 +15,7 @@ from .core.swap import Swap
 from .families import Site, sites
 from .variants.base import Variant
 from .wiring.blocks import BLOCKS, Block
+from .wiring.home import home
 from .wiring.install import Installation, installation_of, model_root
 
 M = TypeVar("M", bound=nn.Module)
@@ -158,10 +159,9 @@ def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options,
             f"{site.path}: {'+'.join(swap.names)} acts after W_o, which {type(site.core).__name__} leaves to a module "
             "around it that we do not know; use a variant that changes only what comes before W_o."
         )
-    like = next((p for p in site.container.parameters() if p.is_floating_point()), None)
-    if like is not None:
-        swap.to(device=like.device, dtype=like.dtype)
-    if like is None or not like.is_meta:
+    like = home(site.container, site.core)
+    swap.to(device=like.device, dtype=like.dtype)
+    if not like.is_meta:
         generator = torch.Generator().manual_seed(index)
         for variant in swap.variants:
             variant.reset(generator)

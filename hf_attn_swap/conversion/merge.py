@@ -17,7 +17,7 @@ from ..core.calibration import Calibration
 from ..core.swap import Swap
 from ..families import Site
 from ..patch import need_installation, swappable
-from .target import output_matrix
+from .target import is_matrix, output_matrix
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -81,6 +81,11 @@ def _projection(site: Site) -> nn.Module:
 def _plain(site: Site, module: nn.Module) -> nn.Module:
     if not isinstance(module, (nn.Linear, Conv1D)) or hasattr(module, "base_layer"):
         raise ValueError(f"{site.path}: {type(module).__name__} is no plain matrix (adapter? quantised?).")
+    if not is_matrix(module):
+        raise ValueError(
+            f"{site.path}: the weight of {type(module).__name__} is not here as a matrix (offloaded? quantised?); load "
+            "the whole model without offloading or quantisation to merge, or keep the calibration as it is."
+        )
     return module
 
 
