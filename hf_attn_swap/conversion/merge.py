@@ -92,22 +92,32 @@ def _plain(site: Site, module: nn.Module) -> nn.Module:
 def _into_output(projection: nn.Module, calibration: Calibration) -> None:
     weight_IE, bias_E = output_matrix(projection)
     heads = calibration.weight.shape[0]
-    wide_HDE = weight_IE.double().reshape(heads, -1, weight_IE.shape[1])
-    fitted = calibration.weight.double()
+    wide_HDE = _wide(weight_IE).reshape(heads, -1, weight_IE.shape[1])
+    fitted = _wide(calibration.weight)
     if calibration.fit == "gain":
-        weight_IE.copy_((wide_HDE * fitted[:, None, None]).flatten(0, 1))
+        _put(weight_IE, (wide_HDE * fitted[:, None, None]).flatten(0, 1))
         return
     assert bias_E is not None
-    bias_E.copy_(bias_E.double() + torch.einsum("hd,hde->e", calibration.bias.double(), wide_HDE))
-    weight_IE.copy_((fitted @ wide_HDE).flatten(0, 1))  # last: in fp64 `wide_HDE` is the weight itself
+    _put(bias_E, _wide(bias_E) + torch.einsum("hd,hde->e", _wide(calibration.bias), wide_HDE))
+    _put(weight_IE, (fitted @ wide_HDE).flatten(0, 1))  # last: in fp64 `wide_HDE` is the weight itself
 
 
 def _into_values(site: Site, calibration: Calibration) -> None:
-    gain_W = calibration.weight.repeat_interleave(site.family.geometry(site.core).head_dim)
+    gain_W = _wide(calibration.weight).repeat_interleave(site.family.geometry(site.core).head_dim)
     weight_IW, bias_W = _values(site, gain_W.shape[0])
-    weight_IW.copy_(weight_IW.double() * gain_W.double())
+    _put(weight_IW, _wide(weight_IW) * gain_W)
     if bias_W is not None:
-        bias_W.copy_(bias_W.double() * gain_W.double())
+        _put(bias_W, _wide(bias_W) * gain_W)
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    """The numbers in fp64, on the CPU: some devices (Apple's) have no fp64."""
+    return parameter.detach().cpu().double()
+
+
+def _put(parameter: Tensor, values: Tensor) -> None:
+    """New values, rounded before they leave the CPU."""
+    parameter.copy_(values.to(parameter.dtype))
 
 
 def _values(site: Site, width: int) -> tuple[Tensor, Tensor | None]:
