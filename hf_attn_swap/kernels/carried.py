@@ -134,7 +134,9 @@ def _general(inputs: Inputs, call: Call, below: Hidden | None, decay: float, sha
 
 def _long(inputs: Inputs, call: Call, below: Hidden | None, decay: float, share: float) -> Tensor:
     """H as the sum of its terms: memory linear in the length, at one more product per layer below."""
-    terms = [(q, k, weight * decay) for q, k, weight in (below.terms if below is not None else [])]
+    device = inputs.query.device  # under a device map, lower layers may compute on another
+    lower = below.terms if below is not None else []
+    terms = [(q.to(device), k.to(device), weight * decay) for q, k, weight in lower]
     terms.append((inputs.query, inputs.repeated(inputs.key), share * inputs.scaling))
     leave(Hidden(None, terms=terms), call, drop=not torch.is_grad_enabled())
     mask, causal = inputs.dense_mask(call)
