@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from .core.swap import Phase, Swap
 from .core.table import Table
 from .families import Site, sites
 from .kernels.dispatch import Form, Setting
-from .patch import placement
+from .wiring.home import home
 from .wiring.install import installation_of, model_root
 
 HEADER = ("layer", "module", "attention", "strength", "options", "parameters", "runs")
@@ -110,10 +109,10 @@ def _stock(site: Site) -> str:
 
 def _swapped(site: Site, swap: Swap) -> str:
     """The form that runs with the module's device and dtype, in words, and what follows the heads."""
-    device, dtype = placement(site.container)
+    like = home(site.container, site.core)
     setting = Setting(
-        device=device.type if device is not None else "cpu",
-        dtypes=(dtype or torch.float32,),
+        device=like.device.type,
+        dtypes=(like.dtype,),
         between=swap.phase == Phase.BETWEEN,
         uniform=swap.wiring is None or swap.wiring.uniform,
     )

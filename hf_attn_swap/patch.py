@@ -16,6 +16,7 @@ from .core.swap import Swap
 from .families import Site, obstacle, sites
 from .variants.base import Variant
 from .wiring.blocks import BLOCKS, Block
+from .wiring.home import home
 from .wiring.install import Installation, installation_of, model_root
 
 M = TypeVar("M", bound=nn.Module)
@@ -170,27 +171,13 @@ def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options,
             f"{site.path}: {'+'.join(swap.names)} acts after W_o, which {type(site.core).__name__} leaves to a module "
             "around it that we do not know; use a variant that changes only what comes before W_o."
         )
-    device, dtype = placement(site.container)
-    swap.to(device=device, dtype=dtype)
-    if device is None or device.type != "meta":
+    like = home(site.container, site.core)
+    swap.to(device=like.device, dtype=like.dtype)
+    if not like.is_meta:
         generator = torch.Generator().manual_seed(index)
         for variant in swap.variants:
             variant.reset(generator)
     return swap.train(site.core.training)
-
-
-def placement(container: nn.Module) -> tuple[torch.device | None, torch.dtype | None]:
-    """Device and floating-point dtype for new parameters beside those of `container`; None where it has none.
-
-    Weights in 4 bits are integers: there the dtype is that of the module's buffers or of its config.
-    """
-    tensors = [*container.parameters(), *container.buffers()]
-    device = tensors[0].device if tensors else None
-    dtype = next((each.dtype for each in tensors if each.is_floating_point()), None)
-    if dtype is None:
-        named = (getattr(getattr(each, "config", None), "dtype", None) for each in container.modules())
-        dtype = next((each for each in named if isinstance(each, torch.dtype)), None)
-    return device, dtype
 
 
 def choose_layers(usable: list[Site], layers: int | Iterable[int] | None, modules: str | None) -> list[int]:

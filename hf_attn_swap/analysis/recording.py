@@ -19,7 +19,7 @@ class Mean:
 
     def add(self, values: Tensor) -> None:
         """Add the rows of a tensor (N,...) to the mean."""
-        values = values.detach().double().cpu()
+        values = values.detach().cpu().double()  # in this order: some devices (Apple's) have no fp64
         total, count = values.nan_to_num().sum(0), (~values.isnan()).sum(0)
         self.total = total if self.total is None else self.total + total
         self.count = count if self.count is None else self.count + count

@@ -41,7 +41,9 @@ def without_labels(batch: Mapping[str, Any]) -> Batch:
 def forward(model: nn.Module, batch: Batch) -> None:
     """Run a model on a batch, wherever the model is; what comes out is of no use here."""
     device = next(model.parameters()).device
-    model(**{key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()})
+    if device.type != "meta":  # offloaded weights wait there; accelerate brings the batch to where they compute
+        batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    model(**batch)
 
 
 def token_mask(batch: Batch, tokens_BL: Tensor) -> Tensor:

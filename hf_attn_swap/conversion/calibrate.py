@@ -113,9 +113,9 @@ class _Fitting:
         """Put the fit into the layer."""
         calibration = self.target.swap.calibrate(self.moments.fit, self.target.like)
         with torch.no_grad():
-            calibration.weight.copy_(weight)
+            calibration.weight.copy_(weight.to(calibration.weight.dtype))  # before it leaves the CPU: see `Moments`
             if bias is not None:
-                calibration.bias.copy_(bias)
+                calibration.bias.copy_(bias.to(calibration.bias.dtype))
         before, after = self.moments.r_squared(weight, bias)
         return LayerFit(
             layer=index,

@@ -18,7 +18,7 @@ from ..core.calibration import Calibration
 from ..core.swap import Swap
 from ..families import Site
 from ..patch import need_installation, swappable
-from .target import output_matrix
+from .target import is_matrix, output_matrix
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -82,28 +82,43 @@ def _projection(site: Site) -> nn.Module:
 def _plain(site: Site, module: nn.Module) -> nn.Module:
     if not isinstance(module, (nn.Linear, Conv1D)) or hasattr(module, "base_layer"):
         raise ValueError(f"{site.path}: {type(module).__name__} is no plain matrix (adapter? quantised?).")
+    if not is_matrix(module):
+        raise ValueError(
+            f"{site.path}: the weight of {type(module).__name__} is not here as a matrix (offloaded? quantised?); load "
+            "the whole model without offloading or quantisation to merge, or keep the calibration as it is."
+        )
     return module
 
 
 def _into_output(projection: nn.Module, calibration: Calibration) -> None:
     weight_IE, bias_E = output_matrix(projection)
     heads = calibration.weight.shape[0]
-    wide_HDE = weight_IE.double().reshape(heads, -1, weight_IE.shape[1])
-    fitted = calibration.weight.double()
+    wide_HDE = _wide(weight_IE).reshape(heads, -1, weight_IE.shape[1])
+    fitted = _wide(calibration.weight)
     if calibration.fit == "gain":
-        weight_IE.copy_((wide_HDE * fitted[:, None, None]).flatten(0, 1))
+        _put(weight_IE, (wide_HDE * fitted[:, None, None]).flatten(0, 1))
         return
     assert bias_E is not None
-    bias_E.copy_(bias_E.double() + torch.einsum("hd,hde->e", calibration.bias.double(), wide_HDE))
-    weight_IE.copy_((fitted @ wide_HDE).flatten(0, 1))  # last: in fp64 `wide_HDE` is the weight itself
+    _put(bias_E, _wide(bias_E) + torch.einsum("hd,hde->e", _wide(calibration.bias), wide_HDE))
+    _put(weight_IE, (fitted @ wide_HDE).flatten(0, 1))  # last: in fp64 `wide_HDE` is the weight itself
 
 
 def _into_values(site: Site, calibration: Calibration) -> None:
-    gain_W = calibration.weight.repeat_interleave(site.family.geometry(site.core).head_dim)
+    gain_W = _wide(calibration.weight).repeat_interleave(site.family.geometry(site.core).head_dim)
     weight_IW, bias_W = _values(site, gain_W.shape[0])
-    weight_IW.copy_(weight_IW.double() * gain_W.double())
+    _put(weight_IW, _wide(weight_IW) * gain_W)
     if bias_W is not None:
-        bias_W.copy_(bias_W.double() * gain_W.double())
+        _put(bias_W, _wide(bias_W) * gain_W)
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    """The numbers in fp64, on the CPU: some devices (Apple's) have no fp64."""
+    return parameter.detach().cpu().double()
+
+
+def _put(parameter: Tensor, values: Tensor) -> None:
+    """New values, rounded before they leave the CPU."""
+    parameter.copy_(values.to(parameter.dtype))
 
 
 def _values(site: Site, width: int) -> tuple[Tensor, Tensor | None]:

@@ -25,12 +25,13 @@ class Moments:
 
     def add(self, heads_NHD: Tensor, wanted_NHD: Tensor) -> None:
         """Count N real tokens."""
-        features = torch.nn.functional.pad(heads_NHD.double(), (0, 1), value=1.0).transpose(0, 1)
-        wanted = wanted_NHD.double().transpose(0, 1)
+        heads, wanted = (tensor.detach().cpu().double() for tensor in (heads_NHD, wanted_NHD))  # Apple's have no fp64
+        features = torch.nn.functional.pad(heads, (0, 1), value=1.0).transpose(0, 1)
+        wanted = wanted.transpose(0, 1)
         self.rows += heads_NHD.shape[0]
-        self.gram_HFF += (features.transpose(1, 2) @ features).cpu()
-        self.cross_HFD += (features.transpose(1, 2) @ wanted).cpu()
-        self.square_H += wanted.square().sum((1, 2)).cpu()
+        self.gram_HFF += features.transpose(1, 2) @ features
+        self.cross_HFD += features.transpose(1, 2) @ wanted
+        self.square_H += wanted.square().sum((1, 2))
 
     def solve(self, ridge: float, where: str) -> tuple[Tensor, Tensor | None]:
         """Gains (H,), or maps (H,D,D) and biases (H,D), in fp64.

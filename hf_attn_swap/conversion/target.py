@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..core.swap import Swap
 from ..families import Site
+from ..wiring.home import home
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Target:
 
     @property
     def like(self) -> Tensor:
-        """A weight of the layer, for device and dtype."""
-        return next(p for p in self.site.container.parameters() if p.is_floating_point())
+        """An empty tensor, for the layer's device and dtype."""
+        return home(self.site.container, self.site.core)
 
     @property
     def factor(self) -> float:
@@ -77,10 +78,8 @@ class Target:
         """What W_o turns into the part of b_o that the factor asks for beside the heads; a gain cannot give it."""
         if not self.constant or self.factor == 1:
             return 0.0
-        bias = getattr(self.projection, "bias", None)
-        if bias is None:
-            return 0.0
-        return self._heads_for((self.factor - 1) * bias)
+        bias = self._matrix[1]
+        return 0.0 if bias is None else self._heads_for((self.factor - 1) * bias)
 
     def _through(self, heads_BLE: Tensor) -> Tensor:
         out: Tensor = self.projection(heads_BLE)
@@ -88,15 +87,42 @@ class Target:
 
     def _back(self, out_BLE: Tensor) -> Tensor:
         """The heads that W_o turns into this output (least squares, in fp64)."""
-        bias = getattr(self.projection, "bias", None)
+        bias = self._matrix[1]
         return self._heads_for(out_BLE if bias is None else out_BLE - bias)
+
+    @cached_property
+    def _matrix(self) -> tuple[Tensor, Tensor | None]:
+        """W_o as (in, out), and its bias."""
+        if is_matrix(self.projection):
+            return output_matrix(self.projection)
+        return _probed(self.projection, self.swap.geometry.heads * self.swap.geometry.head_dim, self.like)
 
     def _heads_for(self, out_E: Tensor) -> Tensor:
         """(...,E) to the (...,H D) that W_o turns into it."""
-        weight = output_matrix(self.projection)[0].double().T.cpu()
-        flat = out_E.detach().double().cpu().reshape(-1, out_E.shape[-1])
+        weight = self._matrix[0].detach().cpu().double().T
+        flat = out_E.detach().cpu().double().reshape(-1, out_E.shape[-1])
         solved: Tensor = torch.linalg.lstsq(weight, flat.T, driver="gelsd").solution.T
-        return solved.reshape(*out_E.shape[:-1], -1).to(out_E)
+        return solved.reshape(*out_E.shape[:-1], -1).to(out_E.dtype).to(out_E.device)
+
+
+def is_matrix(projection: nn.Module) -> bool:
+    """True if the weight can be read: it is here, and it is a matrix of floating-point numbers.
+
+    Offloaded weights are not here before their module is called; weights quantised to 4 bits are bytes.
+    """
+    weight = projection.weight
+    return isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2 and not weight.is_meta
+
+
+PROBE = 256.0  # a power of two: the bias rounds the sum by so much less
+
+
+@torch.no_grad()
+def _probed(projection: nn.Module, width: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The matrix (in, out) and the bias of an affine map, from what it does."""
+    bias = projection(torch.zeros(1, width, device=like.device, dtype=like.dtype))
+    probes = PROBE * torch.eye(width, device=like.device, dtype=like.dtype)
+    return (projection(probes) - bias) / PROBE, bias[0]
 
 
 def output_matrix(projection: nn.Module) -> tuple[Tensor, Tensor | None]:

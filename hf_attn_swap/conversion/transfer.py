@@ -10,15 +10,16 @@ Axes: B batch, L token, E model width.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import Trainer, TrainingArguments
+from transformers import Cache, Trainer, TrainingArguments
 
 from ..core.swap import STOCK, Phase
 from ..families import Site
@@ -78,14 +79,15 @@ class AttentionTransferTrainer(Trainer):
     ) -> Any:
         """Mean relative squared error of the swapped layers."""
         model.eval()
-        batch = without_labels(inputs) | self.no_logits
+        batch = {key: value for key, value in without_labels(inputs).items() if key != "use_cache"} | self.no_logits
         losses: list[Tensor] = []
         handles = [
             site.container.register_forward_hook(_comparison(frozen, batch, losses), with_kwargs=True)
             for site, frozen in zip(self.swapped, self.frozen, strict=True)
         ]
         try:
-            outputs = model(**batch)
+            with _without_cache(model):
+                outputs = model(**batch)
         finally:
             for handle in handles:
                 handle.remove()
@@ -108,6 +110,11 @@ def _comparison(frozen: dict[str, Tensor], batch: dict[str, Any], losses: list[T
     def compare(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if kwargs.get(STOCK):
             return None
+        if any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
+            raise ValueError(
+                "attention transfer runs every swapped layer twice, so a cache would hold every token twice; leave "
+                "past_key_values out of the batches (and prefix tuning out of the adapters)."
+            )
         with torch.no_grad():
             teacher = functional_call(module, frozen, args, {**kwargs, STOCK: True})
         ours, theirs = (each if isinstance(each, Tensor) else each[0] for each in (output, teacher))
@@ -115,6 +122,20 @@ def _comparison(frozen: dict[str, Tensor], batch: dict[str, Any], losses: list[T
         return teacher
 
     return compare
+
+
+@contextlib.contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Inside, the model makes no cache of its own, whatever its configs say."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
+    try:
+        for config in caching:
+            config.use_cache = False
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
 
 
 def _swapped(installation: Installation) -> list[Site]:

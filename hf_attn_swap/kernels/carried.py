@@ -105,7 +105,7 @@ def _moved_here(below: Hidden | None, query: Tensor, blocked: Tensor | None) -> 
 
 def _long(inputs: Inputs, call: Call, below: Hidden | None, decay: float, share: float) -> Tensor:
     """H as the sum of its terms: memory linear in the length, at one more product per layer below."""
-    device = inputs.query.device
+    device = inputs.query.device  # under a device map, lower layers may compute on another device
     lower = below.terms if below is not None else []
     terms = [(q.to(device), k.to(device), weight * decay) for q, k, weight in lower]
     terms.append((inputs.query, inputs.repeated(inputs.key), share * inputs.scaling))

@@ -100,8 +100,7 @@ class _Quantizer:
             raise ValueError(f"{name} has no 8-bit range: no batch reached it; call the model as the batches did.")
         rounded = point.apply(tensor)
         if self.fitting:
-            point.signal += float(tensor.double().square().sum())
-            point.noise += float((tensor.double() - rounded.double()).square().sum())
+            point.compare(tensor, rounded)
         return rounded
 
     def _weight(self, path: str, module: nn.Module, stack: contextlib.ExitStack) -> None:
@@ -114,8 +113,7 @@ class _Quantizer:
                 raise ValueError(f"{path}.weight is not finite; check the checkpoint.")
             point = Point(f"{path}.weight", low=-128 / 127 * end, high=end, seen=True)
             rounded = point.apply(weight)
-            point.signal = float(weight.double().square().sum())
-            point.noise = float((weight.double() - rounded.double()).square().sum())
+            point.compare(weight, rounded)
         self.points[point.name] = point
         module.weight = nn.Parameter(rounded, requires_grad=False)  # a tied head keeps its own
         stack.callback(setattr, module, "weight", weight)

@@ -49,6 +49,12 @@ class Point:
         self.low, self.high = keep * self.low + (1 - keep) * low, keep * self.high + (1 - keep) * high
         self.seen = True
 
+    def compare(self, tensor: Tensor, rounded: Tensor) -> None:
+        """Count the tensor and its rounding error; in fp32 at least, on its device, which may have no fp64."""
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        self.signal += float(tensor.to(wide).square().sum())
+        self.noise += float((tensor.to(wide) - rounded.to(wide)).square().sum())
+
     def apply(self, tensor: Tensor) -> Tensor:
         """The tensor rounded to the 256 values of the range; 0 stays 0."""
         if self.step == 0:

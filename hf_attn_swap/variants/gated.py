@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core.call import Call, Geometry
 from ..core.options import Options
-from .base import Variant, register, unset_linear
+from .base import Variant, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,14 @@ class GatedOptions(Options):
         super().__post_init__()
         if not 0 < self.pi_init < 1:
             raise ValueError(f"gated: pi_init must lie between 0 and 1, got {self.pi_init}.")
+
+
+class Wide(nn.Linear):
+    """A Linear that computes in its input's dtype, whatever its own is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(...,in) -> (...,out)."""
+        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
 class PerHead(nn.Module):
@@ -56,6 +64,10 @@ class Constant(nn.Module):
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(heads))
 
+    def forward(self, x_BLE: Tensor) -> Tensor:
+        """(H,), in the dtype of x."""
+        return self.bias.to(x_BLE.dtype)
+
 
 @register("gated")
 class Gated(Variant):
@@ -80,7 +92,7 @@ class Gated(Variant):
             self.hidden = PerHead(heads, slice_, slice_ // 4)
             self.gate = PerHead(heads, slice_ // 4)
         elif options.kind == "all_features":
-            self.gate = unset_linear(geometry.hidden, heads, bias=True)
+            self.gate = nn.utils.skip_init(Wide, geometry.hidden, heads)  # type: ignore[no-untyped-call]  # torch's
         else:
             self.gate = Constant(heads)
 
@@ -113,16 +125,11 @@ class Gated(Variant):
         wide = torch.promote_types(x_BLE.dtype, torch.float32)
         with torch.autocast(x_BLE.device.type, enabled=False):
             x = x_BLE.to(wide)
-            slices = x.view(*x.shape[:-1], self.geometry.heads, -1) if self.options.kind in ("linear", "mlp") else x
-            if self.options.kind == "linear":
-                return torch.as_tensor(self.gate(slices))
+            if self.options.kind in ("linear", "mlp"):
+                x = x.view(*x.shape[:-1], self.geometry.heads, -1)
             if self.options.kind == "mlp":
-                return torch.as_tensor(self.gate(self.hidden(slices).relu()))
-            assert isinstance(self.gate.bias, Tensor)
-            if self.options.kind == "per_head":
-                return self.gate.bias.to(wide)
-            assert isinstance(self.gate.weight, Tensor)
-            return nn.functional.linear(x, self.gate.weight.to(wide), self.gate.bias.to(wide))
+                x = self.hidden(x).relu()
+            return torch.as_tensor(self.gate(x))  # called, never read: offloaded weights come with the call
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
         gate = torch.sigmoid(self.logits(call.x)) / self.options.pi_init

@@ -18,7 +18,11 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Block:
-    """What the classes below share; `stock_class` is the class that transformers wrote."""
+    """What the classes below share; `stock_class` is the class that transformers wrote.
+
+    Under a device map accelerate keeps, for each module, the forward method that it found. After `unpatch_model` it
+    calls that method on a module of the stock class again, so each forward hands such a module to its own class.
+    """
 
     stock_class: type[nn.Module]
     finish: Write
@@ -37,6 +41,8 @@ class BertBlock(Block):
 
     def forward(this, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:  # noqa: N805  # `this.self` reads better than `self.self`
         """(B,L,E) to the attention block's output (B,L,E) and the weights."""
+        if not _swapped(this):  # see `Block`
+            return type(this).forward(this, hidden_states, attention_mask=attention_mask, **kwargs)
         heads, weights = this.self(hidden_states, attention_mask=attention_mask, **kwargs)
         out = this.output.dropout(this.output.dense(heads))
         out = type(this).finish(this.self, out, kwargs, this.output.dropout)
@@ -59,6 +65,8 @@ class AlbertBlock(Block):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """(B,L,E) to the attention block's output (B,L,E) and the weights."""
+        if not _swapped(self):  # see `Block`
+            return type(self).forward(self, hidden_states, attention_mask=attention_mask, **kwargs)
         split = (*hidden_states.shape[:-1], -1, self.attention_head_size)
         query, key, value = (p(hidden_states).view(split).transpose(1, 2) for p in (self.query, self.key, self.value))
         dropout = self.attention_dropout.p if self.training else 0.0
@@ -68,6 +76,10 @@ class AlbertBlock(Block):
         out = self.output_dropout(self.dense(heads.flatten(2)))
         out = type(self).finish(self, out, kwargs, self.output_dropout)  # type: ignore[arg-type]  # mixed into a module
         return self.LayerNorm(hidden_states + out), weights
+
+
+def _swapped(module: object) -> bool:
+    return isinstance(module, Block)
 
 
 BLOCKS: dict[str, Any] = {"bert": BertBlock, "albert": AlbertBlock}

@@ -1,25 +1,110 @@
 """The cache of linear attention: a state of constant size in place of every key and value seen so far.
 
 S = sum_i k_i v_i^T and the count of real keys, per key/value head; decoding a token is then O(1) in the context.
-It takes the place of an empty `DynamicLayer` on the first call of a layer (`LinearState.of`), so `generate()`
-and `model(..., use_cache=True)` have it without asking. Axes: B batch, G key/value head, L token, D head width.
+`LinearState.of` puts the state in place of an empty `DynamicLayer` on the first call of a layer, so `generate()` and
+`model(..., use_cache=True)` use a state without asking.
+A sum cannot give back one of its summands. Assisted decoding takes tokens back, so the state also keeps the keys and
+values of the last tokens: the tail, at least `CROPPED` and at most twice as many, less what was taken back since.
+`base` are the sums before the tail, `full` the sums over everything.
+Axes: B batch, G key/value head, L token, D head width.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-CROPPED = 64  # tokens of the last call that `crop` can take back: more than assisted decoding ever proposes
+CROPPED = 64  # how far behind the longest text so far `crop` can go: assisted decoding proposes fewer tokens
+Rows = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Keys and values (B,G,L,D) of tokens in a row, and which of them are real, (B,L); None means all."""
+
+    key: Tensor
+    value: Tensor
+    real: Tensor | None
+
+    @property
+    def length(self) -> int:
+        """How many tokens, padding counted."""
+        return self.key.shape[2]
+
+    def part(self, start: int, stop: int) -> Chunk:
+        """The tokens from `start` to `stop`, as views."""
+        real = None if self.real is None else self.real[:, start:stop]
+        return Chunk(self.key[:, :, start:stop], self.value[:, :, start:stop], real)
+
+    def rows(self, choose: Rows) -> Chunk:
+        """Other rows of the batch."""
+        return Chunk(choose(self.key), choose(self.value), None if self.real is None else choose(self.real))
+
+    def copy(self) -> Chunk:
+        """The same tokens in memory of their own: a view would keep all of a long prompt alive."""
+        return self.rows(torch.clone)
+
+    @staticmethod
+    def joined(chunks: list[Chunk]) -> Chunk:
+        """Chunks in a row as one."""
+        if len(chunks) == 1:
+            return chunks[0]
+        key, value = (
+            torch.cat(parts, 2) for parts in zip(*((chunk.key, chunk.value) for chunk in chunks), strict=True)
+        )
+        if all(chunk.real is None for chunk in chunks):
+            return Chunk(key, value, None)
+        every = [chunk.key.new_ones(chunk.key.shape[0], chunk.length, dtype=torch.bool) for chunk in chunks]
+        real = [ones if chunk.real is None else chunk.real for chunk, ones in zip(chunks, every, strict=True)]
+        return Chunk(key, value, torch.cat(real, 1))
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What linear attention reads of the tokens before: sum k v^T (B,G,D,D) in fp32 at least, and how many they are.
+
+    Attributes:
+        state: None before the first token.
+        seen: (B,), real keys.
+        length: tokens, padding counted.
+    """
+
+    state: Tensor | None = None
+    seen: Tensor | None = None
+    length: int = 0
+
+    def plus(self, chunk: Chunk) -> Sums:
+        """The sums after these tokens."""
+        key, value = chunk.key, chunk.value
+        if chunk.real is None:
+            count = key.new_full(key.shape[:1], chunk.length, dtype=torch.long)
+        else:
+            count = chunk.real.sum(-1)
+            key = key.masked_fill(~chunk.real[:, None, :, None], 0)
+        wide = torch.promote_types(key.dtype, torch.float32)
+        with torch.autocast(key.device.type, enabled=False):  # autocast would round the product to half precision
+            added = key.transpose(2, 3).to(wide) @ value.to(wide)
+        if self.state is not None and self.seen is not None:
+            added, count = self.state + added, self.seen + count
+        return Sums(added, count, self.length + chunk.length)
+
+    def rows(self, choose: Rows) -> Sums:
+        """Other rows of the batch."""
+        if self.state is None or self.seen is None:
+            return self
+        return Sums(choose(self.state), choose(self.seen), self.length)
 
 
 class LinearState(CacheLayerMixin):
-    """One layer's cache: the state and count before the last call, and that call's own keys and values.
+    """One layer's cache: the sums over all tokens, the sums before the tail, and the tail.
 
-    `keys` and `values` stay None: there is nothing of the context's length to hold.
+    `keys` and `values` stay None: nothing has the length of the context.
     """
 
     is_compileable = False
@@ -28,11 +113,9 @@ class LinearState(CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-        self.length = 0  # tokens, padding counted
-        self.state_BGDD: Tensor | None = None  # fp32 at least
-        self.seen_B: Tensor | None = None  # real keys
-        self.claimed = False  # the layer that calls next knows what a state is
-        self._undo: tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None] | None = None
+        self.full, self.base = Sums(), Sums()
+        self.tail: list[Chunk] = []
+        self._claim: weakref.ref[nn.Module] | None = None
 
     @classmethod
     def of(cls, cache: Any, layer: int, *, start: bool) -> LinearState | None:
@@ -44,9 +127,38 @@ class LinearState(CacheLayerMixin):
             layers[layer] = cls()
         return layers[layer] if isinstance(layers[layer], cls) else None
 
+    @property
+    def length(self) -> int:
+        """Tokens seen, padding counted."""
+        return self.full.length
+
+    @property
+    def state_BGDD(self) -> Tensor | None:  # noqa: N802  # axis suffix, as in argument names
+        """The sum of k v^T over all tokens, in fp32 at least."""
+        return self.full.state
+
+    @property
+    def seen_B(self) -> Tensor | None:  # noqa: N802  # as above
+        """Real keys."""
+        return self.full.seen
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is held before the first `absorb`."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def claim(self, core: nn.Module) -> None:
+        """Say which swapped attention module is about to call `update`.
+
+        The claim is good for one `update`, and only while the module computes linear attention at full strength: an
+        error between `claim` and `update` leaves the claim behind, and the next to call may be ordinary attention.
+        """
+        self._claim = weakref.ref(core)
+
+    def _claimed(self) -> bool:
+        core = None if self._claim is None else self._claim()
+        self._claim = None
+        swap: Any = getattr(core, "attn_swap", None)  # gone after `unpatch_model`; PEFT wraps it
+        return swap is not None and swap.phase == "full" and swap.places().replacement is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Give the tokens back, and only them; `absorb` follows once their mask is known.
@@ -54,36 +166,41 @@ class LinearState(CacheLayerMixin):
         Raises:
             ValueError: the layer that calls is not the linear attention that filled this cache.
         """
-        if not self.claimed:
+        if not self._claimed():
             raise ValueError(
                 "this cache holds states of linear attention, not keys and values; start a new cache after "
                 "unpatch_model, set_strength or a swap of other variants."
             )
-        self.claimed = False
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return key_states, value_states
 
     def past(self, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """What `simple_attention` takes, per query head."""
-        if self.state_BGDD is None or self.seen_B is None:
+        state, seen = self.full.state, self.full.seen
+        if state is None or seen is None:
             return None
-        repeated = self.state_BGDD.repeat_interleave(heads // self.state_BGDD.shape[1], 1)
-        return repeated, self.seen_B, self.seen_B.new_tensor([self.length])
+        return state.repeat_interleave(heads // state.shape[1], 1), seen, seen.new_full((1,), self.length)
 
     def absorb(self, key_BGLD: Tensor, value_BGLD: Tensor, real_BL: Tensor | None) -> None:
-        """Take a call's keys and values into the state; `real_BL` is False at padding."""
-        few = key_BGLD.shape[2] <= CROPPED
-        self._undo = (self.state_BGDD, self.seen_B, key_BGLD, value_BGLD, real_BL) if few else None
-        if real_BL is not None:
-            key_BGLD = key_BGLD.masked_fill(~real_BL[:, None, :, None], 0)
-        wide = torch.promote_types(key_BGLD.dtype, torch.float32)
-        added = key_BGLD.transpose(2, 3).to(wide) @ value_BGLD.to(wide)
-        count = key_BGLD.new_full(key_BGLD.shape[:1], key_BGLD.shape[2], dtype=torch.long)
-        count = count if real_BL is None else real_BL.sum(-1)
-        self.length += key_BGLD.shape[2]
-        self.state_BGDD = added if self.state_BGDD is None else self.state_BGDD + added
-        self.seen_B = count if self.seen_B is None else self.seen_B + count
+        """Take a call's keys and values into the state; `real_BL` is False at padding.
+
+        A few tokens join the tail as they are, without a copy. Of many, the last `CROPPED` are the new tail.
+        """
+        real = None if real_BL is None else real_BL.clone()  # a view would keep masks of the whole context alive
+        chunk = Chunk(key_BGLD, value_BGLD, real)
+        if chunk.length > CROPPED:
+            many = chunk.length - CROPPED
+            self.base = self.full = self.full.plus(chunk.part(0, many))
+            self.tail = []
+            chunk = chunk.part(many, chunk.length).copy()
+        self.full = self.full.plus(chunk)
+        self.tail.append(chunk)
+        kept = self.full.length - self.base.length
+        if kept > 2 * CROPPED:  # so rarely that a token costs the same on average
+            whole = Chunk.joined(self.tail)
+            self.base = self.base.plus(whole.part(0, kept - CROPPED))
+            self.tail = [whole.part(kept - CROPPED, kept).copy()]
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding counted."""
@@ -107,20 +224,23 @@ class LinearState(CacheLayerMixin):
         """Take back the last -n tokens, or (older transformers) all behind the first n.
 
         Raises:
-            ValueError: more than the last call brought, or than `CROPPED`: a state forgets its summands.
+            ValueError: more tokens than the tail holds; it starts `CROPPED` or more tokens before the longest text.
         """
         remove = -tokens_to_remove if tokens_to_remove <= 0 else self.length - tokens_to_remove
         if remove <= 0:
             return
-        if self._undo is None or remove > self._undo[2].shape[2]:
+        if remove >= self.length:
+            self.full, self.base, self.tail = Sums(), Sums(), []
+            return
+        kept = self.length - self.base.length - remove
+        if kept < 0:
             raise ValueError(
-                f"a state of linear attention cannot go back {remove} tokens, only within its last call and at most "
-                f"{CROPPED}; keep a copy of the cache, or use use_cache=False."
+                f"a state of linear attention cannot go back {remove} tokens; only to {CROPPED} before the longest "
+                "text that it has seen. Keep a copy of the cache from before them, or use use_cache=False."
             )
-        self.state_BGDD, self.seen_B, key, value, real = self._undo
-        self.length -= key.shape[2]
-        kept = key.shape[2] - remove
-        self.absorb(key[:, :, :kept], value[:, :, :kept], None if real is None else real[:, :kept])
+        left = Chunk.joined(self.tail).part(0, kept)
+        self.tail = [left] if kept else []
+        self.full = self.base.plus(left) if kept else self.base
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow beam search."""
@@ -134,17 +254,17 @@ class LinearState(CacheLayerMixin):
         """Keep these rows."""
         self._rows(lambda rows: rows[indices])
 
-    def _rows(self, choose: Any) -> None:
-        def chosen(rows: Tensor | None) -> Tensor | None:
-            return None if rows is None else choose(rows)
-
-        self.state_BGDD, self.seen_B = chosen(self.state_BGDD), chosen(self.seen_B)
-        if self._undo is not None:
-            state, seen, key, value, real = self._undo
-            self._undo = (chosen(state), chosen(seen), choose(key), choose(value), chosen(real))
+    def _rows(self, choose: Rows) -> None:
+        self.full, self.base = self.full.rows(choose), self.base.rows(choose)
+        if self.tail:
+            self.tail = [Chunk.joined(self.tail).rows(choose)]
 
     def offload(self) -> None:
-        """It is small: it stays where it is."""
+        """A state is small and stays where it is."""
 
     def prefetch(self) -> None:
         """As `offload`."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle is claimed by nobody: a weak reference cannot be written to a file."""
+        return {**self.__dict__, "_claim": None}

@@ -168,7 +168,7 @@ def _linear_state(core: nn.Module, swap: Swap, cache: Any, mask: Any, carried: C
     start = start and bool(getattr(core, "is_causal", True))
     state = LinearState.of(cache, int(core.layer_idx), start=start)  # type: ignore[arg-type]  # an int
     if state is not None:
-        state.claimed = True
+        state.claim(core)
     return state
 
 

@@ -69,7 +69,14 @@ def force_reference(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(1)
         return attend(places, inputs, call, sdpa, True)
 
+    replaced = compute.replaced
+
+    def readable_products(variant: Any, inputs: Any, call: Any, want_weights: bool) -> tuple[Tensor, Tensor | None]:
+        seen.append(1)
+        return replaced(variant, inputs, call, True)
+
     monkeypatch.setattr("hf_attn_swap.core.swap.attend", readable)
+    monkeypatch.setattr("hf_attn_swap.core.swap.replaced", readable_products)
     return seen
 
 

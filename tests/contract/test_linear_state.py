@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from hf_attn_swap.wiring.cache import CROPPED, LinearState
 from tests import zoo
 
 from .cells import is_linear
-from .harness import CAUSAL_FAMILIES, TOLERANCE, distance, fresh, perturb
+from .harness import CAUSAL_FAMILIES, TOLERANCE, Recorder, distance, fresh, perturb
 from .test_generation import NEW, PROMPT, assert_equal_generation, generate, prompt_of
 
 LINEAR = [name for name in list_variants() if is_linear(name)]
@@ -98,11 +101,97 @@ def test_crop() -> None:
     got = model(input_ids=ids[:, 5:], past_key_values=cache).logits
     assert distance(got, model(input_ids=ids).logits[:, 5:]) <= TOLERANCE[torch.float64]
     state_of(cache).crop(cache.get_seq_length())  # nothing to take back
-    with pytest.raises(ValueError, match="only within its last call"):
-        cache.crop(-5)
-    longer = model(input_ids=ids.repeat(1, 10)[:, : CROPPED + 1], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=f"at most {CROPPED}"):
+    longer = model(input_ids=ids.repeat(1, 16)[:, : 2 * CROPPED + 9], use_cache=True).past_key_values
+    longer.crop(-CROPPED)
+    assert longer.get_seq_length() == CROPPED + 9
+    with pytest.raises(ValueError, match=f"cannot go back 1 tokens; only to {CROPPED} before"):
         longer.crop(-1)
+    longer.crop(-longer.get_seq_length())  # to nothing: that is always known
+    assert longer.get_seq_length() == 0
+    got = model(input_ids=ids, past_key_values=longer).logits
+    assert distance(got, model(input_ids=ids).logits) <= TOLERANCE[torch.float64]
+
+
+def tokens(generator: torch.Generator, count: int, padded: bool) -> tuple[Any, Any, Any]:
+    """Keys, values and which of them are real, of two rows with two heads of width 3."""
+    key, value = torch.randn(2, 2, 2, count, 3, generator=generator, dtype=torch.float64)
+    return key, value, torch.rand(2, count, generator=generator) < 0.7 if padded else None
+
+
+def fed(text: tuple[Any, Any, Any]) -> LinearState:
+    state = LinearState()
+    state.absorb(*text)
+    return state
+
+
+def assert_same_sums(state: LinearState, wanted: LinearState) -> None:
+    assert state.get_seq_length() == wanted.get_seq_length()
+    assert distance(state.state_BGDD, wanted.state_BGDD) <= TOLERANCE[torch.float64]
+    assert torch.equal(state.seen_B, wanted.seen_B)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_cropped_state_is_the_state_of_the_shorter_text(seed: int, padded: bool) -> None:
+    """Calls of 1 to 200 tokens in any order, and crops to any length less than `CROPPED` before the longest so far."""
+    generator = torch.Generator().manual_seed(seed)
+    state, whole = LinearState(), tokens(generator, 0, padded)
+    longest, steps = 0, 0
+    for _ in range(60):
+        count = [1, 1, 5, 70, 200][int(torch.randint(0, 5, (), generator=generator))]
+        some = tokens(generator, count, padded)
+        state.absorb(*some)
+        whole = tuple(
+            None if new is None else torch.cat([old, new], 1 if new.dim() == 2 else 2)
+            for old, new in zip(whole, some, strict=True)
+        )
+        longest = max(longest, state.get_seq_length())
+        if torch.rand((), generator=generator) < 0.4:  # in two steps, as a draft model may do
+            most = state.get_seq_length() - max(longest - CROPPED, 1)
+            remove = int(torch.randint(0, most + 1, (), generator=generator))
+            state.crop(-(remove // 2))
+            state.crop(-(remove - remove // 2))
+            length = state.get_seq_length()
+            whole = tuple(t if t is None else t[:, :length] if t.dim() == 2 else t[:, :, :length] for t in whole)
+            steps += remove > 0
+        assert_same_sums(state, fed(whole))
+    assert steps > 10
+
+
+def test_the_tail_is_long_enough_and_does_not_grow() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 3, CROPPED, CROPPED + 1, 1000):
+        state = LinearState()
+        for _ in range(max(3, 600 // count)):
+            some = tokens(generator, count, False)
+            state.absorb(*some)
+            kept = sum(chunk.length for chunk in state.tail)
+            assert min(CROPPED, state.get_seq_length()) <= kept <= 2 * CROPPED
+            held = sum(part.untyped_storage().nbytes() for chunk in state.tail for part in (chunk.key, chunk.value))
+            assert held <= 2 * 2 * CROPPED * 2 * 2 * 3 * 8 * (1 + (count <= CROPPED))  # of `tokens`: both of a pair
+        assert len(state.tail) <= 2 * CROPPED
+
+
+def test_a_token_is_taken_into_the_tail_without_a_copy() -> None:
+    """Of 3 calls of 4 tokens each: the very tensors. Joining them waits until something asks for it."""
+    generator = torch.Generator().manual_seed(0)
+    state, given = LinearState(), [tokens(generator, 4, False) for _ in range(3)]
+    with Recorder() as recorder:
+        for some in given:
+            state.absorb(*some)
+    assert all(
+        chunk.key is key and chunk.value is value for chunk, (key, value, _) in zip(state.tail, given, strict=True)
+    )
+    assert recorder.count("cat", "clone", "stack") == 0
+
+
+def test_autocast_does_not_round_the_state() -> None:
+    key, value, _ = tokens(torch.Generator().manual_seed(0), 5, False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        state = fed((key.float(), value.float(), None))
+    wanted = fed((key, value, None)).state_BGDD
+    assert state.state_BGDD.dtype == torch.float32
+    assert distance(state.state_BGDD.double(), wanted) <= TOLERANCE[torch.float32]
 
 
 @torch.no_grad()
@@ -157,6 +246,50 @@ def test_a_state_read_by_other_attention_is_refused(change: Any) -> None:
     change(model)
     with pytest.raises(ValueError, match="states of linear attention"):
         model(**last, past_key_values=cache)
+
+
+class CoreError(RuntimeError):
+    """What goes wrong between a layer's hooks and its cache."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize(
+    "change", [unpatch_model, lambda model: set_strength(model, 0.5), lambda m: set_strength(m, 0)]
+)
+def test_an_error_before_the_cache_leaves_no_claim(family: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(family, layers=[0])  # no second layer that is not claimed
+    last, cache = prefilled(model, family)
+    fail = Mock(side_effect=CoreError)
+    with monkeypatch.context() as broken:
+        broken.setattr(LinearState, "update", fail)  # everything before the update has run, the update has not
+        with pytest.raises(CoreError) as held:  # the error's frames keep modules alive, as in a notebook
+            model(**last, past_key_values=cache)
+    change(model)
+    with pytest.raises(ValueError, match="states of linear attention"):
+        model(**last, past_key_values=cache)
+    assert held.value.__traceback__ is not None
+
+
+@torch.no_grad()
+def test_a_claim_ends_with_its_model() -> None:
+    model = model_of("llama")
+    last, cache = prefilled(model, "llama")
+    state_of(cache).claim(model.model.layers[0].self_attn)
+    stock = fresh("llama")
+    del model
+    gc.collect()
+    with pytest.raises(ValueError, match="states of linear attention"):
+        stock(**last, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_claimed_cache_can_be_copied_and_pickled() -> None:
+    model = model_of("llama")
+    last, cache = prefilled(model, "llama")
+    state_of(cache).claim(model.model.layers[0].self_attn)
+    wanted = model(**last, past_key_values=copy.deepcopy(cache)).logits
+    assert torch.equal(model(**last, past_key_values=pickle.loads(pickle.dumps(cache))).logits, wanted)
 
 
 @torch.no_grad()

@@ -1,0 +1,46 @@
+"""Where an attention module computes and in which dtype: not always where and how its weights are kept.
+
+Offloaded weights (accelerate) wait on the meta device until their module is called; weights quantised to 4 bits are
+bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def home(container: nn.Module, core: nn.Module) -> Tensor:
+    """An empty tensor on the device and in the dtype in which an attention module computes.
+
+    Args:
+        container: the module with all projections.
+        core: the module whose config says the dtype, where no weight does.
+    """
+    parameters = list(container.parameters())
+    floating = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
+    like = floating if floating is not None else next(iter(parameters), None)
+    device = torch.device("cpu") if like is None else like.device
+    if device.type == "meta":
+        device = _execution_device(container) or device
+    return torch.empty(0, device=device, dtype=_compute_dtype(container, core) if floating is None else floating.dtype)
+
+
+def _execution_device(container: nn.Module) -> torch.device | None:
+    """Where accelerate brings the weights when their module is called; None where it did not take them away."""
+    for module in container.modules():
+        hook: Any = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            device = getattr(each, "execution_device", None)
+            if device is not None:
+                return torch.device(device)
+    return None
+
+
+def _compute_dtype(container: nn.Module, core: nn.Module) -> torch.dtype:
+    """Of a module without floating parameters: as its layers say, or as the model was loaded."""
+    said = [getattr(module, "compute_dtype", None) for module in container.modules()]
+    said.append(getattr(getattr(core, "config", None), "dtype", None))
+    return next((dtype for dtype in said if isinstance(dtype, torch.dtype)), torch.get_default_dtype())

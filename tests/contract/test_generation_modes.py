@@ -1,0 +1,151 @@
+"""Every way to generate that transformers has, with linear attention's state: equal to generation without a cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap.wiring.cache import LinearState
+from tests import zoo
+
+from .cells import is_linear
+from .harness import CAUSAL_FAMILIES, fresh, perturb
+
+LINEAR = [name for name in list_variants() if is_linear(name)]
+NEW = 12
+SHORT, LONG = 20, 100  # tokens of a prompt: fewer, and more, than a state can take back
+DRAFTED = {"target": (False, True), "draft": (True, False), "both": (True, True)}  # who is swapped
+
+
+def causal(family: str, variant: str | None, **config: Any) -> Any:
+    lengths = {"gpt2": "n_positions"}
+    model = fresh(family, **{lengths.get(family, "max_position_embeddings"): 160}, **config)
+    model.generation_config.eos_token_id = None
+    return model if variant is None else perturb(patch_model(model, variant))
+
+
+def repeating(family: str, length: int, batch: int = 1) -> dict[str, Tensor]:
+    """A text that comes back, so that prompt lookup has something to propose."""
+    ids = zoo.inputs(family, batch=batch, length=7)["input_ids"].repeat(1, length)[:, :length]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def plain(model: Any, prompt: dict[str, Tensor], **asked: Any) -> Tensor:
+    tokens: Tensor = model.generate(**prompt, max_new_tokens=NEW, use_cache=False, **{"do_sample": False, **asked})
+    return tokens
+
+
+def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens that states were asked to take back."""
+    cropped: list[int] = []
+    crop = LinearState.crop
+
+    def counted(self: LinearState, tokens: int) -> None:
+        before = self.get_seq_length()
+        crop(self, tokens)
+        cropped.append(before - self.get_seq_length())
+
+    monkeypatch.setattr(LinearState, "crop", counted)
+    return cropped
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("length", [SHORT, LONG])
+@pytest.mark.parametrize("proposed", [3, 8])
+def test_prompt_lookup(family: str, name: str, length: int, proposed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = causal(family, name), repeating(family, length)
+    model.generation_config.eos_token_id = model.config.vocab_size - 1  # some versions of transformers need an end
+    wanted = plain(model, prompt)
+    cropped = count(monkeypatch)
+    got = model.generate(**prompt, max_new_tokens=NEW, do_sample=False, prompt_lookup_num_tokens=proposed)
+    assert torch.equal(got, wanted)
+    assert any(cropped)
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("length", [SHORT, LONG])
+@pytest.mark.parametrize("swapped", DRAFTED.values(), ids=DRAFTED)
+def test_a_draft_model(
+    family: str, name: str, length: int, swapped: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts, targets = swapped
+    model = causal(family, name if targets else None)
+    draft = causal(family, name if drafts else None)
+    with torch.no_grad():  # a draft that is right for a while and then wrong
+        for parameter in draft.parameters():
+            parameter.add_(
+                0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).to(parameter)
+            )
+    prompt = repeating(family, length)
+    wanted = plain(model, prompt)
+    cropped = count(monkeypatch)
+    got = model.generate(**prompt, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+    assert torch.equal(got, wanted)
+    assert any(cropped)
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("length", [SHORT, LONG])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"num_beams": 3, "do_sample": True},
+        {"do_sample": True, "num_return_sequences": 3},
+    ],
+    ids=["beams", "several-beams", "beam-samples", "samples"],
+)
+def test_beams_and_samples(family: str, name: str, length: int, asked: dict[str, Any]) -> None:
+    model, prompt = causal(family, name), repeating(family, length, batch=2)
+    torch.manual_seed(0)
+    wanted = plain(model, prompt, **asked)
+    torch.manual_seed(0)
+    got = model.generate(**prompt, max_new_tokens=NEW, **{"do_sample": False, **asked})
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+def test_beams_over_more_tokens_than_a_state_takes_back(family: str) -> None:
+    model, prompt = causal(family, LINEAR[0]), repeating(family, SHORT, batch=2)
+    asked = {"do_sample": False, "num_beams": 2, "max_new_tokens": 135}
+    assert torch.equal(model.generate(**prompt, **asked), model.generate(**prompt, use_cache=False, **asked))
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("length", [SHORT, LONG])
+def test_early_exit(family: str, length: int) -> None:
+    """The first layer drafts for all of them, on the same cache."""
+    prompt = repeating(family, length)
+    asked = {"max_new_tokens": NEW, "do_sample": False, "assistant_early_exit": 1}
+    try:
+        causal(family, None).generate(**prompt, **asked)
+    except IndexError:
+        pytest.skip("transformers' early exit fails on the stock model of this family")
+    model = causal(family, LINEAR[0])
+    wanted = plain(model, prompt)
+    assert torch.equal(model.generate(**prompt, **asked), wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+def test_a_copied_cache_goes_its_own_way(family: str) -> None:
+    """Two continuations of one prefix, each cropped: neither moves the other."""
+    model, prompt = causal(family, LINEAR[0]), repeating(family, LONG)
+    ids = prompt["input_ids"]
+    first = model(input_ids=ids[:, :-6], use_cache=True).past_key_values
+    second = copy.deepcopy(first)
+    model(input_ids=ids[:, -6:-2], past_key_values=second)
+    second.crop(-4)
+    wanted = model(input_ids=ids, use_cache=False).logits[:, -6:]
+    for cache in (first, second):
+        got = model(input_ids=ids[:, -6:], past_key_values=cache).logits
+        assert float((got - wanted).abs().max()) <= 1e-12 * float(wanted.abs().max().clamp_min(1))
