@@ -1,1 +1,1 @@
-"""Computes variants exactly and fast, where plain SDPA is not enough. The tests compare each form with its reference."""
+"""Computes variants exactly and fast, where plain SDPA is not enough. Tests compare each form with its reference."""

@@ -1,4 +1,4 @@
-"""One file per idea; importing this package registers them all."""
+"""Holds one file per variant. Importing this package imports every file, and so registers every variant."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,7 +1,8 @@
-"""The five places of an attention layer that a variant may change, and what each is given.
+"""Defines the base class of all variants, and the five places of an attention layer that a variant may change.
 
-scores -> normaliser -> weights -> (weights @ values) -> read -> W_o -> write. A variant overrides the methods of
-the places it names; everything else stays the pretrained layer. Two variants compose when their places differ.
+The places are scores -> normaliser -> weights -> (product with V) -> read -> W_o -> write. A variant names its places
+and overrides their methods. Everything else stays as in the pretrained layer, so a variant without places is ordinary
+attention. Two variants compose if they change different places. docs/mathematics.md, section Composition.
 Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, E model width.
 """
 
@@ -21,30 +22,47 @@ PLACES = ("scores", "normaliser", "weights", "read", "write")
 
 
 def mix(start: Tensor, end: Tensor, strength: Strength) -> Tensor:
-    """(1 - s) * start + s * end; `end` itself at full strength. All three have one dtype."""
+    """(1 - s) * start + s * end, for tensors of equal shape; at full strength, `end` itself.
+
+    All three must have the same dtype.
+    """
     if isinstance(strength, float) and strength == 1.0:
         return end
     return torch.lerp(start, end, strength)
 
 
 def unset_linear(width: int, out: int, *, bias: bool) -> nn.Linear:
-    """A Linear whose values `reset` must set: drawing them here would move the global generator."""
+    """A Linear without values. `reset` must set the values, because drawing them here would use the global generator."""
     linear: nn.Linear = nn.utils.skip_init(nn.Linear, width, out, bias=bias)  # type: ignore[no-untyped-call]  # torch's
     return linear
 
 
 class Variant(nn.Module):
-    """Base of all variants: subclass, name the places, override their methods, `@register`.
+    """The base class of all variants. A subclass names its places, overrides their methods, and uses `@register`.
 
     Class attributes:
-        places: which of `PLACES` it changes (order as there).
-        replaces: True if it computes the heads itself (no scores, no weights): SimpleTRON.
-        alone: True if it composes with nothing.
+        name: the variant's name; `register` sets this attribute.
+        summary: what the variant changes, in a few words.
+        formula: the formula at full strength.
+        paper: the paper, by words that find its entry in `publish.citations`.
+        parameters_added: the number of new parameters per layer, in words.
         fused: the exact fast form, in words, for the documentation.
         then: what follows the heads, in words, for `describe`; for example "the projection".
+        places: the places that the variant changes, in the order of `PLACES`.
+        replaces: True if the variant computes the heads without scores and weights, as SimpleTRON does.
+        alone: True if the variant composes with no other variant.
         explicit: True if there is no fused form, because the variant needs the weights as a tensor.
-        keeps_projection: False if the read-out is the layer's output, without W_o.
-        projections: its own projections of the heads beside W_o, which quantisation treats like W_o.
+        keeps_projection: False if the heads are the layer's output, without W_o.
+        projections: the names of the variant's own projections of the heads beside W_o. Quantisation treats these
+            projections like W_o.
+        Options: the dataclass of the variant's options.
+
+    Args:
+        options: an instance of `Options`.
+        geometry: the sizes of the attention module.
+
+    Raises:
+        ValueError: the variant does not fit an attention module of these sizes.
     """
 
     name: ClassVar[str]
@@ -70,78 +88,97 @@ class Variant(nn.Module):
 
     @classmethod
     def check(cls, options: Any, geometry: Geometry) -> None:
-        """Raise ValueError if the variant does not fit a module of these sizes."""
+        """Check that the variant fits an attention module of these sizes.
+
+        Raises:
+            ValueError: the variant does not fit.
+        """
 
     @property
     def carries(self) -> bool:
-        """True if this layer reads or writes scores of other layers."""
+        """True if the layer reads scores of other layers, or leaves scores for other layers."""
         return False
 
     @property
     def writes(self) -> bool:
-        """True if something comes after W_o."""
+        """True if the variant changes the output of W_o."""
         return "write" in self.places
 
     @property
     def wants_residual(self) -> bool:
-        """True if `write` reads the block's residual stream."""
+        """True if `write` needs the residual stream of the block."""
         return False
 
     @property
     def shares(self) -> tuple[float, float]:
-        """(c, m) where the layer's output at full strength is c x + m (what W_o gives): what a fit must undo."""
+        """The numbers (c, m) if the layer's output at full strength is c x + m (the output of W_o).
+
+        Calibration fits the heads to a target, and must first undo this skip.
+        """
         return 0.0, 1.0
 
     def form(self, setting: Setting) -> Form:
-        """The form that computes the heads in this setting; `heads` or the readable pipeline runs accordingly."""
+        """The form that computes the heads in this setting. The readable pipeline runs for `Form.REFERENCE`."""
         return Form.REFERENCE if self.explicit else Form.SDPA
 
     @property
     def follows(self) -> str:
-        """What follows the heads with these options, in words."""
+        """What follows the heads with these options, in words. The text is empty if nothing follows."""
         return self.then
 
     def warn(self) -> str | None:
-        """A sentence for the user when this is put on a pretrained model, or None."""
+        """A warning for users who put the variant on a pretrained model, or None."""
         return None
 
     def reset(self, generator: torch.Generator) -> None:
-        """Draw the parameters: exact on a pretrained model, from this generator alone."""
+        """Set the parameters, so that a pretrained model stays close to its old output. Use this generator alone."""
 
     def carry(self, scores_BHQK: Tensor, call: Call) -> Tensor:
-        """scores: from this layer's scaled scores before the mask to the ones that are normalised."""
+        """Place "scores": from this layer's scaled scores before the mask to the scores that are normalised."""
         raise NotImplementedError
 
     def normalise(self, scores_BHQK: Tensor, call: Call) -> Tensor:
-        """normaliser: from masked scores (fp32 at least) to weights; the caller sets masked positions to 0."""
+        """Place "normaliser": from masked scores, in fp32 at least, to weights. The caller sets masked places to 0."""
         raise NotImplementedError
 
     def adjust(self, weights_BHQK: Tensor, call: Call) -> Tensor:
-        """weights: from weights to weights; the caller sets masked positions to 0."""
+        """Place "weights": from weights to weights. The caller sets masked places to 0."""
         raise NotImplementedError
 
     def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax) -> Tensor | None:
-        """Scores or normaliser, fused: heads (B,Q,H,D) without the weights; None leaves it to the readable form."""
+        """The fused form of the places "scores" and "normaliser": the heads (B,Q,H,D), without the weights.
+
+        None means that the readable pipeline must run.
+        """
         return None
 
     def linear(self, qkv: Three, key_mask: Tensor | None, causal: bool, past: Three | None) -> Tensor:
-        """replaces: heads (B,H,Q,D), as `simple_attention`; causal is aligned to the bottom right."""
+        """For `replaces`: the heads (B,H,Q,D), with arguments as in `functional.simple_attention`."""
         raise NotImplementedError
 
     def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
-        """replaces: the (B,H,Q,K) factors of v under any mask (bool, True where a query may look)."""
+        """For `replaces`: the factors of v (B,H,Q,K) for any mask. `allowed` is True where a query may see a key."""
         raise NotImplementedError
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
-        """read: from the heads as read to what W_o is given."""
+        """Place "read": from the heads to the heads that W_o is applied to, both (B,L,H,D)."""
         raise NotImplementedError
 
     def read_between(self, ordinary_BLHD: Tensor, heads_BLHD: Tensor, call: Call) -> Tensor:
-        """replaces: as `read` at a strength between 0 and 1, from the heads of ordinary attention and the variant's."""
+        """For `replaces`: as `read`, at a strength between 0 and 1.
+
+        Args:
+            ordinary_BLHD: the heads of ordinary attention.
+            heads_BLHD: the variant's heads.
+            call: the call.
+        """
         raise NotImplementedError
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
-        """write: from W_o's output (after hidden dropout, where that sits in the attention module) to the layer's."""
+        """Place "write": from the output of W_o to the output of the layer.
+
+        If the attention module has a hidden dropout, `out_BLE` is the tensor after this dropout.
+        """
         raise NotImplementedError
 
 
@@ -152,10 +189,10 @@ REPLACING = ("linear", "products", "read", "read_between", "write")
 
 
 def register(name: str) -> Callable[[V], V]:
-    """Make a variant known under `name`: tests, command line and documentation pick the variant up from here.
+    """Register a variant under `name`. Tests, command line and documentation find the variant in `VARIANTS`.
 
     Raises:
-        ValueError: the name is taken or is no identifier, or the class's methods and declared places disagree.
+        ValueError: the name is taken or is no identifier, or the class's methods and its declared places disagree.
     """
 
     def add(cls: V) -> V:
@@ -173,7 +210,10 @@ def register(name: str) -> Callable[[V], V]:
 
 
 def _disagreements(cls: type[Variant]) -> Iterator[str]:
-    """What a class declares but does not do, or does but does not declare; an undeclared method would never run."""
+    """Sentences on what a class declares but does not define, and on what it defines but does not declare.
+
+    A method of a place that is not declared would never run.
+    """
 
     def own(attribute: str) -> bool:
         return getattr(cls, attribute) is not getattr(Variant, attribute)

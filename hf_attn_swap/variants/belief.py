@@ -1,7 +1,7 @@
-"""Belief attention: keep only the part of a head's read-out that is new to the token.
+"""Computes belief attention: each token keeps only the part of the heads that is orthogonal to its own value.
 
-delta_i = y_i - s (<y_i, v_i> / <v_i, v_i>) v_i;  s = 0 is ordinary attention.
-belief*: out = delta W_o + s delta^s W_s, delta^s the projection per head.
+delta_i = y_i - s (<y_i, v_i> / <v_i, v_i>) v_i; s = 0 is ordinary attention.
+belief_star: out = delta W_o + b_o + s delta^s W_s, where delta^s is the same for each head alone.
 BeliefFormer, eq. 10, 13 and 15. Axes: B batch, L token, H head, D head width, E model width.
 """
 
@@ -19,7 +19,7 @@ from .base import Variant, mix, register, unset_linear
 
 @register("belief")
 class Belief(Variant):
-    """Removes the projection of the joined heads on the token's own value (no parameters)."""
+    """Subtracts the projection of all heads, as one vector, on the token's own value (no parameters)."""
 
     summary = "heads lose their projection on the token's own value"
     formula = "Y - (<Y, V> / <V, V>) V"
@@ -35,7 +35,7 @@ class Belief(Variant):
 
 @register("belief_star")
 class BeliefStar(Belief):
-    """Adds a second output projection W_s on the heads projected one by one."""
+    """Adds a second output projection W_s, which reads the heads after each head was projected alone."""
 
     summary = "belief, plus a second output projection of the heads projected one by one"
     formula = "delta W_o + delta^s W_s"

@@ -1,7 +1,9 @@
-"""Clipped softmax: stretch the weights and clip, so that exact zeros and ones need no extreme scores.
+"""Computes clipped softmax: weights are stretched and clipped, so that scores need not be extreme for weights 0 and 1.
 
-P' = clip((zeta - gamma) P + gamma, 0, 1), gamma -> s gamma, zeta -> 1 + s (zeta - 1); s = 0 is ordinary attention.
-Bondarenko et al. (2023), eq. 4; on softmax_1 it is Clipped OutEffHop. Axes: B batch, H head, Q query, K key.
+P' = clip((zeta - gamma) P + gamma, 0, 1). At strength s, gamma becomes s gamma and zeta becomes 1 + s (zeta - 1);
+s = 0 is ordinary attention.
+Bondarenko et al. (2023), eq. 4. With softmax_1 in place of softmax, this is Clipped OutEffHop.
+Axes: B batch, H head, Q query, K key.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from .base import Variant, register
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedOptions(Options):
-    """gamma <= 0 <= 1 <= zeta; or gamma = -alpha / length, with the training length as a constant."""
+    """The options of clipped softmax.
+
+    Attributes:
+        gamma: the lower end of the stretched weights, at most 0.
+        zeta: the upper end of the stretched weights, at least 1.
+        alpha, length: if given, gamma is -alpha / length. `length` is a constant, such as the training length.
+
+    Raises:
+        ValueError: a number lies outside its range, or only one of `alpha` and `length` is given.
+    """
 
     gamma: float = -0.025
     zeta: float = 1.0
@@ -35,8 +46,10 @@ class ClippedOptions(Options):
 
     @property
     def stretch(self) -> float:
-        """gamma, from alpha and length where those are given."""
-        return self.gamma if self.alpha is None or self.length is None else -self.alpha / self.length
+        """The lower end of the stretched weights: -alpha / length if both are given, otherwise gamma."""
+        if self.alpha is None or self.length is None:
+            return self.gamma
+        return -self.alpha / self.length
 
 
 @register("clipped")
@@ -53,5 +66,6 @@ class Clipped(Variant):
     options: ClippedOptions
 
     def adjust(self, weights_BHQK: Tensor, call: Call) -> Tensor:
-        gamma, zeta = call.strength * self.options.stretch, 1 + call.strength * (self.options.zeta - 1)
+        gamma = call.strength * self.options.stretch
+        zeta = 1 + call.strength * (self.options.zeta - 1)
         return clip(weights_BHQK, gamma, zeta)

@@ -1,8 +1,9 @@
-"""Gated attention: each head's read-out is scaled by a learned gate on the layer's input.
+"""Computes gated attention: a learned gate, which reads the layer's input, scales each head.
 
-Y_h <- (1 + s (g_h - 1)) Y_h, g = sigmoid(G(x)) / pi_init; s = 0, or the initial gate, is ordinary attention.
-Bondarenko et al. (2023), section 4.2; with softmax_1, Gated OutEffHop. The published N(0, 0.01^2) weights move a
-pretrained model; ours are zero, and the factor 1 / pi_init makes the gate start at exactly 1.
+Y_h <- (1 + s (g_h - 1)) Y_h, g = sigmoid(G(x)) / pi_init. s = 0 is ordinary attention, and so is the initial gate.
+Bondarenko et al. (2023), section 4.2; with softmax_1 in place of softmax, this is Gated OutEffHop.
+The published code draws the gate's weights from N(0, 0.01^2), which changes the output of a pretrained model. Here the
+weights start at zero, and the factor 1 / pi_init makes the gate start at exactly 1. docs/mathematics.md, section Gates.
 Axes: B batch, L token, H head, D head width, E model width, F = E / H the slice of x per head.
 """
 
@@ -22,7 +23,16 @@ from .base import Variant, register
 
 @dataclass(frozen=True, kw_only=True)
 class GatedOptions(Options):
-    """kind: what the gate reads; pi_init: the raw sigmoid at the start, in (0, 1)."""
+    """The options of gated attention.
+
+    Attributes:
+        kind: the function G. "linear" and "mlp" read each head's slice of the input, "all_features" reads the whole
+            input, and "per_head" is one constant per head.
+        pi_init: the sigmoid at the start, before the division by pi_init; in (0, 1).
+
+    Raises:
+        ValueError: a value lies outside its range.
+    """
 
     kind: Literal["linear", "mlp", "all_features", "per_head"] = "linear"
     pi_init: float = 0.25
@@ -34,15 +44,18 @@ class GatedOptions(Options):
 
 
 class Wide(nn.Linear):
-    """A Linear that computes in its input's dtype, whatever its own is."""
+    """A Linear that computes in the dtype of its input, even if its parameters have another dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(...,in) -> (...,out)."""
+        """Map (...,in) to (...,out)."""
         return nn.functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
 class PerHead(nn.Module):
-    """One affine map per head: weight (H,out,in) or (H,in), bias (H,out) or (H,)."""
+    """One affine map per head.
+
+    The parameters are weight (H,out,in) and bias (H,out). Without `out`, they are weight (H,in) and bias (H,).
+    """
 
     def __init__(self, heads: int, width: int, out: int | None = None) -> None:
         super().__init__()
@@ -50,7 +63,7 @@ class PerHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(heads) if out is None else torch.zeros(heads, out))
 
     def forward(self, x_BLHF: Tensor) -> Tensor:
-        """(B,L,H,in) -> (B,L,H,out) or (B,L,H), in fp32 at least."""
+        """Map (B,L,H,in) to (B,L,H,out), or to (B,L,H) without `out`, in the dtype of the input."""
         weight, bias = self.weight.to(x_BLHF.dtype), self.bias.to(x_BLHF.dtype)
         if weight.dim() == 2:
             return (x_BLHF * weight).sum(-1) + bias
@@ -58,20 +71,20 @@ class PerHead(nn.Module):
 
 
 class Constant(nn.Module):
-    """One unconditional logit per head: bias (H,)."""
+    """One constant logit per head, which does not depend on the input: bias (H,)."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(heads))
 
     def forward(self, x_BLE: Tensor) -> Tensor:
-        """(H,), in the dtype of x."""
+        """The logits (H,), in the dtype of the input."""
         return self.bias.to(x_BLE.dtype)
 
 
 @register("gated")
 class Gated(Variant):
-    """A learned gate per head and token, before W_o."""
+    """Scales each head of each token by a learned gate, before W_o."""
 
     summary = "heads are scaled by a learned gate"
     formula = "g_h Y_h, g = sigmoid(G(x)) / pi_init"
@@ -85,7 +98,8 @@ class Gated(Variant):
 
     def __init__(self, options: Any, geometry: Geometry) -> None:
         super().__init__(options, geometry)
-        heads, slice_ = geometry.heads, geometry.hidden // geometry.heads
+        heads = geometry.heads
+        slice_ = geometry.hidden // heads
         if options.kind == "linear":
             self.gate: nn.Module = PerHead(heads, slice_)
         elif options.kind == "mlp":
@@ -101,11 +115,13 @@ class Gated(Variant):
         heads, hidden = geometry.heads, geometry.hidden
         if options.kind in ("linear", "mlp") and hidden % heads:
             raise ValueError(
-                f"gated: kind {options.kind!r} cuts the input in one slice per head, but {heads} heads do not divide "
+                f"gated: kind {options.kind!r} cuts the input into one slice per head, but {heads} heads do not divide "
                 f"the width {hidden}; use kind='all_features' or 'per_head'."
             )
         if options.kind == "mlp" and hidden // heads < 4:
-            raise ValueError(f"gated: kind 'mlp' needs at least 4 features per head, got {hidden // heads}.")
+            raise ValueError(
+                f"gated: kind 'mlp' needs at least 4 features per head, got {hidden // heads}; use kind='linear'."
+            )
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
@@ -121,7 +137,7 @@ class Gated(Variant):
                 tensor.copy_(drawn)
 
     def logits(self, x_BLE: Tensor) -> Tensor:
-        """G(x), (B,L,H) or (H,), in fp32 at least whatever the model's dtype or autocast."""
+        """G(x), (B,L,H) or (H,), in fp32 at least, also in models of half precision and under autocast."""
         wide = torch.promote_types(x_BLE.dtype, torch.float32)
         with torch.autocast(x_BLE.device.type, enabled=False):
             x = x_BLE.to(wide)
@@ -129,9 +145,11 @@ class Gated(Variant):
                 x = x.view(*x.shape[:-1], self.geometry.heads, -1)
             if self.options.kind == "mlp":
                 x = self.hidden(x).relu()
-            return torch.as_tensor(self.gate(x))  # called, never read: offloaded weights come with the call
+            # The gate is called as a module, because accelerate loads offloaded weights when a module is called.
+            return torch.as_tensor(self.gate(x))
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
         gate = torch.sigmoid(self.logits(call.x)) / self.options.pi_init
-        gate = 1 + call.strength * (gate - 1) if isinstance(call.strength, Tensor) else gate
+        if isinstance(call.strength, Tensor):
+            gate = 1 + call.strength * (gate - 1)
         return heads_BLHD * gate.unsqueeze(-1).to(heads_BLHD.dtype)

@@ -1,9 +1,10 @@
-"""Modern Hopfield attention (MHA): scores are carried across layers, and the layer's input is mixed back in.
+"""Computes modern Hopfield attention (MHA): scores are carried across layers, and the layer's input is added again.
 
-H_l = a' H_{l-1} + (1 - a') S_l, P = softmax(H_l + M), out = a x + (1 - a)(Y W_o + b_o); a -> s alpha and
-a' -> s alpha'. a = a' = 0 is ordinary attention. scheme "forward_forward": H_l = alpha' H_{l-1} + (1 - alpha') S_{l-1}
-and scores (1 - s) S_l + s H_l.
-Modern Hopfield attention, eq. 10 and appendix F (its recursive eq. 32 scales twice: a slip against its own sum).
+H_l = a' H_{l-1} + (1 - a') S_l, P = softmax(H_l + M), out = a x + (1 - a)(Y W_o + b_o). At strength s, a = s alpha and
+a' = s alpha_prime; a = a' = 0 is ordinary attention.
+The scheme "forward_forward" has H_l = alpha' H_{l-1} + (1 - alpha') S_{l-1}, and normalises (1 - s) S_l + s H_l.
+Modern Hopfield attention, eq. 10 and appendix F. The paper's recursive eq. 32 scales the carried part twice, against
+the sum that it is derived from; this file follows the sum. docs/mathematics.md, section Modern Hopfield attention.
 Axes: B batch, H head, Q query, K key, D head width, E model width.
 """
 
@@ -29,7 +30,19 @@ NOT_AVAILABLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class MhaOptions(Options):
-    """alpha and alpha_prime in [0, 1]; init: H below the first layer; skip: what is mixed back; scheme: appendix F."""
+    """The options of modern Hopfield attention.
+
+    Attributes:
+        alpha: the share of the skip in the layer's output, in [0, 1].
+        alpha_prime: the share of the carried scores, in [0, 1].
+        init: the first layer's H. "zero" starts from H = 0 below the first layer; "first" uses the first layer's own
+            scores.
+        skip: the tensor that is added again. "input" is the layer's input x, "residual" is the block's residual stream.
+        scheme: how scores are carried, as the paper's appendix F names the schemes.
+
+    Raises:
+        ValueError: a value lies outside its range.
+    """
 
     alpha: float = 0.5
     alpha_prime: float = 0.5
@@ -48,7 +61,7 @@ class MhaOptions(Options):
 
 @register("mha")
 class Mha(Variant):
-    """Carries scores from layer to layer and adds a skip of the layer's input (no parameters)."""
+    """Carries scores from layer to layer, and adds the layer's input to its output (no parameters)."""
 
     summary = "scores are carried across layers, the input is mixed back in"
     formula = "softmax(a' H + (1 - a') S), a x + (1 - a) out"
@@ -67,7 +80,9 @@ class Mha(Variant):
         return self.options.alpha > 0
 
     def form(self, setting: Setting) -> Form:
-        return carried_form(setting) if self.options.scheme == "forward_backward" else Form.REFERENCE
+        if self.options.scheme == "forward_backward":
+            return carried_form(setting)
+        return Form.REFERENCE
 
     @property
     def follows(self) -> str:
@@ -97,30 +112,35 @@ class Mha(Variant):
         share = self.options.alpha_prime * call.strength
         if previous is not None:
             hidden = hopfield_scores(scores_BHQK, previous, share)
+        elif self.options.init == "first":
+            hidden = scores_BHQK
         else:
-            hidden = scores_BHQK if self.options.init == "first" else (1 - share) * scores_BHQK
+            hidden = (1 - share) * scores_BHQK
         return self.keep(hidden, call)
 
     def _forward_forward(self, scores_BHQK: Tensor, previous: Tensor | None, call: Call) -> Tensor:
+        """`carry` for the scheme "forward_forward". `previous` is H of the layer below, or None."""
         assert call.carried is not None
         if previous is not None:
             below = _like(call.carried.raw[call.order - 1], scores_BHQK)
             hidden = hopfield_scores(below, previous, self.options.alpha_prime)
+        elif self.options.init == "first":
+            hidden = scores_BHQK
         else:
-            hidden = scores_BHQK if self.options.init == "first" else torch.zeros_like(scores_BHQK)
+            hidden = torch.zeros_like(scores_BHQK)
         call.carried.raw[call.order] = scores_BHQK
         return mix(scores_BHQK, self.keep(hidden, call), call.strength)
 
     def keep(self, hidden_BHQK: Tensor, call: Call) -> Tensor:
-        """Leave H for the layer above."""
+        """Keep H (B,H,Q,K) for the layer above, and return H."""
         carried.leave(Hidden(hidden_BHQK), call, drop=not torch.is_grad_enabled())
         return hidden_BHQK
 
     def previous(self, call: Call) -> Hidden | None:
-        """H of the layer below, None below the first.
+        """H of the layer below; None for the first layer.
 
         Raises:
-            ValueError: it is not there.
+            ValueError: the layer below left no H in this pass.
         """
         if call.carried is None:
             raise ValueError(
@@ -138,10 +158,11 @@ class Mha(Variant):
         return call.carried.scores[call.order - 1]
 
     def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax) -> Tensor | None:
-        """Heads (B,Q,H,D) with H moved on in place, or in a form that suits the call better."""
+        """The heads (B,Q,H,D) by a fused form of `kernels.carried`; None if the readable pipeline must run."""
         if inputs.masks.bias() is not None:
             return None
-        below, decay = self.previous(call), self.options.alpha_prime
+        below = self.previous(call)
+        decay = self.options.alpha_prime
         if below is not None:
             _check((*inputs.query.shape[:3], inputs.key.shape[2]), below.shape)
         share = 1.0 if below is None and self.options.init == "first" else 1 - decay
@@ -150,17 +171,26 @@ class Mha(Variant):
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         skipped = call.residual if self.wants_residual else call.x
         if skipped is None:
-            raise ValueError("mha: this architecture hands no residual stream to its attention; use skip='input'.")
+            raise ValueError("mha: no residual stream was found around this attention module; use skip='input'.")
         return mix(out_BLE, skipped.to(out_BLE), self.options.alpha * call.strength)
 
 
 def _like(carried_BHQK: Tensor, wanted: Tensor) -> Tensor:
-    """The carried scores on the device of `wanted`; ValueError if the layers see different keys."""
+    """The carried scores (B,H,Q,K) on the device of `wanted`.
+
+    Raises:
+        ValueError: the layers do not see the same keys or heads.
+    """
     _check(tuple(wanted.shape), tuple(carried_BHQK.shape))
     return carried_BHQK.to(wanted.device)
 
 
 def _check(here: tuple[int, ...], below: tuple[int, ...]) -> None:
+    """Compare the shapes of the scores of this layer and of the layer below.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
     if below != here:
         raise ValueError(
             f"mha: the layers do not see the same keys or heads (scores {below} below, {here} here), as with hybrid "

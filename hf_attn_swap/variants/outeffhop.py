@@ -1,8 +1,9 @@
-"""Softmax_1 attention (OutEffHop): a head may attend to nothing.
+"""Computes softmax_1 attention (OutEffHop), in which a head can give all keys small weights at once.
 
-p_j = exp(s_j) / (n + sum_k exp(s_k)), n = strength; n = 0 is ordinary attention.
-The same as softmax attention with one more key, of logit log n and value 0: SDPA computes it exactly.
-OutEffHop (Hu et al., 2024), eq. 2.2. Axes: B batch, H head, G key/value head, Q query, K key, D head width.
+p_j = exp(s_j) / (n + sum_k exp(s_k)), where n is the strength; n = 0 is ordinary attention.
+This is softmax attention with one more key, whose score is log n and whose value is 0, so SDPA computes it exactly.
+OutEffHop (Hu et al., 2024), eq. 2.2; docs/mathematics.md, section Normalisers.
+Axes: B batch, H head, G key/value head, Q query, K key, D head width.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ class OutEffHop(Variant):
         return softmax_n_form(setting)
 
     def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax) -> Tensor | None:
-        """By the kernel's log-sum-exp where the kernel takes the tensors, else by plain SDPA over one more key."""
-        qkv, (mask, causal) = inputs.three, inputs.masks.dense()
+        """The heads (B,Q,H,D), by the log-sum-exp of the CPU kernel if possible, otherwise by SDPA with one more key."""
+        qkv = inputs.three
+        mask, causal = inputs.masks.dense()
         if self.form(Setting.of(inputs, call)) is Form.RESCALED and softmax_n.fits(*qkv, mask):
             added, causal = inputs.masks.additive(inputs.query.dtype)
-            return softmax_n.softmax_n_attention(*qkv, added, causal, inputs.scaling, call.strength).transpose(1, 2)
+            rescaled = softmax_n.softmax_n_attention(*qkv, added, causal, inputs.scaling, call.strength)
+            return rescaled.transpose(1, 2)
         qkv, mask, shifted = self.with_zero_key(qkv, mask, causal, call)
         heads = sdpa(qkv, mask, shifted)
         return heads[:, 1:] if shifted else heads
@@ -47,9 +50,15 @@ class OutEffHop(Variant):
     def with_zero_key(
         self, qkv: Three, mask: Tensor | None, causal: bool, call: Call
     ) -> tuple[Three, Tensor | None, bool]:
-        """The tensors, mask and flag for plain SDPA; with the flag, a dummy query in front keeps the square aligned."""
+        """Add a key of zeros in front, for plain SDPA.
+
+        Returns:
+            Query, key and value; the mask; and the causal flag. If the flag is True, the query has a dummy row in
+            front too, so that the causal order stays right. The caller must then drop the first row of the heads.
+        """
         query, key, value = qkv
-        extended_key, extended_value = F.pad(key, (0, 0, 1, 0)), F.pad(value, (0, 0, 1, 0))
+        extended_key = F.pad(key, (0, 0, 1, 0))
+        extended_value = F.pad(value, (0, 0, 1, 0))
         if isinstance(call.strength, Tensor):
             logit = call.strength.log().to(query.dtype)
             return (query, extended_key, extended_value), self._float_mask(query, key, mask, causal, logit), False
@@ -61,7 +70,7 @@ class OutEffHop(Variant):
 
     @staticmethod
     def _float_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, logit: Tensor) -> Tensor:
-        """An additive mask whose first column is the zero key's logit."""
+        """A mask of numbers to add, (B|1,1|H,1|Q,K + 1). The first column holds the score of the zero key."""
         queries, keys = query.shape[2], key.shape[2]
         if mask is None:
             mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device)

@@ -1,8 +1,10 @@
-"""SimpleTRON: linear attention without softmax.
+"""Computes SimpleTRON: linear attention without softmax.
 
-A_h = L^(-1/2) q_h (k_h^T v_h), L the keys the query may see. simple: out = A; simple_res: out = x + A (both without
-W_o); simple_resl: out = x + A W_o. Strength: (1 - s) ordinary layer + s variant layer; s = 0 is ordinary attention.
-SimpleTRON (2021), section 3; the causal form, the true length and the strength path are ours.
+A_h = L^(-1/2) q_h (k_h^T v_h), where L is the number of keys that the query may see. simple: out = A, and simple_res:
+out = x + A, both without W_o. simple_resl: out = x + A W_o + b_o.
+At strength s, the layer computes (1 - s) (ordinary layer) + s (variant's layer); s = 0 is ordinary attention.
+SimpleTRON (2021), section 3. The paper has no causal form, no length without padding and no strength; these are this
+package's own. docs/mathematics.md, section SimpleTRON.
 Axes: B batch, H head, G key/value head, Q query, K key, L token, D head width, E model width.
 """
 
@@ -25,21 +27,29 @@ from .base import Variant, mix, register
 
 @dataclass(frozen=True, kw_only=True)
 class SimpleOptions(Options):
-    """length: "true" counts the real keys a query may see, "fixed" the padded ones too."""
+    """The options of `simple` and `simple_resl`.
+
+    Attributes:
+        length: "true" counts the real keys that a query may see; "fixed" counts padding too.
+    """
 
     length: Literal["true", "fixed"] = "true"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimpleResOptions(SimpleOptions):
-    """skip: "inner" adds x inside the layer, "block" leaves it to the block's own residual."""
+    """The options of `simple_res`.
+
+    Attributes:
+        skip: "inner" adds x inside the layer; "block" adds nothing, so that only the block's own residual stays.
+    """
 
     skip: Literal["inner", "block"] = "inner"
 
 
 @register("simple")
 class Simple(Variant):
-    """The bare product, without W_o (no parameters)."""
+    """Returns the product q (k^T v) alone, without W_o (no parameters)."""
 
     summary = "no softmax: q (k^T v) in linear time, without W_o"
     formula = "A = q (k^T v) / sqrt(L)"
@@ -62,7 +72,7 @@ class Simple(Variant):
 
     @property
     def adds_input(self) -> bool:
-        """True if x is added inside the layer."""
+        """True if the layer's input x is added inside the layer."""
         return False
 
     @property
@@ -77,11 +87,11 @@ class Simple(Variant):
         return "the skip" if self.adds_input else ""
 
     def linear(self, qkv: Three, key_mask: Tensor | None, causal: bool, past: Three | None) -> Tensor:
-        """A (B,H,Q,D) in linear time; causal is aligned to the bottom right."""
+        """A (B,H,Q,D) in linear time. In causal order, the last query sees the last key."""
         return linear.attend(*qkv, causal=causal, key_mask=key_mask, length=self.options.length, past=past)
 
     def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
-        """L^(-1/2) q k^T with zeros where a query may not look: (B,H,Q,K) in fp32 at least; honours any mask."""
+        """L^(-1/2) q k^T (B,H,Q,K), in fp32 at least, for any mask: zeros where a query may not see a key."""
         products = q.to(wide(q)) @ k.transpose(2, 3).to(wide(k))
         if allowed is None:
             return products / math.sqrt(k.shape[2])
@@ -90,18 +100,18 @@ class Simple(Variant):
 
     @staticmethod
     def _span(allowed: Tensor) -> Tensor:
-        """Keys up to the last one that the row (or any row of the batch) may see: padding counts."""
+        """The number of keys up to the last key that the query may see in any row of the batch, padding included."""
         keys = allowed.shape[-1]
         last = torch.where(allowed.any(0, keepdim=True), torch.arange(1, keys + 1, device=allowed.device), 0)
         return last.amax(-1, keepdim=True)
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
-        """A waits for `write`, which drops what W_o makes of these heads."""
+        """Keep A for `write`. The layer applies W_o to the heads, but `write` does not use the output of W_o."""
         call.kept = heads_BLHD.flatten(2)
         return heads_BLHD
 
     def read_between(self, ordinary_BLHD: Tensor, heads_BLHD: Tensor, call: Call) -> Tensor:
-        """W_o is given the heads of ordinary attention; A waits for `write`, which mixes both."""
+        """Keep A for `write`, and let W_o read the heads of ordinary attention. `write` mixes both."""
         call.kept = heads_BLHD.flatten(2)
         return ordinary_BLHD
 
@@ -115,7 +125,7 @@ class Simple(Variant):
 
 @register("simple_res")
 class SimpleRes(Simple):
-    """The product and an inner skip, without W_o (no parameters)."""
+    """Returns the product plus the layer's input, without W_o (no parameters)."""
 
     summary = "no softmax and an inner skip, without W_o"
     formula = "x + A"
@@ -129,7 +139,7 @@ class SimpleRes(Simple):
 
 @register("simple_resl")
 class SimpleResL(Simple):
-    """The product through W_o, and an inner skip (no parameters)."""
+    """Returns the product after W_o, plus the layer's input (no parameters)."""
 
     summary = "no softmax and an inner skip, with W_o"
     formula = "x + A W_o"

@@ -1,6 +1,6 @@
-"""The control: ordinary softmax attention on the same path as every variant.
+"""Computes ordinary softmax attention on the same path as every variant, as a control.
 
-P = softmax(S + M). Vaswani et al. (2017), eq. 1.
+P = softmax(S + M) at every strength. Vaswani et al. (2017), eq. 1.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from .base import Variant, register
 
 @register("softmax")
 class Softmax(Variant):
-    """Ordinary attention, swapped in: what every other variant is compared with."""
+    """Ordinary attention as a variant. Comparisons use this variant as their baseline (no parameters)."""
 
     summary = "nothing: the control, on the same path"
     formula = "softmax(S + M) V"

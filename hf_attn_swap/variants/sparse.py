@@ -1,7 +1,9 @@
-"""Sparse normalisers: rows with exact zeros, as in the sparse modern Hopfield models.
+"""Computes attention with exact zeros among the weights, as in the sparse modern Hopfield models.
 
 P' = (1 - s) softmax(S) + s sparse(S); s = 0 is ordinary attention.
-Sparsemax: SparseHopfield (Hu et al., 2023). 1.5-entmax: STanHop (Wu et al., 2024). Axes: B, H head, Q query, K key.
+Sparsemax: SparseHopfield (Hu et al., 2023). 1.5-entmax: STanHop (Wu et al., 2024). docs/mathematics.md, section
+Normalisers.
+Axes: B batch, H head, Q query, K key.
 """
 
 from __future__ import annotations
@@ -15,19 +17,21 @@ from .base import Variant, mix, register
 
 
 class SparseNormaliser(Variant):
-    """Shared by the two registrations below."""
+    """The base class of the two variants below."""
 
     fused = "none: needs the weights"
     places = ("normaliser",)
     explicit = True
 
     def sparse(self, scores_BHQK: Tensor) -> Tensor:
-        """Rows of weights with exact zeros."""
+        """Turn masked scores (B,H,Q,K) into weights with exact zeros, of the same shape."""
         raise NotImplementedError
 
     def normalise(self, scores_BHQK: Tensor, call: Call) -> Tensor:
         sparse = self.sparse(scores_BHQK)
-        return mix(torch.softmax(scores_BHQK, -1), sparse, call.strength) if call.between else sparse
+        if not call.between:
+            return sparse
+        return mix(torch.softmax(scores_BHQK, -1), sparse, call.strength)
 
 
 @register("sparse_hopfield")
