@@ -1,4 +1,4 @@
-"""What was swapped, where, and how it runs: a table for terminals, notebooks and programs."""
+"""Describes what was swapped, where, and how each layer runs: a table for terminals, notebooks and programs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,15 @@ HEADER = ("layer", "module", "attention", "strength", "options", "parameters", "
 class Row:
     """One attention module.
 
-    `layer` is None where the module does not count (cross-attention, or refused); `modules` is the pattern that chose
-    the module, if there was one.
+    Attributes:
+        layer: the number that `layers` counts; None for cross-attention and for a module that cannot be swapped.
+        module: the path of the module in the model.
+        attention: the name of the variant, or "softmax (stock)".
+        strength: the strength of the swap; None for a stock module.
+        options: the options of each variant, by the variant's name.
+        parameters: the number of parameters that the swap added.
+        runs: the form that computes the heads, and what follows, in words.
+        modules: the argument `modules` that chose the module, or None.
     """
 
     layer: int | None
@@ -35,7 +42,7 @@ class Row:
     modules: str | None = None
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text."""
+        """The cells of the row as text, in the order of `HEADER`."""
         options = ", ".join(f"{key}={value}" for part in self.options.values() for key, value in part.items())
         layer = "-" if self.layer is None else str(self.layer)
         strength = "-" if self.strength is None else f"{self.strength:g}"
@@ -44,7 +51,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """All attention modules of a model, in module order."""
+    """All attention modules of a model, in module order.
+
+    Attributes:
+        model: the class name of the model.
+        rows: one row per attention module.
+    """
 
     model: str
     rows: tuple[Row, ...]
@@ -53,7 +65,7 @@ class Description:
         return self._table().text()
 
     def summary(self) -> str:
-        """One sentence: how many of how many are swapped."""
+        """One sentence that says how many modules are swapped and how many parameters were added."""
         swapped = sum(row.strength is not None for row in self.rows)
         countable = sum(row.layer is not None for row in self.rows)
         added = sum(row.parameters for row in self.rows)
@@ -70,21 +82,21 @@ class Description:
         return Table(summary=self.summary(), header=HEADER, rows=[row.cells() for row in self.rows])
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The description as plain data: dicts, tuples, strings and numbers."""
         return asdict(self)
 
 
 def describe(model: nn.Module, /) -> Description:
-    """Every attention module of a model, swapped or not, and how it runs.
+    """Describe every attention module of a model, swapped or not, and how the module runs.
 
     Raises:
-        ValueError: no transformers model, or part of a patched one.
+        ValueError: `model` holds no transformers model, or is a part of a patched model.
     """
     root = model_root(model)
     installation_of(root)
     rows, count = [], 0
     for site in sites(root):
-        swap = next((m for m in site.core.modules() if isinstance(m, Swap)), None)
+        swap = next((module for module in site.core.modules() if isinstance(module, Swap)), None)
         rows.append(
             Row(
                 layer=count if site.usable else None,
@@ -102,13 +114,14 @@ def describe(model: nn.Module, /) -> Description:
 
 
 def _stock(site: Site) -> str:
+    """How a stock module runs, and why it cannot be swapped if it cannot, in words."""
     if site.refused is not None:
         return f"stock; cannot be swapped: {site.refused}"
     return "stock (cross-attention)" if site.cross else "stock"
 
 
 def _swapped(site: Site, swap: Swap) -> str:
-    """The form that runs with the module's device and dtype, in words, and what follows the heads."""
+    """The form that runs on the module's device and in its dtype, and what follows the heads, in words."""
     like = home(site.container, site.core)
     setting = Setting(
         device=like.device.type,

@@ -1,8 +1,9 @@
-"""Plain `from_pretrained` rebuilds the swap: the only place that changes a transformers class.
+"""Lets plain `from_pretrained` rebuild a saved swap. This is the only file that changes a transformers class.
 
-`PreTrainedModel.post_init` (the end of every constructor) rebuilds the swap for a config that carries `attn_swap`,
-before any weights load; `PreTrainedModel.from_pretrained` checks afterwards that every weight of it arrived. Both
-do nothing for any other config. Nothing of the block is executed or imported by name: it is data, checked here.
+After `PreTrainedModel.post_init`, which ends every constructor, a model whose config holds the block `attn_swap` gets
+its swaps, before any weights load. After `PreTrainedModel.from_pretrained`, every weight of the swaps must have come
+from the checkpoint. Both do nothing for any other config. The block is data: this file checks all of it, and nothing
+of the block is executed or imported by name.
 """
 
 from __future__ import annotations
@@ -24,21 +25,24 @@ from .wiring import seam
 from .wiring.install import ATTRIBUTE, VERSION, VERSION_WITH_MODULES, Installation, Record
 
 ABSENT = object()
-LIMIT = 100_000  # no model has more attention modules; a larger count is a damaged file
-LONGEST = 400  # characters of an error: what is damaged may be long
+LIMIT = 100_000  # no model has more attention modules, so a larger number comes from a damaged file
+LONGEST = 400  # the largest number of characters that an error quotes from a damaged file
 KEYS = {"variant", "layers", "options", "strength"}
 OPTIONAL_KEYS = {"calibration", "modules"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Planned:
-    """One entry of the block: equal swaps in some layers.
+    """One entry of the block: the same swap in one or several layers.
 
     Attributes:
-        classes, options, layers, strength: as `patch_model` takes them; layers count over the whole model.
-        modules: the pattern that chose the layers, or None.
-        fit: of the calibration, or None without one.
-        merged: True if the calibration is in the weights.
+        classes: the variants.
+        options: the options of each variant, by the variant's name, complete with defaults.
+        layers: the numbers of the layers, counted over the whole model.
+        strength: the strength, from 0 to 1.
+        modules: the argument `modules` that chose the layers, or None.
+        fit: the name of the calibration's fit; None without a calibration.
+        merged: True if the calibration was merged into the weights.
     """
 
     classes: tuple[type[Variant], ...]
@@ -54,10 +58,14 @@ Plan = list[Planned]
 
 
 def read_block(block: Any) -> tuple[int, Plan]:
-    """The number of swappable modules and the swaps that a config's `attn_swap` describes.
+    """Check the block `attn_swap` of a config.
+
+    Returns:
+        The number of modules that can be swapped, and the swaps.
 
     Raises:
-        ValueError: anything in it is missing, unknown, of the wrong type or out of range, or it is newer than us.
+        ValueError: something in the block is missing, unknown, of the wrong type or outside its range, or a newer
+            version of this package wrote the block.
     """
     newest = VERSION_WITH_MODULES
     if isinstance(block, dict) and _whole(block.get("version")) and block["version"] > newest:
@@ -83,6 +91,7 @@ def read_block(block: Any) -> tuple[int, Plan]:
 
 
 def _read_swap(entry: Any, modules: int) -> Planned:
+    """Check one entry of the block, for a model with `modules` modules that can be swapped."""
     given = set(entry) if isinstance(entry, dict) else set()
     _keys(entry, KEYS | (OPTIONAL_KEYS & given), "a swap")
     layers, options = entry["layers"], entry["options"]
@@ -117,7 +126,7 @@ def _read_swap(entry: Any, modules: int) -> Planned:
 
 
 def _read_calibration(entry: dict[str, Any], strength: float) -> tuple[str | None, bool]:
-    """The fit, and whether it was merged into the weights."""
+    """The name of the calibration's fit, or None; and whether the calibration was merged into the weights."""
     if "calibration" not in entry:
         return None, False
     calibration = entry["calibration"]
@@ -126,31 +135,40 @@ def _read_calibration(entry: dict[str, Any], strength: float) -> tuple[str | Non
     if not isinstance(calibration["merged"], bool):
         raise _damaged(f"merged must be true or false, got {calibration['merged']!r}")
     if calibration["merged"] and strength != 1:
-        raise _damaged(f"a merged calibration is right at strength 1 alone, got {strength}")
+        raise _damaged(f"a merged calibration needs strength 1, got {strength}")
     return calibration["fit"], calibration["merged"]
 
 
 def _keys(thing: Any, wanted: set[str], where: str) -> None:
+    """Check that a part of the block is a dict with exactly these keys."""
     if not isinstance(thing, dict) or set(thing) != wanted:
         found = sorted(map(str, thing)) if isinstance(thing, dict) else type(thing).__name__
         raise _damaged(f"{where} must have exactly {sorted(wanted)}, found {found}")
 
 
 def _whole(value: Any) -> bool:
+    """True for a whole number. A bool is no number here."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _damaged(what: str) -> ValueError:
+    """The error for a block that cannot be used."""
     shown = what if len(what) <= LONGEST else f"{what[:LONGEST]}..."
     return ValueError(f"attn_swap: the swap described in config.json cannot be used: {shown}.")
 
 
 def _rebuild(model: PreTrainedModel, block: Any) -> None:
-    """Attach the swaps that the config describes, without weights yet."""
+    """Attach the swaps that the config describes. Their weights load later.
+
+    Raises:
+        ValueError: the block cannot be used, or the caller asked for another attention implementation.
+    """
     modules, plan = read_block(block)
     usable = [site for site in sites(model) if site.usable]
     if len(usable) != modules:
-        return  # part of a larger model: the outermost one rebuilds, and until then our attention refuses to run
+        # This model is a part of a larger model. The larger model attaches the swaps at the end of its constructor.
+        # Until then, the attention function refuses to run.
+        return
     if model.config._attn_implementation != seam.NAME:
         raise ValueError(
             f"this checkpoint was converted with hf_attn_swap and cannot run with "
@@ -170,10 +188,10 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
 
 
 def _check_loaded(model: nn.Module, info: dict[str, Any], where: str) -> None:
-    """Every weight of the swap must have come from the checkpoint.
+    """Check that every weight of the swaps came from the checkpoint.
 
     Raises:
-        ValueError: some are missing, left over, or of another shape, or the swap could not be rebuilt.
+        ValueError: some weights are missing, are left over or have another shape, or the swap could not be rebuilt.
     """
     if getattr(getattr(model, "config", None), "attn_swap", None) is None:
         return
@@ -193,12 +211,15 @@ def _check_loaded(model: nn.Module, info: dict[str, Any], where: str) -> None:
 
 
 def _wrap_post_init() -> None:
+    """Let every constructor attach the swaps that its config describes."""
     original = PreTrainedModel.post_init
 
     @functools.wraps(original)
     def post_init(self: PreTrainedModel) -> None:
         block = self.config.__dict__.get("attn_swap", ABSENT)
-        if block is not ABSENT:  # inner models have rebuilt theirs; the layers are counted over the outermost
+        if block is not ABSENT:
+            # Inner models have attached their swaps already. They are removed here, because the numbers of the layers
+            # count over the outermost model.
             for module in list(self.modules()):
                 if isinstance(inner := module.__dict__.get(ATTRIBUTE), Record):
                     inner.loaded = False
@@ -212,6 +233,7 @@ def _wrap_post_init() -> None:
 
 
 def _wrap_from_pretrained() -> None:
+    """Let `from_pretrained` check that every weight of the swaps arrived."""
     original = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]  # a classmethod has one
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Swap the attention of a loaded model in place, set its strength, and put the stock model back bit for bit."""
+"""Swaps the attention of a loaded model in place, sets the strength, and restores the stock model bit for bit."""
 
 from __future__ import annotations
 
@@ -32,24 +32,26 @@ def patch_model(
     strength: float = 1.0,
     **options: Any,
 ) -> M:
-    """Replace the self-attention of a loaded transformers model by a variant, in place, keeping its weights.
+    """Replace the self-attention of a loaded transformers model by a variant, in place. The model keeps its weights.
 
     Args:
-        model: a `PreTrainedModel`, or a wrapper that holds one (PEFT). It gets its own copy of its config.
-        variant: a name of `list_variants()`, or a composition such as "outeffhop+gated".
-        layers: which swappable self-attention modules, counted in module order, cross-attention not counted; None
-            means all. Other layers keep what they have; on the same layers the last call wins.
+        model: a `PreTrainedModel`, or a wrapper around a `PreTrainedModel` (PEFT). The model gets its own copy of its
+            config.
+        variant: a name from `list_variants()`, or a composition such as "outeffhop+gated".
+        layers: the numbers of the layers to swap; None means all. The numbers count the self-attention modules that
+            can be swapped, in module order, from 0; cross-attention does not count. Other layers keep their
+            attention. A layer that is already swapped gets the new variant.
         modules: swap only inside these modules, for example "language_model" in a vision-language model: a dotted
-            part of the module's path, or a regular expression for one. `layers` then counts inside them.
-        strength: 0 is the pretrained model, 1 the paper's formula; `set_strength` moves it.
-        options: of the variant; for a composition, one dict per component.
+            part of a module's path, or a regular expression for such a part. `layers` then counts inside these modules.
+        strength: a number from 0 (the pretrained model) to 1 (the paper's formula). `set_strength` changes it later.
+        options: the options of the variant; for a composition, one dict per variant.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: unknown name, option, layer or strength, sizes that do not fit, nothing to swap, or a model that
-            is patched from inside already. The model is unchanged then.
+        ValueError: a name, an option, a layer or the strength is wrong; a variant does not fit the sizes of a module;
+            nothing can be swapped; or only a part of the model is patched already. The model is then unchanged.
     """
     classes = parse(variant)
     chosen = parse_options(classes, options)
@@ -71,7 +73,10 @@ def patch_model(
 
 
 def unpatch_model(model: M, /) -> M:
-    """Take every swap out: the model is bit for bit what it was, with its old config object.
+    """Take every swap out, in place. The model is then bit for bit the stock model, with its former config object.
+
+    Returns:
+        The same model.
 
     Raises:
         ValueError: the model is not patched, or a calibration was merged into its weights.
@@ -85,13 +90,20 @@ def unpatch_model(model: M, /) -> M:
 def set_strength(
     model: M, strength: float, /, *, layers: int | Iterable[int] | None = None, modules: str | None = None
 ) -> M:
-    """Set the strength of swapped layers (None: all of them), 0 the pretrained model, 1 the paper's formula.
+    """Set the strength of swapped layers, in place.
 
-    `layers` and `modules` choose as in `patch_model`.
+    Args:
+        model: a patched model.
+        strength: a number from 0 (the pretrained model) to 1 (the paper's formula).
+        layers: the numbers of the layers, as in `patch_model`; None means all swapped layers.
+        modules: choose only layers inside these modules, as in `patch_model`.
+
+    Returns:
+        The same model.
 
     Raises:
-        ValueError: not between 0 and 1, a model that is not patched, a layer that is not swapped, or one whose
-            calibration was merged (its strength stays 1).
+        ValueError: the strength does not lie between 0 and 1, the model is not patched, a layer is not swapped, or a
+            calibration was merged into the weights of a layer (the strength of such a layer stays 1).
     """
     strength = check_strength(strength)
     installation = need_installation(model)
@@ -114,7 +126,7 @@ def set_strength(
 
 
 def need_installation(model: nn.Module) -> Installation:
-    """What a patched model carries.
+    """The installation of a patched model.
 
     Raises:
         ValueError: the model is not patched.
@@ -126,10 +138,10 @@ def need_installation(model: nn.Module) -> Installation:
 
 
 def swappable(root: nn.Module) -> list[Site]:
-    """The self-attention modules that `layers` counts.
+    """The self-attention modules that can be swapped, in module order. The option `layers` counts these modules.
 
     Raises:
-        ValueError: there are none; it says why.
+        ValueError: nothing in this model can be swapped. The error says why.
     """
     found = sites(root)
     usable = [site for site in found if site.usable]
@@ -148,10 +160,18 @@ def swappable(root: nn.Module) -> list[Site]:
 
 
 def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options, index: int) -> Swap:
-    """A new child for one attention module, on its device and in its dtype, from its own seeded generator.
+    """Make a new child for one attention module, on the module's device and in its dtype.
+
+    New parameters come from a generator of their own, whose seed is the layer's number.
+
+    Args:
+        site: the attention module.
+        classes: the variants.
+        options: the options of each variant, by the variant's name, complete with defaults.
+        index: the number of the layer.
 
     Raises:
-        ValueError: the variant does not fit the module.
+        ValueError: a variant does not fit the module.
     """
     try:
         swap = Swap(classes, options, site.family.geometry(site.core))
@@ -168,8 +188,8 @@ def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options,
         raise ValueError(f"{site.path}: its forward is already wrapped (device dispatch); patch the model before.")
     if swap.writes and site.family.output is None:
         raise ValueError(
-            f"{site.path}: {'+'.join(swap.names)} acts after W_o, which {type(site.core).__name__} leaves to a module "
-            "around it that we do not know; use a variant that changes only what comes before W_o."
+            f"{site.path}: {'+'.join(swap.names)} acts after W_o, which {type(site.core).__name__} leaves to another "
+            "module that hf_attn_swap does not know; use a variant that changes only what comes before W_o."
         )
     like = home(site.container, site.core)
     swap.to(device=like.device, dtype=like.dtype)
@@ -181,10 +201,15 @@ def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options,
 
 
 def choose_layers(usable: list[Site], layers: int | Iterable[int] | None, modules: str | None) -> list[int]:
-    """Sorted numbers of the chosen modules among `usable`; with `modules`, `layers` counts inside the chosen ones.
+    """The sorted numbers of the chosen layers.
+
+    Args:
+        usable: the modules that can be swapped.
+        layers: as in `patch_model`. With `modules`, the numbers count inside these modules.
+        modules: as in `patch_model`.
 
     Raises:
-        ValueError: `modules` is no pattern or fits no module, or `layers` is wrong (see `check_layers`).
+        ValueError: `modules` is no regular expression or fits no module, or `layers` is wrong (see `check_layers`).
     """
     if modules is None:
         return check_layers(layers, len(usable))
@@ -202,10 +227,10 @@ def choose_layers(usable: list[Site], layers: int | Iterable[int] | None, module
 
 
 def check_strength(strength: Any) -> float:
-    """A strength as a float.
+    """The strength as a float.
 
     Raises:
-        ValueError: not a number from 0 to 1.
+        ValueError: `strength` is not a number from 0 to 1.
     """
     if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not 0 <= strength <= 1:
         raise ValueError(f"strength must be a number from 0 (the pretrained model) to 1, got {strength!r}.")
@@ -213,10 +238,10 @@ def check_strength(strength: Any) -> float:
 
 
 def check_layers(layers: int | Iterable[int] | None, count: int) -> list[int]:
-    """Sorted layer numbers.
+    """The sorted numbers of the chosen layers among `count` layers, each number once.
 
     Raises:
-        ValueError: not whole numbers, none at all, or out of range.
+        ValueError: `layers` holds something else than whole numbers, is empty, or names a layer that does not exist.
     """
     if layers is None:
         return list(range(count))
@@ -231,27 +256,34 @@ def check_layers(layers: int | Iterable[int] | None, count: int) -> list[int]:
 
 
 def _warn_user(root: nn.Module, swaps: Iterable[Swap]) -> None:
+    """Warn about a variant on a pretrained model, and about new parameters that come too late for something else."""
     swaps = list(swaps)
-    for sentence in sorted({text for swap in swaps for variant in swap.variants if (text := variant.warn())}):
+    sentences = {variant.warn() for swap in swaps for variant in swap.variants}
+    for sentence in sorted(filter(None, sentences)):
         warnings.warn(sentence, stacklevel=3)
-    if not any(True for swap in swaps for _ in swap.parameters()):
+    if all(next(swap.parameters(), None) is None for swap in swaps):
         return
     names = "+".join(swaps[0].names)
     if any(type(parameter).__name__ == "DTensor" for parameter in root.parameters()):
         warnings.warn(
-            f"{names} adds parameters after the model was sharded; patch first, then shard, or they stay whole.",
+            f"{names} adds parameters after the model was sharded, so the new parameters are not sharded; patch the "
+            "model first, then shard it.",
             stacklevel=3,
         )
     held = {id(parameter) for parameter in root.parameters()}
-    kinds = _with_subclasses(torch.optim.Optimizer)  # a set of types: several times faster than issubclass on each
+    kinds = _with_subclasses(
+        torch.optim.Optimizer
+    )  # looking a type up in a set is several times faster than issubclass
     optimizers = [thing for thing in gc.get_objects() if type(thing) in kinds]
-    if any(id(parameter) in held for o in optimizers for group in o.param_groups for parameter in group["params"]):
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any(id(parameter) in held for group in groups for parameter in group["params"]):
         warnings.warn(
-            f"{names} adds parameters that the optimizer you already made does not know; patch first, or add them "
-            "with optimizer.add_param_group.",
+            f"{names} adds parameters that the optimizer you already made does not know; patch the model before you "
+            "make the optimizer, or add the new parameters with optimizer.add_param_group.",
             stacklevel=3,
         )
 
 
 def _with_subclasses(cls: type[Any]) -> set[type[Any]]:
+    """A class and all its subclasses."""
     return {cls}.union(*map(_with_subclasses, cls.__subclasses__()))

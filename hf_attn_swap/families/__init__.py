@@ -1,6 +1,6 @@
-"""Where an architecture keeps Q, K, V, W_o and the input of its attention.
+"""Finds where an architecture keeps Q, K, V, W_o and the input of its attention.
 
-Each known architecture has one small file; `generic` finds the places in every other architecture.
+Each known architecture has one small file. `generic` finds the places in every other architecture.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ALBERT: one module for all layers, with its projections, W_o (`dense`), dropout and LayerNorm inside."""
+"""ALBERT: one module serves all layers, and holds the projections, W_o (`dense`), dropout and LayerNorm."""
 
 from .base import Family, attributes
 

@@ -1,4 +1,4 @@
-"""The type of a family, which says where an attention module keeps Q, K, V, W_o and its input.
+"""Defines the type of a family, which says where an attention module keeps Q, K, V, W_o and its input.
 
 A family is data: it contains no code that patches a model.
 
@@ -22,11 +22,12 @@ class Family:
     The "core" is the module that calls the attention interface. The "container" is the module that applies W_o.
 
     Attributes:
-        name: model type, as in `config.model_type`.
-        core: class name of the module that calls the attention interface.
-        query, key, value: paths of the projections, from the core; equal paths mean one fused projection.
-        output: path of W_o, from the container.
-        dropout: path of the hidden dropout after W_o, from the container; None if the container has none.
+        name: the model type, as in `config.model_type`.
+        core: the class name of the module that calls the attention interface.
+        query, key, value: the paths from the core to the projections. Equal paths mean one fused projection. None
+            means that the path is not known.
+        output: the path from the container to W_o; None if the path is not known.
+        dropout: the path from the container to the hidden dropout after W_o; None if the container has none.
         block: "core" if the core applies W_o and returns the result; "bert" if the core's parent applies W_o, dropout
             and LayerNorm; "albert" if the core applies all three.
         shared: True if the model calls one module for several layers.
@@ -53,7 +54,14 @@ class Family:
 def attributes(
     *, heads: str, head_dim: str, hidden: str = "config.hidden_size", kv_heads: str | None = None
 ) -> Callable[[nn.Module], Geometry]:
-    """A function that reads the sizes of a core from attributes, given as dotted paths from the core."""
+    """Make a function that reads the sizes of a core from attributes.
+
+    Args:
+        heads: the dotted path from the core to the number of query heads.
+        head_dim: the path to the width of a head.
+        hidden: the path to the width of the module's input and output.
+        kv_heads: the path to the number of key/value heads; None means as many as query heads.
+    """
 
     def read(core: nn.Module) -> Geometry:
         values = [_attribute(core, path) for path in (heads, kv_heads or heads, head_dim, hidden)]
@@ -63,6 +71,7 @@ def attributes(
 
 
 def _attribute(core: nn.Module, path: str) -> int:
+    """The whole number at a dotted path from the core."""
     value: object = core
     for part in path.split("."):
         value = getattr(value, part)

@@ -1,4 +1,4 @@
-"""BERT: three projections in `attention.self`; W_o, dropout and LayerNorm in `attention.output`."""
+"""BERT: `attention.self` holds the three projections; `attention.output` holds W_o, dropout and LayerNorm."""
 
 from .base import Family, attributes
 

@@ -1,7 +1,7 @@
 """Finds the attention of architectures that have no file of their own, by the source code of their modules.
 
 A core is a module whose forward calls `get_interface(` to get the attention function. Projections are found by their
-usual names. A module whose sizes cannot be found is refused with the reason, and nothing is guessed.
+usual names. If the sizes of a module cannot be found, the module is refused with the reason. Nothing is guessed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..core.call import Geometry
 from .base import Family
 from .source import OTHERS, given_other_states, interface_calls, learned_input
 
-SINKS = ("s_aux", "sinks")  # how architectures call what they add to the softmax's denominator
+SINKS = ("s_aux", "sinks")  # the names of attention sinks, which are added to the denominator of the softmax
 CROSS = ("crossattention", "cross_attn", "encoder_attn", "encdecattention")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 QUERIES = ("q_proj", "query", "q_lin", "q", "query_key_value", "qkv")
@@ -34,7 +34,11 @@ def is_core(cls: Any) -> bool:
 
 
 def is_cross(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
-    """True for attention from one sequence to another: its flag, class or place says so, or how its parent calls it."""
+    """True for attention from one sequence to another (cross-attention).
+
+    The module's flag, its class name or its own name can say so. If the parent holds several modules of this class,
+    the arguments in the parent's forward can say so too.
+    """
     place = name.rpartition(".")[2]
     if getattr(module, "is_cross_attention", False) is True or "cross" in type(module).__name__.lower():
         return True
@@ -46,7 +50,7 @@ def is_cross(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
 
 
 def unrunnable(module: nn.Module, cls: Any) -> str | None:
-    """What this module asks of its attention function that ours does not do even where it is not swapped, or None."""
+    """Why this package's attention function cannot compute even the stock attention of this module, or None."""
     for call in interface_calls(cls):
         for name in SINKS:
             given = call.keywords.get(name)
@@ -58,14 +62,17 @@ def unrunnable(module: nn.Module, cls: Any) -> str | None:
 
 
 def packed(cls: Any) -> str | None:
-    """Why the rows of this module's input are not its queries, or None."""
+    """Why the input of this module does not have one row per query, or None."""
     if any("cu_seq_lens_q" in call.keywords for call in interface_calls(cls)):
         return "its input is packed: several images or clips lie in one sequence, so it is not one row per query"
     return None
 
 
 def by_mask(cls: Any) -> bool:
-    """True if only the mask can carry a call's context to the attention function."""
+    """True if the forward of this class passes no keyword arguments on to the attention function.
+
+    The context of a call must then travel with the mask.
+    """
     calls = interface_calls(cls)
     return bool(calls) and not all(call.passes_on for call in calls)
 
@@ -95,7 +102,7 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def geometry(core: nn.Module) -> Geometry:
-    """The sizes of a core, from the usual attribute names of the module and its config.
+    """The sizes of a core, read from the usual attributes of the module and of its config.
 
     Raises:
         ValueError: the number of heads or the width has none of these names.
@@ -111,12 +118,16 @@ def geometry(core: nn.Module) -> Geometry:
 
 
 def _first(holder: object, names: tuple[str, ...]) -> int | None:
-    found = (getattr(holder, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int)), None)
+    """The first of these attributes that is a whole number, or None."""
+    for name in names:
+        value = getattr(holder, name, None)
+        if isinstance(value, int):
+            return value
+    return None
 
 
 def family(name: str, core: nn.Module, parent: nn.Module | None) -> Family:
-    """A family for this module; projections that have none of the usual names are None."""
+    """A family for this module. A projection without any of the usual names is None."""
     bert = getattr(parent, "self", None) is core and all(
         hasattr(getattr(parent, "output", None), part) for part in ("dense", "dropout", "LayerNorm")
     )
@@ -134,4 +145,5 @@ def family(name: str, core: nn.Module, parent: nn.Module | None) -> Family:
 
 
 def _path(core: nn.Module, *names: str) -> str | None:
+    """The first of these names that is a submodule of the core, or None."""
     return next((name for name in names if isinstance(getattr(core, name, None), nn.Module)), None)

@@ -1,4 +1,4 @@
-"""GPT-2: one fused Conv1D for Q, K and V; W_o is `c_proj`, followed by hidden dropout inside the module."""
+"""GPT-2: one fused Conv1D computes Q, K and V; W_o is `c_proj`, and hidden dropout follows inside the module."""
 
 from .base import Family, attributes
 

@@ -1,4 +1,4 @@
-"""LLaMA: rotary embedding on Q and K, grouped key/value heads, W_o is `o_proj`."""
+"""LLaMA: Q and K get a rotary embedding, heads share keys and values in groups, and W_o is `o_proj`."""
 
 from .base import Family, attributes
 

@@ -1,4 +1,4 @@
-"""OPT: queries are scaled before the scores; W_o is `out_proj`, hidden dropout comes after the module."""
+"""OPT: queries are scaled before the scores; W_o is `out_proj`, and hidden dropout follows after the module."""
 
 from .base import Family, attributes
 

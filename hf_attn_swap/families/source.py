@@ -1,7 +1,7 @@
-"""What the source of a module says about attention: how it calls the attention function, and who calls it with what.
+"""Reads the source code of modules: how a module calls the attention function, and how its parent calls the module.
 
-Read once per class and before anything is changed, so that a module that cannot be swapped is refused when the model
-is patched and not in its first forward pass.
+The source is read once per class, before the model is changed. A module that cannot be swapped is therefore refused
+when the model is patched, and not in the first forward pass.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ OTHERS = ("encoder_hidden_states", "key_value_states", "encoder_states", "contex
 
 @dataclass(frozen=True, kw_only=True)
 class InterfaceCall:
-    """How a forward calls the function that it asked the attention interface for.
+    """One call of the attention function in the forward of a module.
 
     Attributes:
-        keywords: the keyword arguments that it names, with their expressions.
-        passes_on: its own `**kwargs` go on to the attention function.
-        mask: the parameter of the forward that goes on as the mask and is used for nothing else, or None.
+        keywords: the keyword arguments of the call: the source of each expression, by the argument's name.
+        passes_on: True if the forward passes its own `**kwargs` on to the attention function.
+        mask: the parameter of the forward that is passed on as the mask and is used for nothing else, or None.
     """
 
     keywords: dict[str, str]
@@ -33,7 +33,7 @@ class InterfaceCall:
 
 @cache
 def interface_calls(cls: Any) -> tuple[InterfaceCall, ...]:
-    """Every call of the attention function in this class's own forward; none if there is no Python source."""
+    """Every call of the attention function in the forward of this class. Empty if the class has no Python source."""
     forward = _function(cls)
     if forward is None:
         return ()
@@ -44,9 +44,10 @@ def interface_calls(cls: Any) -> tuple[InterfaceCall, ...]:
 
 @cache
 def built_by_implementation(cls: Any) -> bool:
-    """True if this class looks its parts up by the name of the attention implementation when it is built.
+    """True if the constructor of this class chooses submodules by the name of the attention implementation.
 
-    Such a model can be patched, but transformers knows no part for our name, so a saved swap could not be loaded.
+    Such a model could be patched, but transformers has no submodule for the name `hf_attn_swap`. A saved swap could
+    therefore not be loaded.
     """
     try:
         return "_attn_implementation](" in inspect.getsource(cls.__init__)
@@ -56,11 +57,12 @@ def built_by_implementation(cls: Any) -> bool:
 
 @cache
 def given_other_states(parent: Any, child: str) -> bool | None:
-    """True if the parent's forward calls `self.<child>` with the states of another sequence, None if it never calls it.
+    """True if the parent's forward calls `self.<child>` with the states of another sequence.
 
-    Two modules of one class are told apart in this way: a decoder layer calls one of them with its own states and the
-    other with what the encoder gave. It says nothing of a child that has no such sibling: a container may hand an
-    argument on that is always None.
+    None means that the forward never calls the child. A decoder layer can have two modules of one class: it calls the
+    first with its own states, and the second with the states of the encoder. This function tells them apart. For a
+    child without such a sibling the answer has no meaning, because a container may pass on an argument that is always
+    None.
     """
     forward = _function(parent)
     if forward is None:
@@ -75,7 +77,10 @@ def given_other_states(parent: Any, child: str) -> bool | None:
 
 @cache
 def learned_input(cls: Any, child: str) -> str | None:
-    """The attribute of this module that its forward gives to `self.<child>` in place of a tensor of the caller's."""
+    """The attribute of this module that its forward passes to `self.<child>`, or None.
+
+    Such a module feeds its own parameter, and not a tensor of the caller, into the projection.
+    """
     forward = _function(cls)
     if forward is None:
         return None
@@ -94,11 +99,13 @@ def learned_input(cls: Any, child: str) -> str | None:
 
 
 def _given(keyword: ast.keyword) -> bool:
+    """True if this argument passes the states of another sequence."""
     empty = isinstance(keyword.value, ast.Constant) and keyword.value.value is None
     return keyword.arg in OTHERS and not empty and _name(keyword.value) != "hidden_states"
 
 
 def _function(cls: Any) -> ast.FunctionDef | None:
+    """The parsed forward of a class; None if the class has no Python source."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
     except (OSError, TypeError, AttributeError):  # no Python source: built in, compiled, or no forward at all
@@ -120,6 +127,7 @@ def _bound_to_interface(node: ast.AST) -> list[str]:
 
 
 def _described(call: ast.Call, forward: ast.FunctionDef) -> InterfaceCall:
+    """The facts about one call of the attention function."""
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is not None}
     kwargs = forward.args.kwarg
     passes_on = any(
@@ -133,4 +141,5 @@ def _described(call: ast.Call, forward: ast.FunctionDef) -> InterfaceCall:
 
 
 def _name(node: ast.AST | None) -> str | None:
+    """The variable that an expression consists of; None for any other expression."""
     return node.id if isinstance(node, ast.Name) else None

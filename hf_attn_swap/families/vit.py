@@ -1,4 +1,4 @@
-"""ViT: pre-LayerNorm encoder, W_o is `o_proj` inside the module, hidden dropout comes after it."""
+"""ViT: an encoder that normalises first; W_o is `o_proj`, and hidden dropout follows after the module."""
 
 from .base import Family, attributes
 

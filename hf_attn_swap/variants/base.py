@@ -32,7 +32,7 @@ def mix(start: Tensor, end: Tensor, strength: Strength) -> Tensor:
 
 
 def unset_linear(width: int, out: int, *, bias: bool) -> nn.Linear:
-    """A Linear without values. `reset` must set the values, because drawing them here would use the global generator."""
+    """A Linear without values. `reset` must set them, because drawing them here would use the global generator."""
     linear: nn.Linear = nn.utils.skip_init(nn.Linear, width, out, bias=bias)  # type: ignore[no-untyped-call]  # torch's
     return linear
 

@@ -36,7 +36,7 @@ class OutEffHop(Variant):
         return softmax_n_form(setting)
 
     def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax) -> Tensor | None:
-        """The heads (B,Q,H,D), by the log-sum-exp of the CPU kernel if possible, otherwise by SDPA with one more key."""
+        """The heads (B,Q,H,D), by the log-sum-exp of the CPU kernel if possible, otherwise by SDPA and a zero key."""
         qkv = inputs.three
         mask, causal = inputs.masks.dense()
         if self.form(Setting.of(inputs, call)) is Form.RESCALED and softmax_n.fits(*qkv, mask):

@@ -125,7 +125,7 @@ def test_saved_and_loaded(name: str, fit: str, merged: bool, tmp_path: Path) -> 
         ({"calibration": {"fit": "map", "merged": 1}}, "merged must be true or false"),
         ({"calibration": {"fit": "map"}}, "the calibration must have exactly"),
         ({"calibration": {"fit": "map", "merged": False, "more": 1}}, "the calibration must have exactly"),
-        ({"calibration": {"fit": "map", "merged": True}, "strength": 0.5}, "right at strength 1 alone"),
+        ({"calibration": {"fit": "map", "merged": True}, "strength": 0.5}, "a merged calibration needs strength 1"),
         ({"calibration": {"fit": "gain", "merged": False}}, "mismatched|ize"),
     ],
 )
