@@ -79,6 +79,9 @@ def read_block(block: Any) -> tuple[int, Plan]:
         if seen & set(plan[-1].layers):
             raise _damaged("a layer is swapped twice")
         seen |= set(plan[-1].layers)
+    wanted = VERSION_WITH_MODULES if any(planned.modules is not None for planned in plan) else VERSION
+    if block["version"] != wanted:
+        raise _damaged(f"version must be {wanted} for what the block holds, got {block['version']!r}")
     return modules, plan
 
 

@@ -129,8 +129,9 @@ def swappable(root: nn.Module) -> list[Site]:
     """The self-attention modules that `layers` counts.
 
     Raises:
-        ValueError: there are none; it says why.
+        ValueError: there are none, it says why; or the model is split by heads over several processes.
     """
+    _refuse_tensor_parallel(root)
     found = sites(root)
     usable = [site for site in found if site.usable]
     name = type(root).__name__
@@ -145,6 +146,16 @@ def swappable(root: nn.Module) -> list[Site]:
         )
     reasons = sorted({f"{type(site.core).__name__}: {site.refused or 'cross-attention'}" for site in found})
     raise ValueError(f"{name}: nothing can be swapped ({'; '.join(reasons)}).")
+
+
+def _refuse_tensor_parallel(root: nn.Module) -> None:
+    processes = getattr(root, "_tp_size", None) or 1
+    if processes > 1:
+        raise ValueError(
+            f"{type(root).__name__} is split over {processes} processes by tensor parallelism, so that each computes a "
+            "part of the heads; a swap is built for all heads of a layer. Load the model without tp_plan, for example "
+            'with device_map="auto".'
+        )
 
 
 def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options, index: int) -> Swap:
