@@ -56,7 +56,7 @@ def reference_model(
     layers: set[int] | None = None,
     parameters: list[dict[str, Tensor]] | None = None,
 ) -> Any:
-    """A copy of an unpatched model (the six families, Qwen2) that computes `variant` slowly; call it without a cache."""
+    """A copy of an unpatched model (six families, Qwen2) that computes `variant` slowly; call it without a cache."""
     model: Any = copy.deepcopy(stock)
     model.set_attn_implementation("eager")
     names = variant.split("+")
