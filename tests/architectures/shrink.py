@@ -67,7 +67,7 @@ STEPS: tuple[tuple[Rule, ...], ...] = (
     (),
 )
 Choice = tuple[tuple[Rule, ...], bool]
-CHOICES: tuple[Choice, ...] = tuple((rules, fill) for rules in STEPS for fill in (False, True))
+CHOICES: tuple[Choice, ...] = tuple((rules, fill) for fill in (False, True) for rules in STEPS)
 
 
 def shrunk(config_class: type[PreTrainedConfig], choice: Choice, layers: int = LAYERS) -> PreTrainedConfig:

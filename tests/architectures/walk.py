@@ -36,7 +36,7 @@ from .shrink import CHOICES, LAYERS, MANY_LAYERS, Choice, shrunk
 EXACT, PART, REFUSED = "exact", "exact in part", "refused"
 LATE, WRONG, NOT_BUILT = "refused late", "wrong", "not built"
 TOLERANCE = 1e-5  # fp32, relative to the largest output
-MOST_PARAMETERS, MOST_BUILT, SECONDS, CHUNK = 150_000_000, 4, 60, 60
+MOST_PARAMETERS, MOST_BUILT, SECONDS, CHUNK = 150_000_000, 6, 60, 60
 
 
 @dataclass(frozen=True)
