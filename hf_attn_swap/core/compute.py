@@ -16,6 +16,7 @@ from torch import Tensor
 from ..kernels.dispatch import Form, Setting
 from ..variants.base import Variant
 from .call import Call, FusedSoftmax, Inputs
+from .masks import traced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,7 @@ def _refuse_bias(variant: Variant, inputs: Inputs) -> None:
             f"{variant.name} has no scores, so a soft cap or a position bias has no place in it; "
             "swap this architecture with another variant."
         )
-    if not torch.compiler.is_compiling() and inputs.masks.has_bias():
+    if not traced() and inputs.masks.has_bias():
         raise ValueError(
             f"{variant.name} cannot add a bias to scores that it does not have: this 4-D float mask holds finite "
             "values other than 0; pass a bool mask, or 0 and the dtype's minimum."

@@ -122,6 +122,12 @@ class Masks:
         return self.given.masked_fill(self.given <= torch.finfo(self.given.dtype).min / 2, 0.0)
 
 
+def traced() -> bool:
+    """True while a program is recorded (compiled, exported, traced or captured): then no number can be read."""
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or captured
+
+
 def expand_key_mask(key_mask_BK: Tensor, queries: int, causal: bool) -> Tensor:
     """(B,K) bool to (B,1,Q,K) bool; in causal order the last query sees the last key."""
     keys = key_mask_BK.shape[1]

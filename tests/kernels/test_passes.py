@@ -202,3 +202,18 @@ def test_without_the_flash_kernel(family: str, cell: Cell, strength: float, padd
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         got = run_all(model, batch)
     assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in list_variants() if is_linear(name)])
+def test_a_float_mask_is_not_read_while_a_program_is_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracer records what was read as a constant, so nothing may be read from the mask."""
+    model = patch_model(fresh("bert"), name).base_model
+    batch = zoo.inputs("bert", batch=2, length=7)
+    mask = torch.zeros(2, 1, 7, 7, dtype=torch.float64)
+    mask[..., -1] = torch.finfo(torch.float64).min
+    wanted = model(batch["input_ids"], mask).last_hidden_state
+    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
+    with torch.no_grad(), Waits() as waits:
+        got = model(batch["input_ids"], mask).last_hidden_state
+    assert waits.count == 0
+    assert torch.equal(got, wanted)
