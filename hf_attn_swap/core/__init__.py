@@ -1,1 +1,1 @@
-"""What runs inside one layer: the call and its masks, the computation, the child module, its parts."""
+"""What runs inside one swapped layer: a call and its masks, the computation, the child module and its options."""

@@ -1,8 +1,10 @@
-"""What a calibrated swap applies to its read-out, head by head: a gain, or a linear map with a bias.
+"""Applies a fitted correction to the heads of a swapped layer, head by head: a gain, or a linear map with a bias.
 
-gain: A_h -> g_h A_h; map: A_h -> A_h M_h + b_h; g = 1, M = I, b = 0 change nothing. Fitted by
-`hf_attn_swap.conversion.calibrate` at strength 1; between, (1 - s) A + s calibrated(A).
-Ours (no paper). Axes: B batch, L token, H head, D head width.
+gain: A_h -> g_h A_h. map: A_h -> A_h M_h + b_h. The values g = 1, M = I and b = 0 change nothing.
+`hf_attn_swap.conversion.calibrate` fits the correction at strength 1. At a strength s between 0 and 1, the layer
+computes (1 - s) A + s calibrated(A).
+No paper has this correction; see docs/mathematics.md, section Calibration.
+Axes: B batch, L token, H head, D head width.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ FITS = ("gain", "map")
 
 
 class Calibration(nn.Module):
-    """The fitted read-out of one layer: `weight` (H,) for a gain, `weight` (H,D,D) and `bias` (H,D) for a map.
+    """The fitted correction of one layer's heads.
+
+    A gain has the parameter `weight` (H,). A map has the parameters `weight` (H,D,D) and `bias` (H,D).
 
     Args:
         fit: "gain" or "map".
-        geometry: of the attention module.
+        geometry: the sizes of the attention module.
 
     Raises:
-        ValueError: an unknown fit.
+        ValueError: `fit` is neither "gain" nor "map".
     """
 
     def __init__(self, fit: str, geometry: Geometry) -> None:
@@ -38,17 +42,18 @@ class Calibration(nn.Module):
             self.bias = nn.Parameter(torch.zeros(heads, width))
 
     def forward(self, heads_BLHD: Tensor) -> Tensor:
-        """(B,L,H,D) to (B,L,H,D)."""
+        """Correct the heads: from (B,L,H,D) to (B,L,H,D), in the dtype of `heads_BLHD`."""
         if self.fit == "gain":
             return (heads_BLHD * self.weight[:, None]).to(heads_BLHD.dtype)
-        return ((heads_BLHD.transpose(1, 2) @ self.weight).transpose(1, 2) + self.bias).to(heads_BLHD.dtype)
+        mapped_BHLD = heads_BLHD.transpose(1, 2) @ self.weight
+        return (mapped_BHLD.transpose(1, 2) + self.bias).to(heads_BLHD.dtype)
 
 
 def check_fit(fit: object) -> None:
-    """Refuse what is no fit.
+    """Refuse a value that does not name a fit.
 
     Raises:
-        ValueError: neither "gain" nor "map".
+        ValueError: `fit` is neither "gain" nor "map".
     """
     if fit not in FITS:
         raise ValueError(f"fit must be one of {', '.join(map(repr, FITS))}, got {fit!r}.")

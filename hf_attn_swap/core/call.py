@@ -1,5 +1,6 @@
-"""What one call of a swapped layer is given: its tensors, its context, and what the layers share.
+"""The data of one call of a swapped layer: its tensors, its context, and what the layers of a pass share.
 
+These classes hold data and compute nothing but simple forms of this data.
 Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, E model width.
 """
 
@@ -19,16 +20,26 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 class FusedSoftmax(Protocol):
-    """Ordinary attention by the stock fused function: heads (B,Q,H,D) from q, k, v, mask and causal flag."""
+    """A function that computes ordinary attention by PyTorch's fused function, as transformers calls that function."""
 
     def __call__(self, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, causal: bool) -> Tensor:
-        """One mask or the flag, never both."""
+        """Compute heads (B,Q,H,D) from query (B,H,Q,D), key (B,G,K,D) and value (B,G,K,D).
+
+        The caller gives a mask, or sets `causal`, or neither; never both.
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Sizes of one attention module: heads H, kv_heads G, head_dim D, hidden E (width of input and output)."""
+    """The sizes of one attention module.
+
+    Attributes:
+        heads: number of query heads, H.
+        kv_heads: number of key/value heads, G.
+        head_dim: width of a head, D.
+        hidden: width of the module's input and output, E.
+    """
 
     heads: int
     kv_heads: int
@@ -38,12 +49,14 @@ class Geometry:
 
 @dataclass
 class Hidden:
-    """The carried scores H of one layer.
+    """The carried scores H of one layer, as a tensor or as a sum of products.
 
     Attributes:
-        scores: (B,H,Q,K), or None where only `terms` are kept.
-        blocked: the mask (True at what no query may see) whose places already hold -inf in `scores`, or None.
-        terms: (q, k, w) of every layer so far, with H = sum w q k^T and one row of keys per query head.
+        scores: H as a tensor (B,H,Q,K), or None if `terms` hold H.
+        blocked: a mask, True where a query may not see a key. `scores` already hold -inf at these places. None means
+            that `scores` hold finite numbers everywhere.
+        terms: one triple (q, k, w) per layer so far, with H = sum of w q k^T. The shapes are q (B,H,Q,D) and
+            k (B,H,K,D): the keys are repeated for each query head.
     """
 
     scores: Tensor | None
@@ -52,36 +65,40 @@ class Hidden:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(B,H,Q,K)."""
+        """The shape of H, (B,H,Q,K)."""
         if self.scores is not None:
             return tuple(self.scores.shape)
         q, k, _ = self.terms[-1]
         return (*q.shape[:3], k.shape[2])
 
     def plain(self) -> Tensor:
-        """H (B,H,Q,K) as finite numbers; the numbers at masked places have no meaning."""
+        """H (B,H,Q,K) as finite numbers. The numbers at masked places have no meaning."""
         if self.scores is None:
-            return torch.stack([weight * (q @ k.transpose(2, 3)) for q, k, weight in self.terms]).sum(0)
-        return self.scores if self.blocked is None else self.scores.clamp_min(torch.finfo(self.scores.dtype).min)
+            products = [weight * (q @ k.transpose(2, 3)) for q, k, weight in self.terms]
+            return torch.stack(products).sum(0)
+        if self.blocked is None:
+            return self.scores
+        return self.scores.clamp_min(torch.finfo(self.scores.dtype).min)
 
     def clone(self) -> Hidden:
         """A copy that no layer changes in place."""
-        return Hidden(None if self.scores is None else self.scores.clone(), self.blocked, self.terms)
+        scores = None if self.scores is None else self.scores.clone()
+        return Hidden(scores, self.blocked, self.terms)
 
 
 @dataclass
 class Carried:
-    """What the layers of one stack share during one forward pass; every pass has a new one.
+    """What the layers of one stack share during one forward pass. Each pass makes a new `Carried`.
 
     Attributes:
-        scores: H by the order of the layers that carry scores.
-        raw: the layer's own scores S by the same order, where a scheme needs them.
-        calls: how often a shared module was called so far (ALBERT has one module for all layers).
-        closed: True after the pass; a call that comes later computes something again.
+        scores: the carried scores H of each layer, by the layer's number among the layers that carry scores.
+        raw: each layer's own scores S, by the same number; filled only if the scheme of `mha` needs S.
+        calls: how many times a shared module was called so far (ALBERT has one module for all layers).
+        closed: True after the pass. A call that comes later belongs to a re-computation.
         want_weights: True if the caller asked for the attention weights.
-        masks: forms of masks that were worked out in this pass, see `Masks`.
-        gradients: True if the pass has gradients; re-entrant checkpointing hides this from the layers.
-        arrived: True once a layer received this object, so the architecture passes keyword arguments on.
+        masks: the forms of masks that were worked out in this pass; see `Masks`.
+        gradients: True if the pass computes gradients. A layer cannot see this under re-entrant checkpointing.
+        arrived: True after a layer received this object, which shows that the model passes keyword arguments on.
     """
 
     scores: dict[int, Hidden] = field(default_factory=dict)
@@ -99,22 +116,25 @@ class Call:
     """One call of one swapped layer.
 
     Attributes:
-        x: (B,Q,E), what the layer's own Q/K/V projections read.
-        start: where the current tokens' values are among the keys (the cache's length before the update), or None.
-        carried: what the layers share, or None where the architecture passes nothing on.
-        order: place among the layers that carry scores.
-        last: True if no layer above carries scores on.
-        uniform: True if all layers of the model are under the same masks.
-        residual: (B,Q,E), the block's residual stream, where a variant asked for it.
+        x: (B,Q,E), the tensor that the layer's own query, key and value projections read.
+        start: the position of the first current token among the keys, which is the length of the cache before the
+            update; None if the call has no cache.
+        carried: what the layers share, or None if the model does not pass keyword arguments on.
+        order: the layer's number among the layers that carry scores, from 0.
+        last: True if no later layer reads the carried scores.
+        uniform: True if all layers of the model have the same masks.
+        residual: (B,Q,E), the residual stream of the block, or None if no variant asked for the residual stream.
         strength: 1.0 at full strength. Below, a (1,) tensor in the dtype of the tensor that a variant's method is
             given, so that the product of both keeps this dtype.
         value: (B,G,K,D), the values of all keys.
-        kept: what a variant's `read` leaves for its `write`.
-        dropout: the model's hidden dropout, for variants that bypass W_o.
-        recomputed: True if the enclosing layer is under activation checkpointing: carried scores must not change.
-        state: the cache of linear attention, where there is one.
-        tap: a function that sees "scores" (before the mask), "probabilities" and "context", and returns the tensor
-            that takes its place.
+        kept: a tensor that the variant's `read` keeps for the variant's `write`.
+        dropout: the model's hidden dropout, for variants that add something beside W_o.
+        recomputed: True if the block is under activation checkpointing. Carried scores must then not change in place.
+        state: the cache of linear attention, or None.
+        tap: a function that is given a name ("scores" before the mask, "probabilities" or "context") and a tensor,
+            and returns the tensor that the computation goes on with.
+        exact_strength: 1.0 at full strength, and below a (1,) tensor in fp32. `hand` computes `strength` from
+            `exact_strength`.
     """
 
     x: Tensor
@@ -134,18 +154,22 @@ class Call:
     exact_strength: Strength = 1.0
 
     def hand(self, dtype: torch.dtype) -> Call:
-        """This call, with its strength in the dtype of the tensor that comes with the call."""
+        """This call, with `strength` in `dtype`: the dtype of the tensor that the variant's method is given."""
         exact = self.exact_strength
         self.strength = exact.to(dtype) if isinstance(exact, Tensor) else exact
         return self
 
     @property
     def between(self) -> bool:
-        """True at a strength between 0 and 1."""
+        """True if the strength lies between 0 and 1."""
         return isinstance(self.exact_strength, Tensor)
 
     def own_values(self, heads: int) -> Tensor:
-        """The rows of V that belong to the current tokens, repeated per group: (B,Q,H,D)."""
+        """The rows of V that belong to the current tokens, repeated for each query head: (B,Q,H,D).
+
+        Raises:
+            ValueError: the position of the current tokens among the keys is not known.
+        """
         assert self.value is not None
         queries, keys = self.x.shape[1], self.value.shape[2]
         if isinstance(self.start, Tensor):
@@ -156,8 +180,9 @@ class Call:
             own_BGQD = self.value
         elif self.start is None:
             raise ValueError(
-                f"{queries} tokens attend to {keys} keys, but this architecture hands its cache over under a name that "
-                "we do not know, so their own values cannot be found; generate with use_cache=False."
+                f"{queries} tokens attend to {keys} keys, but this architecture passes its cache in an argument whose "
+                "name hf_attn_swap does not know, so the tokens' own values cannot be found; generate with "
+                "use_cache=False."
             )
         else:
             own_BGQD = self.value.narrow(2, min(self.start, keys - queries), queries)
@@ -167,20 +192,21 @@ class Call:
         return own_BLGD.repeat_interleave(heads // own_BLGD.shape[2], 2)
 
     def tapped(self, place: str, tensor: Tensor) -> Tensor:
-        """The tensor that goes on from here: the given one, or what the tap puts in its place."""
+        """The tensor that the computation goes on with: `tensor`, or what the tap returns for `tensor`."""
         return tensor if self.tap is None else self.tap(place, tensor)
 
 
 @dataclass
 class Inputs:
-    """The tensors that an attention function was given.
+    """The tensors and numbers that transformers gives to the attention function.
 
     Attributes:
-        query, key, value: (B,H,Q,D), (B,G,K,D), (B,G,K,D), after rotary embedding and q/k norms.
-        scaling: factor of q k^T.
+        query, key, value: (B,H,Q,D), (B,G,K,D) and (B,G,K,D), after rotary embedding and norms of queries and keys.
+        scaling: the factor of q k^T.
         masks: what each query may see.
-        dropout: probability of dropping a weight, 0 in evaluation.
-        softcap, position_bias: as the architecture passes them, or None.
+        dropout: the probability that a weight is dropped; 0 in evaluation.
+        softcap: the bound c of scores, which become c tanh(scores / c); None if the architecture has no bound.
+        position_bias: numbers to add to the scores, broadcastable to (B,H,Q,K); None if the architecture has none.
     """
 
     query: Tensor
@@ -194,10 +220,10 @@ class Inputs:
 
     @property
     def three(self) -> Three:
-        """Query, key and value."""
+        """The query, the key and the value, as one tuple."""
         return self.query, self.key, self.value
 
     def repeated(self, tensor_BGKD: Tensor) -> Tensor:
-        """Key or value heads repeated per group: (B,G,K,D) -> (B,H,K,D)."""
+        """Keys or values, repeated for each query head of their group: from (B,G,K,D) to (B,H,K,D)."""
         groups = self.query.shape[1] // tensor_BGKD.shape[1]
         return tensor_BGKD if groups == 1 else tensor_BGKD.repeat_interleave(groups, 1)

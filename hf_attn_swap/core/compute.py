@@ -1,7 +1,9 @@
-"""How one swapped layer computes its heads: the readable pipeline, and the fused form where there is one.
+"""Computes the heads of one swapped layer, by a fused form or by the readable pipeline.
 
-scores -> carry -> mask -> normalise -> adjust -> dropout -> @ V, then the swap's read-out. `attend` takes the fused
-form unless the weights are wanted or the call has something that the fused form cannot do; both are tested equal.
+The pipeline is: scores -> carry -> mask -> normalise -> adjust -> dropout -> product with V. `core.swap` does what
+follows. `attend` uses the fused form of a variant, unless the caller wants the weights or the call needs something
+that the fused form cannot do. The tests hold that both ways give equal values and gradients.
+Without any variant, the pipeline is ordinary attention. docs/mathematics.md, section Strength and exactness.
 Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width.
 """
 
@@ -21,7 +23,14 @@ from .masks import traced
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Who changes what between the scores and the heads; None leaves ordinary attention."""
+    """The variants that change the steps between the scores and the heads.
+
+    Attributes:
+        carrier: the variant that carries scores across layers, or None.
+        normaliser: the variant that turns scores into weights, or None for softmax.
+        adjuster: the variant that changes the weights, or None.
+        replacement: the variant that computes the heads without scores, or None.
+    """
 
     carrier: Variant | None = None
     normaliser: Variant | None = None
@@ -29,7 +38,7 @@ class Places:
     replacement: Variant | None = None
 
     def form(self, setting: Setting) -> Form:
-        """The form that computes the heads in this setting."""
+        """The form that computes the heads in this setting: the variant's own, or the reference for several."""
         if self.replacement is not None:
             return self.replacement.form(setting)
         changing = [each for each in (self.carrier, self.normaliser, self.adjuster) if each is not None]
@@ -41,27 +50,35 @@ class Places:
 def attend(
     places: Places, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Heads (B,Q,H,D) before the read-out step, and the weights if wanted; for variants with scores."""
-    plain = inputs.softcap is None and inputs.position_bias is None and not want_weights and call.tap is None
-    if not plain or places.form(Setting.of(inputs, call)) is Form.REFERENCE:
+    """Compute the heads of variants that have scores.
+
+    Returns:
+        The heads (B,Q,H,D), before the place `read`; and the weights (B,H,Q,K). The weights are None if a fused form
+        ran, which only happens if `want_weights` is False.
+    """
+    biased = inputs.softcap is not None or inputs.position_bias is not None
+    shows_inside = want_weights or call.tap is not None
+    if biased or shows_inside or places.form(Setting.of(inputs, call)) is Form.REFERENCE:
         return reference(places, inputs, call)
-    doer = places.carrier or places.normaliser or places.adjuster
-    if doer is None:
+    variant = places.carrier or places.normaliser or places.adjuster
+    if variant is None:
         return ordinary(inputs, sdpa), None
-    heads = doer.heads(inputs, call.hand(_wide(inputs.query)), sdpa)
-    return reference(places, inputs, call) if heads is None else (heads, None)
+    heads = variant.heads(inputs, call.hand(_wide(inputs.query)), sdpa)
+    if heads is None:
+        return reference(places, inputs, call)
+    return heads, None
 
 
 def ordinary(inputs: Inputs, sdpa: FusedSoftmax) -> Tensor:
-    """Heads (B,Q,H,D) of ordinary attention by the stock fused function."""
+    """The heads (B,Q,H,D) of ordinary attention, by the stock fused function."""
     mask, causal = inputs.masks.dense()
     return sdpa(inputs.three, mask, causal)
 
 
 def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tensor]:
-    """The readable pipeline, with every tensor in the open: heads (B,Q,H,D) and weights (B,H,Q,K).
+    """Compute heads (B,Q,H,D) and weights (B,H,Q,K) step by step: the readable pipeline.
 
-    With nobody at any place it is ordinary attention, for stock layers whose weights are wanted.
+    If `places` names no variant, this is ordinary attention. Stock layers use that when the caller wants their weights.
     """
     key, value = inputs.repeated(inputs.key), inputs.repeated(inputs.value)
     scores = inputs.query @ key.transpose(2, 3) * inputs.scaling
@@ -84,14 +101,25 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         weights = torch.softmax(wide, -1)
     if places.adjuster is not None:
         weights = places.adjuster.adjust(weights, call.hand(weights.dtype))
-    if allowed is not None:  # a query that may see nothing reads nothing, as in SDPA
+    if allowed is not None:  # a query that may see no key reads zeros, as in SDPA
         weights = weights.masked_fill(~allowed, 0.0)
     weights = call.tapped("probabilities", weights.to(value.dtype))
     return (F.dropout(weights, inputs.dropout) @ value).transpose(1, 2), weights
 
 
 def replaced(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -> tuple[Tensor, Tensor | None]:
-    """Heads without scores: linear in length for plain padding and causal order, quadratic for any other mask."""
+    """Compute the heads of a variant that has no scores.
+
+    Time and memory are linear in the length if the mask is padding or causal order. They are quadratic for any other
+    mask, and if the caller wants the weights.
+
+    Returns:
+        The heads (B,Q,H,D); and the factors of V (B,H,Q,K) if they were computed, otherwise None.
+
+    Raises:
+        ValueError: the architecture or the mask adds numbers to scores, or the cache holds a state while the caller
+            wants weights or gives a mask of queries and keys.
+    """
     _refuse_bias(variant, inputs)
     if call.state is not None:
         return _decoded(variant, inputs, call, want_weights), None
@@ -105,16 +133,20 @@ def replaced(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -
 
 
 def _decoded(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -> Tensor:
-    """Heads of the current tokens over a state that stands for all before them, which then takes them in."""
+    """Heads (B,Q,H,D) of the current tokens, from the state that stands for all earlier tokens.
+
+    Afterwards the state also holds the current tokens.
+    """
     if inputs.masks.given is not None or want_weights:
         raise ValueError(
-            f"{variant.name}: a cache that holds a state has no keys to show or to mask one by one; give 4-D masks and "
-            "ask for attention weights from the first token on, or use use_cache=False."
+            f"{variant.name}: a cache that holds a state has no keys to show or to mask one by one; pass 4-D masks and "
+            "output_attentions=True from the first token on, or use use_cache=False."
         )
     heads, queries = inputs.query.shape[1:3]
     key_mask = inputs.masks.key_mask
     real = key_mask[:, -queries:] if key_mask is not None else None
-    key, value, past = inputs.repeated(inputs.key), inputs.repeated(inputs.value), call.state.past(heads)
+    key, value = inputs.repeated(inputs.key), inputs.repeated(inputs.value)
+    past = call.state.past(heads)
     call.state.absorb(inputs.key, inputs.value, real)
     return variant.linear((inputs.query, key, value), real, True, past).transpose(1, 2)
 
@@ -127,10 +159,11 @@ def _refuse_bias(variant: Variant, inputs: Inputs) -> None:
         )
     if not traced() and inputs.masks.has_bias():
         raise ValueError(
-            f"{variant.name} cannot add a bias to scores that it does not have: this 4-D float mask holds finite "
-            "values other than 0; pass a bool mask, or 0 and the dtype's minimum."
+            f"{variant.name} has no scores, so it cannot add a bias to them: this 4-D float mask holds finite "
+            "values other than 0; pass a bool mask, or a float mask of 0 and the dtype's minimum."
         )
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
+    """The dtype in which scores are normalised: fp32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)

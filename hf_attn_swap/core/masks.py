@@ -1,9 +1,10 @@
-"""The mask of one attention call, and the forms in which attention functions read this mask.
+"""Holds the mask of one attention call, and makes the forms in which attention functions read this mask.
 
 transformers hands over a mask in one of three ways: no tensor and a causal flag, a two-dimensional mask of keys, or a
-mask of queries and keys. `Masks` gives each of them one meaning. A form of the mask that several layers of a forward
-pass need is worked out once and kept in `made`, together with the mask that it was made from: a layer under another
-mask never reads it. Axes: B batch, H head, Q query, K key.
+mask of queries and keys. `Masks` gives each of them one meaning. If several layers of a forward pass need the same
+form of a mask, the form is worked out once and kept in `made`, together with the mask that the form was made from. A
+layer with another mask therefore never reads this form.
+Axes: B batch, H head, Q query, K key. In a shape, 1|H means 1 or H.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Made:
-    """One form of a mask, and what it was made from."""
+    """One form of a mask, and what the form was made from.
+
+    Attributes:
+        key_mask, given: the mask, as in `Masks`.
+        facts: the kind of the form, and what else decides about the form: the causal flag, the sizes and the device.
+        value: the form itself.
+    """
 
     key_mask: Tensor | None
     given: Tensor | None
@@ -31,14 +38,14 @@ class Masks:
     """What each query of a call may see.
 
     Attributes:
-        queries, keys: Q and K.
-        device: of the queries.
-        key_mask: (B,K) bool, True where the key is a real token, or None. With `causal`, the queries are the last
-            ones of the keys.
-        given: bool or numbers to add to the scores, broadcastable to (B,H,Q,K), or None. Never together with
-            `key_mask`.
-        causal: plain causal order, on top of `key_mask`, or alone with as many keys as queries.
-        made: forms that were worked out in this forward pass; the layers of a pass share this list.
+        queries, keys: the numbers of queries and keys, Q and K.
+        device: the device of the queries.
+        key_mask: (B,K) bool, True where the key is a real token, or None. If `causal` is True too, the queries belong
+            to the last Q keys.
+        given: a mask of queries and keys, broadcastable to (B,H,Q,K): bool, or numbers to add to the scores. None if
+            there is no such mask. Never together with `key_mask`.
+        causal: True for plain causal order, either together with `key_mask`, or alone with as many keys as queries.
+        made: the forms that were worked out in this forward pass. The layers of a pass share this list.
     """
 
     queries: int
@@ -50,45 +57,54 @@ class Masks:
     made: list[Made] = field(default_factory=list)
 
     def dense(self) -> tuple[Tensor | None, bool]:
-        """The mask (B|1,1|H,Q,K) for SDPA, and SDPA's causal flag; never both."""
+        """The mask (B|1,1|H,Q,K) and the causal flag, as SDPA takes them; never both."""
         if self.key_mask is None:
             return self.given, self.causal
         return self._once(("dense",), self._expanded), False
 
     def additive(self, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
-        """As `dense`, with the mask as finite numbers in `dtype`: its lowest number where a query may not look."""
+        """As `dense`, with the mask as finite numbers to add, in `dtype`.
+
+        Where a query may not see a key, the mask holds the lowest number of `dtype`.
+        """
         mask, causal = self.dense()
         if mask is None:
             return None, causal
         return self._once(("additive", dtype), lambda: _numbers(mask, dtype)), False
 
     def allowed(self) -> Tensor | None:
-        """(B|1,1|H,Q,K) bool, True where the query may look; None means everywhere."""
+        """The mask (B|1,1|H,Q,K) as bool, True where the query may see the key; None if every query sees every key."""
         allowed: Tensor | None = self._once(("allowed",), self._allowed)
         return allowed
 
     def blocked(self) -> tuple[Tensor | None, Tensor | None]:
-        """What a query may not see (B|1,1|H,Q,K), and the queries that may see nothing (B|1,1|H,Q,1), or None twice.
+        """Two bool masks: keys that a query may not see, and queries that may see no key.
 
-        A query that may see nothing is left out of the first mask, so that no row of the first mask is True throughout.
+        Returns:
+            The first mask (B|1,1|H,Q,K) is True where the query may not see the key. The second mask (B|1,1|H,Q,1) is
+            True where the query may see no key at all. The rows of such queries are False in the first mask, so that
+            no row of the first mask is True throughout. Both are None if every query sees every key.
         """
         both: tuple[Tensor | None, Tensor | None] = self._once(("blocked",), self._blocked)
         return both
 
     def bias(self) -> Tensor | None:
-        """The finite numbers that a mask of numbers adds to the scores, 0 where it forbids; None for other masks."""
+        """The finite numbers that a mask of numbers adds to the scores; None for any other mask.
+
+        The number is 0 where the mask forbids a key.
+        """
         if self.given is None or self.given.dtype == torch.bool:
             return None
         bias: Tensor = self._once(("bias",), self._bias)
         return bias
 
     def has_bias(self) -> bool:
-        """True if the mask adds a number other than 0. The answer waits for the device, once per forward pass."""
+        """True if the mask adds a number other than 0. The first call of a forward pass waits for the device."""
         bias = self.bias()
         return bias is not None and self._once(("has_bias",), lambda: bool(bias.any()))
 
     def _once(self, kind: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """The form `kind` of this mask: the one that a layer of this pass already made, or a new one."""
+        """The form `kind` of this mask: the form that a layer of this pass already made, or a new form."""
         facts = (*kind, self.causal, self.queries, self.keys, self.device)
         for each in self.made:
             if each.key_mask is self.key_mask and each.given is self.given and each.facts == facts:
@@ -129,16 +145,20 @@ def traced() -> bool:
 
 
 def expand_key_mask(key_mask_BK: Tensor, queries: int, causal: bool) -> Tensor:
-    """(B,K) bool to (B,1,Q,K) bool; in causal order the last query sees the last key."""
+    """Turn a mask of keys (B,K) into a mask of queries and keys (B,1,Q,K), both bool.
+
+    In causal order, the last query sees the last key.
+    """
     keys = key_mask_BK.shape[1]
     dense = key_mask_BK[:, None, None, :].expand(-1, 1, queries, keys)
     if not causal:
         return dense
-    return dense & torch.ones(queries, keys, dtype=torch.bool, device=key_mask_BK.device).tril(keys - queries)
+    order = torch.ones(queries, keys, dtype=torch.bool, device=key_mask_BK.device).tril(keys - queries)
+    return dense & order
 
 
 def _numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask as numbers to add; where all queries share a row, one row stands for all of them."""
+    """The mask as numbers to add to scores. If all queries share one row, the result has this one row."""
     rows = mask[:, :, :1] if mask.stride(2) == 0 else mask
     lowest = torch.finfo(dtype).min
     if rows.dtype == torch.bool:

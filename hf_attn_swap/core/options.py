@@ -1,7 +1,7 @@
-"""Options of a variant as data: the annotation of a field says which values the field may hold.
+"""Checks the options of a variant: the annotation of a field says which values the field may hold.
 
-An option that takes one of several names has a `typing.Literal` type; `choices` lists the names. Where a refused name
-deserves a reason, the field carries the reason: `field(default=..., metadata={REASON: "..."})`.
+An option that takes one of several names has a `typing.Literal` type, and `choices` lists the names. A field can also
+say why other names are refused: `field(default=..., metadata={REASON: "..."})`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-LARGEST = 1e12  # of a number as an option: not-a-number and infinity fail the comparison too
-REASON = "reason"  # metadata of a field: a sentence on the values that are refused
+LARGEST = 1e12  # an option that is a number must be smaller; not-a-number and infinity fail this comparison too
+REASON = "reason"  # a key in a field's metadata: a sentence that says why other values are refused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of the options of a variant; a subclass adds fields. Without fields, the variant takes no options.
+    """The base class of a variant's options. A subclass adds one field per option; this class has no option.
 
     Raises:
         ValueError: a value does not fit the annotation of its field.
@@ -30,31 +30,33 @@ class Options:
 
 
 def choices(hint: Any) -> tuple[Any, ...]:
-    """The values that a `Literal` lists; nothing for any other annotation."""
+    """The values that a `Literal` lists. The result is empty for any other annotation."""
     return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
 def check_values(options: type[Any], given: Mapping[str, Any], owner: str) -> None:
-    """Hold values against the annotations of an options dataclass.
+    """Check values against the annotations of an options dataclass.
 
     Args:
         options: the dataclass.
-        given: values by field.
-        owner: whose options they are; the error starts with this name.
+        given: the values, by the name of the field.
+        owner: the name of the variant that the options belong to. The error starts with this name.
 
     Raises:
-        ValueError: a value does not fit its annotation; the error says which values do.
+        ValueError: a value does not fit the annotation of its field. The error says which values fit.
     """
     hints = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
-        if field.name in given and not _fits(given[field.name], hints[field.name]):
-            wanted, reason = _wanted(hints[field.name]), field.metadata.get(REASON)
-            message = f"{owner}: option {field.name} must be {wanted}, got {given[field.name]!r}."
-            raise ValueError(f"{message} {reason}" if reason else message)
+        if field.name not in given or _fits(given[field.name], hints[field.name]):
+            continue
+        wanted = _wanted(hints[field.name])
+        message = f"{owner}: option {field.name} must be {wanted}, got {given[field.name]!r}."
+        reason = field.metadata.get(REASON)
+        raise ValueError(f"{message} {reason}" if reason else message)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has the type of its option; an int is a float, a bool is neither."""
+    """True if a value fits an annotation. An int fits float; a bool fits neither int nor float."""
     if typing.get_origin(hint) is typing.Literal:
         return any(type(value) is type(choice) and value == choice for choice in choices(hint))
     if isinstance(hint, types.UnionType):
@@ -65,7 +67,10 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _wanted(hint: Any) -> str:
-    """What an annotation accepts, in words."""
-    if found := choices(hint):
-        return " or ".join(filter(None, (", ".join(map(repr, found[:-1])), repr(found[-1]))))
-    return getattr(hint, "__name__", str(hint))
+    """The values that an annotation accepts, in words."""
+    names = [repr(choice) for choice in choices(hint)]
+    if not names:
+        return getattr(hint, "__name__", str(hint))
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,4 +1,4 @@
-"""From a name to a variant: lookup, options, compositions, and the errors a user sees."""
+"""Turns the name and the options that a user gives into variants: lookup, compositions and checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Options = dict[str, dict[str, Any]]
 
 
 def list_variants() -> tuple[str, ...]:
-    """Names of all single variants, in order of registration; "a+b" composes those that touch different places."""
+    """The names of all single variants, in the order of registration.
+
+    A name such as "a+b" composes two variants that change different places of a layer.
+    """
     return tuple(VARIANTS)
 
 
@@ -22,7 +25,7 @@ def get_variant(name: str) -> type[Variant]:
     """The class registered under `name`.
 
     Raises:
-        ValueError: nothing is registered under it.
+        ValueError: no variant has this name.
     """
     if name not in VARIANTS:
         raise ValueError(
@@ -32,10 +35,11 @@ def get_variant(name: str) -> type[Variant]:
 
 
 def parse(variant: str) -> tuple[type[Variant], ...]:
-    """The classes of a variant name or a "+" composition, checked to touch different places.
+    """The classes that a variant's name stands for: one class, or several for a composition such as "mha+belief".
 
     Raises:
-        ValueError: not a name, an unknown name, a repeated one, or two that touch the same place.
+        ValueError: `variant` is no string, a name is unknown, a variant in a composition composes with nothing, or two
+            variants change the same place.
     """
     if not isinstance(variant, str):
         raise ValueError(f"the variant must be a name such as 'belief', got {variant!r}.")
@@ -55,10 +59,14 @@ def parse(variant: str) -> tuple[type[Variant], ...]:
 
 
 def parse_options(classes: tuple[type[Variant], ...], options: Mapping[str, Any]) -> Options:
-    """Options by component, complete with defaults; flat for a single variant, a dict per component otherwise.
+    """The options of each variant, by the variant's name, with all defaults filled in.
+
+    Args:
+        classes: the variants, from `parse`.
+        options: option by name for a single variant; one dict of options per variant for a composition.
 
     Raises:
-        ValueError: unknown component or option, a value of the wrong type or outside its range.
+        ValueError: a variant or an option is unknown, or a value has the wrong type or lies outside its range.
     """
     if len(classes) == 1:
         nested: dict[str, Any] = {classes[0].name: dict(options)}
@@ -74,10 +82,10 @@ def parse_options(classes: tuple[type[Variant], ...], options: Mapping[str, Any]
 
 
 def build_options(cls: type[Variant], given: Mapping[str, Any]) -> Any:
-    """The options dataclass of one variant, type-checked.
+    """The options of one variant as its dataclass, with checked types.
 
     Raises:
-        ValueError: unknown option, wrong type or value.
+        ValueError: an option is unknown, or a value has the wrong type or lies outside its range.
     """
     known = [field.name for field in dataclasses.fields(cls.Options)]
     for key in given:

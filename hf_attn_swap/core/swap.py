@@ -1,5 +1,7 @@
-"""The child `attn_swap` of a swapped attention module: its variants, their parameters, and the strength.
+"""Defines the child module `attn_swap` of a swapped attention module: variants, parameters and strength.
 
+Strength s = 0 is the pretrained layer, s = 1 is the paper's formula. docs/mathematics.md, section Strength and
+exactness.
 Axes: B batch, L token, H head, Q query, K key, D head width, E model width.
 """
 
@@ -20,11 +22,14 @@ from .call import Call, Carried, FusedSoftmax, Geometry, Inputs
 from .compute import Places, attend, ordinary, replaced
 from .registry import Options, build_options
 
-STOCK = "attn_swap_stock"  # True in the keyword arguments of an attention module: run it as if it were not swapped
+STOCK = "attn_swap_stock"  # a keyword argument of an attention module: if True, the module runs as if not swapped
 
 
 class Phase(str, Enum):
-    """Where the strength is: all that code may branch on, so that a compiler sees three cases."""
+    """The three cases of the strength: 0, between 0 and 1, and 1.
+
+    Code branches on the phase and never on the number, so that a compiler makes at most three versions of a layer.
+    """
 
     OFF = "off"
     BETWEEN = "between"
@@ -33,16 +38,18 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """Where one swap sits in its model.
+    """The place of one swap in its model.
 
     Attributes:
-        order: place among the layers that carry scores; None for a shared module, which counts its calls.
-        last: True for the last of these layers.
-        uniform: True if all layers of the model are under the same masks.
-        cache_position: of the cache among the container's positional arguments, or None.
-        mask_position: likewise of the attention mask.
-        dropout_path: of the hidden dropout behind W_o, from the container, or None.
-        folded_path: of W_o from the container, or of W_v from the core where the variant has no W_o, or None.
+        order: the layer's number among the layers that carry scores, from 0. None for a module that serves several
+            layers; such a module counts its calls.
+        last: True for the last of the layers that carry scores.
+        uniform: True if all layers of the model have the same masks.
+        cache_position: the position of the cache among the container's positional arguments, or None.
+        mask_position: the position of the attention mask among the container's positional arguments, or None.
+        dropout_path: the path from the container to the hidden dropout after W_o, or None.
+        folded_path: the path to the matrix that a calibration is merged into: from the container to W_o, or from the
+            core to W_v if the variant leaves W_o out. None if the path is not known.
     """
 
     order: int | None = 0
@@ -55,10 +62,19 @@ class Wiring:
 
 
 class Swap(nn.Module):
-    """The child `attn_swap` of a swapped attention module: its variants, their parameters, and the strength.
+    """The child module `attn_swap` of a swapped attention module: its variants, their parameters, and the strength.
 
-    The Python float `strength` is the truth; the fp32 buffer `strength_value` mirrors the float for the computation,
-    and `phase` is all that code branches on. `wiring` is None while the swap is in no model.
+    The Python float `strength` is the truth. The fp32 buffer `strength_value` (1,) is a copy of the float for the
+    computation, and `phase` is the only form of the strength that code branches on. `wiring` is None while the swap
+    belongs to no model.
+
+    Args:
+        classes: the variants, in the order of the name.
+        options: the options of each variant, by the variant's name, complete with defaults.
+        geometry: the sizes of the attention module.
+
+    Raises:
+        ValueError: a variant does not fit an attention module of these sizes.
     """
 
     strength_value: Tensor
@@ -69,10 +85,11 @@ class Swap(nn.Module):
         self.names = tuple(cls.name for cls in classes)
         self.geometry = geometry
         self.wiring: Wiring | None = None
-        self.fresh = True  # no training step and no checkpoint has moved the new parameters
-        self.merged: str | None = None  # the fit that was folded into the weights
-        self.selection: str | None = None  # the `modules` argument that chose this layer
-        self.strength, self.phase = 1.0, Phase.FULL
+        self.fresh = True  # False if a checkpoint has given the new parameters their values
+        self.merged: str | None = None  # the name of the fit, if a calibration was merged into the model's weights
+        self.selection: str | None = None  # the argument `modules` that chose this layer
+        self.strength = 1.0
+        self.phase = Phase.FULL
         self.options = options
         for cls in classes:
             self.add_module(cls.name, cls(build_options(cls, options[cls.name]), geometry))
@@ -85,56 +102,62 @@ class Swap(nn.Module):
         return tuple(child for child in self.children() if isinstance(child, Variant))
 
     def at(self, place: str) -> Variant | None:
-        """The variant that changes this place, if any."""
+        """The variant that changes this place, or None."""
         return next((variant for variant in self.variants if place in variant.places), None)
 
     def places(self) -> Places:
-        """Who changes what, for the computation."""
+        """The variants that change the steps between the scores and the heads."""
         replacement = self.variants[0] if self.variants[0].replaces else None
-        scores, normaliser, weights = (self.at(place) for place in ("scores", "normaliser", "weights"))
-        carrier = scores if scores is not None and scores.carries else None
-        return Places(carrier=carrier, normaliser=normaliser, adjuster=weights, replacement=replacement)
+        carrier = self.at("scores")
+        if carrier is not None and not carrier.carries:
+            carrier = None
+        return Places(
+            carrier=carrier,
+            normaliser=self.at("normaliser"),
+            adjuster=self.at("weights"),
+            replacement=replacement,
+        )
 
     @property
     def carries(self) -> bool:
-        """True if scores travel between layers."""
+        """True if the layer reads scores from, or leaves scores for, other layers."""
         return any(variant.carries for variant in self.variants)
 
     @property
     def writes(self) -> bool:
-        """True if something comes after W_o."""
+        """True if a variant changes the output of W_o."""
         return any(variant.writes for variant in self.variants)
 
     @property
     def keeps_projection(self) -> bool:
-        """False if the read-out is the layer's output, without W_o."""
+        """False if the heads are the layer's output, without W_o."""
         return all(variant.keeps_projection for variant in self.variants)
 
     @property
     def wants_residual(self) -> bool:
-        """True if the block's residual stream must be handed in."""
+        """True if a variant needs the residual stream of the block."""
         return any(variant.wants_residual for variant in self.variants)
 
     def place_in(self, carried: Carried | None) -> int:
-        """The layer's place among those that carry scores; a shared module counts its calls.
+        """The layer's number among the layers that carry scores. For a shared module, the number of the call.
 
         Raises:
-            ValueError: a shared module is computed again after the pass.
+            ValueError: a shared module that carries scores is computed again after the pass.
         """
         order = self.wiring.order if self.wiring is not None else 0
         if order is not None or carried is None:
             return order or 0
         if carried.closed and self.carries:
             raise ValueError(
-                "a module that serves several layers was computed again after the pass (activation checkpointing): "
-                "its place is not known any more; train this model without checkpointing, or with another variant "
-                "than mha."
+                "a module that serves several layers was computed again after the pass (activation checkpointing), so "
+                "hf_attn_swap cannot know which layer this call is; train this model without checkpointing, or use a "
+                "variant that does not carry scores across layers (mha does)."
             )
         carried.calls += 1
         return carried.calls - 1
 
     def spec(self) -> dict[str, Any]:
-        """What config.json says of this layer: variant, options and strength."""
+        """The description of this layer in config.json: variant, options, strength, and what else applies."""
         spec = {"variant": "+".join(self.names), "options": self.options, "strength": self.strength}
         if self.selection is not None:
             spec["modules"] = self.selection
@@ -144,12 +167,19 @@ class Swap(nn.Module):
         return spec
 
     def calibrate(self, fit: str, like: Tensor) -> Calibration:
-        """Put a neutral calibration in, on the device and in the dtype of `like`."""
+        """Add a calibration that changes nothing yet, on the device and in the dtype of `like`.
+
+        Raises:
+            ValueError: `fit` is neither "gain" nor "map".
+        """
         self.calibration = Calibration(fit, self.geometry).to(like)
         return self.calibration
 
     def set_strength(self, strength: float, *, never_off: bool = False) -> None:
-        """Set s; `never_off` keeps the layer computing at s = 0, for a neighbour that reads its scores."""
+        """Set the strength, a number from 0 to 1.
+
+        With `never_off`, the layer computes the variant at strength 0 too, because another layer reads its scores.
+        """
         self.strength = float(strength)
         if strength == 1:
             self.phase = Phase.FULL
@@ -160,7 +190,7 @@ class Swap(nn.Module):
         self.refill()
 
     def refill(self) -> None:
-        """Write the strength into its buffer again: a load or a cast leaves it without its value."""
+        """Write the strength into its buffer again. The buffer loses its value when a model is loaded or cast."""
         if self.strength_value.dtype != torch.float32:
             self.strength_value = torch.empty(1, dtype=torch.float32, device=self.strength_value.device)
         if not self.strength_value.is_meta:
@@ -168,13 +198,20 @@ class Swap(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Swap:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.refill()  # a cast to bf16 would round the strength, `to_empty` would lose it
+        self.refill()  # a cast to bf16 would round the strength, and `to_empty` would lose the strength
         return self
 
     def forward(
         self, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Heads (B,Q,H,D) as W_o is given them, and the weights (B,H,Q,K) where wanted."""
+        """Compute the heads that the layer's own W_o is applied to.
+
+        Returns:
+            The heads (B,Q,H,D); and the weights (B,H,Q,K), or None if they were not computed.
+
+        Raises:
+            ValueError: the call has something that a variant cannot compute; the error says what.
+        """
         call.exact_strength = 1.0 if self.phase == Phase.FULL else self.strength_value
         call.value = inputs.value
         places = self.places()
@@ -192,7 +229,7 @@ class Swap(nn.Module):
     def _replaced(
         self, variant: Variant, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The same for a variant without scores; the calibration belongs to the variant's heads alone."""
+        """As `forward`, for a variant without scores. The calibration changes the variant's heads alone."""
         heads, weights = replaced(variant, inputs, call, want_weights)
         heads = call.tapped("context", heads)
         if self.calibration is not None:
@@ -203,7 +240,7 @@ class Swap(nn.Module):
         return variant.read(heads, call), weights
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
-        """What comes after W_o."""
+        """Let the variants change the output of W_o: from (B,L,E) to (B,L,E)."""
         for variant in self.variants:
             if variant.writes:
                 out_BLE = variant.write(out_BLE, call.hand(out_BLE.dtype))
@@ -211,4 +248,6 @@ class Swap(nn.Module):
 
     def form(self, setting: Setting) -> Form:
         """The form that computes this layer's heads in this setting."""
-        return Form.STOCK if self.phase == Phase.OFF else self.places().form(setting)
+        if self.phase == Phase.OFF:
+            return Form.STOCK
+        return self.places().form(setting)

@@ -1,4 +1,4 @@
-"""A small table as text for terminals and as HTML for notebooks, under one sentence that sums the table up."""
+"""Prints a small table with one sentence above: as text for terminals, and as HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,33 @@ Cells = Sequence[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A sentence, the names of the columns, and one sequence of cells per row."""
+    """A table.
+
+    Attributes:
+        summary: the sentence above the table.
+        header: the names of the columns.
+        rows: one sequence of cells per row.
+    """
 
     summary: str
     header: Cells
     rows: Sequence[Cells]
 
     def text(self) -> str:
-        """The sentence, then aligned columns two spaces apart."""
-        lines = [self.header, *self.rows]
-        widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-        aligned = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-        return "\n".join([self.summary, *(line.rstrip() for line in aligned)])
+        """The sentence, followed by the rows. Columns are aligned and two spaces apart."""
+        rows = [self.header, *self.rows]
+        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+        lines = [self.summary]
+        for row in rows:
+            padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join(padded).rstrip())
+        return "\n".join(lines)
 
     def html(self) -> str:
-        """The sentence as a paragraph, then an HTML table; all text is escaped."""
+        """The sentence as a paragraph, followed by an HTML table. All text is escaped."""
         head = "".join(f"<th>{escape(name)}</th>" for name in self.header)
-        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self.rows)
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        body = ""
+        for row in self.rows:
+            cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+            body += f"<tr>{cells}</tr>"
         return f"<p>{escape(self.summary)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

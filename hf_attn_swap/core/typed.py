@@ -1,4 +1,4 @@
-"""Turns what a user types, "0-5,7" and key=value, into arguments of `patch_model`."""
+"""Turns text that a user types, such as "0-5,7" and "key=value", into arguments of `patch_model`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def parse_layers(text: str | None) -> list[int] | None:
-    """Turn "0-5,7" into [0, 1, 2, 3, 4, 5, 7].
+    """Turn "0-5,7" into [0, 1, 2, 3, 4, 5, 7]. None stays None, which means all layers.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: `text` is not a list of numbers and ranges.
     """
     if text is None:
         return None
@@ -24,10 +24,14 @@ def parse_layers(text: str | None) -> list[int] | None:
 
 
 def parse_options(pairs: list[str], *, composed: bool) -> dict[str, Any]:
-    """Turn key=value pairs into keyword arguments of `patch_model`, one dict per component if composed.
+    """Turn pairs such as "key=value" into keyword arguments of `patch_model`.
+
+    Args:
+        pairs: the pairs. In a composition each key starts with the variant's name, as in "gated.kind=mlp".
+        composed: True if the variant is a composition. The result then has one dict per variant.
 
     Raises:
-        ValueError: for a pair of another form.
+        ValueError: a pair has another form.
     """
     options: dict[str, Any] = {}
     for pair in pairs:
@@ -44,8 +48,11 @@ def parse_options(pairs: list[str], *, composed: bool) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A JSON number, true, false or null, and otherwise the text itself."""
+    """The value that `text` states as JSON or as Python's True, False or None; otherwise `text` itself."""
+    constants = {"True": True, "False": False, "None": None}
+    if text in constants:
+        return constants[text]
     try:
-        return json.loads(text.lower() if text in ("True", "False") else "null" if text == "None" else text)
+        return json.loads(text)
     except json.JSONDecodeError:
         return text

@@ -1,6 +1,7 @@
-"""The papers' formulas on plain tensors: the readable reference for every variant.
+"""States the papers' formulas on plain tensors: the readable reference of every variant.
 
-Axes: B batch, H head, Q query, K key, L token, D head width, N pattern. Scores arrive scaled and masked.
+All functions take scores that are already scaled and masked. docs/mathematics.md states the formulas in one place.
+Axes: B batch, H head, Q query, K key, L token, D head width, N pattern.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ def softmax_n(scores: Tensor, n: float | Tensor = 1.0, dim: int = -1) -> Tensor:
 
     Args:
         scores: any shape, scaled and masked.
-        n: how many keys of score 0 and value 0 the row may also attend to, at least 0.
+        n: the number of further keys, of score 0 and value 0, that the row can attend to; at least 0. n = 0 is
+            ordinary softmax.
         dim: the key axis.
 
     Returns:
-        Weights of the same shape; each row sums to less than 1. A fully masked row is all zeros for n > 0.
+        Weights of the same shape. For n > 0, each row sums to less than 1, and a fully masked row is all zeros.
 
     Raises:
         ValueError: n is negative.
@@ -54,7 +56,7 @@ def softmax_n(scores: Tensor, n: float | Tensor = 1.0, dim: int = -1) -> Tensor:
         log_n = scores.new_full((1,), math.log(n) if n > 0 else -math.inf)
     else:
         log_n = n.to(scores.dtype).log()
-    # The weights do not depend on the shift, so its gradient is left out.
+    # The weights do not depend on the shift, so the shift needs no gradient.
     shift = torch.maximum(scores.detach().amax(dim, keepdim=True), log_n.detach())
     exponentials = (scores - shift).exp()
     return exponentials / ((log_n - shift).exp() + exponentials.sum(dim, keepdim=True))
@@ -66,46 +68,61 @@ def clipped_softmax(
     """Stretched and clipped softmax: clip((zeta - gamma) * softmax_n(s) + gamma, 0, 1).
 
     Args:
-        scores: any shape. The caller sets masked positions to 0 afterwards.
-        gamma: lower end of the stretch, at most 0.
-        zeta: upper end, at least 1.
+        scores: any shape, scaled and masked.
+        gamma: the lower end of the stretched weights, at most 0.
+        zeta: the upper end of the stretched weights, at least 1. gamma = 0 and zeta = 1 change nothing.
         dim: the key axis.
-        n: as in `softmax_n`; 0 is the original clipped softmax.
+        n: as in `softmax_n`; n = 0 is the paper's clipped softmax.
+
+    Returns:
+        Weights of the same shape. The caller must set masked positions to 0 afterwards.
 
     Raises:
-        ValueError: gamma > 0 or zeta < 1, given as numbers.
+        ValueError: gamma is a number above 0, or zeta is a number below 1.
 
     Source: Bondarenko et al. (2023), eq. 4; with n = 1, Clipped OutEffHop.
     """
     check_clip(gamma, zeta)
-    plain = isinstance(n, (int, float)) and n == 0
-    return clip(torch.softmax(scores, dim) if plain else softmax_n(scores, n, dim), gamma, zeta)
+    if isinstance(n, (int, float)) and n == 0:
+        weights = torch.softmax(scores, dim)
+    else:
+        weights = softmax_n(scores, n, dim)
+    return clip(weights, gamma, zeta)
 
 
 def check_clip(gamma: float | Tensor, zeta: float | Tensor) -> None:
-    """Raise ValueError unless gamma is at most 0 and zeta at least 1 (numbers only: tensors are not read)."""
-    if (isinstance(gamma, (int, float)) and not gamma <= 0) or (isinstance(zeta, (int, float)) and not zeta >= 1):
+    """Check the two ends of clipped softmax. Tensors are not checked, because reading a tensor waits for the device.
+
+    Raises:
+        ValueError: gamma is a number above 0, or zeta is a number below 1.
+    """
+    wrong_gamma = isinstance(gamma, (int, float)) and not gamma <= 0
+    wrong_zeta = isinstance(zeta, (int, float)) and not zeta >= 1
+    if wrong_gamma or wrong_zeta:
         raise ValueError(f"clipped softmax needs gamma <= 0 and zeta >= 1, got gamma={gamma}, zeta={zeta}.")
 
 
 def clip(weights: Tensor, gamma: float | Tensor, zeta: float | Tensor) -> Tensor:
-    """Stretch weights to [gamma, zeta] and clip them to [0, 1]; the derivative at exactly 0 and 1 is 1."""
+    """Stretch weights of any shape to [gamma, zeta] and clip them to [0, 1].
+
+    The derivative of the clip at exactly 0 and 1 is 1, so that gamma = 0 and zeta = 1 keep the ordinary gradient.
+    """
     return torch.clamp((zeta - gamma) * weights + gamma, 0.0, 1.0)
 
 
 def belief_projection(heads: Tensor, values: Tensor, *, per_head: bool = False, eps: float = 1e-8) -> Tensor:
-    """Take from each token's read-out its projection on the token's own value.
+    """Subtract from each token's heads their projection on the token's own value.
 
-    delta_i = y_i - (<y_i, v_i> / max(<v_i, v_i>, eps)) v_i, over the joined heads or per head.
+    delta_i = y_i - (<y_i, v_i> / max(<v_i, v_i>, eps)) v_i, with all heads as one vector, or for each head alone.
 
     Args:
-        heads: (B,L,H,D), what the attention read.
-        values: (B,L,H,D), each token's own value vectors (with bias, never rotated).
-        per_head: project every head on its own (belief*'s second term) instead of all heads as one vector.
-        eps: floor of <v, v>; a zero value takes nothing away.
+        heads: (B,L,H,D), the output of the heads.
+        values: (B,L,H,D), the value vectors of each token itself (with bias, never rotated).
+        per_head: project each head alone (the second term of `belief_star`), and not all heads as one vector.
+        eps: the lowest number that <v, v> counts as. If v is zero, the heads stay as they are.
 
     Returns:
-        (B,L,H,D) in the dtype of `heads`; inner products are accumulated in fp32 at least.
+        (B,L,H,D) in the dtype of `heads`. Inner products are summed in fp32 at least.
 
     Source: BeliefFormer, eq. 10 (joined) and 13 (per head).
     """
@@ -121,8 +138,11 @@ def hopfield_scores(scores: Tensor, previous: Tensor, alpha_prime: float | Tenso
 
     Args:
         scores: (B,H,Q,K), this layer's scaled scores before the mask.
-        previous: (B,H,Q,K), H of the layer below (zeros below the first).
-        alpha_prime: share that is kept, in [0, 1]; 0 is ordinary attention.
+        previous: (B,H,Q,K), H of the layer below; zeros for the first layer.
+        alpha_prime: the share of `previous`, in [0, 1]; 0 is ordinary attention.
+
+    Returns:
+        The carried scores H of this layer, (B,H,Q,K).
 
     Source: modern Hopfield attention (MHA), eq. 10 with the second update of the hidden state.
     """
@@ -133,12 +153,13 @@ def polynomial(scores: Tensor, order: int = 10, dim: int = -1) -> Tensor:
     """Weights by a power of the scores: p_j = s_j^order / sum_k s_k^order.
 
     Args:
-        scores: any shape; masked keys have score 0, not -inf. Any factor of a row cancels, so beta does nothing here.
-        order: of the polynomial. An even one weighs a pattern and its negative alike.
+        scores: any shape. Masked keys have score 0, not -inf. A common factor of a row's scores has no effect, so an
+            inverse temperature has no effect either.
+        order: the power. An even power gives a pattern and its negative the same weight.
         dim: the key axis.
 
     Returns:
-        Weights of the same shape; each row sums to 1 in absolute value, or is all zeros where all scores are 0.
+        Weights of the same shape. The absolute values of each row sum to 1; a row of zeros stays zero.
 
     Source: Krotov & Hopfield (2016), eq. 2, as a separation function; order 10 is OutEffHop's baseline (appendix D.2).
     """
@@ -149,17 +170,20 @@ def polynomial(scores: Tensor, order: int = 10, dim: int = -1) -> Tensor:
 
 
 def no_op_patterns(patterns: Tensor, threshold: float, key_mask: Tensor | None = None) -> Tensor:
-    """Which stored patterns are outliers: cosine with every other pattern below a threshold; (..., N) bool.
+    """Find the stored patterns that are outliers: their cosine with every other pattern lies below a threshold.
 
-    The paper leaves the similarity open; the cosine is ours. A pattern without others is kept.
+    The paper does not say which similarity it means; this package uses the cosine.
 
     Args:
         patterns: (..., N, D).
-        threshold: in [-1, 1].
-        key_mask: (..., N) bool, False where there is only padding: compared with none, and never an outlier.
+        threshold: a cosine, in [-1, 1].
+        key_mask: (..., N) bool, False at padding. Padding is compared with no pattern and is never an outlier.
+
+    Returns:
+        (..., N) bool, True at outliers. A pattern that can be compared with no other pattern is not an outlier.
 
     Raises:
-        ValueError: the threshold is no cosine.
+        ValueError: the threshold does not lie in [-1, 1].
 
     Source: OutEffHop (Hu et al., 2024), appendix B.1, steps 1 to 3.
     """
@@ -183,20 +207,23 @@ def hopfield_retrieve(
     normalizer: str = "softmax_n",
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Retrieval dynamics xi <- patterns^T normalizer(beta * patterns xi), repeated; (..., D).
+    """Retrieve from stored patterns: repeat xi <- patterns^T normalizer(beta * patterns xi).
 
     Args:
-        state: (..., D), the query states.
-        patterns: (..., N, D), the stored patterns; axes of size 1 in front are shared, not copied.
-        beta: inverse temperature, inside the normaliser.
-        n: of `softmax_n`; ignored by the others.
-        steps: number of updates, at least 1.
+        state: (..., D), the states xi that are completed.
+        patterns: (..., N, D), the stored patterns. Leading axes of size 1 are shared by all states and not copied.
+        beta: the inverse temperature, a factor of the scores.
+        n: as in `softmax_n`; the other normalisers ignore n.
+        steps: the number of updates, at least 1.
         normalizer: "softmax_n", "softmax", "sparsemax", "entmax15" or "polynomial" (of order 10).
-        key_mask: (..., N) bool, True where the pattern is stored; None means all are.
+        key_mask: (..., N) bool, True at stored patterns and False at padding. None means that all patterns are stored.
+
+    Returns:
+        The states after the last update, (..., D).
 
     Raises:
-        ValueError: `steps` < 1, an unknown normaliser, no patterns, or a state that sees none by `key_mask`. With
-            "softmax_n" and n > 0 such a state becomes zero.
+        ValueError: `steps` is below 1, the normaliser is unknown, there are no patterns, or `key_mask` leaves a state
+            without any pattern. With "softmax_n" and n > 0, a state without any pattern becomes zero instead.
 
     Source: OutEffHop (Hu et al., 2024), Lemma 2.1 and section 2.4.
     """
@@ -207,8 +234,8 @@ def hopfield_retrieve(
         raise ValueError("the memory is empty; store at least one pattern.")
     if key_mask is not None and not (normalizer == "softmax_n" and n > 0) and not bool(key_mask.any(-1).all()):
         raise ValueError(
-            f"a row has no pattern left, which {normalizer} cannot read; drop such rows, or use "
-            f"softmax_n (outeffhop), which reads zero there."
+            f"a row has no pattern left, so {normalizer} has nothing to read; drop such rows, or use "
+            f"softmax_n (outeffhop), which returns zeros for such a row."
         )
     for _ in range(steps):
         scores = beta * torch.einsum("...nd,...d->...n", patterns, state)
@@ -219,9 +246,18 @@ def hopfield_retrieve(
 
 
 def _normaliser(name: str, n: float) -> Callable[[Tensor], Tensor]:
-    known: dict[str, Callable[[Tensor], Tensor]] = {"sparsemax": sparsemax, "entmax15": entmax15}
-    known |= {"softmax_n": lambda scores: softmax_n(scores, n), "softmax": lambda scores: torch.softmax(scores, -1)}
-    known |= {"polynomial": polynomial}
+    """The function from scores to weights with this name.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    known: dict[str, Callable[[Tensor], Tensor]] = {
+        "sparsemax": sparsemax,
+        "entmax15": entmax15,
+        "softmax_n": lambda scores: softmax_n(scores, n),
+        "softmax": lambda scores: torch.softmax(scores, -1),
+        "polynomial": polynomial,
+    }
     if name not in known:
         raise ValueError(f"unknown normalizer {name!r}; known: {', '.join(known)}.")
     return known[name]

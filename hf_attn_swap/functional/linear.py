@@ -1,6 +1,7 @@
-"""Attention without softmax, linear in the length.
+"""Computes attention without softmax, in time and memory that are linear in the length.
 
-A_t = L_t^(-1/2) q_t sum_i k_i v_i^T over the L_t keys that query t may see. SimpleTRON (2021), section 3.
+A_t = L_t^(-1/2) q_t sum_i k_i v_i^T, summed over the L_t keys that query t may see. For one key, A = q k^T v.
+SimpleTRON (2021), section 3.
 Axes: B batch, H head, Q query, K key, D head width, N chunk, C token of a chunk.
 """
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-Past = tuple[Tensor, Tensor, Tensor]  # what came before the keys: sum k^T v (B,H,D,D), real keys (B,), all keys (1,)
-CHUNK = 128  # queries per block of the causal form; any value gives the same result
+# Tokens before the given keys: the sum of k^T v (B,H,D,D), the number of real keys (B,), the number of all keys (1,).
+Past = tuple[Tensor, Tensor, Tensor]
+CHUNK = 128  # the number of queries per chunk of the causal form; any number gives the same result
 
 
 def simple_attention(
@@ -24,24 +26,26 @@ def simple_attention(
     length: str = "true",
     past: Past | None = None,
 ) -> Tensor:
-    """SimpleTRON attention, linear in length: A = L^(-1/2) q (k^T v), no softmax and no 1/sqrt(D).
+    """Compute SimpleTRON attention, A = L^(-1/2) q (k^T v), without softmax and without a factor 1/sqrt(D).
 
-    Sums are accumulated in fp32 at least, and the factor is applied before the result is rounded to the dtype of q.
+    Sums are computed in fp32 at least. The factor is applied before the result is rounded to the dtype of q.
 
     Args:
         q: (B,H,Q,D).
         k: (B,H,K,D).
         v: (B,H,K,D).
-        causal: query t sees the keys up to K - Q + t (aligned to the bottom right) and L is counted per query.
-        key_mask: (B,K) bool, True where the key is a real token; None means all are.
-        length: "true" counts the real keys that the query may see (at least 1), "fixed" counts padding too.
-        past: with `causal`, what came before k and v, see `Past`.
+        causal: query t (from 0) sees the keys up to number K - Q + t, so that the last query sees the last key. L is
+            counted for each query.
+        key_mask: (B,K) bool, True where the key is a real token. None means that all keys are real tokens.
+        length: "true" lets L be the number of real keys that the query may see (at least 1); "fixed" counts padding
+            too.
+        past: the sums over tokens before k and v, see `Past`; used only if `causal` is True.
 
     Returns:
-        (B,H,Q,D).
+        A (B,H,Q,D), in the dtype of q.
 
     Raises:
-        ValueError: `causal` with more queries than keys, or an unknown `length`.
+        ValueError: there are more queries than keys and `causal` is True, or `length` is unknown.
 
     Source: SimpleTRON (2021), section 3; the causal form and the true length are ours.
     """
@@ -58,17 +62,20 @@ def simple_attention(
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """The dtype in which sums over `tensor` are accumulated: fp32 at least."""
+    """The dtype in which sums over `tensor` are computed: fp32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def length_factor(
     q: Tensor, k: Tensor, *, causal: bool, key_mask: Tensor | None, length: str, past: Past | None
 ) -> Tensor:
-    """L^(-1/2) for each query, (B,Q) or with axes of size 1, in fp32 at least; the arguments of `simple_attention`.
+    """The factor L^(-1/2) of each query, in fp32 at least. The arguments are those of `simple_attention`.
+
+    Returns:
+        (B,Q). Either axis has size 1 if all rows, or all queries, have the same factor.
 
     Raises:
-        ValueError: as `simple_attention`.
+        ValueError: as in `simple_attention`.
     """
     if length not in ("true", "fixed"):
         raise ValueError(f"length must be 'true' or 'fixed', got {length!r}.")
@@ -90,18 +97,21 @@ def length_factor(
 
 
 def masked_keys(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """The keys with zeros in place of padding."""
+    """The keys (B,H,K,D), with zeros at padding."""
     return k if key_mask is None else k.masked_fill(~key_mask[:, None, :, None], 0)
 
 
 def state_before(k: Tensor, v: Tensor, behind: int, past: Past | None) -> Tensor:
-    """Sum of k^T v over the first `behind` keys and over what came before all keys: (B,H,D,D), fp32 at least."""
+    """The sum of k^T v over the first `behind` keys and over the tokens in `past`: (B,H,D,D), in fp32 at least."""
     state = k[:, :, :behind].transpose(2, 3).to(wide(k)) @ v[:, :, :behind].to(wide(v))
     return state if past is None else state + past[0].to(state.dtype)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
-    """q_t (state + sum_{i <= t} k_i v_i^T) in chunks: quadratic inside a chunk, a running state between them."""
+    """q_t (state + sum_{i <= t} k_i v_i^T), one chunk after the other.
+
+    The cost is quadratic inside a chunk. Between chunks, the sum over all earlier tokens is carried on.
+    """
     queries = q.shape[2]
     if queries <= CHUNK:
         return q @ state + (q @ k.transpose(2, 3)).tril() @ v
@@ -113,6 +123,6 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
 
 
 def _chunks(tensor_BHQD: Tensor) -> Tensor:
-    """(B,H,N,C,D), filled up with zeros at the end."""
+    """Cut (B,H,Q,D) into chunks (B,H,N,C,D). The last chunk is filled up with zeros."""
     padded = pad(tensor_BHQD, (0, 0, 0, -tensor_BHQD.shape[2] % CHUNK))
     return padded.view(*padded.shape[:2], -1, CHUNK, padded.shape[3])

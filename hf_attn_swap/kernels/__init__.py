@@ -1,1 +1,1 @@
-"""Fast exact forms that need more than plain SDPA; each has its readable reference elsewhere, and is tested equal."""
+"""Computes variants exactly and fast, where plain SDPA is not enough. The tests compare each form with its reference."""

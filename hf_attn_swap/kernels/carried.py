@@ -1,9 +1,11 @@
-"""Attention with carried scores, H_l = b H_{l-1} + c S_l and heads = softmax(H_l + M) V, in one of three equal forms.
+"""Computes attention with scores that are carried across layers, in one of three equal forms.
 
-`Form.IN_PLACE`: one tensor H serves all layers. Each layer moves H on in place; the mask is written into H as -inf.
-With gradients the heads are read by softmax, without gradients by SDPA with b H_{l-1} as its mask.
-`Form.TERMS`: long sequences never hold H (see `hopfield.attend_long`).
-`Form.REFERENCE`: the readable pipeline of `core.compute`, for everything else (`dispatch.carried_form` decides).
+H_l = b H_{l-1} + c S_l and heads = softmax(H_l + M) V. b = 0 and c = 1 is ordinary attention.
+`Form.IN_PLACE`: all layers share one tensor H. Each layer updates H in place, and writes the mask into H as -inf. With
+gradients, softmax and a product compute the heads. Without gradients, SDPA does, with b H_{l-1} as its mask.
+`Form.TERMS`: for long sequences, H is never held as a tensor (see `hopfield.attend_long`).
+`Form.REFERENCE`: the readable pipeline of `core.compute` runs for everything else. `dispatch.carried_form` decides.
+Modern Hopfield attention, eq. 10; docs/mathematics.md, section Modern Hopfield attention.
 Axes: B batch, H head, Q query, K key, D head width.
 """
 
@@ -20,24 +22,35 @@ from .dispatch import Form, Setting, carried_form
 def attend(
     inputs: Inputs, call: Call, sdpa: FusedSoftmax, below: Hidden | None, decay: float, share: float
 ) -> Tensor | None:
-    """Heads (B,Q,H,D); H is left for the layer above. None where the readable form must run.
+    """Compute the heads of one layer, and leave H for the layer above.
 
     Args:
-        inputs: tensors and masks; no mask that adds a bias.
-        call: its `carried` is what the layers share.
+        inputs: the tensors and the masks. The mask must not add numbers to scores.
+        call: the call; H is kept in `call.carried`.
         sdpa: the stock fused function.
-        below: H of the layer below, or None below the first.
-        decay: b.
-        share: c.
+        below: H of the layer below, or None for the first layer.
+        decay: the factor b of H_{l-1}.
+        share: the factor c of S_l.
+
+    Returns:
+        The heads (B,Q,H,D), or None if the readable form must run.
+
+    Raises:
+        ValueError: the layer below has another mask.
     """
     form = carried_form(Setting.of(inputs, call))
     if form is Form.TERMS and (below is None or below.terms):
         return _long(inputs, call, below, decay, share)
-    return _in_place(inputs, call, sdpa, below, decay, share) if form is Form.IN_PLACE else None
+    if form is Form.IN_PLACE:
+        return _in_place(inputs, call, sdpa, below, decay, share)
+    return None
 
 
 def leave(hidden: Hidden | None, call: Call, *, drop: bool) -> None:
-    """Leave H for the layer above (None: nobody reads H any more); with `drop`, forget H of the layer below."""
+    """Keep H for the layer above. None means that no later layer reads H.
+
+    With `drop`, H of the layer below is forgotten, which frees its memory.
+    """
     assert call.carried is not None
     if hidden is not None:
         call.carried.scores[call.order] = hidden
@@ -49,6 +62,7 @@ def leave(hidden: Hidden | None, call: Call, *, drop: bool) -> None:
 def _in_place(
     inputs: Inputs, call: Call, sdpa: FusedSoftmax, below: Hidden | None, decay: float, share: float
 ) -> Tensor:
+    """The heads (B,Q,H,D) by `Form.IN_PLACE`."""
     blocked, blind = inputs.masks.blocked()
     hidden, put = _moved_here(below, inputs.query, blocked)
     fresh = call.recomputed or (below is not None and hidden is not below.scores)
@@ -70,7 +84,7 @@ def _read(
     share: float,
     put: Tensor | None,
 ) -> Tensor:
-    """Heads (B,Q,H,D) without gradients: SDPA reads b H_{l-1} as a mask, then H_l takes the place of H_{l-1}."""
+    """The heads (B,Q,H,D) without gradients: SDPA takes b H_{l-1} as its mask, and H_l then replaces H_{l-1}."""
     mask, causal = inputs.masks.dense()
     if hidden is not None:
         hidden = hidden.clone().mul_(decay) if call.recomputed else hidden.mul_(decay)
@@ -78,7 +92,7 @@ def _read(
         put = None
     heads = sdpa((inputs.query * share, inputs.key, inputs.value), mask, causal)
     left = None
-    if not call.last:  # the layer above reads H
+    if not call.last:  # a later layer reads H
         moved = hopfield.advance(hidden, inputs.query, inputs.key, 1.0, share * inputs.scaling, put, fresh=False)
         left = Hidden(moved, blocked=inputs.masks.blocked()[0])
     leave(left, call, drop=not call.recomputed)
@@ -86,7 +100,10 @@ def _read(
 
 
 def _moved_here(below: Hidden | None, query: Tensor, blocked: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """H of the layer below on this layer's device and in its dtype, and the mask that H does not hold yet.
+    """Bring H of the layer below to this layer's device and dtype.
+
+    Returns:
+        H (B,H,Q,K), or None for the first layer; and the mask that must still be written into H, or None.
 
     Raises:
         ValueError: the layer below has another mask.
@@ -104,7 +121,7 @@ def _moved_here(below: Hidden | None, query: Tensor, blocked: Tensor | None) -> 
 
 
 def _long(inputs: Inputs, call: Call, below: Hidden | None, decay: float, share: float) -> Tensor:
-    """H as the sum of its terms: memory linear in the length, at one more product per layer below."""
+    """The heads (B,Q,H,D) by `Form.TERMS`: memory is linear in the length, and each lower layer costs one product."""
     device = inputs.query.device  # under a device map, lower layers may compute on another device
     lower = below.terms if below is not None else []
     terms = [(q.to(device), k.to(device), weight * decay) for q, k, weight in lower]

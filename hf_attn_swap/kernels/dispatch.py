@@ -1,7 +1,8 @@
-"""Which form of a computation runs: one function per kernel, from the facts that are known before a tensor is seen.
+"""Decides which form of a computation runs: one function per kernel.
 
-`describe` asks the same functions as the computation, so that the printed form is the form that runs. All forms of one
-computation are equal; they differ in speed and memory.
+The functions look at facts such as the device and the dtype, and never at the content of a tensor. `describe` asks the
+same functions as the computation, so that `describe` prints the form that runs. All forms of one computation give
+equal results; they differ in speed and memory.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 from ..core.call import Call, Inputs
 from . import linear, softmax_n
 
-LONG = 4096  # tokens from which on H is not held: for 12 heads H would take 800 MB per layer
+LONG = 4096  # from this number of tokens on, H is not held as a tensor; for 12 heads, H would take 800 MB per layer
 
 
 class Form(Enum):
-    """How the heads of a layer are computed; the value is what `describe` prints."""
+    """The ways to compute the heads of a layer. `describe` prints the value."""
 
     STOCK = "stock"
     SDPA = "SDPA"
@@ -36,14 +37,14 @@ class Setting:
     """The facts that decide about a form.
 
     Attributes:
-        device: type of the device, such as "cpu".
-        dtypes: of query, key and value.
-        between: True at a strength between 0 and 1.
+        device: the type of the device, such as "cpu".
+        dtypes: the dtypes of query, key and value.
+        between: True if the strength lies between 0 and 1.
         dropout: True if weights are dropped.
         compiling: True under a compiler, which plans memory by itself.
         autocast: True under autocast.
-        uniform: True if all layers of the model are under the same masks.
-        tokens: (Q, K), or None where they are not known yet.
+        uniform: True if all layers of the model have the same masks.
+        tokens: the numbers of queries and keys (Q, K); None if they are not known yet, as in `describe`.
     """
 
     device: str
@@ -77,14 +78,16 @@ class Setting:
 
 
 def softmax_n_form(setting: Setting) -> Form:
-    """softmax_n: the log-sum-exp of the CPU kernel, or one more key of value 0."""
+    """The form of softmax_n: by the log-sum-exp of the CPU kernel, or by SDPA with one more key of value 0."""
     if setting.compiling or setting.dropout or not setting.one_dtype:
         return Form.ZERO_KEY
-    return Form.RESCALED if softmax_n.available(setting.device, setting.dtypes[0]) else Form.ZERO_KEY
+    if softmax_n.available(setting.device, setting.dtypes[0]):
+        return Form.RESCALED
+    return Form.ZERO_KEY
 
 
 def carried_form(setting: Setting) -> Form:
-    """Carried scores: H moved on in place, H as a sum of products for long sequences, or the readable form."""
+    """The form of carried scores: H updated in place, H as a sum of products for long sequences, or the reference."""
     if setting.between or setting.compiling:
         return Form.REFERENCE
     if setting.tokens is not None and setting.tokens[0] * setting.tokens[1] >= LONG**2:
@@ -95,5 +98,7 @@ def carried_form(setting: Setting) -> Form:
 
 
 def linear_form(setting: Setting) -> Form:
-    """Linear attention: products in another order, and for causal ones an operator where there is one."""
-    return Form.BLOCKS if linear.available(setting.device) and setting.one_dtype else Form.PRODUCTS
+    """The form of linear attention: reordered products, with an operator for causal attention on the CPU."""
+    if linear.available(setting.device) and setting.one_dtype:
+        return Form.BLOCKS
+    return Form.PRODUCTS

@@ -1,9 +1,11 @@
-"""Attention whose scores are carried across layers, without a second copy of them: softmax(b H + w q k^T + M) v.
+"""Computes attention whose scores are carried across layers, without a second copy of the scores.
 
-`advance` moves H in place and is all that a pass without gradients needs; `attend` does the same with an exact
-backward pass that keeps the weights and nothing else of size Q x K; `attend_long` never holds H: scores of lower
-layers are a longer dot product, [w_1 q_1, ..., w_l q_l] . [k_1, ..., k_l], computed for a block of queries at a time.
-b = 0, w = scaling is ordinary attention. Modern Hopfield attention, eq. 10; Rabe & Staats (2021) for the blocks.
+The formula is softmax(b H + w q k^T + M) v; b = 0 and w = scaling is ordinary attention.
+`advance` updates H in place; a pass without gradients needs no more. `attend` does the same with an exact backward
+pass, which keeps the weights and nothing else of size Q x K. `attend_long` never holds H: the scores of a layer and
+all lower layers are one longer dot product, [w_1 q_1, ..., w_l q_l] . [k_1, ..., k_l], which is computed for one block
+of queries at a time.
+Modern Hopfield attention, eq. 10; Rabe & Staats (2021) for the blocks.
 Axes: B batch, H head, G key/value head, Q query, K key, D head width, N = B G, R = Q H / G rows that share keys.
 """
 
@@ -17,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-BLOCK = 2**24  # scores that one block of queries may hold at a time
-Term = tuple[Tensor, Tensor, float]  # q (B,H,Q,D), k (B,H,K,D) and their weight in H
+BLOCK = 2**24  # the largest number of scores that one block of queries holds
+Term = tuple[Tensor, Tensor, float]  # q (B,H,Q,D), k (B,H,K,D) and the factor of q k^T in H
 
 
 def rows(tensor_BHLD: Tensor, groups: int) -> Tensor:
-    """(B,H,L,D) as (N,R,D): the heads that share a key/value head become more rows of one product."""
+    """Reshape (B,H,L,D) to (N,R,D). Heads that share a key/value head become rows of one product."""
     batch, heads, length, width = tensor_BHLD.shape
     return tensor_BHLD.reshape(batch * groups, heads // groups * length, width)
 
@@ -31,10 +33,23 @@ def rows(tensor_BHLD: Tensor, groups: int) -> Tensor:
 def advance(
     hidden: Tensor | None, query: Tensor, key: Tensor, decay: float, weight: float, blocked: Tensor | None, fresh: bool
 ) -> Tensor:
-    """H one layer on, b H + w q k^T (B,H,Q,K), -inf where `blocked`; in place of H unless `fresh`."""
+    """Compute H of this layer, b H + w q k^T, with -inf where `blocked` is True.
+
+    Args:
+        hidden: H of the layer below (B,H,Q,K), or None for the first layer.
+        query: (B,H,Q,D).
+        key: (B,G,K,D).
+        decay: the factor b.
+        weight: the factor w.
+        blocked: bool, (B|1,H|1,Q|1,K), True where a query may not see a key; or None.
+        fresh: write the result into new memory. Otherwise the result replaces `hidden`.
+
+    Returns:
+        H of this layer (B,H,Q,K).
+    """
     groups, shape = key.shape[1], (*query.shape[:3], key.shape[2])
     q, k = rows(query, groups), key.flatten(0, 1).transpose(1, 2)
-    # H itself, not a view of H: autograd refuses to change a view in place.
+    # `moved` must be H itself and not a view of H, because autograd refuses to change a view in place.
     moved = q.new_empty(shape) if hidden is None or fresh else hidden
     flat = moved.view(q.shape[0], q.shape[1], shape[3])
     below = flat if hidden is None else hidden.view(flat.shape)
@@ -53,7 +68,13 @@ def attend(
     fresh: bool,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(H_l, heads (B,H,Q,D)) with gradients: `advance`, then softmax, dropout of weights, and read-out."""
+    """Compute `advance`, softmax, dropout of weights and the product with v, with gradients.
+
+    The arguments are those of `advance`, and value (B,G,K,D) and the probability `dropout`.
+
+    Returns:
+        H of this layer (B,H,Q,K), and the heads (B,H,Q,D).
+    """
     both: tuple[Tensor, Tensor] = _Attend.apply(hidden, query, key, value, decay, weight, blocked, fresh, dropout)  # type: ignore[no-untyped-call]  # torch's
     return both
 
@@ -94,14 +115,14 @@ class _Attend(torch.autograd.Function):
         q, k, v, p = rows(query, groups), key.flatten(0, 1), value.flatten(0, 1), rows(weights, groups)
         if grad_heads is not None:
             g = rows(grad_heads, groups)
-            # With dropout the heads are (p m) v, m = 0 or 1 / (1 - dropout): m scales the gradient of p.
+            # With dropout, the heads are (p m) v, where m is 0 or 1 / (1 - dropout). So m scales the gradient of p.
             scale = None if stays is None else rows(stays, groups).to(p.dtype).div_(ctx.kept)
             read = p if scale is None else p * scale
             grad_value = (read.transpose(1, 2) @ g).view(value.shape)
             mean = (g * rows(heads, groups)).sum(-1, keepdim=True)
             own = torch.bmm(g, v.transpose(1, 2))
             own = (own if scale is None else own.mul_(scale)).sub_(mean)
-            # The layer above made the gradient of H for this layer alone, so it may change in place.
+            # The layer above made the gradient of H for this layer alone, so this tensor may change in place.
             scores = own.mul_(p) if scores is None else scores.view(p.shape).addcmul_(own, p)
         if scores is None:
             return (None,) * 9
@@ -116,21 +137,26 @@ class _Attend(torch.autograd.Function):
 def attend_long(
     terms: Sequence[Term], value: Tensor, allowed: Tensor | None, causal: bool, dropout: float = 0.0
 ) -> Tensor:
-    """Heads (B,H,Q,D) of softmax(sum_j w_j q_j k_j^T + M) v in memory linear in the length.
+    """Compute softmax(sum_j w_j q_j k_j^T + M) v in memory that is linear in the length.
 
     Args:
-        terms: of every layer so far, this one last.
+        terms: the terms of all layers so far. The term of this layer comes last.
         value: (B,H,K,D).
-        allowed: bool, (B|1,H|1,Q|1,K), or None.
-        causal: query t sees the first t + 1 keys; not together with `allowed`.
-        dropout: on the weights.
+        allowed: bool, (B|1,H|1,Q|1,K), True where a query may see a key; or None.
+        causal: query t (from 0) sees the first t + 1 keys. Not together with `allowed`.
+        dropout: the probability that a weight is dropped.
+
+    Returns:
+        The heads (B,H,Q,D). A query that may see no key gets zeros.
     """
     queries, keys = terms[-1][0].shape[2], value.shape[2]
     size = max(1, BLOCK // (value.shape[0] * value.shape[1] * keys))
     found = []
     for start in range(0, queries, size):
         stop = min(start + size, queries)
-        part = None if allowed is None else allowed[:, :, start:stop] if allowed.shape[2] > 1 else allowed
+        part = allowed
+        if allowed is not None and allowed.shape[2] > 1:
+            part = allowed[:, :, start:stop]
         seen = stop if causal else keys
         block = (start, stop, seen, part, causal, dropout)
         if torch.is_grad_enabled():
@@ -141,7 +167,7 @@ def attend_long(
 
 
 def _block(block: Any, terms: Sequence[Term], value: Tensor) -> Tensor:
-    """The heads of the queries from `start` to `stop`."""
+    """The heads of the queries from `start` up to, but not including, `stop`: (B,H,stop - start,D)."""
     start, stop, seen, allowed, causal, dropout = block
     batch, heads = value.shape[:2]
     scores: Tensor | None = None

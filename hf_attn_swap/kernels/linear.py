@@ -1,9 +1,10 @@
-"""Causal linear attention on the CPU, a block at a time: f_t q_t (S + sum_{i <= t} k_i v_i^T), f_t = L_t^(-1/2).
+"""Computes causal linear attention on the CPU, one block of tokens after the other.
 
-A block of queries, keys and values and the running state stay in the processor's cache. Beside the inputs and the
-result nothing of size L x D is held, in the backward pass neither. On other devices many small products in turn are
-slow, so the chunks of `functional.linear` run there.
-For one token, with S = 0 and f = 1, the result is q k^T v.
+The formula is f_t q_t (S + sum_{i <= t} k_i v_i^T) with f_t = L_t^(-1/2). For one token, with S = 0 and f = 1, the
+result is q k^T v.
+One block of queries, keys and values fits into the processor's cache, together with the sum over all earlier tokens.
+Beside the inputs and the result, the forward and the backward pass hold no tensor of size L x D. On other devices,
+many small products in turn are slow, so the chunks of `functional.linear` run there.
 SimpleTRON (2021), section 3; Katharopoulos et al. (2020) for the state.
 Axes: B batch, H head, L token, D head width, N = B H.
 """
@@ -19,7 +20,7 @@ from torch import Tensor, library
 from ..functional import simple_attention
 from ..functional.linear import CHUNK, Past, length_factor, masked_keys, state_before
 
-BLOCK = 64  # tokens; any value gives the same result
+BLOCK = 64  # the number of tokens in a block; any number gives the same result
 
 
 def available(device: str) -> bool:
@@ -30,7 +31,10 @@ def available(device: str) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None, length: str, past: Past | None
 ) -> Tensor:
-    """`simple_attention`, for causal sequences of some length by the operator below."""
+    """Compute `functional.simple_attention`. Long causal sequences on the CPU use the operator of this file.
+
+    The arguments, the result (B,H,Q,D) and the errors are those of `functional.simple_attention`.
+    """
     one_dtype = q.dtype == k.dtype == v.dtype
     if not causal or q.shape[2] <= CHUNK or not available(q.device.type) or not one_dtype:
         return simple_attention(q, k, v, causal=causal, key_mask=key_mask, length=length, past=past)
@@ -43,13 +47,25 @@ def attend(
 
 @library.custom_op("hf_attn_swap::causal_linear", mutates_args=(), device_types="cpu")
 def causal_linear(q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor) -> Tensor:
-    """(B,H,L,D) from q, k, v (B,H,L,D), what came before (B,H,D,D) and the factors (B|1,L); sums in fp32 at least.
+    """Compute causal linear attention. Sums are computed in fp32 at least.
+
+    Args:
+        q: (B,H,L,D).
+        k: (B,H,L,D).
+        v: (B,H,L,D).
+        state: S, the sum of k v^T over earlier tokens (B,H,D,D).
+        factor: f (B|1,L).
+
+    Returns:
+        (B,H,L,D), in the dtype of v.
 
     Source: SimpleTRON (2021), section 3, made causal.
     """
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     with torch.autocast("cpu", enabled=False):
-        flat, running, factors = out.flatten(0, 1), _wide(state).flatten(0, 1).clone(), _per_row(factor, q)
+        flat = out.flatten(0, 1)
+        running = _wide(state).flatten(0, 1).clone()
+        factors = _per_row(factor, q)
         for part, a, b, c in _blocks(q, k, v):
             own = torch.bmm(torch.bmm(a, b.transpose(1, 2)).tril_(), c)
             flat[:, part] = own.baddbmm_(a, running).mul_(factors[:, part])
@@ -69,16 +85,18 @@ def _backward(
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     grad_q, grad_k, grad_v = (t.flatten(0, 1) for t in grads)
     with torch.autocast("cpu", enabled=False):
-        running, factors = _wide(state).flatten(0, 1).clone(), _per_row(factor, q)
+        running = _wide(state).flatten(0, 1).clone()
+        factors = _per_row(factor, q)
         for part, _, b, c, g in _blocks(q, k, v, grad):
             g = g * factors[:, part]
             own = torch.bmm(torch.bmm(g, c.transpose(1, 2)).tril_(), b)
             grad_q[:, part] = own.baddbmm_(g, running.transpose(1, 2))
             running.baddbmm_(b.transpose(1, 2), c)
-        later = torch.zeros_like(running)  # sum of q g^T over the queries behind the block
+        later = torch.zeros_like(running)  # the sum of q g^T over the queries after the block
         for part, a, b, c, g in reversed(list(_blocks(q, k, v, grad))):
             g = g * factors[:, part]
-            weights, pairs = torch.bmm(a, b.transpose(1, 2)).tril_(), torch.bmm(g, c.transpose(1, 2)).tril_()
+            weights = torch.bmm(a, b.transpose(1, 2)).tril_()
+            pairs = torch.bmm(g, c.transpose(1, 2)).tril_()
             grad_v[:, part] = torch.bmm(weights.transpose(1, 2), g).baddbmm_(b, later)
             grad_k[:, part] = torch.bmm(pairs.transpose(1, 2), a).baddbmm_(c, later.transpose(1, 2))
             later.baddbmm_(a.transpose(1, 2), g)
@@ -94,7 +112,7 @@ def _(
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """The slice of each block, and the block of each tensor as (N,block,D), wide."""
+    """For each block: its slice of the tokens, and its part of each tensor as (N,block,D), in fp32 at least."""
     flat = [tensor.flatten(0, 1) for tensor in tensors]
     for start in range(0, flat[0].shape[1], BLOCK):
         part = slice(start, start + BLOCK)
@@ -102,12 +120,13 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Any, ...]]:
 
 
 def _per_row(factor_BL: Tensor, like_BHLD: Tensor) -> Tensor:
-    """The factors as (N,L,1), wide."""
+    """The factors as (N,L,1), in fp32 at least."""
     batch, heads, length = like_BHLD.shape[:3]
     return _wide(factor_BL).expand(batch, length).repeat_interleave(heads, 0).unsqueeze(-1)
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    """The tensor in fp32 at least."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

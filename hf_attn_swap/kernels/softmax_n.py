@@ -1,8 +1,10 @@
-"""softmax_n attention from the fused CPU kernel's log-sum-exp: no zero key, so no copy of keys and values.
+"""Computes softmax_n attention from the log-sum-exp of PyTorch's fused CPU kernel.
 
-With lse the log-sum-exp of a row, softmax_n scales softmax's read-out by exp(lse - lse'), lse' = log(n + exp(lse)).
-Backwards, the same kernel given lse' and the scaled read-out computes softmax_n's gradient exactly, because the zero
-key's value is 0: dS = P' (dP - <dO, O'>) with P' = exp(S - lse'). n = 0 is ordinary attention.
+This form needs no zero key, and so no copy of keys and values. If lse is the log-sum-exp of a row, softmax_n scales
+the output of softmax by exp(lse - lse'), with lse' = log(n + exp(lse)). n = 0 is ordinary attention.
+In the backward pass, the same kernel is given lse' and the scaled output O'. The kernel then computes
+dS = P' (dP - <dO, O'>) with P' = exp(S - lse'), which is the exact gradient of softmax_n: the zero key adds nothing to
+<dO, O'>, because its value is 0.
 OutEffHop (Hu et al., 2024), eq. 2.2; FlashAttention-2, section 2.3.2, for the backward pass.
 Axes: B batch, H head, G key/value head, Q query, K key, D head width.
 """
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-GROUPED = torch.__version__ >= "2.13"  # by version; the first that is tested with shared keys
+GROUPED = torch.__version__ >= "2.13"  # the first version with which shared key/value heads are tested
 _OPERATORS = torch.ops.aten
 FORWARD = getattr(_OPERATORS, "_scaled_dot_product_flash_attention_for_cpu", None)
 BACKWARD = getattr(_OPERATORS, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
@@ -29,8 +31,12 @@ def available(device: str, dtype: torch.dtype) -> bool:
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """True if the kernel takes these tensors: whole rows in memory, equal widths, and a mask that is no parameter."""
-    if torch.compiler.is_compiling():  # what follows would break the graph
+    """True if the kernel can compute with these tensors.
+
+    The kernel needs rows that are contiguous in memory, equal widths of query, key and value, one dtype, and a mask
+    without a gradient.
+    """
+    if torch.compiler.is_compiling():  # the checks below would break the graph
         return False
     if not available(query.device.type, query.dtype) or not (GROUPED or query.shape[1] == key.shape[1]):
         return False
@@ -46,23 +52,28 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool
 def softmax_n_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float, n: float | Tensor
 ) -> Tensor:
-    """Heads (B,H,Q,D) of softmax_n(scaling q k^T + mask) v.
+    """Compute softmax_n(scaling q k^T + mask) v.
 
     Args:
         query: (B,H,Q,D).
         key: (B,G,K,D).
         value: (B,G,K,D).
-        mask: finite numbers to add in the dtype of the scores, (B|1,H|1,Q|1,K), or None; the dtype's minimum forbids,
-            and a row of nothing else reads 0.
-        causal: as SDPA's flag; not together with a mask.
-        scaling: factor of q k^T.
-        n: above 0, a number or a (1,) tensor without gradient.
+        mask: finite numbers to add in the dtype of the query, (B|1,H|1,Q|1,K), or None. The dtype's minimum forbids a
+            key, and a row in which every key is forbidden gives zeros.
+        causal: as SDPA's flag. Not together with a mask.
+        scaling: the factor of q k^T.
+        n: a number above 0, or a (1,) tensor without a gradient.
+
+    Returns:
+        The heads (B,H,Q,D).
     """
     if mask is not None:
         mask = mask.expand(-1, -1, query.shape[2], -1)
-    log_n = (
-        math.log(n) if isinstance(n, float) else n.detach().to(torch.promote_types(query.dtype, torch.float32)).log()
-    )
+    log_n: float | Tensor
+    if isinstance(n, float):
+        log_n = math.log(n)
+    else:
+        log_n = n.detach().to(torch.promote_types(query.dtype, torch.float32)).log()
     heads: Tensor = _SoftmaxN.apply(query, key, value, mask, causal, scaling, log_n)  # type: ignore[no-untyped-call]  # torch's
     return heads
 
@@ -81,7 +92,8 @@ class _SoftmaxN(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, mask, heads, lse = ctx.saved_tensors
-        wider = torch.logaddexp(lse, ctx.log_n if isinstance(ctx.log_n, Tensor) else lse.new_tensor(ctx.log_n))
+        log_n = ctx.log_n if isinstance(ctx.log_n, Tensor) else lse.new_tensor(ctx.log_n)
+        wider = torch.logaddexp(lse, log_n)
         kept = {"attn_mask": mask, "scale": ctx.scaling}
         grads = BACKWARD(grad, query, key, value, heads, wider, 0.0, ctx.causal, **kept)  # type: ignore[misc]  # there
         return (*grads, None, None, None, None)

@@ -1,1 +1,1 @@
-"""The transformers side: the attention interface, hooks, and what a patched model carries."""
+"""Connects swapped layers to transformers: the attention function, the hooks, the cache, and what a model carries."""

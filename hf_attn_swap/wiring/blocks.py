@@ -1,8 +1,10 @@
-"""Containers that fuse W_o with dropout and LayerNorm, with a place for what comes after W_o.
+"""Replaces the forward of containers that apply W_o, dropout and LayerNorm in one step, as BERT and ALBERT do.
 
-BERT-like: LayerNorm(x + write(dropout(W_o heads))). ALBERT likewise, with the projections in the same module.
-The forward calls the stock submodules, so adapters on them still apply. Classes are made once per stock class and
-survive copies and pickles: they are rebuilt from the stock class.
+No hook can reach the tensor between W_o and LayerNorm. The classes of this file compute
+LayerNorm(x + write(dropout(W_o heads))), where `write` is what a variant does after W_o.
+Each forward calls the submodules of the stock container, so adapters on these submodules still apply. There is one
+class per stock class. Copies and pickles of a model work, because the class is made again from the stock class.
+Axes: B batch, L token, E model width.
 """
 
 from __future__ import annotations
@@ -18,10 +20,16 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Block:
-    """What the classes below share; `stock_class` is the class that transformers wrote.
+    """The base class of the replaced containers.
 
-    Under a device map accelerate keeps, for each module, the forward method that it found. After `unpatch_model` it
-    calls that method on a module of the stock class again, so each forward hands such a module to its own class.
+    Under a device map, accelerate keeps the forward method that each module had at that time. After `unpatch_model`,
+    accelerate still calls this method, now on a module of the stock class. Each forward below therefore passes such a
+    module on to the forward of the module's own class.
+
+    Attributes:
+        stock_class: the container's class in transformers.
+        finish: a function that lets the variants change the output of W_o, see `hooks.finish`.
+        attention: the attention function, see `seam.attention_forward`.
     """
 
     stock_class: type[nn.Module]
@@ -34,13 +42,13 @@ class Block:
 
 
 class BertBlock(Block):
-    """`attention` of BERT, RoBERTa, ELECTRA and their like: the projections sit in `self`."""
+    """The container `attention` of BERT, RoBERTa, ELECTRA and similar models: the core is its submodule `self`."""
 
     self: Any
     output: Any
 
     def forward(this, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:  # noqa: N805  # `this.self` reads better than `self.self`
-        """(B,L,E) to the attention block's output (B,L,E) and the weights."""
+        """Compute the container's output (B,L,E) and the weights, from the hidden states (B,L,E)."""
         if not _swapped(this):  # see `Block`
             return type(this).forward(this, hidden_states, attention_mask=attention_mask, **kwargs)
         heads, weights = this.self(hidden_states, attention_mask=attention_mask, **kwargs)
@@ -50,7 +58,7 @@ class BertBlock(Block):
 
 
 class AlbertBlock(Block):
-    """`attention` of ALBERT: the projections sit in the same module."""
+    """The container `attention` of ALBERT, which is the core too: all projections are its own submodules."""
 
     query: nn.Module
     key: nn.Module
@@ -64,11 +72,13 @@ class AlbertBlock(Block):
     training: bool
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        """(B,L,E) to the attention block's output (B,L,E) and the weights."""
+        """Compute the container's output (B,L,E) and the weights, from the hidden states (B,L,E)."""
         if not _swapped(self):  # see `Block`
             return type(self).forward(self, hidden_states, attention_mask=attention_mask, **kwargs)
         split = (*hidden_states.shape[:-1], -1, self.attention_head_size)
-        query, key, value = (p(hidden_states).view(split).transpose(1, 2) for p in (self.query, self.key, self.value))
+        query = self.query(hidden_states).view(split).transpose(1, 2)
+        key = self.key(hidden_states).view(split).transpose(1, 2)
+        value = self.value(hidden_states).view(split).transpose(1, 2)
         dropout = self.attention_dropout.p if self.training else 0.0
         heads, weights = type(self).attention(
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
@@ -87,7 +97,7 @@ BLOCKS: dict[str, Any] = {"bert": BertBlock, "albert": AlbertBlock}
 
 @cache
 def swapped_class(stock: Any, block: Any, finish: Write, attention: Attention) -> type[nn.Module]:
-    """The class that stands in for `stock` while it is swapped, with one of the `BLOCKS` in front."""
+    """The class that takes the place of `stock` while the container is swapped: one of `BLOCKS`, then `stock`."""
     body = {"stock_class": stock, "finish": staticmethod(finish), "attention": staticmethod(attention)}
     return type(f"Swapped{stock.__name__}", (block, stock), body)
 

@@ -1,11 +1,14 @@
-"""The cache of linear attention: a state of constant size in place of every key and value seen so far.
+"""Caches linear attention: a state of constant size in place of all keys and values.
 
-S = sum_i k_i v_i^T and the count of real keys, per key/value head; decoding a token is then O(1) in the context.
-`LinearState.of` puts the state in place of an empty `DynamicLayer` on the first call of a layer, so `generate()` and
-`model(..., use_cache=True)` use a state without asking.
-A sum cannot give back one of its summands. Assisted decoding takes tokens back, so the state also keeps the keys and
-values of the last tokens: the tail, at least `CROPPED` and at most twice as many, less what was taken back since.
-`base` are the sums before the tail, `full` the sums over everything.
+The state is S = sum_i k_i v_i^T and the count of real keys, for each key/value head. Decoding one token then takes
+time and memory that do not grow with the context.
+`LinearState.of` puts a state in place of an empty `DynamicLayer` on the first call of a layer, so that `generate()`
+and `model(..., use_cache=True)` use the state by themselves.
+Assisted decoding takes tokens back, but a token cannot be taken out of a sum again. The state therefore also keeps the
+keys and values of the last tokens. These tokens are the tail. The tail has at least `CROPPED` and at most twice as many
+tokens, less the tokens that were taken back. `base` holds the sums over the tokens before the tail, and `full` holds
+the sums over all tokens.
+docs/mathematics.md, section SimpleTRON; Katharopoulos et al. (2020) for the state.
 Axes: B batch, G key/value head, L token, D head width.
 """
 
@@ -20,13 +23,18 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-CROPPED = 64  # how far behind the longest text so far `crop` can go: assisted decoding proposes fewer tokens
+CROPPED = 64  # how many tokens `crop` can take back at least; assisted decoding proposes fewer tokens than that
 Rows = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Keys and values (B,G,L,D) of tokens in a row, and which of them are real, (B,L); None means all."""
+    """Consecutive tokens.
+
+    Attributes:
+        key, value: (B,G,L,D).
+        real: (B,L) bool, True at real tokens and False at padding. None means that all tokens are real.
+    """
 
     key: Tensor
     value: Tensor
@@ -34,45 +42,49 @@ class Chunk:
 
     @property
     def length(self) -> int:
-        """How many tokens, padding counted."""
+        """The number of tokens, padding included."""
         return self.key.shape[2]
 
     def part(self, start: int, stop: int) -> Chunk:
-        """The tokens from `start` to `stop`, as views."""
+        """The tokens from `start` up to, but not including, `stop`. The result shares memory with this chunk."""
         real = None if self.real is None else self.real[:, start:stop]
         return Chunk(self.key[:, :, start:stop], self.value[:, :, start:stop], real)
 
     def rows(self, choose: Rows) -> Chunk:
-        """Other rows of the batch."""
-        return Chunk(choose(self.key), choose(self.value), None if self.real is None else choose(self.real))
+        """The same tokens of other rows of the batch. `choose` maps a tensor to the tensor with the new rows."""
+        real = None if self.real is None else choose(self.real)
+        return Chunk(choose(self.key), choose(self.value), real)
 
     def copy(self) -> Chunk:
-        """The same tokens in memory of their own: a view would keep all of a long prompt alive."""
+        """The same tokens in memory of their own. A part of a chunk would keep the memory of a long prompt."""
         return self.rows(torch.clone)
+
+    def real_tokens(self) -> Tensor:
+        """(B,L) bool, True at real tokens."""
+        if self.real is not None:
+            return self.real
+        return self.key.new_ones(self.key.shape[0], self.length, dtype=torch.bool)
 
     @staticmethod
     def joined(chunks: list[Chunk]) -> Chunk:
-        """Chunks in a row as one."""
+        """Chunks that follow each other, as one chunk."""
         if len(chunks) == 1:
             return chunks[0]
-        key, value = (
-            torch.cat(parts, 2) for parts in zip(*((chunk.key, chunk.value) for chunk in chunks), strict=True)
-        )
+        key = torch.cat([chunk.key for chunk in chunks], 2)
+        value = torch.cat([chunk.value for chunk in chunks], 2)
         if all(chunk.real is None for chunk in chunks):
             return Chunk(key, value, None)
-        every = [chunk.key.new_ones(chunk.key.shape[0], chunk.length, dtype=torch.bool) for chunk in chunks]
-        real = [ones if chunk.real is None else chunk.real for chunk, ones in zip(chunks, every, strict=True)]
-        return Chunk(key, value, torch.cat(real, 1))
+        return Chunk(key, value, torch.cat([chunk.real_tokens() for chunk in chunks], 1))
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What linear attention reads of the tokens before: sum k v^T (B,G,D,D) in fp32 at least, and how many they are.
+    """The sums over earlier tokens that linear attention needs.
 
     Attributes:
-        state: None before the first token.
-        seen: (B,), real keys.
-        length: tokens, padding counted.
+        state: the sum of k v^T (B,G,D,D), in fp32 at least; None before the first token.
+        seen: the number of real keys (B,); None before the first token.
+        length: the number of tokens, padding included.
     """
 
     state: Tensor | None = None
@@ -80,7 +92,7 @@ class Sums:
     length: int = 0
 
     def plus(self, chunk: Chunk) -> Sums:
-        """The sums after these tokens."""
+        """The sums after the tokens of this chunk were added."""
         key, value = chunk.key, chunk.value
         if chunk.real is None:
             count = key.new_full(key.shape[:1], chunk.length, dtype=torch.long)
@@ -88,23 +100,24 @@ class Sums:
             count = chunk.real.sum(-1)
             key = key.masked_fill(~chunk.real[:, None, :, None], 0)
         wide = torch.promote_types(key.dtype, torch.float32)
-        with torch.autocast(key.device.type, enabled=False):  # autocast would round the product to half precision
+        with torch.autocast(key.device.type, enabled=False):  # otherwise autocast rounds the product to half precision
             added = key.transpose(2, 3).to(wide) @ value.to(wide)
         if self.state is not None and self.seen is not None:
-            added, count = self.state + added, self.seen + count
+            added = self.state + added
+            count = self.seen + count
         return Sums(added, count, self.length + chunk.length)
 
     def rows(self, choose: Rows) -> Sums:
-        """Other rows of the batch."""
+        """The sums of other rows of the batch. `choose` maps a tensor to the tensor with the new rows."""
         if self.state is None or self.seen is None:
             return self
         return Sums(choose(self.state), choose(self.seen), self.length)
 
 
 class LinearState(CacheLayerMixin):
-    """One layer's cache: the sums over all tokens, the sums before the tail, and the tail.
+    """The cache of one layer: the sums over all tokens, the sums over the tokens before the tail, and the tail.
 
-    `keys` and `values` stay None: nothing has the length of the context.
+    `keys` and `values` of the base class stay None, because the state holds no tensor as long as the context.
     """
 
     is_compileable = False
@@ -119,7 +132,14 @@ class LinearState(CacheLayerMixin):
 
     @classmethod
     def of(cls, cache: Any, layer: int, *, start: bool) -> LinearState | None:
-        """This layer's state: the one that is there, or with `start` a new one in place of an empty dynamic layer."""
+        """The state of one layer in a cache, or None.
+
+        Args:
+            cache: a cache of transformers.
+            layer: the number of the layer in the cache.
+            start: put a new state in place of an empty `DynamicLayer`. Without `start`, only a state that is already
+                in the cache is returned.
+        """
         layers: Any = getattr(cache, "layers", ())
         if layer >= len(layers):
             return None
@@ -129,42 +149,45 @@ class LinearState(CacheLayerMixin):
 
     @property
     def length(self) -> int:
-        """Tokens seen, padding counted."""
+        """The number of tokens so far, padding included."""
         return self.full.length
 
     @property
     def state_BGDD(self) -> Tensor | None:  # noqa: N802  # axis suffix, as in argument names
-        """The sum of k v^T over all tokens, in fp32 at least."""
+        """The sum of k v^T over all tokens (B,G,D,D), in fp32 at least; None before the first token."""
         return self.full.state
 
     @property
     def seen_B(self) -> Tensor | None:  # noqa: N802  # as above
-        """Real keys."""
+        """The number of real keys (B,); None before the first token."""
         return self.full.seen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is held before the first `absorb`."""
+        """Note the dtype and the device. The state holds no tensor before the first `absorb`."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def claim(self, core: nn.Module) -> None:
-        """Say which swapped attention module is about to call `update`.
+        """Note which swapped attention module is about to call `update`.
 
-        The claim is good for one `update`, and only while the module computes linear attention at full strength: an
-        error between `claim` and `update` leaves the claim behind, and the next to call may be ordinary attention.
+        A claim is good for one `update`, and only while the module computes linear attention at full strength. An
+        error between `claim` and `update` leaves the claim in place, and the next caller of `update` may be ordinary
+        attention; the second condition refuses this caller.
         """
         self._claim = weakref.ref(core)
 
     def _claimed(self) -> bool:
         core = None if self._claim is None else self._claim()
         self._claim = None
-        swap: Any = getattr(core, "attn_swap", None)  # gone after `unpatch_model`; PEFT wraps it
+        swap: Any = getattr(core, "attn_swap", None)  # absent after `unpatch_model`; under PEFT, a wrapper of the swap
         return swap is not None and swap.phase == "full" and swap.places().replacement is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Give the tokens back, and only them; `absorb` follows once their mask is known.
+        """Return the keys and values of the current tokens, without any earlier tokens.
+
+        The attention function calls `absorb` later, when the mask of the tokens is known.
 
         Raises:
-            ValueError: the layer that calls is not the linear attention that filled this cache.
+            ValueError: the caller is not the linear attention that filled this cache.
         """
         if not self._claimed():
             raise ValueError(
@@ -176,18 +199,25 @@ class LinearState(CacheLayerMixin):
         return key_states, value_states
 
     def past(self, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """What `simple_attention` takes, per query head."""
+        """The sums over all tokens so far, for each query head, as `simple_attention` takes them.
+
+        Returns:
+            The sum of k v^T (B,H,D,D), the number of real keys (B,) and the number of all keys (1,); None before the
+            first token.
+        """
         state, seen = self.full.state, self.full.seen
         if state is None or seen is None:
             return None
-        return state.repeat_interleave(heads // state.shape[1], 1), seen, seen.new_full((1,), self.length)
+        per_head = state.repeat_interleave(heads // state.shape[1], 1)
+        return per_head, seen, seen.new_full((1,), self.length)
 
     def absorb(self, key_BGLD: Tensor, value_BGLD: Tensor, real_BL: Tensor | None) -> None:
-        """Take a call's keys and values into the state; `real_BL` is False at padding.
+        """Add the keys and values of a call to the state. `real_BL` (B,L) is False at padding; None means no padding.
 
-        A few tokens join the tail as they are, without a copy. Of many, the last `CROPPED` are the new tail.
+        Up to `CROPPED` tokens become a part of the tail without a copy. Of more tokens, the last `CROPPED` become the
+        new tail.
         """
-        real = None if real_BL is None else real_BL.clone()  # a view would keep masks of the whole context alive
+        real = None if real_BL is None else real_BL.clone()  # a view would keep the masks of the whole context
         chunk = Chunk(key_BGLD, value_BGLD, real)
         if chunk.length > CROPPED:
             many = chunk.length - CROPPED
@@ -197,34 +227,42 @@ class LinearState(CacheLayerMixin):
         self.full = self.full.plus(chunk)
         self.tail.append(chunk)
         kept = self.full.length - self.base.length
-        if kept > 2 * CROPPED:  # so rarely that a token costs the same on average
+        if kept > 2 * CROPPED:  # at most once per CROPPED tokens, so that the average cost of a token is constant
             whole = Chunk.joined(self.tail)
             self.base = self.base.plus(whole.part(0, kept - CROPPED))
             self.tail = [whole.part(kept - CROPPED, kept).copy()]
 
     def get_seq_length(self) -> int:
-        """Tokens seen, padding counted."""
+        """The number of tokens so far, padding included."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As a dynamic cache: layers beside this one may hold keys of the whole context."""
+        """The length and the offset of the mask, as for a dynamic cache.
+
+        Other layers of the same cache may hold the keys of the whole context, and all layers share one mask.
+        """
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: there is no maximum."""
+        """-1, which means that there is no maximum."""
         return -1
 
-    get_max_cache_shape = get_max_length  # its name in older transformers
+    get_max_cache_shape = get_max_length  # the name of this method in older transformers
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all tokens."""
         self.__init__()  # type: ignore[misc]  # a cache layer without options
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last -n tokens, or (older transformers) all behind the first n.
+        """Take tokens back.
+
+        Args:
+            tokens_to_remove: a number -n takes back the last n tokens. A number n above 0 keeps the first n tokens and
+                takes back all others, as older versions of transformers ask for.
 
         Raises:
-            ValueError: more tokens than the tail holds; it starts `CROPPED` or more tokens before the longest text.
+            ValueError: the tail holds fewer tokens than must be taken back. `CROPPED` tokens, counted from the longest
+                text so far, can always be taken back.
         """
         remove = -tokens_to_remove if tokens_to_remove <= 0 else self.length - tokens_to_remove
         if remove <= 0:
@@ -235,23 +273,23 @@ class LinearState(CacheLayerMixin):
         kept = self.length - self.base.length - remove
         if kept < 0:
             raise ValueError(
-                f"a state of linear attention cannot go back {remove} tokens; only to {CROPPED} before the longest "
-                "text that it has seen. Keep a copy of the cache from before them, or use use_cache=False."
+                f"a state of linear attention cannot go back {remove} tokens; only to {CROPPED} before the end of the "
+                "longest text so far. Keep a copy of the cache from before these tokens, or use use_cache=False."
             )
         left = Chunk.joined(self.tail).part(0, kept)
         self.tail = [left] if kept else []
         self.full = self.base.plus(left) if kept else self.base
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow beam search."""
+        """Put the rows of the batch into the order that beam search chose; `beam_idx` (B,)."""
         self._rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times."""
+        """Repeat each row of the batch `repeats` times."""
         self._rows(lambda rows: rows.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
+        """Keep only these rows of the batch."""
         self._rows(lambda rows: rows[indices])
 
     def _rows(self, choose: Rows) -> None:
@@ -260,11 +298,11 @@ class LinearState(CacheLayerMixin):
             self.tail = [Chunk.joined(self.tail).rows(choose)]
 
     def offload(self) -> None:
-        """A state is small and stays where it is."""
+        """Do nothing: a state is small and stays on its device."""
 
     def prefetch(self) -> None:
-        """As `offload`."""
+        """Do nothing, as `offload` moved nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle is claimed by nobody: a weak reference cannot be written to a file."""
+        """The content of a copy or a pickle, without the claim: a weak reference cannot be written to a file."""
         return {**self.__dict__, "_claim": None}

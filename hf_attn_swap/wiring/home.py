@@ -1,7 +1,7 @@
-"""Where an attention module computes and in which dtype: not always where and how its weights are kept.
+"""Finds the device on which an attention module computes, and the dtype in which it computes.
 
-Offloaded weights (accelerate) wait on the meta device until their module is called; weights quantised to 4 bits are
-bytes.
+The weights do not always tell both. accelerate keeps offloaded weights on the meta device until their module is
+called. Weights that are quantised to 4 bits are stored as bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def home(container: nn.Module, core: nn.Module) -> Tensor:
     """An empty tensor on the device and in the dtype in which an attention module computes.
 
     Args:
-        container: the module with all projections.
-        core: the module whose config says the dtype, where no weight does.
+        container: the module that holds the weights.
+        core: the module with the config. The config states the dtype if no weight is a floating point number.
     """
     parameters = list(container.parameters())
     floating = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
@@ -25,11 +25,12 @@ def home(container: nn.Module, core: nn.Module) -> Tensor:
     device = torch.device("cpu") if like is None else like.device
     if device.type == "meta":
         device = _execution_device(container) or device
-    return torch.empty(0, device=device, dtype=_compute_dtype(container, core) if floating is None else floating.dtype)
+    dtype = _compute_dtype(container, core) if floating is None else floating.dtype
+    return torch.empty(0, device=device, dtype=dtype)
 
 
 def _execution_device(container: nn.Module) -> torch.device | None:
-    """Where accelerate brings the weights when their module is called; None where it did not take them away."""
+    """The device to which accelerate brings the weights when their module is called; None without such a hook."""
     for module in container.modules():
         hook: Any = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", (hook,)):
@@ -40,7 +41,7 @@ def _execution_device(container: nn.Module) -> torch.device | None:
 
 
 def _compute_dtype(container: nn.Module, core: nn.Module) -> torch.dtype:
-    """Of a module without floating parameters: as its layers say, or as the model was loaded."""
+    """The dtype of a module without floating point weights: as its layers state, or else as the config states."""
     said = [getattr(module, "compute_dtype", None) for module in container.modules()]
     said.append(getattr(getattr(core, "config", None), "dtype", None))
     return next((dtype for dtype in said if isinstance(dtype, torch.dtype)), torch.get_default_dtype())

@@ -1,8 +1,9 @@
-"""The hooks on models, layers and attention modules that carry a call's context to the attention function.
+"""Carries the context of a call to the attention function, by hooks on models, layers and attention modules.
 
-On the way in they put it into the keyword arguments, on the way out they do what comes after W_o. They are
-module-level functions that use their `module` argument and keep nothing between calls, so copies, pickles and
-threads are safe. Axes: B batch, L token, E model width.
+Hooks that run before a module add the context to the keyword arguments. Hooks that run after an attention module do
+what a variant does after W_o. All hooks are functions of the module level. They use their `module` argument and keep
+nothing between calls, so that copies, pickles and threads are safe. docs/design.md describes the way of a call.
+Axes: B batch, Q query, L token, E model width.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ from .seam import CACHES, CALL, CARRIED, LAYER, NAMES, MaskWithContext, swap_of
 
 
 def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """On the model that owns the layers: what they share during this pass."""
+    """Before a stack: add a new `Carried` to the keyword arguments, which the layers share during this pass."""
     want = kwargs.get("output_attentions")
     want = getattr(module.config, "output_attentions", False) if want is None else want
     return args, {**kwargs, CARRIED: Carried(want_weights=bool(want), gradients=torch.is_grad_enabled())}
 
 
 def after_stack(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """The pass is over: a shared module called again now is a re-computation, whose order nobody knows."""
+    """After a stack: close the `Carried`. A later call of a shared module is a re-computation of an unknown layer.
+
+    Raises:
+        ValueError: the caller wants attention weights, but the model does not pass keyword arguments on to its layers.
+    """
     carried: Carried = kwargs[CARRIED]
     carried.closed = True
     if carried.want_weights and not carried.arrived:
@@ -38,7 +43,11 @@ def after_stack(module: nn.Module, args: Any, kwargs: dict[str, Any], output: An
 
 
 def before_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """On the block around a layer that carries scores: its residual stream, and whether it is checkpointed."""
+    """Before a block: add the residual stream, and whether the block is under activation checkpointing.
+
+    Raises:
+        ValueError: the checkpointing is re-entrant, which would lose gradients of carried scores.
+    """
     checkpointed = bool(getattr(module, "gradient_checkpointing", False)) and module.training
     carried: Carried | None = kwargs.get(CARRIED)
     if checkpointed and (torch.is_grad_enabled() if carried is None else carried.gradients):
@@ -53,12 +62,12 @@ def before_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def before_core(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """On an attention module that applies its own W_o."""
+    """Before an attention module that applies its own W_o: add the `Call`."""
     return _start(module, module, args, kwargs)
 
 
 def before_core_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """On an attention module that hands its mask on to the attention function, but no keyword arguments."""
+    """Before an attention module that passes on its mask, but no keyword arguments: pack the `Call` with the mask."""
     args, kwargs = _start(module, module, args, kwargs)
     context = {name: kwargs[name] for name in (CALL, CARRIED, STOCK) if name in kwargs}
     swap = swap_of(module)
@@ -69,12 +78,12 @@ def before_core_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) ->
 
 
 def before_bert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """On the container of a BERT-like attention module."""
+    """Before the container of a BERT-like attention module: add the `Call` of its core."""
     return _start(module.self, module, args, kwargs)  # type: ignore[arg-type]  # a submodule by that name
 
 
 def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """What comes after W_o, where the module returns W_o's output first."""
+    """After an attention module whose first output is the output of W_o: let the variants change this output."""
     call: Call | None = kwargs.get(CALL)
     swap = swap_of(module)
     if call is None or swap is None:
@@ -85,12 +94,14 @@ def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 
 
 def _written(swap: Swap, out: Tensor, call: Call) -> Tensor:
-    """The swap's last step on (B,L,E), or on a grid (B,height,width,E) read row by row."""
-    return swap.write(out.flatten(1, 2), call).view_as(out) if out.dim() == 4 else swap.write(out, call)
+    """The swap's last step on the output (B,L,E), or on a grid of patches (B,height,width,E), row after row."""
+    if out.dim() == 4:
+        return swap.write(out.flatten(1, 2), call).view_as(out)
+    return swap.write(out, call)
 
 
 def finish(core: nn.Module, out: Tensor, kwargs: dict[str, Any], dropout: nn.Module) -> Tensor:
-    """What comes after W_o and dropout, inside a container that goes on to LayerNorm."""
+    """Let the variants change the output (B,L,E) of W_o and dropout, inside a container that applies LayerNorm next."""
     call: Call | None = kwargs.get(CALL)
     swap = swap_of(core)
     if call is None or swap is None:
@@ -100,7 +111,12 @@ def finish(core: nn.Module, out: Tensor, kwargs: dict[str, Any], dropout: nn.Mod
 
 
 def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Check the call and put its context into the keyword arguments."""
+    """Check the call, and add its `Call` to the keyword arguments.
+
+    Raises:
+        ValueError: the model has another attention implementation now, the call is cross-attention, or an adapter sits
+            on a matrix that a calibration was merged into.
+    """
     swap = swap_of(core)
     chosen: str | None = core.config._attn_implementation  # type: ignore[assignment,union-attr]  # checked when patching
     if chosen not in NAMES:
@@ -109,13 +125,17 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
             f"{chosen!r}; keep {NAMES[0]!r}, or call unpatch_model first."
         )
     if kwargs.get(STOCK):
-        return args, {name: value for name, value in kwargs.items() if name != CALL}  # of the call that it repeats
+        # The stock layer repeats a call of the swapped layer, with the swapped layer's arguments.
+        return args, {name: value for name, value in kwargs.items() if name != CALL}
     if swap is None or swap.phase == Phase.OFF:
         return args, kwargs
     wiring = wiring_of(swap)
     for name in ("encoder_hidden_states", "key_value_states"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(core).__name__}: cross-attention has no values of its own tokens to swap with.")
+            raise ValueError(
+                f"{type(core).__name__}: cross-attention has no values of its own tokens and cannot be swapped; leave "
+                "this module out with layers= or modules=."
+            )
     x = args[0] if args else kwargs["hidden_states"]
     carried: Carried | None = kwargs.get(CARRIED)
     residual, checkpointed = kwargs.get(LAYER, (None, False))
@@ -139,20 +159,23 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
 
 
 def wiring_of(swap: Swap) -> Wiring:
-    """The place of a swap in its model; a swap that computes always has one."""
+    """The place of a swap in its model. Every swap that computes has a place."""
     assert swap.wiring is not None, "a swap computes in no model"
     return swap.wiring
 
 
 def _argument(place: int | None, names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> Any:
-    """One argument of an attention module, by position or by any of its names."""
+    """One argument of an attention module, given by position or by any of its names; None if the argument is absent."""
     if place is not None and len(args) > place:
         return args[place]
     return next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
 
 
 def _cache_length(core: nn.Module, cache: Any) -> int | Tensor | None:
-    """How many tokens the cache holds before this call: read and copied before the update moves it."""
+    """The number of tokens in the cache before this call; None without a cache.
+
+    A static cache counts in a tensor, and its update changes this tensor in place, so the tensor is copied here.
+    """
     if cache is None:
         return None
     length: int | Tensor = cache.get_seq_length(core.layer_idx)
@@ -160,7 +183,11 @@ def _cache_length(core: nn.Module, cache: Any) -> int | Tensor | None:
 
 
 def _linear_state(core: nn.Module, swap: Swap, cache: Any, mask: Any, carried: Carried | None) -> LinearState | None:
-    """The state that linear attention keeps in place of keys and values, claimed for this call."""
+    """The state of linear attention in the cache, claimed for this call; None if the layer keeps keys and values.
+
+    A new state is started only for causal attention without gradients, if the caller wants no attention weights and
+    the mask is no mask of queries and keys.
+    """
     if cache is None or swap.places().replacement is None or swap.phase != Phase.FULL or torch.compiler.is_compiling():
         return None
     shown = carried is not None and carried.want_weights
@@ -173,19 +200,27 @@ def _linear_state(core: nn.Module, swap: Swap, cache: Any, mask: Any, carried: C
 
 
 def _refuse_adapter(core: nn.Module, container: nn.Module, swap: Swap, wiring: Wiring) -> None:
-    """A merged matrix holds the calibration; what an adapter adds to it would not be what it learned elsewhere."""
+    """Refuse an adapter on a matrix that a calibration was merged into.
+
+    The adapter was trained for the matrix without the calibration, and its effect would be another one here.
+
+    Raises:
+        ValueError: there is such an adapter.
+    """
     if swap.merged is None or wiring.folded_path is None:
         return
     folded = (container if swap.keeps_projection else core).get_submodule(wiring.folded_path)
     if hasattr(folded, "base_layer"):
         raise ValueError(
             f"{type(core).__name__}: an adapter sits on {wiring.folded_path}, into which a calibration was merged; "
-            "leave it out of target_modules, or add adapters to the model from before the merge."
+            f"leave {wiring.folded_path} out of target_modules, or add adapters to the model from before the merge."
         )
 
 
 def _warn_frozen(core: nn.Module, swap: Swap) -> None:
-    if not (core.training and swap.fresh and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+    """Warn if the model is trained while all new parameters of the swap are frozen."""
+    training = core.training and swap.fresh and torch.is_grad_enabled()
+    if not training or torch.compiler.is_compiling():
         return
     parameters = [parameter for variant in swap.variants for parameter in variant.parameters()]
     if parameters and not any(parameter.requires_grad for parameter in parameters):

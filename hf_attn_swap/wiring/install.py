@@ -1,9 +1,9 @@
-"""What a patched model carries: its own config, the hooks, the swapped containers, and the way back.
+"""Puts swaps into a model, describes them in the config, and takes them out again.
 
 The outermost `PreTrainedModel` holds one `Record` as the plain attribute `attn_swap_installation`. The record holds
-submodules, handles and paths, but never the model itself: deep copies and pickles of the model take the record along,
-and `del model` frees the model at once, without the garbage collector. `Installation` is the record together with its
-model, made when somebody asks.
+the hooks and the replaced containers, but never the model itself. Deep copies and pickles of the model therefore
+contain the record, and `del model` frees the model at once, without the garbage collector. `Installation` joins the
+record and its model; a function that needs both makes a new `Installation`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .blocks import BLOCKS, swapped_class
 from .plan import Placed, plan, swaps_in
 
 ATTRIBUTE = "attn_swap_installation"
-STOCK_CONFIG = "attn_swap_stock_config"  # on each module with a config: the config object that the module had
+STOCK_CONFIG = "attn_swap_stock_config"  # an attribute of each module with a config: the config from before patching
 VERSION = 1
-VERSION_WITH_MODULES = 2  # of a block in which a layer was chosen by `modules`
+VERSION_WITH_MODULES = 2  # the version of a config block in which `modules` chose a layer
 
 
 def model_root(model: nn.Module) -> PreTrainedModel:
     """The outermost transformers model in `model`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: `model` holds no transformers model.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -47,7 +47,7 @@ def installation_of(root: PreTrainedModel) -> Installation | None:
     """The installation of this model, None if it is not patched.
 
     Raises:
-        ValueError: only a part of it is patched, or it is a part of a patched model.
+        ValueError: only a part of the model is patched, or the model is a part of a patched model.
     """
     own = root.__dict__.get(ATTRIBUTE)
     if isinstance(own, Record):
@@ -55,7 +55,7 @@ def installation_of(root: PreTrainedModel) -> Installation | None:
     for name, module in root.named_modules():
         if module.__dict__.get(ATTRIBUTE) is not None:
             raise ValueError(
-                f"the part {name!r} is patched on its own; call unpatch_model on it, then patch the whole."
+                f"the part {name!r} is patched on its own; call unpatch_model on this part, then patch the whole model."
             )
     if any(isinstance(getattr(site.core, "attn_swap", None), nn.Module) for site in sites(root)):
         raise ValueError(f"this {type(root).__name__} is part of a patched model; call this on the whole model.")
@@ -64,12 +64,12 @@ def installation_of(root: PreTrainedModel) -> Installation | None:
 
 @dataclass
 class Record:
-    """What must be taken back, for one model.
+    """The changes to one model that unpatching takes back.
 
     Attributes:
-        handles: of all hooks.
-        containers: modules whose class was swapped.
-        loaded: the model was rebuilt from a converted checkpoint, so there is no stock config object to return to.
+        handles: the handles of all hooks.
+        containers: the modules whose class was replaced.
+        loaded: True if the model was rebuilt from a converted checkpoint. There is no config from before patching then.
     """
 
     handles: list[RemovableHandle] = field(default_factory=list)
@@ -79,17 +79,28 @@ class Record:
 
 @dataclass(frozen=True)
 class Installation:
-    """The swaps of one model: put in, described in the config, and taken out here and nowhere else."""
+    """A patched model and its record. All swaps are put in, described in the config, and taken out by this class.
+
+    Attributes:
+        root: the outermost transformers model.
+        record: the changes to the model.
+    """
 
     root: PreTrainedModel
     record: Record
 
     @classmethod
     def start(cls, model: nn.Module, root: PreTrainedModel, *, loaded: bool = False) -> Installation:
-        """Give the model its own copy of its config, shared by its submodules as before, and our attention.
+        """Give a model its own copies of its configs, and set its attention implementation to `hf_attn_swap`.
+
+        Args:
+            model: the model that the user passed: `root`, or a wrapper around `root`.
+            root: the outermost transformers model.
+            loaded: True if the model is being rebuilt from a converted checkpoint.
 
         Raises:
-            ValueError: some attention module could not be switched to our attention; the model is unchanged then.
+            ValueError: transformers cannot change the implementation of some attention module. The model is then
+                unchanged.
         """
         installation = cls(root, Record(loaded=loaded))
         _own_configs(model)
@@ -105,13 +116,20 @@ class Installation:
         return installation
 
     def swaps(self) -> dict[int, list[Swap]]:
-        """By layer number, the swaps of each swapped layer (several where PEFT keeps copies)."""
+        """The swaps of each swapped layer, by the layer's number. A layer has several if PEFT keeps copies."""
+        found: dict[int, list[Swap]] = {}
         usable = [site for site in sites(self.root) if site.usable]
-        found = {index: list(swaps_in(getattr(site.core, "attn_swap", None))) for index, site in enumerate(usable)}
-        return {index: swaps for index, swaps in found.items() if swaps}
+        for index, site in enumerate(usable):
+            swaps = list(swaps_in(getattr(site.core, "attn_swap", None)))
+            if swaps:
+                found[index] = swaps
+        return found
 
     def put(self, swaps: Mapping[int, Swap]) -> None:
-        """Attach swaps by layer number, in place of what was there; hooks, phases and config follow."""
+        """Attach swaps by the number of the layer, and bring hooks, phases and config up to date.
+
+        A layer that already has a swap loses this swap.
+        """
         usable = [site for site in sites(self.root) if site.usable]
         for index, swap in swaps.items():
             _detach(usable[index].core)
@@ -121,7 +139,10 @@ class Installation:
 
     @contextlib.contextmanager
     def temporarily(self, swaps: Mapping[int, Swap]) -> Iterator[None]:
-        """Inside, these layers hold other swaps; afterwards the old children are back. The config stays as it is."""
+        """Attach other swaps inside a `with` block, by the number of the layer. The config stays as it is.
+
+        After the block, each layer holds its former child again.
+        """
         usable = [site for site in sites(self.root) if site.usable]
         before = {index: getattr(usable[index].core, "attn_swap", None) for index in swaps}
         try:
@@ -136,7 +157,7 @@ class Installation:
             self.refresh()
 
     def refresh(self) -> None:
-        """Make phases, buffers and the config's block say what the strengths are."""
+        """Bring the phases, the buffers and the config's block up to date with the strengths of the swaps."""
         swapped = self.swaps()
         carrying = any(swap.carries and swap.strength > 0 for group in swapped.values() for swap in group)
         for group in swapped.values():
@@ -152,7 +173,7 @@ class Installation:
         self.root.config.attn_implementation = seam.NAME
 
     def remove(self, model: nn.Module | None = None) -> None:
-        """Put the stock model back; `model` is the wrapper around it, if there is one."""
+        """Turn the model into the stock model again. `model` is the wrapper around the root, if there is a wrapper."""
         self._unwire()
         for site in sites(self.root):
             _detach(site.core)
@@ -164,10 +185,14 @@ class Installation:
             _forget(self.root)
 
     def refuse_merged(self, what: str, layers: Iterable[int] | None = None) -> None:
-        """Guard what a merged calibration makes wrong.
+        """Refuse a change that would be wrong after a calibration was merged into the weights.
+
+        Args:
+            what: the change as a participle, such as "unpatched", for the error.
+            layers: the layers that would change; None means all swapped layers.
 
         Raises:
-            ValueError: one of these layers (None: any) has a calibration in its weights.
+            ValueError: a calibration was merged into the weights of one of these layers.
         """
         swapped = self.swaps()
         wanted = swapped if layers is None else layers
@@ -178,7 +203,7 @@ class Installation:
             )
 
     def _wire(self) -> None:
-        """Put every hook and class in place for the swaps that are attached; what was there before goes first."""
+        """Register every hook and replace every class that the attached swaps need, after removing the former ones."""
         self._unwire()
         placed = plan(self.root, sites(self.root))
         layers: dict[int, nn.Module] = {}
@@ -200,7 +225,11 @@ class Installation:
         self._name(placed)
 
     def _name(self, placed: list[Placed]) -> None:
-        """Tell a stack's own config that linear attention is in it: the mask function is given no other config."""
+        """Set the attention implementation of each stack with a config of its own.
+
+        The implementation's name tells the mask function whether the stack contains linear attention. The mask
+        function gets the stack's config and cannot read the config of the whole model.
+        """
         linear: dict[int, bool] = {}
         for each in placed:
             replaced = any(swap.places().replacement is not None for swap in each.swaps)
@@ -211,7 +240,9 @@ class Installation:
                 stack.set_attn_implementation(name)
 
     def _hook(self, placed: Placed) -> None:
-        site, block = placed.site, BLOCKS.get(placed.site.family.block)
+        """Register the hooks of one attention module, and replace the class of its container where no hook suffices."""
+        site = placed.site
+        block = BLOCKS.get(site.family.block)
         if site.family.block == "bert":
             self._pre(site.container, hooks.before_bert)
         else:
@@ -226,18 +257,21 @@ class Installation:
         self.record.containers.append(site.container)
 
     def _pre(self, module: nn.Module, hook: Any) -> None:
+        """Register a hook that runs before `module`."""
         self.record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _unwire(self) -> None:
+        """Remove every hook, and give every replaced container its stock class back."""
         for handle in self.record.handles:
             handle.remove()
         for container in self.record.containers:
             container.__class__ = stock_class(container)
-        self.record.handles, self.record.containers = [], []
+        self.record.handles = []
+        self.record.containers = []
 
 
 def _set_child(core: nn.Module, child: nn.Module | None) -> None:
-    """Make `child` the core's `attn_swap`: a submodule, or the plain attribute None of a stock module."""
+    """Make `child` the submodule `attn_swap` of a core. None removes the submodule."""
     core.__dict__.pop("attn_swap", None)
     core._modules.pop("attn_swap", None)
     if child is not None:
@@ -245,14 +279,15 @@ def _set_child(core: nn.Module, child: nn.Module | None) -> None:
 
 
 def _detach(core: nn.Module) -> None:
-    """The core's swaps are in no model any more: they run nothing, and the states that they filled are theirs alone."""
+    """Mark the swaps of a core as part of no model. They then compute nothing, and cannot use their cached states."""
     for swap in swaps_in(getattr(core, "attn_swap", None)):
-        swap.wiring, swap.phase = None, Phase.OFF
+        swap.wiring = None
+        swap.phase = Phase.OFF
     core.__dict__.pop("attn_swap", None)
 
 
 def _own_configs(model: nn.Module) -> None:
-    """Give every module a copy of its config; modules that shared a config share the copy."""
+    """Give every module a copy of its config. Modules that shared a config share the copy."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         config = module.__dict__.get("config")
@@ -262,9 +297,10 @@ def _own_configs(model: nn.Module) -> None:
 
 
 def _stock_configs(model: nn.Module) -> None:
-    """Give every module its old config back.
+    """Give every module its former config object back.
 
-    Whoever else holds a copy (a wrapper around `model`) then holds a config of equal content.
+    Another object, such as a wrapper around `model`, may hold one of the copies. The content of each copy is therefore
+    set to the content of the former config.
     """
     for module in model.modules():
         stock = module.__dict__.pop(STOCK_CONFIG, None)
@@ -277,8 +313,11 @@ def _stock_configs(model: nn.Module) -> None:
 
 
 def _forget(root: PreTrainedModel) -> None:
-    """Make a model that was loaded converted a stock one: no block, and transformers' default attention."""
-    for config in {id(c): c for module in root.modules() if (c := module.__dict__.get("config")) is not None}.values():
+    """Remove every trace from the configs of a model that was loaded converted, and set the default attention."""
+    for module in root.modules():
+        config = module.__dict__.get("config")
+        if config is None:
+            continue
         for name in ("attn_swap", "attn_implementation", seam.MASKS):
             config.__dict__.pop(name, None)
     try:
@@ -288,5 +327,6 @@ def _forget(root: PreTrainedModel) -> None:
 
 
 def _takes_keywords(module: nn.Module) -> bool:
+    """True if the forward of a module takes any keyword argument."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

@@ -1,6 +1,6 @@
-"""Where the swaps of a model sit, worked out from the model without changing anything.
+"""Works out the place of each swap in its model, without changing the model.
 
-`plan` is a pure function: `install.Installation` applies what it returns.
+`plan` is a pure function. `install.Installation` applies the result.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Placed:
     """One attention module of a model.
 
     Attributes:
-        site: the module and what is known of its family.
-        stack: the nearest transformers model around the module; the layers of a stack share one forward pass.
-        layer: the block around the module, if a variant needs a hook there.
-        swaps: the swaps of the module, none for a stock module (several where PEFT keeps copies).
-        wiring: what these swaps are told of their place; None for a stock module.
+        site: the module, and the places of its projections.
+        stack: the nearest transformers model around the module. The layers of a stack share one forward pass.
+        layer: the block around the module if a variant needs a hook on the block, otherwise None.
+        swaps: the swaps of the module. A stock module has none; a module has several if PEFT keeps copies.
+        wiring: the place of these swaps in the model; None for a stock module.
     """
 
     site: Site
@@ -38,7 +38,7 @@ class Placed:
 
 
 def plan(root: PreTrainedModel, found: list[Site]) -> list[Placed]:
-    """The place of every attention module in `found`, in module order."""
+    """The place of every attention module in `found`, in the order of `found`."""
     stacks = _stacks(root, found)
     swaps = [tuple(swaps_in(getattr(site.core, "attn_swap", None))) for site in found]
     orders, lasts = _orders(found, stacks, swaps)
@@ -54,7 +54,7 @@ def plan(root: PreTrainedModel, found: list[Site]) -> list[Placed]:
 
 
 def swaps_in(child: Any) -> Iterator[Swap]:
-    """The swaps in a child `attn_swap`: the child itself, or those in a wrapper of PEFT."""
+    """The swaps in a child `attn_swap`: the child itself, or the swaps inside a wrapper of PEFT."""
     if isinstance(child, nn.Module):
         yield from (module for module in child.modules() if isinstance(module, Swap))
 
@@ -71,7 +71,12 @@ def layer_of(root: nn.Module, path: str) -> nn.Module:
 def _orders(
     found: list[Site], stacks: list[PreTrainedModel], swaps: list[tuple[Swap, ...]]
 ) -> tuple[dict[int, int | None], set[int]]:
-    """By index of the site, the place among its stack's carrying layers (None: shared); and the last ones' indices."""
+    """The order of the layers that carry scores.
+
+    Returns:
+        By the index of the site, the layer's number among the layers of its stack that carry scores (None for a module
+        that serves several layers); and the indices of the last such layer of each stack.
+    """
     orders: dict[int, int | None] = {}
     members: dict[int, list[int]] = {}
     for index, (site, stack, own) in enumerate(zip(found, stacks, swaps, strict=True)):
@@ -84,6 +89,7 @@ def _orders(
 
 
 def _wiring(site: Site, swap: Swap, order: int | None, *, last: bool) -> Wiring:
+    """The facts that a swap needs about its place."""
     names = list(inspect.signature(type(site.container).forward).parameters)[1:]
     kinds = getattr(site.core.config, "layer_types", None) or ()
     return Wiring(
@@ -98,10 +104,16 @@ def _wiring(site: Site, swap: Swap, order: int | None, *, last: bool) -> Wiring:
 
 
 def _stacks(root: PreTrainedModel, found: list[Site]) -> list[PreTrainedModel]:
+    """For each site, the nearest transformers model around it."""
     models = {name: module for name, module in root.named_modules() if isinstance(module, PreTrainedModel)}
-    stacks = []
-    for site in found:
-        parts = site.path.split(".")
-        around = (".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1))
-        stacks.append(next((models[name] for name in around if name in models), root))
-    return stacks
+    return [_nearest(models, site.path, root) for site in found]
+
+
+def _nearest(models: dict[str, PreTrainedModel], path: str, root: PreTrainedModel) -> PreTrainedModel:
+    """The model with the longest name that is a proper beginning of `path`; the root if there is none."""
+    parts = path.split(".")
+    for end in range(len(parts) - 1, -1, -1):
+        model = models.get(".".join(parts[:end]))
+        if model is not None:
+            return model
+    return root

@@ -1,6 +1,7 @@
-"""The only file that touches transformers' attention API: one attention function and one mask function.
+"""Registers one attention function and one mask function with transformers; only this file uses these interfaces.
 
-Both are registered under one name; without the mask function, masks would be dropped silently.
+Both functions are registered under the same names. If a name had no mask function, transformers would drop masks
+without an error.
 Axes: B batch, H head, G key/value head, Q query, K key, D head width, E model width.
 """
 
@@ -24,23 +25,25 @@ from ..core.swap import STOCK, Phase, Swap
 from ..variants.base import VARIANTS
 
 NAME = "hf_attn_swap"
-LINEAR_NAME = (
-    "hf_attn_swap_linear"  # the same, on the own config of a stack with linear attention inside a larger model
-)
+# The same functions. This name marks the config of a stack that is a part of a model and contains linear attention.
+LINEAR_NAME = "hf_attn_swap_linear"
 NAMES = (NAME, LINEAR_NAME)
-CALL, CARRIED, LAYER = "attn_swap_call", "attn_swap_carried", "attn_swap_layer"
-MASKS = "attn_swap_masks"  # of a config: "eager" where the stock model gives its modules float masks
-CACHES = ("past_key_values", "layer_past")  # how architectures call the cache (GPT-NeoX keeps the old name)
+# Names of the keyword arguments that carry a call's context.
+CALL = "attn_swap_call"
+CARRIED = "attn_swap_carried"
+LAYER = "attn_swap_layer"
+MASKS = "attn_swap_masks"  # an attribute of a config: "eager" if the stock model gives its modules float masks
+CACHES = ("past_key_values", "layer_past")  # the names of the cache argument (GPT-NeoX uses the old name)
 
 
 def swap_of(core: nn.Module) -> Swap | None:
-    """The swap of an attention module, None for one that was left alone.
+    """The swap of an attention module; None for a module that `patch_model` left as it is.
 
     Raises:
-        ValueError: the module was never seen by `patch_model`, though its config names our attention.
+        ValueError: the config names `hf_attn_swap`, but `patch_model` was never called on a model with this module.
     """
     try:
-        swap: Swap | None = core.attn_swap  # type: ignore[assignment]  # None, a Swap, or PEFT's wrapper of one
+        swap: Swap | None = core.attn_swap  # type: ignore[assignment]  # None, a Swap, or PEFT's wrapper of a Swap
     except AttributeError:
         raise ValueError(
             f"{type(core).__name__}: the config asks for {NAME!r}, but this module was not patched. Build the model "
@@ -52,14 +55,19 @@ def swap_of(core: nn.Module) -> Swap | None:
 
 @dataclass(frozen=True)
 class MaskWithContext:
-    """A mask, and the context of a call that travels with it where a module hands its mask on and nothing else."""
+    """A mask together with the context of a call, for modules that pass on their mask but no keyword arguments.
+
+    Attributes:
+        mask: the mask that the module was given.
+        context: the keyword arguments that the attention function needs.
+    """
 
     mask: Tensor | None
     context: dict[str, Any]
 
 
 def eager_masks(config: Any) -> bool:
-    """True where the stock model runs without SDPA: its masks are numbers to add, also for code of its own."""
+    """True if the stock model runs without SDPA: masks are then numbers to add, also for the model's own code."""
     return getattr(config, MASKS, None) == "eager"
 
 
@@ -74,12 +82,28 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The function behind `attn_implementation="hf_attn_swap"`: heads (B,Q,H,D), and weights (B,H,Q,K) if asked for.
+    """Compute attention for `attn_implementation="hf_attn_swap"`.
 
-    A module without a swap, or at strength 0, runs the stock SDPA function.
+    A module without a swap, and a module at strength 0, run the stock SDPA function.
+
+    Args:
+        module: the attention module that calls.
+        query: (B,H,Q,D).
+        key: (B,G,K,D).
+        value: (B,G,K,D).
+        attention_mask: the mask from `mask_for_swap`, perhaps with the context of the call; or None.
+        scaling: the factor of q k^T; None means 1 / sqrt(D).
+        dropout: the probability that a weight is dropped.
+        is_causal: True for causal order if there is no mask; None means as `module.is_causal` says.
+        kwargs: the context of the call, and what else the architecture passes.
+
+    Returns:
+        The heads (B,Q,H,D); and the weights (B,H,Q,K), or None if they were not computed.
 
     Raises:
-        ValueError: a module that was not patched, attention sinks, a paged cache, or a mask no form can honour.
+        ValueError: the module was not patched or was called around its hooks, its sizes differ from the sizes that
+            were found when the model was patched, or the call has attention sinks, a paged cache, or a mask or bias
+            that the variant cannot apply.
     """
     if isinstance(attention_mask, MaskWithContext):
         kwargs |= attention_mask.context
@@ -93,13 +117,15 @@ def attention_forward(
         carried.arrived = True
     swap = swap_of(module)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
-    causal = causal and not eager_masks(getattr(module, "config", None))  # there, no mask means that all may be seen
+    if eager_masks(getattr(module, "config", None)):  # in such a model, no mask means that every key may be seen
+        causal = False
     inputs = _inputs(query, key, value, attention_mask, scaling, dropout, causal, kwargs, carried)
     sdpa = functools.partial(_sdpa, module, inputs, kwargs)
     if swap is not None and swap.phase != Phase.OFF and not stock:
         if call is None:
             raise ValueError(
-                f"{type(module).__name__} is swapped but was called around its hooks; call the module, not .forward()."
+                f"{type(module).__name__} is swapped, but its hooks did not run; call the module itself and not its "
+                "method .forward()."
             )
         _check_sizes(module, swap, query, key, value)
         _check_tokens(module, swap, query, call)
@@ -122,20 +148,32 @@ def _inputs(
     kwargs: dict[str, Any],
     carried: Carried | None,
 ) -> Inputs:
-    """Give every mask one meaning, and refuse what no variant can honour."""
+    """Collect the tensors of a call, and give every mask one meaning.
+
+    Raises:
+        ValueError: the call has attention sinks or a paged cache.
+    """
     for name, what in (("s_aux", "attention sinks"), ("cache", "a paged cache (continuous batching)")):
         if kwargs.get(name) is not None:
             raise ValueError(f"{NAME} cannot swap attention with {what}; use the stock attention for this model.")
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None:
         causal = causal and queries > 1
-        if causal and keys > queries:  # prefill of an empty static cache: the slots behind are still unused
-            key, value = key[:, :, :queries], value[:, :, :queries]
-    key_mask, mask = None, attention_mask
-    if attention_mask is not None and attention_mask.dim() == 2:  # only ours: causal, with the queries last
-        key_mask, mask, causal = attention_mask, None, True
+        if causal and keys > queries:  # the first call with a static cache: the later places are still unused
+            key = key[:, :, :queries]
+            value = value[:, :, :queries]
+    key_mask = None
+    mask = attention_mask
+    if attention_mask is not None and attention_mask.dim() == 2:
+        # `mask_for_swap` alone makes such a mask: the order is causal, and the queries are the last tokens.
+        key_mask = attention_mask
+        mask = None
+        causal = True
     elif queries > 1 and mask is not None and mask.dtype == torch.bool and mask.shape[1:3] == (1, 1):
-        key_mask, mask, causal = mask[:, 0, 0].expand(query.shape[0], -1), None, False
+        # All heads and queries share one row.
+        key_mask = mask[:, 0, 0].expand(query.shape[0], -1)
+        mask = None
+        causal = False
     masks = Masks(
         queries=query.shape[2],
         keys=key.shape[2],
@@ -165,7 +203,7 @@ def _sdpa(
     mask: Tensor | None,
     causal: bool,
 ) -> Tensor:
-    """The stock SDPA function, grouped heads and all: heads (B,Q,H,D)."""
+    """Run the stock SDPA function on query, key and value; grouped key/value heads too. Returns heads (B,Q,H,D)."""
     query, key, value = qkv
     heads: Tensor = sdpa_attention_forward(
         module, query, key, value, mask, dropout=inputs.dropout, scaling=inputs.scaling, is_causal=causal, **kwargs
@@ -174,7 +212,13 @@ def _sdpa(
 
 
 def _check_sizes(module: nn.Module, swap: Swap, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """A head is as wide as its values: queries and keys may have another width (latent attention)."""
+    """Refuse a module whose heads are not as many or as wide as they were when the model was patched.
+
+    The width of a head is the width of its values. Queries and keys may have another width (latent attention).
+
+    Raises:
+        ValueError: the sizes differ.
+    """
     sizes = swap.geometry
     if query.shape[1] != sizes.heads or value.shape[3] != sizes.head_dim or sizes.heads % key.shape[1]:
         split = query.shape[1] < sizes.heads and value.shape[3] == sizes.head_dim
@@ -190,9 +234,14 @@ def _check_sizes(module: nn.Module, swap: Swap, query: Tensor, key: Tensor, valu
 
 
 def _check_tokens(module: nn.Module, swap: Swap, query: Tensor, call: Call) -> None:
+    """Refuse a module whose input does not have one row per query, if a variant needs the rows of the input.
+
+    Raises:
+        ValueError: the input has other rows.
+    """
     if all(swap.at(place) is None for place in ("scores", "read", "write")):
-        return  # a row of weights is the same whatever the module's input looks like
-    if call.x.dim() == 4:  # a grid of patches: height and width are one sequence, row by row
+        return  # the variant changes weights alone, and does not read the module's input
+    if call.x.dim() == 4:  # a grid of patches: the rows of the grid, one after the other, are the sequence
         call.x = call.x.flatten(1, 2)
     if call.x.dim() != 3 or call.x.shape[:2] != (query.shape[0], query.shape[2]):
         raise ValueError(
@@ -211,11 +260,16 @@ def mask_for_swap(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """None, a key mask, SDPA's 4-D bool mask (B,1,Q,K), or a float one where the stock model runs without SDPA.
+    """Make the mask of a forward pass, for `attn_implementation="hf_attn_swap"`. transformers calls this function.
 
-    Linear attention must not build Q x K. So, if the model has linear layers, a mask of plain padding stays a mask of
-    keys: (B,1,1,K) if every query sees the same keys, (B,K) if the order is causal and the queries are the last ones.
-    Layers of this model that are not linear expand the mask of keys to exactly the stock mask.
+    Linear attention must not build a tensor of Q x K entries. If the model has linear attention, a mask of plain
+    padding therefore stays a mask of keys: (B,1,1,K) if every query sees the same keys, and (B,K) if the order is
+    causal and the queries are the last tokens. Layers of such a model that are not linear expand the mask of keys, and
+    get exactly the stock mask.
+
+    Returns:
+        None if no mask is needed; a mask of keys, as above; SDPA's bool mask (B,1,Q,K); or a mask of numbers
+        (B,1,Q,K) if the stock model runs without SDPA.
     """
     if eager_masks(kwargs.get("config")):
         added: Tensor = eager_mask(
@@ -232,7 +286,7 @@ def mask_for_swap(
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     last = isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0
     linear = plain and last and _has_linear(kwargs.get("config"))
-    if linear and attention_mask is None and 1 < q_length < kv_length:  # a chunk onto a cache: all keys are real
+    if linear and attention_mask is None and 1 < q_length < kv_length:  # several new tokens and a cache, no padding
         attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=kwargs.get("device"))
     if linear and attention_mask is not None and tuple(attention_mask.shape) == (batch_size, kv_length):
         bidirectional = mask_function is bidirectional_mask_function
@@ -255,7 +309,11 @@ def mask_for_swap(
 
 
 def _has_linear(config: Any) -> bool:
-    """True if linear attention is in the config's model: the whole model says so in its block, a part by its name."""
+    """True if the model of this config has linear attention.
+
+    The config of a whole model says so in its block `attn_swap`. The config of a stack inside a larger model says so
+    by the name of its attention implementation.
+    """
     if getattr(config, "_attn_implementation", None) == LINEAR_NAME:
         return True
     swaps = (getattr(config, "attn_swap", None) or {}).get("swaps", ())

@@ -149,7 +149,7 @@ def test_called_around_its_hooks(family: str) -> None:
     core.__call__ = core.forward
     hooks = dict(core._forward_pre_hooks)
     core._forward_pre_hooks.clear()
-    with refused("called around its hooks"):
+    with refused("its hooks did not run"):
         forward(model, batch_of(family))
     core._forward_pre_hooks.update(hooks)
 
