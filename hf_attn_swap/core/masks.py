@@ -140,9 +140,9 @@ class Masks:
 
 def traced() -> bool:
     """True while a program is recorded (compiled, exported, traced or captured): then no number can be read."""
-    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    recorded: bool = torch.compiler.is_compiling() or torch.jit.is_tracing() or captured  # type: ignore[no-untyped-call]  # torch's
-    return recorded
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # torch's
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def expand_key_mask(key_mask_BK: Tensor, queries: int, causal: bool) -> Tensor:
