@@ -1,1 +1,1 @@
-"""Computes variants exactly and fast, where plain SDPA is not enough. The tests compare each form with its reference."""
+"""Exact and fast forms of variants, where plain SDPA is not enough. The tests compare each form with its reference."""
