@@ -22,7 +22,7 @@ from .families import sites
 from .patch import build_swap, check_strength
 from .variants.base import Variant
 from .wiring import seam
-from .wiring.install import ATTRIBUTE, VERSION, VERSION_WITH_MODULES, Installation, Record
+from .wiring.install import ATTRIBUTE, VERSION, Installation, Record
 
 ABSENT = object()
 LIMIT = 100_000  # no model has more attention modules, so a larger number comes from a damaged file
@@ -67,15 +67,14 @@ def read_block(block: Any) -> tuple[int, Plan]:
         ValueError: something in the block is missing, unknown, of the wrong type or outside its range, or a newer
             version of this package wrote the block.
     """
-    newest = VERSION_WITH_MODULES
-    if isinstance(block, dict) and _whole(block.get("version")) and block["version"] > newest:
+    if isinstance(block, dict) and _whole(block.get("version")) and block["version"] > VERSION:
         raise ValueError(
             f"attn_swap: this checkpoint has version {block['version']} and was made by a newer hf_attn_swap (this one "
-            f"reads versions up to {newest}); upgrade with pip install -U hf-attn-swap."
+            f"reads version {VERSION}); upgrade with pip install -U hf-attn-swap."
         )
     _keys(block, {"version", "modules", "swaps"}, "the block")
-    if not _whole(block["version"]) or not VERSION <= block["version"] <= newest:
-        raise _damaged(f"version must be a whole number from {VERSION} to {newest}, got {block['version']!r}")
+    if not _whole(block["version"]) or block["version"] != VERSION:
+        raise _damaged(f"version must be {VERSION}, got {block['version']!r}")
     modules, swaps = block["modules"], block["swaps"]
     if not _whole(modules) or not 0 < modules <= LIMIT:
         raise _damaged(f"modules must be a positive whole number, got {modules!r}")

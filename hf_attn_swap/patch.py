@@ -141,8 +141,10 @@ def swappable(root: nn.Module) -> list[Site]:
     """The self-attention modules that can be swapped, in module order. The option `layers` counts these modules.
 
     Raises:
-        ValueError: nothing in this model can be swapped. The error says why.
+        ValueError: nothing in this model can be swapped (the error says why), or tensor parallelism splits the heads
+            of the model over several processes.
     """
+    _refuse_tensor_parallel(root)
     found = sites(root)
     usable = [site for site in found if site.usable]
     name = type(root).__name__
@@ -157,6 +159,21 @@ def swappable(root: nn.Module) -> list[Site]:
         )
     reasons = sorted({f"{type(site.core).__name__}: {site.refused or 'cross-attention'}" for site in found})
     raise ValueError(f"{name}: nothing can be swapped ({'; '.join(reasons)}).")
+
+
+def _refuse_tensor_parallel(root: nn.Module) -> None:
+    """Refuse a model whose heads are split over several processes.
+
+    Raises:
+        ValueError: the model was loaded with tensor parallelism.
+    """
+    processes = getattr(root, "_tp_size", None) or 1
+    if processes > 1:
+        raise ValueError(
+            f"{type(root).__name__} is split over {processes} processes by tensor parallelism, so that each computes a "
+            "part of the heads; a swap is built for all heads of a layer. Load the model without tp_plan, for example "
+            'with device_map="auto".'
+        )
 
 
 def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options, index: int) -> Swap:

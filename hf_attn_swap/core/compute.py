@@ -18,6 +18,7 @@ from torch import Tensor
 from ..kernels.dispatch import Form, Setting
 from ..variants.base import Variant
 from .call import Call, FusedSoftmax, Inputs
+from .masks import traced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +157,7 @@ def _refuse_bias(variant: Variant, inputs: Inputs) -> None:
             f"{variant.name} has no scores, so a soft cap or a position bias has no place in it; "
             "swap this architecture with another variant."
         )
-    if not torch.compiler.is_compiling() and inputs.masks.has_bias():
+    if not traced() and inputs.masks.has_bias():
         raise ValueError(
             f"{variant.name} has no scores, so it cannot add a bias to them: this 4-D float mask holds finite "
             "values other than 0; pass a bool mask, or a float mask of 0 and the dtype's minimum."

@@ -138,6 +138,13 @@ class Masks:
         return self.given.masked_fill(self.given <= torch.finfo(self.given.dtype).min / 2, 0.0)
 
 
+def traced() -> bool:
+    """True while a program is recorded (compiled, exported, traced or captured): then no number can be read."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # torch's
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def expand_key_mask(key_mask_BK: Tensor, queries: int, causal: bool) -> Tensor:
     """Turn a mask of keys (B,K) into a mask of queries and keys (B,1,Q,K), both bool.
 

@@ -234,10 +234,10 @@ class Swap(nn.Module):
         heads = call.tapped("context", heads)
         if self.calibration is not None:
             heads = self.calibration(heads)
-        call.hand(heads.dtype)
         if call.between:
-            return variant.read_between(ordinary(inputs, sdpa), heads, call), weights
-        return variant.read(heads, call), weights
+            other = ordinary(inputs, sdpa)
+            return variant.read_between(other, heads.to(other.dtype), call.hand(other.dtype)), weights
+        return variant.read(heads, call.hand(heads.dtype)), weights
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         """Let the variants change the output of W_o: from (B,L,E) to (B,L,E)."""

@@ -19,7 +19,8 @@ from .source import OTHERS, given_other_states, interface_calls, learned_input
 SINKS = ("s_aux", "sinks")  # the names of attention sinks, which are added to the denominator of the softmax
 CROSS = ("crossattention", "cross_attn", "encoder_attn", "encdecattention")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-QUERIES = ("q_proj", "query", "q_lin", "q", "query_key_value", "qkv")
+FUSED = ("query_key_value", "qkv")
+QUERIES = ("q_proj", "query", "q_lin", "q", *FUSED)
 WIDTHS = ("v_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 HIDDEN = ("hidden_size", "d_model", "dim", "n_embd", "embed_dim")
 
@@ -95,9 +96,14 @@ def refusal(module: nn.Module) -> str | None:
     if not hasattr(module, "config"):
         return "it has no config to read the attention implementation from"
     try:
-        geometry(module)
+        sizes = geometry(module)
     except ValueError as problem:
         return str(problem)
+    fused = _path(module, *FUSED)
+    outputs = getattr(getattr(module, fused, None), "out_features", None) if fused is not None else None
+    wanted = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+    if outputs is not None and outputs != wanted:
+        return f"{fused} has {outputs} outputs, where {sizes.heads} heads of {sizes.head_dim} have {wanted}"
     return None
 
 
@@ -135,8 +141,8 @@ def family(name: str, core: nn.Module, parent: nn.Module | None) -> Family:
         name=name,
         core=type(core).__name__,
         query=_path(core, *QUERIES),
-        key=_path(core, "k_proj", "key", "k_lin", "k", "query_key_value", "qkv"),
-        value=_path(core, "v_proj", "value", "v_lin", "v", "query_key_value", "qkv"),
+        key=_path(core, "k_proj", "key", "k_lin", "k", *FUSED),
+        value=_path(core, "v_proj", "value", "v_lin", "v", *FUSED),
         output="output.dense" if bert else _path(core, "o_proj", "out_proj", "out_lin", "o", "dense"),
         dropout="output.dropout" if bert else None,
         block="bert" if bert else "core",

@@ -7,6 +7,9 @@ Axes: B batch, H head, Q query, K key, D head width, N chunk, C token of a chunk
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -52,13 +55,21 @@ def simple_attention(
     factor_BQ = length_factor(q, k, causal=causal, key_mask=key_mask, length=length, past=past)
     k = masked_keys(k, key_mask)
     queries, keys, values = (each.to(wide(each)) for each in (q, k, v))
-    if causal:
-        behind = keys.shape[2] - queries.shape[2]
-        state = state_before(keys, values, behind, past)
-        mixed = _causal(queries, keys[:, :, behind:], values[:, :, behind:], state)
-    else:
-        mixed = queries @ (keys.transpose(2, 3) @ values)
-    return mixed.mul_(factor_BQ[:, None, :, None].to(mixed.dtype)).to(q.dtype)
+    with without_autocast(q.device):
+        if causal:
+            behind = keys.shape[2] - queries.shape[2]
+            state = state_before(keys, values, behind, past)
+            mixed = _causal(queries, keys[:, :, behind:], values[:, :, behind:], state)
+        else:
+            mixed = queries @ (keys.transpose(2, 3) @ values)
+        return mixed.mul_(factor_BQ[:, None, :, None].to(mixed.dtype)).to(q.dtype)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Inside, products keep the dtype of their factors: autocast would round them to half precision."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def wide(tensor: Tensor) -> torch.dtype:

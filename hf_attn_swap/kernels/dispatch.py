@@ -66,7 +66,7 @@ class Setting:
             between=call.between,
             dropout=inputs.dropout > 0,
             compiling=torch.compiler.is_compiling(),
-            autocast=torch.is_autocast_enabled(device),
+            autocast=torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device),
             uniform=call.uniform,
             tokens=(inputs.query.shape[2], inputs.key.shape[2]),
         )

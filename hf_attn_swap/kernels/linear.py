@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, library
 
 from ..functional import simple_attention
-from ..functional.linear import CHUNK, Past, length_factor, masked_keys, state_before
+from ..functional.linear import CHUNK, Past, length_factor, masked_keys, state_before, without_autocast
 
 BLOCK = 64  # the number of tokens in a block; any number gives the same result
 
@@ -41,7 +41,8 @@ def attend(
     factor_BQ = length_factor(q, k, causal=causal, key_mask=key_mask, length=length, past=past)
     k = masked_keys(k, key_mask)
     behind = k.shape[2] - q.shape[2]
-    state = state_before(k, v, behind, past)
+    with without_autocast(q.device):
+        state = state_before(k, v, behind, past)
     return torch.as_tensor(causal_linear(q, k[:, :, behind:], v[:, :, behind:], state, factor_BQ))
 
 

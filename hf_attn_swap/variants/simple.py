@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core.call import Call, Geometry, Three
 from ..core.options import Options
-from ..functional.linear import wide
+from ..functional.linear import wide, without_autocast
 from ..kernels import linear
 from ..kernels.dispatch import Form, Setting, linear_form
 from .base import Variant, mix, register
@@ -92,7 +92,8 @@ class Simple(Variant):
 
     def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
         """L^(-1/2) q k^T (B,H,Q,K), in fp32 at least, for any mask: zeros where a query may not see a key."""
-        products = q.to(wide(q)) @ k.transpose(2, 3).to(wide(k))
+        with without_autocast(q.device):
+            products = q.to(wide(q)) @ k.transpose(2, 3).to(wide(k))
         if allowed is None:
             return products / math.sqrt(k.shape[2])
         visible = allowed.sum(-1, keepdim=True) if self.options.length == "true" else self._span(allowed)

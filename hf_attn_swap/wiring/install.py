@@ -28,7 +28,6 @@ from .plan import Placed, plan, swaps_in
 ATTRIBUTE = "attn_swap_installation"
 STOCK_CONFIG = "attn_swap_stock_config"  # an attribute of each module with a config: the config from before patching
 VERSION = 1
-VERSION_WITH_MODULES = 2  # the version of a config block in which `modules` chose a layer
 
 
 def model_root(model: nn.Module) -> PreTrainedModel:
@@ -167,9 +166,8 @@ class Installation:
         for index, group in swapped.items():
             spec = group[0].spec()
             groups.setdefault(repr(spec), {**spec, "layers": []})["layers"].append(index)
-        version = VERSION_WITH_MODULES if any("modules" in spec for spec in groups.values()) else VERSION
         count = sum(site.usable for site in sites(self.root))
-        self.root.config.attn_swap = {"version": version, "modules": count, "swaps": list(groups.values())}
+        self.root.config.attn_swap = {"version": VERSION, "modules": count, "swaps": list(groups.values())}
         self.root.config.attn_implementation = seam.NAME
 
     def remove(self, model: nn.Module | None = None) -> None:

@@ -221,9 +221,15 @@ def _check_sizes(module: nn.Module, swap: Swap, query: Tensor, key: Tensor, valu
     """
     sizes = swap.geometry
     if query.shape[1] != sizes.heads or value.shape[3] != sizes.head_dim or sizes.heads % key.shape[1]:
+        split = query.shape[1] < sizes.heads and value.shape[3] == sizes.head_dim
+        reason = (
+            "if the model was split by tensor parallelism, each process computes a part of the heads, and a swap needs "
+            "all of them: load it without tp_plan; otherwise this architecture cannot be swapped"
+        )
         raise ValueError(
             f"{type(module).__name__} was patched as {sizes.heads} heads of {sizes.head_dim}, but computes "
-            f"{query.shape[1]} of {value.shape[3]} (keys: {key.shape[1]} heads); this architecture cannot be swapped."
+            f"{query.shape[1]} of {value.shape[3]} (keys: {key.shape[1]} heads); "
+            f"{reason if split else 'this architecture cannot be swapped'}."
         )
 
 

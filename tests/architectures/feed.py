@@ -24,6 +24,7 @@ def guesses(model: Any) -> Iterator[Batch]:
     names = [name for name in parameters if name != "self"]
     required = [n for n in names if parameters[n].default is inspect.Parameter.empty and parameters[n].kind.value == 1]
     main = getattr(model, "main_input_name", None)
+    main = main[0] if isinstance(main, list) else main
     text = [name for name in ("input_ids", "decoder_input_ids") if name in names]
     seen: list[list[str]] = []
     for chosen in (

@@ -15,7 +15,15 @@ from transformers import PreTrainedConfig
 
 HEADS, LAYERS, VOCABULARY, IMAGE = 4, 4, 128, 32
 MANY_LAYERS = 9  # for architectures that mix kinds of layers: attention may come first in the fifth or eighth
-MISSING = {"vocab_size": VOCABULARY, "num_key_value_heads": HEADS, "head_dim": 128, "prediction_length": 4}
+MISSING = {
+    "vocab_size": VOCABULARY,
+    "num_key_value_heads": HEADS,
+    "head_dim": 128,
+    "num_experts_per_tok": 2,
+    "prediction_length": 4,
+    "pad_token_id": 1,
+    "mask_token_id": 3,
+}
 
 Rule = tuple[str, Callable[[int], int]]
 
@@ -67,7 +75,7 @@ STEPS: tuple[tuple[Rule, ...], ...] = (
     (),
 )
 Choice = tuple[tuple[Rule, ...], bool]
-CHOICES: tuple[Choice, ...] = tuple((rules, fill) for rules in STEPS for fill in (False, True))
+CHOICES: tuple[Choice, ...] = tuple((rules, fill) for fill in (False, True) for rules in STEPS)
 
 
 def shrunk(config_class: type[PreTrainedConfig], choice: Choice, layers: int = LAYERS) -> PreTrainedConfig:

@@ -36,7 +36,7 @@ from .shrink import CHOICES, LAYERS, MANY_LAYERS, Choice, shrunk
 EXACT, PART, REFUSED = "exact", "exact in part", "refused"
 LATE, WRONG, NOT_BUILT = "refused late", "wrong", "not built"
 TOLERANCE = 1e-5  # fp32, relative to the largest output
-MOST_PARAMETERS, MOST_BUILT, SECONDS, CHUNK = 150_000_000, 4, 60, 60
+MOST_PARAMETERS, MOST_BUILT, SECONDS, CHUNK = 150_000_000, 6, 60, 60
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ def _hold(model: PreTrainedModel, model_type: str, variant: str) -> Outcome:
         return Outcome(model_type, REFUSED, str(refusal), nested=nested)
     probes = find_probes(model, {name for name, module in patched.named_modules() if _is_swapped(module)})
     stock = [run(model, probe) for probe in probes]
+    stock_inner = [run_inside(model, probe) for probe in probes]
     _steady(model, probes, stock)
     reached = sum(len(probe.reached) for probe in probes)
 
@@ -135,6 +136,7 @@ def _hold(model: PreTrainedModel, model_type: str, variant: str) -> Outcome:
         computed = _furthest(patched, probes, stock)
         set_strength(patched, 1.0)
         moved = [run(patched, probe) for probe in probes]
+        inner = [run_inside(patched, probe) for probe in probes]
         unpatch_model(patched)
         after = [run(patched, probe) for probe in probes]
     except ValueError as late:
@@ -146,7 +148,9 @@ def _hold(model: PreTrainedModel, model_type: str, variant: str) -> Outcome:
         return outcome(WRONG, f"{off:.1e} from stock at strength 0", off)
     if not all(torch.isfinite(tensor).all() for tensors in moved for tensor in tensors):
         return outcome(WRONG, "strength 1 gives numbers that are not finite", off)
-    if variant != "softmax" and any(distance(one, two) <= TOLERANCE for one, two in zip(moved, stock, strict=True)):
+    still = [distance(one, two) <= TOLERANCE for one, two in zip(moved, stock, strict=True)]
+    same = [distance(one, two) <= TOLERANCE for one, two in zip(inner, stock_inner, strict=True)]
+    if variant != "softmax" and any(outside and inside for outside, inside in zip(still, same, strict=True)):
         return outcome(WRONG, "strength 1 changes nothing", off)
     if any(not torch.equal(a, b) for one, two in zip(after, stock, strict=True) for a, b in zip(one, two, strict=True)):
         return outcome(WRONG, "not the stock model after unpatching", off)
@@ -280,6 +284,21 @@ def _feed(part: PreTrainedModel, path: str, wanted: set[str]) -> tuple[Batch | N
 def run(model: nn.Module, probe: Probe) -> list[Tensor]:
     """The tensors that this call gives, at real positions."""
     return _call(model.get_submodule(probe.path), probe.batch)
+
+
+def run_inside(model: nn.Module, probe: Probe) -> list[Tensor]:
+    """What the attention modules themselves give: a model that rounds to codes may hide a change."""
+    found: list[Tensor] = []
+    handles = [
+        model.get_submodule(path).register_forward_hook(lambda module, args, output: found.extend(_tensors(output)))
+        for path in probe.reached
+    ]
+    try:
+        run(model, probe)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 def _call(model: nn.Module, batch: Batch) -> list[Tensor]:

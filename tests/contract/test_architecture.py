@@ -32,7 +32,7 @@ MAY = {
     "kernels": set(),
     "kernels.dispatch": {"core.call", "kernels", "kernels.linear", "kernels.softmax_n"},
     "variants": IDEAS,
-    "core.compute": {"core.call", "kernels.dispatch", VARIANT_BASE},
+    "core.compute": {"core.call", "core.masks", "kernels.dispatch", VARIANT_BASE},
     "core.registry": {"core.options", "variants", VARIANT_BASE},
     "core.calibration": {"core.call"},
     "core.typed": set(),

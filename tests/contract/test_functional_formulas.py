@@ -63,17 +63,31 @@ def test_simple_attention(chunk: int, drawn: Any, causal: bool, length: str) -> 
         close(one, other)
 
 
+class Elsewhere(Tensor):
+    """A tensor that says that it is not on the CPU: what is chosen by device takes its other way."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
+
+
+@pytest.mark.parametrize("kind", [Tensor, Elsewhere])
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 300])
 @pytest.mark.parametrize("past", [0, 5])
-def test_simple_attention_across_blocks(length: int, past: int) -> None:
-    """Queries on both sides of a block's edge, against the whole product at once."""
-    q, k, v = normal(1, 2, 2, length, 4), normal(2, 2, 2, past + length, 4), normal(3, 2, 2, past + length, 4)
+def test_simple_attention_across_blocks(length: int, past: int, kind: type[Tensor]) -> None:
+    """Queries on both sides of a block's edge, against the whole product at once; on the CPU's way and the other."""
+    shapes = ((2, 2, length, 4), (2, 2, past + length, 4), (2, 2, past + length, 3))
+    q, k, v = (normal(seed, *shape).requires_grad_() for seed, shape in enumerate(shapes, 1))
     mask = normal(4, 2, past + length) < 1
     order = torch.ones(length, past + length).tril(past).bool()
     seen = order & mask[:, None, None, :]
     count = seen.sum(-1, keepdim=True).clamp_min(1)
     wanted = ((q @ k.transpose(2, 3)).masked_fill(~seen, 0) @ v) / count.double().sqrt()
-    close(F.simple_attention(q, k, v, causal=True, key_mask=mask), wanted, 1e-11)
+    given = (tensor.as_subclass(kind) for tensor in (q, k, v))
+    got = F.simple_attention(*given, causal=True, key_mask=mask).as_subclass(Tensor)
+    close(got, wanted, 1e-11)
+    for one, other in zip(slopes(got, q, k, v), slopes(wanted, q, k, v), strict=True):
+        close(one, other, 1e-11)
 
 
 def test_simple_attention_of_truncated_keys() -> None:
@@ -174,6 +188,16 @@ def test_hopfield_retrieve_with_other_normalisers(normalizer: str, function: Any
     patterns, state = normal(1, 5, 4), normal(2, 4)
     got = F.hopfield_retrieve(state, patterns, 2.0, normalizer=normalizer)
     close(got, function(2.0 * (patterns @ state), -1) @ patterns)
+
+
+def test_outliers_among_patterns_by_hand() -> None:
+    """Cosines by hand: 1 with itself does not count, nor does padding, which is no outlier; the threshold counts."""
+    patterns = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]], dtype=torch.float64)
+    for threshold, wanted in ((0.5, [0, 0, 1, 1]), (1.0, [0, 0, 1, 1]), (0.0, [0, 0, 0, 0]), (-1.0, [0, 0, 0, 0])):
+        assert F.no_op_patterns(patterns, threshold).tolist() == [bool(each) for each in wanted]
+    for stored, wanted in (([1, 1, 1, 0], [0, 0, 1, 0]), ([1, 0, 1, 1], [1, 0, 1, 1]), ([1, 0, 0, 0], [0, 0, 0, 0])):
+        mask = torch.tensor(stored, dtype=torch.bool)
+        assert F.no_op_patterns(patterns, 0.5, mask).tolist() == [bool(each) for each in wanted]
 
 
 def test_stored_patterns_are_found_again() -> None:

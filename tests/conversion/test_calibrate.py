@@ -172,6 +172,38 @@ def test_padding_is_left_out(name: str, variant: str) -> None:
     assert (found[0] - found[1]).abs().max() < 1e-7
 
 
+def first_heads(model: Any) -> torch.Tensor:
+    """What the first swapped layer hands to W_o: (B,L,H,D)."""
+    seen: list[torch.Tensor] = []
+    handle = swaps(model)[0].register_forward_hook(lambda module, args, output: seen.append(output[0].clone()))
+    forward(model, batch_of("bert"))
+    handle.remove()
+    return seen[0]
+
+
+READ_OUT = [  # without W_o the heads in between are the ordinary ones, and the variant's wait beside them
+    (name, strength) for name in SINGLES for strength in (1.0, 0.5) if strength == 1 or VARIANTS[name].keeps_projection
+]
+
+
+@pytest.mark.parametrize(("variant", "strength"), READ_OUT)
+def test_a_fit_is_applied_head_by_head(variant: str, strength: float) -> None:
+    """(1 - s) A + s g A for gains, in between too; of a variant without scores, A is its own part of the heads."""
+    ordinary = first_heads(patch_model(fresh("bert"), "softmax"))
+    model = perturb(patch_model(fresh("bert"), variant))
+    whole = first_heads(model)
+    plain = first_heads(set_strength(model, strength))
+    own = whole if VARIANTS[variant].replaces else plain
+    if VARIANTS[variant].replaces:
+        assert distance(plain, (1 - strength) * ordinary + strength * whole) < 1e-7  # the strength is held in fp32
+    fit(model, "bert", fit="gain")
+    gains = torch.tensor([0.5, 1.5, -2.0, 3.0], dtype=torch.float64)
+    with torch.no_grad():
+        swaps(model)[0].calibration.weight.copy_(gains)
+    wanted = plain + strength * (gains[:, None] - 1) * own
+    assert distance(first_heads(model), wanted) < 1e-11
+
+
 @pytest.mark.parametrize("source", [name for name in SINGLES if VARIANTS[name].replaces])
 def test_back_to_softmax(source: str) -> None:
     """From the attention that the weights were trained with; fitted to itself it needs nothing."""
@@ -180,8 +212,12 @@ def test_back_to_softmax(source: str) -> None:
     assert all(
         after > before for layer in report.layers for before, after in zip(layer.before, layer.after, strict=True)
     )
-    same = patch_model(fresh("bert"), source)
-    assert fit(same, "bert", fit="gain", source=source, ridge=0.0).unexplained < 1e-12
+    for name in ("bert", "gpt2"):  # LayerNorm behind the block, where the skip of both is a factor, and before it
+        same = patch_model(fresh(name), source)
+        report = fit(same, name, fit="gain", source=source, ridge=0.0)
+        assert report.unexplained < 1e-12
+        assert all(gain == pytest.approx(1) for layer in report.layers for gain in layer.gains)
+        assert report.left == 0
 
 
 def test_labels_are_not_read_and_modes_stay() -> None:

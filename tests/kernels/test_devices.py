@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_attn_swap.core.call import Call, Carried, Hidden, Inputs
-from hf_attn_swap.kernels import carried
+from hf_attn_swap.core.masks import Masks
+from hf_attn_swap.kernels import carried, dispatch
 
 LENGTH = 6
 
@@ -21,7 +22,8 @@ LENGTH = 6
 def made(device: str, seed: int) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(2, heads, LENGTH, 4, generator=generator).to(device) for heads in (4, 2, 2))
-    return Inputs(query=query, key=key, value=value, scaling=0.5, causal=True)
+    masks = Masks(queries=LENGTH, keys=LENGTH, device=query.device, causal=True)
+    return Inputs(query=query, key=key, value=value, scaling=0.5, masks=masks)
 
 
 def layer(inputs: Inputs, shared: Carried, order: int, below: Hidden | None) -> Tensor:
@@ -30,13 +32,15 @@ def layer(inputs: Inputs, shared: Carried, order: int, below: Hidden | None) -> 
     def never(*args: Any) -> Tensor:
         raise AssertionError("long sequences have no fused form")
 
-    return carried.attend(inputs, call, never, below, 0.5, 0.5)
+    heads = carried.attend(inputs, call, never, below, 0.5, 0.5)
+    assert heads is not None
+    return heads
 
 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("devices", [("cpu", "meta"), ("meta", "meta", "cpu"), ("cpu", "meta", "meta")])
 def test_terms_follow(devices: tuple[str, ...], gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carried, "LONG", 1)
+    monkeypatch.setattr(dispatch, "LONG", 1)
     if "cpu" in devices[devices.index("meta") :]:  # numbers cannot leave the meta device: zeros come in their place
         to = Tensor.to
 
@@ -58,7 +62,7 @@ def test_terms_follow(devices: tuple[str, ...], gradients: bool, monkeypatch: py
 
 
 def test_on_one_device_terms_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carried, "LONG", 1)
+    monkeypatch.setattr(dispatch, "LONG", 1)
     shared = Carried()
     with torch.no_grad():
         layer(made("cpu", 0), shared, 0, None)

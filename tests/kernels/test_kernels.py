@@ -209,7 +209,7 @@ def test_causal_linear_is_a_sound_operator() -> None:
 
 
 def test_causal_linear_of_half_precision_sums_in_fp32() -> None:
-    """Summed in bf16, a state of 4,000 tokens would have lost every further one."""
-    ones = torch.ones(1, 1, 4000, 2, dtype=torch.bfloat16)
-    out = blocks.causal_linear(ones, ones, ones, torch.zeros(1, 1, 2, 2, dtype=torch.bfloat16), torch.ones(1, 4000))
-    assert out[0, 0, -1, 0].item() == pytest.approx(8000, rel=2**-8)
+    """Summed in bf16, a state of 16,384 tokens would lose every further block of 64."""
+    ones = torch.ones(1, 1, 40_000, 2, dtype=torch.bfloat16)
+    out = blocks.causal_linear(ones, ones, ones, torch.zeros(1, 1, 2, 2, dtype=torch.bfloat16), torch.ones(1, 40_000))
+    assert out[0, 0, -1, 0].item() == pytest.approx(80_000, rel=2**-8)

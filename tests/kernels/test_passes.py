@@ -10,14 +10,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import bidirectional_mask_function
 
-from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap import list_variants, patch_model, set_strength
 from hf_attn_swap.core.masks import Masks
 from hf_attn_swap.kernels import dispatch, hopfield
 from hf_attn_swap.kernels import softmax_n as kernel
 from hf_attn_swap.wiring import seam
 from tests import zoo
-from tests.contract.cells import COMPOSED, WIDE, Cell, is_linear, over, swap_in
-from tests.contract.harness import TOLERANCE, assert_same, batch_of, fresh, padding_side, perturb, run_all
+from tests.contract.cells import COMPOSED, FAMILY_NAMES, WIDE, Cell, is_linear, over, swap_in
+from tests.contract.harness import (  # fmt: skip
+    LENGTH,
+    TOLERANCE,
+    assert_same,
+    batch_of,
+    distance,
+    fresh,
+    padding_side,
+    perturb,
+    real,
+    run_all,
+    swaps,
+)
 
 EXACT = TOLERANCE[torch.float64]
 
@@ -147,6 +159,38 @@ def test_the_general_form_of_carried_scores(family: str, padded: bool, options: 
     assert_same(got, wanted)
 
 
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_rows_that_see_nothing_in_the_general_form(family: str) -> None:
+    """They read zeros there as well."""
+    model, batch = patch_model(fresh(family), "mha"), batch_of(family)
+    mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[0, :, 2] = False
+    batch |= {"attention_mask": mask}
+    seen: list[torch.Tensor] = []
+    swaps(model)[1].register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    wanted = run_all(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(run_all(model, batch), wanted)
+    for heads in seen:
+        assert not heads[0, 2].any()
+        assert heads[0, 3].any()
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("strengths", [(1.0, 0.0, 1.0), (1.0, 0.5, 1.0), (0.5, 1.0, 0.0), (0.0, 1.0, 0.5)])
+def test_carrying_layers_of_different_strengths(family: str, strengths: tuple[float, ...]) -> None:
+    """A fused layer leaves its scores to a readable one above, and takes them from one below; the mask goes along."""
+    model, batch = patch_model(fresh(family), "mha"), batch_of(family, padded=padding_side(family))
+    layers = range(len(swaps(model)))
+    for layer in layers:
+        set_strength(model, strengths[layer], layers=layer)
+    wanted = run_all(model, batch, output_attentions=True)
+    assert_same(run_all(model, batch), wanted)
+    with torch.no_grad():
+        got = real(zoo.output(model(**batch)), batch)
+    assert distance(got, wanted[0]) <= EXACT
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @over(WIDE + COMPOSED)
@@ -158,3 +202,18 @@ def test_without_the_flash_kernel(family: str, cell: Cell, strength: float, padd
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         got = run_all(model, batch)
     assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in list_variants() if is_linear(name)])
+def test_a_float_mask_is_not_read_while_a_program_is_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracer records what was read as a constant, so nothing may be read from the mask."""
+    model = patch_model(fresh("bert"), name).base_model
+    batch = zoo.inputs("bert", batch=2, length=7)
+    mask = torch.zeros(2, 1, 7, 7, dtype=torch.float64)
+    mask[..., -1] = torch.finfo(torch.float64).min
+    wanted = model(batch["input_ids"], mask).last_hidden_state
+    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
+    with torch.no_grad(), Waits() as waits:
+        got = model(batch["input_ids"], mask).last_hidden_state
+    assert waits.count == 0
+    assert torch.equal(got, wanted)

@@ -11,6 +11,7 @@ import torch
 
 from hf_attn_swap import list_variants, patch_model, set_strength
 from hf_attn_swap.core.registry import parse
+from hf_attn_swap.kernels import carried
 from tests import zoo
 from tests.contract.cells import DEEP, FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
 from tests.contract.harness import batch_of, fresh, perturb, run_all, swaps
@@ -59,15 +60,7 @@ def test_dropout(name: str, variant: str, kind: tuple[str, ...]) -> None:
     assert torch.equal(seeded(model, batch, 1), seeded(model, batch, 2))
 
 
-LINEAR_IN_WEIGHTS = [  # what drops weights, and reads them out as they are
-    name for name in (*list_variants(), *PAIRS) if not any(cls.replaces or "read" in cls.places for cls in parse(name))
-]
-
-
-@pytest.mark.parametrize("name", DEEP)
-@pytest.mark.parametrize("variant", LINEAR_IN_WEIGHTS)
-@pytest.mark.parametrize("strength", [0.5, 1.0])
-def test_dropped_weights_keep_their_mean(name: str, variant: str, strength: float) -> None:
+def assert_weights_keep_their_mean(name: str, variant: str, strength: float) -> None:
     """Over many draws the heads' mean is that of evaluation, and their variance that of weights kept with p and 1/p.
 
     Var = (1 / p - 1) sum_j w_j^2 v_j^2 with p = 1/2, once per weight, after everything that changes the weights.
@@ -92,6 +85,26 @@ def test_dropped_weights_keep_their_mean(name: str, variant: str, strength: floa
     ratio = drawn.var(0)[some] / spread[some]
     assert float(ratio.min()) > 0.8
     assert float(ratio.max()) < 1.25
+
+
+LINEAR_IN_WEIGHTS = [  # what drops weights, and reads them out as they are
+    name for name in (*list_variants(), *PAIRS) if not any(cls.replaces or "read" in cls.places for cls in parse(name))
+]
+
+
+@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("variant", LINEAR_IN_WEIGHTS)
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+def test_dropped_weights_keep_their_mean(name: str, variant: str, strength: float) -> None:
+    """By the fused form or the readable one, with a mask by the causal flag and without any."""
+    assert_weights_keep_their_mean(name, variant, strength)
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_dropped_weights_of_long_sequences_keep_their_mean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Carried scores that are never held: a block of queries at a time."""
+    monkeypatch.setattr(carried, "LONG", 1)
+    assert_weights_keep_their_mean(name, "mha", 1.0)
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

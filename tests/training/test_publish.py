@@ -11,8 +11,9 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_attn_swap import patch_model
+from hf_attn_swap.publish.results import versions
 from hf_attn_swap.training.arguments import DataArguments, ModelArguments
-from hf_attn_swap.training.outcome import Outcome, versions
+from hf_attn_swap.training.outcome import Outcome
 from hf_attn_swap.training.publish import About, publish
 from tests.contract.harness import fresh
 

@@ -111,8 +111,9 @@ class RunResult(Record):
         return ", ".join(dict.fromkeys(swap.variant for swap in self.swaps))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
-        return {"version": VERSION, **asdict(self)}
+        """The JSON form; `study` and `steps` are left out where they are not recorded."""
+        unrecorded = [name for name in ("study", "steps") if getattr(self, name) is None]
+        return {"version": VERSION, **{name: value for name, value in asdict(self).items() if name not in unrecorded}}
 
     @classmethod
     def from_dict(cls, data: Any) -> RunResult:

@@ -31,6 +31,7 @@ HOSTILE: dict[tuple[str | int, ...], tuple[Any, ...]] = {
     ("swaps",): (None, 0, "x", {}, [], [None], [[]], ["belief"], [{}]),
     ("swaps", 0, "variant"): (*TEXTS, "belief+belief", "softmax+belief", "+", "outeffhop+", "gated+mha"),
     ("swaps", 0, "layers"): LISTS,
+    ("swaps", 0, "modules"): tuple(text for text in TEXTS if not isinstance(text, str) or text in ("", LONG)),
     ("swaps", 0, "strength"): (*NUMBERS, 2, 1.5, float("nan"), float("inf")),
     ("swaps", 0, "options"): (None, 0, "x", [], {}, {"gated": {}}, {"os.system": {}}),
     ("swaps", 0, "options", "gated"): (None, 0, "x", [], {"__class__": "x"}, {"kind": {}}),

@@ -109,6 +109,7 @@ def test_study_and_steps_may_be_left_out() -> None:
     """Files of earlier runs have neither: nothing is made up for them."""
     found = RunResult.from_dict(full())
     assert (found.study, found.steps) == (None, None)
+    assert not {"study", "steps"} & found.to_dict().keys()
     named = RunResult.from_dict(full(study="minilm", steps=["map", "transfer"]))
     assert (named.study, named.steps) == ("minilm", ("map", "transfer"))
     assert RunResult.from_dict(json.loads(json.dumps(named.to_dict()))) == named

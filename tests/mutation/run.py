@@ -1,0 +1,333 @@
+"""Mutation testing: one small fault at a time in a copy of the tree, and the fast tests that belong to the file.
+
+    pip install cosmic-ray
+    python tests/mutation/run.py mutants.sqlite --count 200              # samples, runs, prints; run again to go on
+    python tests/mutation/run.py mutants.sqlite --report                 # what was caught, what survived, as diffs
+    python tests/mutation/run.py other.sqlite --count 30 --only kernels  # files whose path holds this
+
+Operators and session are cosmic-ray's. Places are drawn at random and then one fault of each, because a place may have
+a dozen. Faults that change annotations alone are no faults, and left out. A copy of the tree lies beside the session,
+and stays as it was when the session began; faults go into a copy of that. Each mutant runs in a fork of a process that
+has imported everything but the project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import difflib
+import importlib
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "hf_attn_swap"
+COPIED = (PACKAGE, "tests", "recipes")
+LIMIT = 150.0  # seconds; a fault that makes a loop endless counts as caught
+PASSED, HUNG = 0, -1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One call of pytest: paths, and an expression that chooses among their tests."""
+
+    paths: tuple[str, ...]
+    keyword: str = ""
+
+
+def stage(*paths: str, keyword: str = "") -> Stage:
+    """Paths below tests/."""
+    return Stage(tuple(f"tests/{path}" for path in paths), keyword)
+
+
+FORMULAS = stage("contract/test_functional_formulas.py")
+NORMALISERS = stage("contract/test_functional_normalisers.py")
+KERNELS = stage("kernels/test_kernels.py")
+PASSES = stage("kernels/test_passes.py", keyword="not flash or llama")
+DEEP = "(bert or llama) and not albert"  # the two families that the contract's grid is deep on
+VALUES = stage("contract/test_values.py", keyword=f"({DEEP}) and (in_between or without_padding)")
+MASKS = stage("contract/test_masks.py", keyword=f"({DEEP}) and (float_mask or see_nothing)")
+MIXED = stage("contract/test_packed_and_sliding.py", keyword="full_and_sliding")
+CARRYING = stage("contract/test_values.py", "contract/test_masks.py", keyword=f"mha and ({DEEP})")
+CACHED = stage("contract/test_generation.py", keyword="llama and not +")
+CARRIED_REFUSALS = stage("contract/test_refusals_carried.py")
+LINEAR = stage("contract/test_linear_state.py")
+ARGUMENTS = stage("contract/test_refusals_arguments.py")
+WEIGHTS = stage("contract/test_fused.py", keyword=f"request and ({DEEP})")
+STRENGTHS = stage("contract/test_strength.py", keyword="layer_at_zero or casts or (schedule and bert)")
+CALIBRATE = stage("conversion/test_calibrate.py", keyword="bert or llama or not (every_variant or least or training)")
+MERGE = stage("conversion/test_merge.py", keyword="not saved and (llama or gpt2 or not merged)")
+
+# By file, or by folder for files that are not named: the narrowest and fastest tests first, as the first failure ends.
+TESTS: dict[str, tuple[Stage, ...]] = {
+    "functional/": (FORMULAS, NORMALISERS, stage("memory/test_promises.py")),
+    "functional/linear.py": (FORMULAS, stage("kernels/test_kernels.py", keyword="linear")),
+    "functional/sparse.py": (NORMALISERS,),
+    "core/": (VALUES, MASKS),
+    "core/calibration.py": (CALIBRATE, MERGE),
+    "core/call.py": (MIXED, CACHED, MASKS, CARRIED_REFUSALS, PASSES),
+    "core/compute.py": (VALUES, MASKS, WEIGHTS, LINEAR, CARRIED_REFUSALS),
+    "core/registry.py": (ARGUMENTS,),
+    "core/typed.py": (ARGUMENTS, stage("cli/test_arguments.py")),
+    "core/swap.py": (
+        STRENGTHS,
+        CARRIED_REFUSALS,
+        VALUES,
+        CALIBRATE,
+        stage("lifecycle/test_save_load.py", keyword="bert"),
+    ),
+    "kernels/": (KERNELS, PASSES, CARRYING),
+    "kernels/linear.py": (stage("kernels/test_kernels.py", keyword="linear"), FORMULAS),
+    "kernels/softmax_n.py": (stage("kernels/test_kernels.py", keyword="softmax_n"), PASSES),
+    "conversion/": (CALIBRATE, MERGE, stage("conversion/test_transfer.py", keyword="bert or not learns")),
+    "conversion/calibrate.py": (CALIBRATE,),
+    "conversion/merge.py": (MERGE,),
+    "conversion/moments.py": (CALIBRATE,),
+    "conversion/report.py": (CALIBRATE,),
+    "conversion/schedule.py": (stage("conversion/test_schedule.py", keyword="not sharded"),),
+    "conversion/transfer.py": (stage("conversion/test_transfer.py", keyword="not learns or bert"),),
+    "training/metrics.py": (stage("training/test_metrics.py", "training/test_publish.py"),),
+}
+SCOPE = ("functional", "core", "kernels", "conversion", "training/metrics.py")
+
+
+def tests_of(path: Path) -> tuple[Stage, ...]:
+    """The stages of one file of the package, given from the package's root."""
+    return TESTS.get(path.as_posix()) or TESTS[f"{path.parts[0]}/"]
+
+
+def sources(tree: Path) -> list[Path]:
+    """Every file to put faults into."""
+    found: list[Path] = []
+    for part in SCOPE:
+        place = tree / PACKAGE / part
+        found += [place] if place.is_file() else sorted(place.rglob("*.py"))
+    return [path for path in found if path.name != "__init__.py" or path.parent.name == "functional"]
+
+
+class _WithoutAnnotations(ast.NodeTransformer):
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns = None
+        return self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.annotation = ast.Constant(None)
+        return self.generic_visit(node)
+
+
+def meaning(source: str) -> str:
+    """The syntax tree as text, without annotations: none is evaluated."""
+    try:
+        return ast.dump(_WithoutAnnotations().visit(ast.parse(source)))
+    except SyntaxError:
+        return "no Python"
+
+
+def run_tests(tree: Path, stages: tuple[Stage, ...], limit: float, log: Path) -> int:
+    """Pytest's exit status in a fork, HUNG if it was ended; what it printed is in `log`."""
+    child = os.fork()
+    if child == 0:
+        _in_child(tree, stages, log)
+    end = time.monotonic() + limit
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return HUNG
+        time.sleep(0.05)
+
+
+def _in_child(tree: Path, stages: tuple[Stage, ...], log: Path) -> None:
+    status = 70  # of an error outside the tests
+    try:
+        os.setsid()  # so that a hung child is ended with all that it started
+        sys.dont_write_bytecode = True  # a fault of the same size in the same second would not be seen
+        os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree)}
+        os.chdir(tree)
+        sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+        with log.open("w") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        import pytest
+
+        plain = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--tb=line"]
+        plain += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # its plugins are imported before it starts
+        for each in stages:
+            status = int(pytest.main([*plain, "-k", each.keyword, *each.paths]))
+            if status:
+                break
+        names = (name for name in sys.modules if name.split(".")[0] not in (PACKAGE, "tests", "__main__", "conftest"))
+        log.with_suffix(".modules").write_text("\n".join(names))
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def warm(tree: Path, paths: list[Path], log: Path) -> None:
+    """Run each file's tests without a fault, which must pass, and import here what they imported of other packages."""
+    known: set[tuple[Stage, ...]] = set()
+    for path in paths:
+        stages = tests_of(path.relative_to(PACKAGE))
+        if stages in known:
+            continue
+        known.add(stages)
+        start = time.monotonic()
+        status = run_tests(tree, stages, 4 * LIMIT, log)
+        if status != PASSED:
+            sys.exit(f"without a fault, the tests of {path.name} end with {status}:\n{log.read_text()[-2000:]}")
+        for name in log.with_suffix(".modules").read_text().splitlines():
+            with contextlib.suppress(ImportError, AttributeError):  # parts of other packages import in one order alone
+                importlib.import_module(name)
+        print(f"{path}: {time.monotonic() - start:.0f} s without a fault", flush=True)
+
+
+def copy_tree(root: Path, tree: Path) -> None:
+    """What the tests of the package need."""
+    for name in COPIED:
+        shutil.copytree(root / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(root / name, tree / name)
+
+
+def begin(database: object, tree: Path, only: str, count: int, seed: int) -> None:
+    """Fill a session with every fault, and skip all but the sample."""
+    from cosmic_ray.commands import init
+    from cosmic_ray.work_item import WorkerOutcome, WorkResult
+
+    init([path for path in sources(tree) if only in path.relative_to(tree).as_posix()], database, {})
+    places = defaultdict(list)
+    for item in database.work_items:
+        (fault,) = item.mutations
+        places[(str(fault.module_path), fault.start_pos, fault.end_pos)].append(item)
+    generator = random.Random(seed)
+    drawn = generator.sample(sorted(places), len(places))
+    chosen: set[str] = set()
+    for place in drawn:
+        item = generator.choice(sorted(places[place], key=lambda each: each.mutations[0].operator_name))
+        if len(chosen) < count and changes(item.mutations[0]):
+            chosen.add(item.job_id)
+    skipped = [item.job_id for item in database.work_items if item.job_id not in chosen]
+    database.set_multiple_results(skipped, WorkResult(worker_outcome=WorkerOutcome.SKIPPED))
+    print(f"{len(chosen)} of {len(chosen) + len(skipped)} faults at {len(places)} places", flush=True)
+
+
+def mutated(fault: object) -> tuple[str, str | None]:
+    """The source of a file without and with a fault."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    source = fault.module_path.read_text()
+    operator = get_operator(fault.operator_name)(**fault.operator_args)
+    return source, mutate_code(source, operator, fault.occurrence)
+
+
+def changes(fault: object) -> bool:
+    """False for a fault in an annotation."""
+    source, other = mutated(fault)
+    return other is not None and meaning(source) != meaning(other)
+
+
+def go_on(database: object, tree: Path, log: Path) -> None:
+    """Run every fault of the sample that has no result yet."""
+    pending = list(database.pending_work_items)
+    paths = {item.job_id: item.mutations[0].module_path.relative_to(tree) for item in pending}
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder).resolve()
+        copy_tree(tree, scratch)
+        warm(scratch, sorted(set(paths.values())), log)
+        for number, item in enumerate(pending, 1):
+            result, words = tried(item.mutations[0], paths[item.job_id], scratch, log)
+            database.set_result(item.job_id, result)
+            print(f"{number}/{len(pending)} {words}", flush=True)
+
+
+def tried(fault: object, path: Path, scratch: Path, log: Path) -> tuple[object, str]:
+    """The result of one fault, and the line to print."""
+    from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
+
+    source, other = mutated(fault)
+    start = time.monotonic()
+    (scratch / path).write_text(other)
+    status = run_tests(scratch, tests_of(path.relative_to(PACKAGE)), LIMIT, log)
+    (scratch / path).write_text(source)
+    diff = "\n".join(difflib.unified_diff(source.splitlines(), other.splitlines(), lineterm="", n=1))
+    first = next((line for line in log.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+    words = "ended after the time limit" if status == HUNG else first
+    outcome = TestOutcome.SURVIVED if status == PASSED else TestOutcome.KILLED
+    result = WorkResult(worker_outcome=WorkerOutcome.NORMAL, output=words, test_outcome=outcome, diff=diff)
+    name = "survived" if status == PASSED else "caught"
+    operator = fault.operator_name.partition("/")[2]
+    took = time.monotonic() - start
+    return result, f"{name} {path}:{fault.start_pos[0]} {operator} {took:.0f} s {words}"
+
+
+def finished(database: object) -> Iterator[tuple[object, object]]:
+    """Faults of the sample and their results."""
+    for item in database.completed_work_items:
+        item, result = item
+        if result.test_outcome is not None:
+            yield item.mutations[0], result
+
+
+def report(database: object) -> None:
+    """How many were caught, by folder, and each survivor as file, line and diff."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for fault, result in finished(database):
+        folder = fault.module_path.parent.name
+        counts[folder][result.is_killed] += 1
+        if not result.is_killed:
+            changed = [line for line in result.diff.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+            print(f"{folder}/{fault.module_path.name}:{fault.start_pos[0]}", *changed, sep="\n    ")
+    for folder, (survived, caught) in sorted(counts.items()):
+        print(f"{folder}: {caught} of {survived + caught} caught ({caught / (survived + caught):.0%})")
+    survived, caught = (sum(each) for each in zip(*counts.values(), strict=True)) if counts else (0, 0)
+    print(f"all: {caught} of {survived + caught} caught")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("session", type=Path, help="cosmic-ray's SQLite file; its tree and log lie beside it")
+    parser.add_argument("--count", type=int, default=100, help="faults to draw when the session begins")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="files whose path holds this")
+    parser.add_argument("--report", action="store_true", help="print what is known, and run nothing")
+    chosen = parser.parse_args()
+    from cosmic_ray.work_db import WorkDB, use_db
+
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    begun = chosen.session.exists()
+    with use_db(str(chosen.session), WorkDB.Mode.open if begun else WorkDB.Mode.create) as database:
+        if not chosen.report:
+            tree = chosen.session.with_suffix(".tree").resolve()
+            if not begun:
+                copy_tree(ROOT, tree)
+                begin(database, tree, chosen.only, chosen.count, chosen.seed)
+            go_on(database, tree, chosen.session.with_suffix(".log").resolve())
+        report(database)
+
+
+if __name__ == "__main__":
+    main()
