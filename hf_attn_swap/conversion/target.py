@@ -46,8 +46,8 @@ class Target:
     def __post_init__(self) -> None:
         if _shares(self.swap)[1] == 0:
             raise ValueError(
-                f"{'+'.join(self.swap.names)} with these options drops the read-out, so there is nothing to calibrate; "
-                " other options (mha: alpha below 1)."
+                f"{'+'.join(self.swap.names)} with these options drops the read-out, so nothing can be calibrated; "
+                "choose other options (mha: alpha below 1)."
             )
 
     @property

@@ -116,7 +116,7 @@ def clustering(settings: Settings) -> Drawn:
 
 @figure("leaders")
 def leaders_over_time(settings: Settings) -> Drawn:
-    """20 tokens in 2 dimensions until t = 10, with random V and scores: which tokens attract the attention of others."""
+    """20 tokens in 2 dimensions until t = 10, with random V and scores: the tokens that attract attention."""
     generator = torch.Generator().manual_seed(settings.seed)
     roots = torch.randn(2, 2, 2, generator=generator, dtype=torch.float64)
     value, scores = roots @ roots.mT  # two independent matrices R R^T
