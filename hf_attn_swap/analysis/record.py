@@ -74,10 +74,9 @@ class _Recorder:
         usable = [site for site in sites(self.root) if site.usable]
         for place, site in enumerate(usable):
             name = f"{place}" if not site.family.shared else ""
-            for swap in (
-                module for module in site.core.modules() if isinstance(module, Swap)
-            ):  # PEFT keeps a copy of a Swap
-                hooks.callback(swap.register_forward_pre_hook(self._weights(name)).remove)
+            for module in site.core.modules():
+                if isinstance(module, Swap):  # several, where PEFT holds a copy of the swap
+                    hooks.callback(module.register_forward_pre_hook(self._weights(name)).remove)
             block = layer_of(self.root, site.path)
             hooks.callback(block.register_forward_hook(self._states(name)).remove)
             self._hook_update(site, name, hooks)
@@ -144,12 +143,10 @@ class _Recorder:
             several = real.sum(1) > 1
             if name in ("0", "") and self.calls.get("states", 0) == 0:
                 self.recording.samples += len(states)
-            layer.similarity += (
-                metrics.token_similarity(states[several].detach(), real[several]).tolist() if several.any() else []
-            )
-            layer.residual += (
-                metrics.residual_ratio(states[several].detach(), real[several]).tolist() if several.any() else []
-            )
+            if several.any():
+                chosen = states[several].detach()
+                layer.similarity += metrics.token_similarity(chosen, real[several]).tolist()
+                layer.residual += metrics.residual_ratio(chosen, real[several]).tolist()
 
         return hook
 
@@ -171,9 +168,8 @@ class _Recorder:
             real = self._real(call.x)
             entropy = metrics.attention_entropy(weights)
             if swap.places().replacement is not None:
-                entropy = torch.full_like(
-                    entropy, float("nan")
-                )  # linear attention's weights are products, not probabilities
+                # The weights of linear attention are products and not probabilities.
+                entropy = torch.full_like(entropy, float("nan"))
             layer.entropy.add(entropy.transpose(1, 2)[real])
             layer.sinks.add(metrics.sink_mass(weights, self._sinks(weights)).transpose(1, 2)[real])
 

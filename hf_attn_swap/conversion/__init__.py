@@ -1,4 +1,4 @@
-"""Conversion with little loss: calibration, a schedule of strengths, attention transfer."""
+"""Convert a trained model with little loss: by calibration, a schedule of strengths, or attention transfer."""
 
 from .calibrate import calibrate
 from .merge import merge_calibration

@@ -1,4 +1,6 @@
-"""Batches for fitting and for transfer: plain dicts of tensors without labels, and which of their tokens are real.
+"""Prepares batches for calibration and transfer: removes the labels, and finds out which tokens are real.
+
+A batch is a plain dict of tensors. A token is real if the attention mask does not mark it as padding.
 
 Axes: B batch, L token.
 """
@@ -17,10 +19,10 @@ MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
-    """Batches without their labels, one at a time.
+    """Yield the batches without their labels. A single dict counts as one batch.
 
     Raises:
-        ValueError: there are none, or one is no dict of tensors.
+        ValueError: `batches` is empty, or a batch is not a dict of tensors.
     """
     empty = True
     for batch in [batches] if isinstance(batches, Mapping) else batches:
@@ -33,24 +35,26 @@ def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
 
 
 def without_labels(batch: Mapping[str, Any]) -> Batch:
-    """What the model reads: nothing here is supervised."""
+    """Return the batch without its labels, because calibration and attention transfer are not supervised."""
     return {key: value for key, value in batch.items() if key not in LABELS}
 
 
 @torch.no_grad()
 def forward(model: nn.Module, batch: Batch) -> None:
-    """Run a model on a batch, wherever the model is; what comes out is of no use here."""
+    """Run the model on a batch, on the model's device, and drop the output: callers read activations through hooks."""
     device = next(model.parameters()).device
-    if device.type != "meta":  # offloaded weights wait there; accelerate brings the batch to where they compute
+    if device.type != "meta":  # offloaded weights are on "meta", and accelerate moves the batch for them
         batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
     model(**batch)
 
 
 def token_mask(batch: Batch, tokens_BL: Tensor) -> Tensor:
-    """(B,L) bool, True for real tokens of a tensor (B,L,...) inside the model.
+    """Return a bool mask (B,L), True for the real tokens of a tensor (B,L,...) inside the model.
+
+    All tokens are real if the batch has no mask.
 
     Raises:
-        ValueError: the batch has a mask that says nothing of these tokens.
+        ValueError: the batch has masks, but no mask has the shape (B,L).
     """
     shape = tokens_BL.shape[:2]
     masks = [batch[name] for name in MASKS if batch.get(name) is not None]

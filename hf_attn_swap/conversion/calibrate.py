@@ -1,11 +1,17 @@
-"""Fit a swapped attention's read-out to the one its weights were trained with, head by head, by least squares.
+"""Fits the heads of a swapped attention to the heads of the attention that its weights were trained with.
 
-gain: g_h = <A_h, R_h> / <A_h, A_h>; map: [M_h; b_h] = argmin ||A_h M_h + b_h - R_h||^2, A the variant's heads at
-strength 1, R the target's, on the same input. Normal equations in fp64; padding is left out.
-Every layer reads the original's stream, so that one pass fits them all. Fitting in order, each layer on what the fitted
-layers below give, takes a pass per layer and gave MiniLM the same: squared error of its last hidden states 0.463
-against 0.445 in one pass (simple_resl), 0.171 against 0.178 (mha), 0.106 against 0.116 (belief).
-Ours; the gain is SimpleTRON's missing scale (no paper). Axes: B batch, L token, H head, D head width, E model width.
+A are the variant's heads at strength 1, and R are the target's heads on the same input. Each head is fitted by least
+squares, in one of two ways:
+
+    gain:  g_h = <A_h, R_h> / <A_h, A_h>
+    map:   [M_h; b_h] = argmin ||A_h M_h + b_h - R_h||^2
+
+The normal equations are summed in fp64, and padding is left out. Every layer reads the activations of the original
+model, so one pass over the batches fits all layers. The alternative is to fit the layers in order, each on the output
+of the fitted layers below. That takes a pass per layer, and it was not better on MiniLM. The squared error of the last
+hidden states, in order and in one pass: 0.463 and 0.445 (simple_resl), 0.171 and 0.178 (mha), 0.106 and 0.116 (belief).
+The method is this package's own; docs/mathematics.md, section Calibration. The gain supplies the scale that SimpleTRON
+leaves out. Axes: B batch, L token, H head, D head width, E model width.
 """
 
 from __future__ import annotations
@@ -42,28 +48,32 @@ def calibrate(
     progress: bool = True,
     **options: Any,
 ) -> CalibrationReport:
-    """Fit every swapped layer's read-out to the attention its weights come from, in place; nothing is trained.
+    """Fit the heads of every swapped layer to the attention that the weights were trained with, in place.
 
-    In a post-LayerNorm block (BERT, ALBERT) a skip inside the variant (`simple_resl`, `mha`) is undone by fitting to a
-    multiple of the target: LayerNorm removes the common factor. In a pre-norm block it stays, and the report says so.
-    What suits `simple*` depends on the length: calibrate at the length of use. An earlier calibration is replaced.
+    Nothing is trained. A new calibration replaces an earlier calibration. docs/mathematics.md, section Calibration.
+
+    `simple_resl` and `mha` add a multiple of the layer's input to its output (a skip). In a post-LayerNorm block (BERT,
+    ALBERT) the fit undoes this skip: the target is multiplied by a factor, and LayerNorm removes the factor. In a
+    pre-norm block no fit can undo the skip, and the report says so.
+    The heads of `simple*` grow with the number of tokens, so calibrate at the length at which you use the model.
 
     Args:
-        model: patched by `patch_model`; its strength may be anything and stays.
-        batches: dicts as the model takes them, read once; a few thousand tokens do, a 2-D mask marks the real ones.
-        fit: "gain", one number per head, or "map", a D x D matrix and a bias per head.
-        ridge: added to the normal equations, as a share of the mean square of the variant's heads.
-        source: the attention that the weights were trained with, such as "simple_resl" for a model that was
-            converted, fine-tuned and is now patched with "softmax"; it may have no parameters of its own.
+        model: a model that `patch_model` has patched, at any strength; the strength does not change.
+        batches: dicts of tensors as the model takes them. They are read once. A few thousand tokens are enough. Where
+            there is padding, a 2-D attention mask (B,L) marks the real tokens.
+        fit: "gain" fits one number per head; "map" fits a (D,D) matrix and a bias (D,) per head.
+        ridge: the penalty on large values, as a share of the mean square of the variant's heads.
+        source: the attention that the weights were trained with. It is "simple_resl", for example, for a model that was
+            fine-tuned with "simple_resl" and is now patched with "softmax". The source must have no parameters.
         progress: show a progress bar.
-        options: of `source`.
+        options: the options of `source`.
 
     Returns:
-        R^2 per layer and head before and after, the fitted gains, and the lengths seen.
+        R^2 per layer and head before and after the fit, the fitted gains, and the shortest and longest row in tokens.
 
     Raises:
-        ValueError: the model is not patched or has merged layers, no batch or too few real tokens, an unknown fit or
-            source, or activations that are not finite. The model is unchanged then.
+        ValueError: the model is not patched or has merged layers, there is no batch, there are too few real tokens, the
+            fit or the source is unknown, or activations are not finite. The model is unchanged after an error.
     """
     check_fit(fit)
     if not ridge >= 0:
@@ -80,19 +90,26 @@ def calibrate(
                 forward(model, batch)
         solved = {index: fitting.solve(ridge, index) for index, fitting in fittings.items()}
         layers = tuple(fittings[index].apply(*solution, index) for index, solution in solved.items())
-    seen, left = torch.cat(lengths).aminmax(), max((target.left for target in targets.values()), key=abs)
-    return CalibrationReport(fit=fit, source=source, layers=layers, lengths=(int(seen[0]), int(seen[1])), left=left)
+    shortest, longest = torch.cat(lengths).aminmax()
+    left = max((target.left for target in targets.values()), key=abs)
+    return CalibrationReport(
+        fit=fit,
+        source=source,
+        layers=layers,
+        lengths=(int(shortest), int(longest)),
+        left=left,
+    )
 
 
 @dataclass
 class _Fitting:
-    """One layer while it is fitted."""
+    """The fit of one layer: its target, and the sums of products so far."""
 
     target: Target
     moments: Moments
 
     def hook(self, batch: Batch, lengths: list[Tensor], hooked: contextlib.ExitStack) -> None:
-        """Count the layer's tokens in the next forward pass of the source, whose layers stand in the model."""
+        """Add the tokens of the next forward pass to the sums. During that pass the source's swap is in the model."""
 
         def collect(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             inputs, call, sdpa, _ = args
@@ -106,14 +123,14 @@ class _Fitting:
         hooked.callback(self.target.source.register_forward_hook(collect).remove)
 
     def solve(self, ridge: float, index: int) -> tuple[Tensor, Tensor | None]:
-        """The fit, without touching the layer yet."""
+        """Return the weight and the bias of the fit. The layer does not change."""
         return self.moments.solve(ridge, f"layer {index} ({self.target.site.path})")
 
     def apply(self, weight: Tensor, bias: Tensor | None, index: int) -> LayerFit:
         """Put the fit into the layer."""
         calibration = self.target.swap.calibrate(self.moments.fit, self.target.like)
         with torch.no_grad():
-            calibration.weight.copy_(weight.to(calibration.weight.dtype))  # before it leaves the CPU: see `Moments`
+            calibration.weight.copy_(weight.to(calibration.weight.dtype))  # round on the CPU: some devices have no fp64
             if bias is not None:
                 calibration.bias.copy_(bias.to(calibration.bias.dtype))
         before, after = self.moments.r_squared(weight, bias)
@@ -128,7 +145,7 @@ class _Fitting:
 
 
 def _targets(installation: Installation, source: str, options: dict[str, Any], *, constant: bool) -> dict[int, Target]:
-    """By layer number, in the order in which they are called."""
+    """Build the target of every swapped layer, by layer number, in the order of the calls."""
     classes = parse(source)
     chosen = parse_options(classes, options)
     usable = swappable(installation.root)
@@ -136,21 +153,29 @@ def _targets(installation: Installation, source: str, options: dict[str, Any], *
     for index, swaps in installation.swaps().items():
         site, swap = usable[index], swaps[0]
         if len(swaps) > 1:
-            raise ValueError("PEFT holds copies of the swaps (modules_to_save); calibrate before adding adapters.")
+            raise ValueError(
+                "PEFT holds copies of the swaps (modules_to_save); call calibrate before you add the adapters."
+            )
         if swap.merged is not None:
-            raise ValueError(f"layer {index}: its calibration was merged into the weights; load the unmerged model.")
+            raise ValueError(
+                f"layer {index}: an earlier calibration was merged into the weights; load the unmerged model."
+            )
         original = build_swap(site, classes, chosen, index)
         if original.carries or any(True for _ in original.parameters()):
-            raise ValueError(f"source={source!r} has parameters or scores of its own, which this model does not hold.")
+            raise ValueError(
+                f"source={source!r} has parameters or scores of its own, which this model does not hold; choose a "
+                "source without parameters, such as 'softmax'."
+            )
         targets[index] = Target(site, swap, original, constant)
     return targets
 
 
 @contextlib.contextmanager
 def _source_in_place(model: nn.Module, installation: Installation, targets: dict[int, Target]) -> Iterator[None]:
-    """The model in evaluation with its source's attention; inside, the swaps are at strength 1 and not calibrated.
+    """Inside, the model runs in evaluation mode with the source's attention in place of the swaps.
 
-    Afterwards it is as it was, with the old calibrations if something failed.
+    The swaps are at strength 1 and have no calibration inside, so that hooks can call them. Afterwards the training
+    mode and the strengths are as before. If an error is raised, the old calibrations come back too.
     """
     training = [module for module in model.modules() if module.training]
     before = [(target.swap, target.swap.strength, target.swap.calibration) for target in targets.values()]

@@ -1,9 +1,9 @@
-"""Fold a calibration into the weights: no parameter and no work is left, and no way back.
+"""Folds a calibration into the weights, so that the calibration costs no parameter and no time. It cannot be undone.
 
-(A_h M_h + b_h) W_o = A_h (M_h W_o,h) + b_h W_o,h: into W_o's rows of the head and into b_o. A variant without W_o
-takes a gain in W_v and b_v instead: A is linear in V. Exact at strength 1 alone. Ours (no paper); docs/mathematics.md,
-section Calibration and transfer.
-Axes: H head, D head width, E model width.
+(A_h M_h + b_h) W_o,h = A_h (M_h W_o,h) + b_h W_o,h. The matrix M_h W_o,h replaces the rows W_o,h of the head, and
+b_h W_o,h is added to b_o. For a variant that does not use W_o, the gain multiplies W_v and b_v, because A is linear in
+V. The merge is exact at strength 1 alone. The method is this package's own; docs/mathematics.md, section Calibration.
+Axes: I input width of a projection, H head, D head width, E model width, W width of all heads.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ M = TypeVar("M", bound=nn.Module)
 
 @torch.no_grad()
 def merge_calibration(model: M, /) -> M:
-    """Fold every calibration into W_o and b_o (W_v and b_v where there is no W_o), in place.
+    """Fold every calibration into W_o and b_o, in place; into W_v and b_v for variants that do not use W_o.
 
-    The model computes the same to rounding. From then on its strength stays 1, it cannot be unpatched, and an adapter
-    on a merged matrix is refused; config.json records it.
+    The model's output stays the same up to rounding. After a merge the package refuses another strength than 1,
+    `unpatch_model`, and an adapter on a merged matrix. config.json records the merge.
+    docs/mathematics.md, section Calibration.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model is not patched or not calibrated, a strength below 1, an adapter on the matrix, a map's
-            bias where the layer has none to take it, or grouped value heads under a variant without W_o. The model
-            is unchanged then.
+        ValueError: the model is not patched or not calibrated; a strength is below 1; an adapter sits on the matrix; a
+            map has a bias but W_o has none; or a variant that does not use W_o has fewer value heads than query heads.
+            The model is unchanged after an error.
     """
     installation = need_installation(model)
     usable = swappable(installation.root)
@@ -58,34 +59,50 @@ def merge_calibration(model: M, /) -> M:
 
 def _check(site: Site, swap: Swap, calibration: Calibration) -> None:
     if swap.strength != 1.0:
-        raise ValueError(f"{site.path}: a merge is exact at strength 1 alone, this layer is at {swap.strength:g}.")
+        raise ValueError(
+            f"{site.path}: a merge is exact at strength 1 alone, this layer is at {swap.strength:g}; "
+            "call set_strength(model, 1.0) first."
+        )
     if swap.keeps_projection:
         projection = _projection(site)
         if calibration.fit == "map" and getattr(projection, "bias", None) is None:
             raise ValueError(
-                f"{site.path}: W_o has no bias to take the map's; keep the calibration as it is, or use fit='gain'."
+                f"{site.path}: W_o has no bias to take the map's bias; keep the calibration unmerged, or calibrate "
+                "with fit='gain'."
             )
         return
     if calibration.fit == "map":
-        raise ValueError(f"{site.path}: without W_o nothing can take a map's bias; keep it, or use fit='gain'.")
+        raise ValueError(
+            f"{site.path}: without W_o nothing can take a map's bias; keep the calibration unmerged, or calibrate with "
+            "fit='gain'."
+        )
     if swap.geometry.kv_heads != swap.geometry.heads:
-        raise ValueError(f"{site.path}: W_v serves groups of heads, which have one gain each; keep the calibration.")
+        raise ValueError(
+            f"{site.path}: W_v serves groups of heads, and every head has its own gain; keep the calibration unmerged."
+        )
     _values(site, swap.geometry.heads * swap.geometry.head_dim)
 
 
 def _projection(site: Site) -> nn.Module:
     if site.family.output is None:
-        raise ValueError(f"{site.path}: W_o is in a module that we do not know, so nothing can be merged into it.")
+        raise ValueError(
+            f"{site.path}: the package does not know which module holds W_o, so nothing can be merged; keep the "
+            "calibration unmerged."
+        )
     return _plain(site, site.container.get_submodule(site.family.output))
 
 
 def _plain(site: Site, module: nn.Module) -> nn.Module:
     if not isinstance(module, (nn.Linear, Conv1D)) or hasattr(module, "base_layer"):
-        raise ValueError(f"{site.path}: {type(module).__name__} is no plain matrix (adapter? quantised?).")
+        raise ValueError(
+            f"{site.path}: {type(module).__name__} is no plain matrix (an adapter or quantised weights); merge into "
+            "the model without adapters and without quantisation, or keep the calibration unmerged."
+        )
     if not is_matrix(module):
         raise ValueError(
-            f"{site.path}: the weight of {type(module).__name__} is not here as a matrix (offloaded? quantised?); load "
-            "the whole model without offloading or quantisation to merge, or keep the calibration as it is."
+            f"{site.path}: the weight of {type(module).__name__} is not here as a matrix (offloaded or "
+            "quantised weights); load the model without offloading and without quantisation to merge, or keep the "
+            "calibration unmerged."
         )
     return module
 
@@ -100,7 +117,7 @@ def _into_output(projection: nn.Module, calibration: Calibration) -> None:
         return
     assert bias_E is not None
     _put(bias_E, _wide(bias_E) + torch.einsum("hd,hde->e", _wide(calibration.bias), wide_HDE))
-    _put(weight_IE, (fitted @ wide_HDE).flatten(0, 1))  # last: in fp64 `wide_HDE` is the weight itself
+    _put(weight_IE, (fitted @ wide_HDE).flatten(0, 1))  # last: for an fp64 weight on the CPU `wide_HDE` is a view of it
 
 
 def _into_values(site: Site, calibration: Calibration) -> None:
@@ -112,22 +129,28 @@ def _into_values(site: Site, calibration: Calibration) -> None:
 
 
 def _wide(parameter: Tensor) -> Tensor:
-    """The numbers in fp64, on the CPU: some devices (Apple's) have no fp64."""
+    """Return the numbers in fp64, on the CPU: some devices (Apple's) have no fp64."""
     return parameter.detach().cpu().double()
 
 
 def _put(parameter: Tensor, values: Tensor) -> None:
-    """New values, rounded before they leave the CPU."""
+    """Write new values into a parameter. The values are rounded to its dtype on the CPU, where fp64 exists."""
     parameter.copy_(values.to(parameter.dtype))
 
 
 def _values(site: Site, width: int) -> tuple[Tensor, Tensor | None]:
-    """W_v as (in, out) and b_v: views of the parameters, the last third where one matrix holds Q, K and V."""
+    """Return W_v (I,W) and b_v (W,) as views of the parameters: their last W columns if one matrix holds Q, K and V."""
     family = site.family
     if family.value is None:
-        raise ValueError(f"{site.path}: the value projection is under no name that we know; keep the calibration.")
+        raise ValueError(
+            f"{site.path}: the package does not know which module is the value projection; keep the "
+            "calibration unmerged."
+        )
     module = _plain(site, site.core.get_submodule(family.value))
     weight, bias = output_matrix(module)
     if family.value == family.query and not isinstance(module, Conv1D):
-        raise ValueError(f"{site.path}: Q, K and V share a matrix whose order we do not know; keep the calibration.")
+        raise ValueError(
+            f"{site.path}: one matrix holds Q, K and V in an order that the package does not know; keep the "
+            "calibration unmerged."
+        )
     return weight[:, -width:], None if bias is None else bias[-width:]

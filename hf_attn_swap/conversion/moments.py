@@ -1,7 +1,12 @@
-"""Least squares per head from streamed sums: nothing of the activations is kept.
+"""Least squares per head from running sums. The activations are not kept.
 
-[M; b] = (X^T X + ridge I)^-1 X^T R with X = [A, 1]; gain: <A, R> / (1 + ridge) <A, A>. R^2 = 1 - SSE / SST, SST about
-the mean of R. Axes: N token, H head, D head width, F features (D and a constant).
+A are the variant's heads and R the wanted heads, with a row per token. X = [A, 1] is A with a constant feature.
+
+    map:   [M; b] = (X^T X + P)^-1 X^T R, where P is diagonal: ridge ||A||^2 / D for the D features, 0 for the constant
+    gain:  g = <A, R> / ((1 + ridge) <A, A>)
+
+R^2 = 1 - SSE / SST. SSE is the squared error of the fit, and SST is the squared distance of R from its mean.
+docs/mathematics.md, section Calibration. Axes: N token, H head, D head width, F features (D and a constant).
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from ..core.call import Geometry
 
 
 class Moments:
-    """Sums of products of a variant's heads A and the wanted heads R, in fp64 on the CPU."""
+    """Sums of products of the variant's heads A and the wanted heads R, in fp64 on the CPU."""
 
     def __init__(self, geometry: Geometry, fit: str) -> None:
         heads, width = geometry.heads, geometry.head_dim
@@ -24,20 +29,21 @@ class Moments:
         self.square_H = torch.zeros(heads, dtype=torch.float64)
 
     def add(self, heads_NHD: Tensor, wanted_NHD: Tensor) -> None:
-        """Count N real tokens."""
-        heads, wanted = (tensor.detach().cpu().double() for tensor in (heads_NHD, wanted_NHD))  # Apple's have no fp64
+        """Add the heads of N real tokens to the sums."""
+        # First to the CPU, then to fp64: some devices (Apple's) have no fp64.
+        heads = heads_NHD.detach().cpu().double()
+        wanted = wanted_NHD.detach().cpu().double().transpose(0, 1)
         features = torch.nn.functional.pad(heads, (0, 1), value=1.0).transpose(0, 1)
-        wanted = wanted.transpose(0, 1)
         self.rows += heads_NHD.shape[0]
         self.gram_HFF += features.transpose(1, 2) @ features
         self.cross_HFD += features.transpose(1, 2) @ wanted
         self.square_H += wanted.square().sum((1, 2))
 
     def solve(self, ridge: float, where: str) -> tuple[Tensor, Tensor | None]:
-        """Gains (H,), or maps (H,D,D) and biases (H,D), in fp64.
+        """Solve for the gains (H,) and None, or for the maps (H,D,D) and their biases (H,D), in fp64.
 
         Raises:
-            ValueError: fewer tokens than unknowns, or values that are not finite.
+            ValueError: there are fewer tokens than unknowns, or the activations are not finite.
         """
         width = self.cross_HFD.shape[2]
         needed = 1 if self.fit == "gain" else width + 1
@@ -50,18 +56,20 @@ class Moments:
             product_H = self.cross_HFD[:, :width].diagonal(dim1=1, dim2=2).sum(1)
             return product_H / (energy_H * (1 + ridge)).clamp_min(torch.finfo(torch.float64).tiny), None
         penalty_HF = (ridge / width * energy_H)[:, None].expand(-1, width + 1).clone()
-        penalty_HF[:, width] = 0.0  # the constant is free
+        penalty_HF[:, width] = 0.0  # no penalty on the constant
         gram = self.gram_HFF + torch.diag_embed(penalty_HF)
         solution = torch.linalg.lstsq(gram, self.cross_HFD, driver="gelsd").solution
         return solution[:, :width], solution[:, width]
 
     def r_squared(self, weight: Tensor, bias: Tensor | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """R^2 per head of the heads as they are, and of the fit."""
+        """Return R^2 per head, first of the variant's heads without a fit, then of the fitted heads."""
         width = self.cross_HFD.shape[2]
         identity = torch.eye(width, dtype=torch.float64).expand(weight.shape[0], -1, -1)
         none = torch.zeros(weight.shape[0], width, dtype=torch.float64)
-        fitted = identity * weight[:, None, None] if bias is None else weight
-        return self._explained(identity, none), self._explained(fitted, none if bias is None else bias)
+        before = self._explained(identity, none)
+        if bias is None:
+            return before, self._explained(identity * weight[:, None, None], none)
+        return before, self._explained(weight, bias)
 
     def _explained(self, weight_HDD: Tensor, bias_HD: Tensor) -> tuple[float, ...]:
         solution_HFD = torch.cat([weight_HDD, bias_HD[:, None]], 1)

@@ -1,4 +1,4 @@
-"""The parts of an attention block by name, so that they can be trained or frozen in any family."""
+"""Finds the projections and the swap of an attention block by name, to train or freeze them in any family."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ PARTS = ("query", "key", "value", "output", "swap")
 
 
 def part_of(model: nn.Module, part: str) -> list[nn.Module]:
-    """One part of every swapped layer: a projection ("query", "key", "value", "output"), or "swap".
+    """Return one part of every swapped layer: a projection ("query", "key", "value" or "output"), or the "swap".
 
     Raises:
-        ValueError: an unknown part, a model that is not patched, or a projection under no name that we know.
+        ValueError: the part is unknown, the model is not patched, or the package does not know the projection's name.
     """
     installation = need_installation(model)
     usable = swappable(installation.root)
@@ -22,9 +22,13 @@ def part_of(model: nn.Module, part: str) -> list[nn.Module]:
 
 
 def site_part(site: Site, part: str) -> nn.Module:
-    """The same of one layer; fused projections are one module, whatever the part."""
+    """Return one part of one layer. If one module holds several projections, each of them gives that module.
+
+    Raises:
+        ValueError: the part is unknown, or the package does not know the projection's name.
+    """
     if part not in PARTS:
-        raise ValueError(f"{part!r} is no part of an attention block; known: {', '.join(PARTS)}.")
+        raise ValueError(f"{part!r} is not a part of an attention block; choose one of {', '.join(PARTS)}.")
     if part == "swap":
         swap = site.core.attn_swap
         assert isinstance(swap, nn.Module)
@@ -32,5 +36,7 @@ def site_part(site: Site, part: str) -> nn.Module:
     holder = site.container if part == "output" else site.core
     path = getattr(site.family, part)
     if path is None:
-        raise ValueError(f"{site.path}: the {part} projection is under no name that we know; choose other parts.")
+        raise ValueError(
+            f"{site.path}: the package does not know which module is the {part} projection; choose other parts."
+        )
     return holder.get_submodule(path)

@@ -1,4 +1,4 @@
-"""What a calibration did: the explained share per layer and head, before and after, as a table or as data."""
+"""The report of a calibration: R^2 per layer and head before and after the fit, as a table or as plain data."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ HEADER = ("layer", "module", "R2 before", "R2 after", "worst head", "negative ga
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFit:
-    """One layer.
+    """The fit of one layer.
 
     Attributes:
         layer, module: number and path of the attention module.
-        before, after: R^2 per head of the variant's heads as they were, and as fitted, on the calibration tokens.
-        gains: per head; None for maps.
-        tokens: real tokens that were counted.
+        before, after: R^2 per head on the calibration tokens, before the fit and after the fit.
+        gains: the fitted gain per head; None for maps.
+        tokens: how many real tokens the fit used.
     """
 
     layer: int
@@ -31,24 +31,36 @@ class LayerFit:
 
     @property
     def negative(self) -> tuple[int, ...]:
-        """Heads whose gain is negative: the variant points away from what it should give."""
+        """The heads whose gain is negative: their output points away from the target."""
         return tuple(head for head, gain in enumerate(self.gains or ()) if gain < 0)
 
     def cells(self) -> tuple[str, ...]:
-        """The layer as text."""
+        """The layer's row of the table, in the order of `HEADER`."""
         worst = min(range(len(self.after)), key=self.after.__getitem__)
-        negative = ", ".join(map(str, self.negative)) or ("none" if self.gains is not None else "-")
-        means = (f"{fmean(self.before):.3g}", f"{fmean(self.after):.3f}")
-        return (str(self.layer), self.module, *means, f"{worst} ({self.after[worst]:.3f})", negative)
+        if self.gains is None:
+            negative = "-"
+        else:
+            negative = ", ".join(map(str, self.negative)) or "none"
+        return (
+            str(self.layer),
+            self.module,
+            f"{fmean(self.before):.3g}",
+            f"{fmean(self.after):.3f}",
+            f"{worst} ({self.after[worst]:.3f})",
+            negative,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationReport:
-    """All layers of one calibration.
+    """The fits of all layers of one calibration.
 
     Attributes:
-        lengths: the shortest and longest rows it saw, in real tokens.
-        left: the multiple of a layer's input that the swap adds and the fit cannot take back (pre-norm blocks).
+        fit: "gain" or "map".
+        source: the attention to which the layers were fitted.
+        layers: the fit of each layer.
+        lengths: the shortest and the longest row of the calibration batches, in real tokens.
+        left: the multiple of a layer's input that the swap adds and that no fit can undo; 0 in post-LayerNorm blocks.
     """
 
     fit: str
@@ -59,16 +71,16 @@ class CalibrationReport:
 
     @property
     def unexplained(self) -> float:
-        """1 - R^2 after, mean over layers and heads."""
+        """1 - R^2 after the fit, as a mean over layers and heads."""
         return 1 - fmean(value for layer in self.layers for value in layer.after)
 
     def summary(self) -> str:
-        """Two sentences, and a third where the fit cannot be enough."""
+        """The report in two sentences, and a third sentence where the variant has a skip that no fit can undo."""
         shortest, longest = self.lengths
         span = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
         skip = (
-            f" The swap's skip adds {self.left:g} x in every layer, which no fit can undo in a pre-norm block: use an "
-            "option without it (mha: alpha=0), or train the model for long."
+            f" The swap adds {self.left:g} times the input in every layer, which no fit can undo in a pre-norm block: "
+            "choose options without this skip (mha: alpha=0), or train the model for long."
         )
         return (
             f"{self.fit} fitted to {self.source} on {self.layers[0].tokens:,} tokens: {self.unexplained:.1%} of the "
@@ -86,5 +98,5 @@ class CalibrationReport:
         return Table(summary=self.summary(), header=HEADER, rows=[layer.cells() for layer in self.layers])
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The report as plain data."""
         return asdict(self)

@@ -1,7 +1,10 @@
-"""A `TrainerCallback` that moves the strength from start to end over a share of the steps.
+"""A `TrainerCallback` that moves the strength from start to end over a share of the training steps.
 
-linear: s = start + (end - start) p; cosine: s = start + (end - start) (1 - cos(pi p)) / 2, p the share that is done.
-The first step runs at the first rung above start, the last one of the share and all after it at end.
+    linear:  s = start + (end - start) p
+    cosine:  s = start + (end - start) (1 - cos(pi p)) / 2
+
+Step k (counted from 1) of n steps has p = k / (share n), at most 1. So the first step runs at a strength beyond start,
+and the step at which the share is complete, and all steps after it, run at end.
 """
 
 from __future__ import annotations
@@ -19,16 +22,16 @@ SHAPES = ("linear", "cosine")
 class StrengthSchedule(TrainerCallback):
     """Moves the strength of every swapped layer while a `Trainer` trains.
 
-    The strength is a function of the step alone, so a resumed run continues where it was; a compiled model
-    recompiles where the strength enters or leaves 0 and 1, and nowhere else.
+    The strength is a function of the step alone, so a resumed training continues at the right strength. A compiled
+    model recompiles where the strength enters or leaves 0 and 1, and nowhere else.
 
     Args:
-        start, end: strengths in [0, 1].
-        share: of the steps over which it moves, in [0, 1]; 0 sets `end` at once.
+        start, end: the first and the last strength, in [0, 1].
+        share: the share of the steps over which the strength moves, in [0, 1]; 0 sets `end` at once.
         shape: "linear" or "cosine".
 
     Raises:
-        ValueError: a strength or share out of range, or an unknown shape.
+        ValueError: a strength or the share is out of range, or the shape is unknown.
     """
 
     def __init__(self, start: float = 0.0, end: float = 1.0, share: float = 0.5, shape: str = "linear") -> None:
@@ -40,12 +43,13 @@ class StrengthSchedule(TrainerCallback):
         self.share, self.shape = share, shape
 
     def strength(self, step: int, steps: int) -> float:
-        """The strength of a step (counted from 1) of so many."""
+        """The strength of step number `step` (counted from 1) of a training of `steps` steps."""
         last = round(self.share * steps)
         if step >= max(last, 1):
             return self.end
         done = step / last
-        done = done if self.shape == "linear" else (1 - math.cos(math.pi * done)) / 2
+        if self.shape == "cosine":
+            done = (1 - math.cos(math.pi * done)) / 2
         return self.start + (self.end - self.start) * done
 
     def on_step_begin(

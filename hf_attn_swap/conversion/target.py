@@ -1,9 +1,14 @@
-"""What a swapped layer's heads should have been, for its block to do what the weights were trained for.
+"""The target of a calibration: the heads with which a swapped block gives what its weights were trained to give.
 
-Layer output c x + m Z, Z = W_o(heads) or the heads themselves; primes mark the source. Wanted, pre-LayerNorm:
-m Z = m' Z'. Post-LayerNorm, LN(x + c x + m Z) = LN(x + c' x + m' Z'): m Z = (1 + c) / (1 + c') m' Z'. Z = f Z' with b_o
-in both asks for heads R = f Y + (f - 1) W_o^-1 b_o.
-Axes: B batch, L token, H head, D head width.
+A layer with input x gives c x + m Z, where Z is W_o(heads), or the heads themselves if the variant does not use W_o.
+c', m' and Z' are those of the source, the attention that the weights were trained with. The wanted Z is f Z':
+
+    pre-LayerNorm:   m Z = m' Z', so f = m' / m
+    post-LayerNorm:  LN(x + c x + m Z) = LN(x + c' x + m' Z'), so f = (1 + c) / (1 + c') m' / m
+
+Z and Z' both contain the bias b_o. So Z = f Z' holds for the heads R = f Y + (f - 1) W_o^-1 b_o, Y the source's heads.
+The method is this package's own; docs/mathematics.md, section Calibration.
+Axes: B batch, L token, H head, D head width, E model width.
 """
 
 from __future__ import annotations
@@ -21,10 +26,16 @@ from ..wiring.home import home
 
 @dataclass(frozen=True)
 class Target:
-    """One layer: its swap, and the attention that its weights were trained with; `constant` if the fit has a bias.
+    """The target of one layer.
+
+    Attributes:
+        site: the attention block.
+        swap: the swapped attention, whose heads are fitted.
+        source: the attention that the weights were trained with.
+        constant: True if the fit has a bias (a map), False if it has none (a gain).
 
     Raises:
-        ValueError: the variant leaves nothing of the read-out.
+        ValueError: the variant's output does not contain the heads (m = 0), so there is nothing to fit.
     """
 
     site: Site
@@ -35,70 +46,78 @@ class Target:
     def __post_init__(self) -> None:
         if _shares(self.swap)[1] == 0:
             raise ValueError(
-                f"{'+'.join(self.swap.names)} with these options drops the read-out: nothing to calibrate."
+                f"{'+'.join(self.swap.names)} with these options drops the read-out, so nothing can be calibrated; "
+                "choose other options (mha: alpha below 1)."
             )
 
     @property
     def projection(self) -> nn.Module:
-        """W_o."""
+        """The module of W_o."""
         assert self.site.family.output is not None
         return self.site.container.get_submodule(self.site.family.output)
 
     @property
     def like(self) -> Tensor:
-        """An empty tensor, for the layer's device and dtype."""
+        """An empty tensor with the layer's device and dtype."""
         return home(self.site.container, self.site.core)
 
     @property
     def factor(self) -> float:
-        """The multiple of the source's Z that the swapped layer should give."""
-        (skip, share), (source_skip, source_share) = _shares(self.swap), _shares(self.source)
+        """f: the multiple of the source's Z' that the swapped layer should give."""
+        skip, share = _shares(self.swap)
+        source_skip, source_share = _shares(self.source)
         scale = (1 + skip) / (1 + source_skip) if self.site.family.post_norm else 1.0
         return scale * source_share / share
 
     @property
     def left(self) -> float:
-        """The multiple of the input that the swap adds and no fit takes back: in a pre-norm block."""
-        return 0.0 if self.site.family.post_norm else _shares(self.swap)[0] - _shares(self.source)[0]
+        """The multiple of the input that the swap adds and that no fit can undo; 0 in a post-LayerNorm block."""
+        if self.site.family.post_norm:
+            return 0.0
+        return _shares(self.swap)[0] - _shares(self.source)[0]
 
     def wanted(self, heads_BLHD: Tensor) -> Tensor:
-        """From the source's heads to what the swapped layer's should be: (B,L,H,D)."""
+        """Return the wanted heads R (B,L,H,D) of the swapped layer, from the heads (B,L,H,D) of the source."""
         ours, theirs = self.swap.keeps_projection, self.source.keeps_projection
         flat = heads_BLHD.flatten(2)
         if ours and theirs:
             flat = self.factor * flat + self.offset
         elif ours:
             flat = self.factor * self._back(flat) + self.offset
+        elif theirs:
+            flat = self.factor * self._through(flat)
         else:
-            flat = self.factor * (self._through(flat) if theirs else flat)
+            flat = self.factor * flat
         return flat.view_as(heads_BLHD)
 
     @cached_property
     def offset(self) -> Tensor | float:
-        """What W_o turns into the part of b_o that the factor asks for beside the heads; a gain cannot give it."""
+        """(f - 1) W_o^-1 b_o, of width H D: the constant part of R; 0 for a gain, which has no constant."""
         if not self.constant or self.factor == 1:
             return 0.0
         bias = self._matrix[1]
-        return 0.0 if bias is None else self._heads_for((self.factor - 1) * bias)
+        if bias is None:
+            return 0.0
+        return self._heads_for((self.factor - 1) * bias)
 
     def _through(self, heads_BLE: Tensor) -> Tensor:
         out: Tensor = self.projection(heads_BLE)
         return out
 
     def _back(self, out_BLE: Tensor) -> Tensor:
-        """The heads that W_o turns into this output (least squares, in fp64)."""
+        """Return the heads that W_o turns into this output, by least squares in fp64."""
         bias = self._matrix[1]
         return self._heads_for(out_BLE if bias is None else out_BLE - bias)
 
     @cached_property
     def _matrix(self) -> tuple[Tensor, Tensor | None]:
-        """W_o as (in, out), and its bias."""
+        """W_o as a matrix (H D,E), and b_o (E,) or None."""
         if is_matrix(self.projection):
             return output_matrix(self.projection)
         return _probed(self.projection, self.swap.geometry.heads * self.swap.geometry.head_dim, self.like)
 
     def _heads_for(self, out_E: Tensor) -> Tensor:
-        """(...,E) to the (...,H D) that W_o turns into it."""
+        """Return the heads (...,H D) that the matrix of W_o turns into an output (...,E), without the bias."""
         weight = self._matrix[0].detach().cpu().double().T
         flat = out_E.detach().cpu().double().reshape(-1, out_E.shape[-1])
         solved: Tensor = torch.linalg.lstsq(weight, flat.T, driver="gelsd").solution.T
@@ -106,32 +125,39 @@ class Target:
 
 
 def is_matrix(projection: nn.Module) -> bool:
-    """True if the weight can be read: it is here, and it is a matrix of floating-point numbers.
+    """Return True if the weight can be read as a matrix of floating-point numbers.
 
-    Offloaded weights are not here before their module is called; weights quantised to 4 bits are bytes.
+    Offloaded weights are on the meta device until their module is called. Weights quantised to 4 bits are bytes.
     """
     weight = projection.weight
     return isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2 and not weight.is_meta
 
 
-PROBE = 256.0  # a power of two: the bias rounds the sum by so much less
+PROBE = 256.0  # large, so that adding the bias loses few digits of the matrix; a power of two divides exactly
 
 
 @torch.no_grad()
 def _probed(projection: nn.Module, width: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The matrix (in, out) and the bias of an affine map, from what it does."""
+    """Return the matrix (width,E) and the bias (E,) of an affine map, from its outputs on the rows of an identity."""
     bias = projection(torch.zeros(1, width, device=like.device, dtype=like.dtype))
     probes = PROBE * torch.eye(width, device=like.device, dtype=like.dtype)
     return (projection(probes) - bias) / PROBE, bias[0]
 
 
 def output_matrix(projection: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """W_o as (in, out), a view of the parameter, and its bias."""
-    weight, bias = projection.weight, getattr(projection, "bias", None)
+    """Return the weight of a projection as (input width, output width), a view of the parameter, and its bias."""
+    weight = projection.weight
+    bias = getattr(projection, "bias", None)
     assert isinstance(weight, Tensor)
     assert bias is None or isinstance(bias, Tensor)
-    return (weight.T if isinstance(projection, nn.Linear) else weight), bias  # a Conv1D keeps it (in, out)
+    if isinstance(projection, nn.Linear):
+        return weight.T, bias
+    return weight, bias  # a Conv1D stores its weight as (input width, output width)
 
 
 def _shares(swap: Swap) -> tuple[float, float]:
-    return next((variant.shares for variant in swap.variants if variant.shares != (0.0, 1.0)), (0.0, 1.0))
+    """Return (c, m) of the layer's output c x + m Z at strength 1."""
+    for variant in swap.variants:
+        if variant.shares != (0.0, 1.0):
+            return variant.shares
+    return 0.0, 1.0

@@ -1,10 +1,11 @@
-"""Attention transfer: train swapped layers to give what the original attention gives, layer by layer, without labels.
+"""Attention transfer: trains each swapped layer to give what the original attention gives, without labels.
 
-loss = mean over swapped layers and rows of ||out - teacher||^2 / ||teacher||^2 over a row's real tokens, both on the
-same input, which is the teacher's stream. A row's part does not depend on the rest of its batch, so that two processes
-with half a batch each train as one does. The teacher is the same module at strength 0 with frozen copies of whatever
-trains.
-Ours, after attention transfer in linearised transformers; docs/mathematics.md, section Calibration and transfer.
+loss = mean over swapped layers and rows of ||out - teacher||^2 / ||teacher||^2, where the norms are taken over the real
+tokens of a row. The layer and its teacher read the same input: the output of the teachers below. The loss of a row does
+not depend on the other rows of its batch, so two processes with half a batch each train like one process. The teacher
+is the same module at strength 0, with frozen copies of the parameters that train.
+The method is this package's own, after attention transfer in linearised transformers; docs/mathematics.md, section
+Attention transfer.
 Axes: B batch, L token, E model width.
 """
 
@@ -34,18 +35,20 @@ ADAPTERS = "adapters"
 class AttentionTransferTrainer(Trainer):
     """A `Trainer` whose loss compares every swapped layer with the original attention; labels are not read.
 
-    Dropout is off, so that both see the same. Everything that does not train is frozen for good: set
-    `requires_grad_` again for the fine-tuning that follows.
+    Dropout is off, so that the layer and its teacher compute the same function. The trainer freezes every parameter
+    that does not train, and does not unfreeze it at the end: call `requires_grad_` before a fine-tuning that follows.
+    docs/mathematics.md, section Attention transfer.
 
     Args:
-        model: patched at a strength above 0 (usually 1, and calibrated).
+        model: a model that is patched at a strength above 0, usually 1; usually it is calibrated.
+        args: as for `Trainer`.
         trainable: what trains: any of "query", "key", "value", "output" (projections) and "swap" (the variant's
-            parameters and the calibration), or "adapters" alone: what PEFT left trainable.
-        kwargs: of `Trainer`.
+            parameters and the calibration), or "adapters" alone (the parameters that PEFT left trainable).
+        kwargs: the other arguments of `Trainer`.
 
     Raises:
-        ValueError: the model is not patched, is at strength 0 or has merged layers, an unknown part, nothing to
-            train, or a model that is already sharded.
+        ValueError: the model is not patched, is at strength 0, has merged layers or is already sharded; a name in
+            `trainable` is unknown; or nothing trains.
     """
 
     def __init__(
@@ -62,13 +65,14 @@ class AttentionTransferTrainer(Trainer):
         self.frozen = [_copies(site.container) for site in self.swapped]
         if args is not None and args.ddp_find_unused_parameters is None:
             args = copy.copy(args)
-            args.ddp_find_unused_parameters = False  # DDP would look for the losses in the model's output
+            args.ddp_find_unused_parameters = False  # DDP searches the model's output, which has no losses
         super().__init__(model, args, **kwargs)
-        self.model_accepts_loss_kwargs = False  # ours is a mean: Trainer divides by the accumulation steps
+        self.model_accepts_loss_kwargs = False  # the loss is a mean, which Trainer divides by the accumulation steps
         self.can_return_loss = True  # without labels there is still a loss to evaluate
         self.label_names: list[str] = []
-        keeps = "logits_to_keep" in inspect.signature(installation.root.forward).parameters
-        self.no_logits = {"logits_to_keep": 1} if keeps else {}  # a vocabulary's are costly, and nobody reads them
+        self.no_logits: dict[str, int] = {}
+        if "logits_to_keep" in inspect.signature(installation.root.forward).parameters:
+            self.no_logits = {"logits_to_keep": 1}  # logits over a vocabulary are costly, and the loss reads none
 
     def compute_loss(
         self,
@@ -77,9 +81,11 @@ class AttentionTransferTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Mean relative squared error of the swapped layers."""
+        """Return the mean relative squared error of the swapped layers, and a dict of outputs if asked."""
         model.eval()
-        batch = {key: value for key, value in without_labels(inputs).items() if key != "use_cache"} | self.no_logits
+        batch = without_labels(inputs)
+        batch.pop("use_cache", None)
+        batch |= self.no_logits
         losses: list[Tensor] = []
         handles = [
             site.container.register_forward_hook(_comparison(frozen, batch, losses), with_kwargs=True)
@@ -92,20 +98,24 @@ class AttentionTransferTrainer(Trainer):
             for handle in handles:
                 handle.remove()
         loss = torch.stack([each.to(losses[-1].device) for each in losses]).mean()
-        return (loss, {"loss": loss, "logits": outputs[0].detach()}) if return_outputs else loss
+        if return_outputs:
+            return loss, {"loss": loss, "logits": outputs[0].detach()}
+        return loss
 
 
 def relative_error(out_BLE: Tensor, teacher_BLE: Tensor, real_BL: Tensor) -> Tensor:
-    """Mean over rows of ||out - teacher||^2 / ||teacher||^2 over real tokens, in fp32 at least."""
+    """Return the mean over rows of ||out - teacher||^2 / ||teacher||^2 over real tokens, (), in fp32 at least."""
     wide = torch.promote_types(out_BLE.dtype, torch.float32)
     hidden_BL1 = ~real_BL[..., None]
-    out, teacher = (each.to(wide).masked_fill(hidden_BL1, 0.0) for each in (out_BLE, teacher_BLE))
-    error_B, size_B = (out - teacher).square().sum((1, 2)), teacher.square().sum((1, 2))
+    out = out_BLE.to(wide).masked_fill(hidden_BL1, 0.0)
+    teacher = teacher_BLE.to(wide).masked_fill(hidden_BL1, 0.0)
+    error_B = (out - teacher).square().sum((1, 2))
+    size_B = teacher.square().sum((1, 2))
     return (error_B / size_B.clamp_min(torch.finfo(wide).tiny)).mean()
 
 
 def _comparison(frozen: dict[str, Tensor], batch: dict[str, Any], losses: list[Tensor]) -> Any:
-    """A hook that runs the module again as the teacher, notes the difference, and hands the teacher's output on."""
+    """Make a hook that runs the module again as the teacher, keeps the loss, and returns the teacher's output."""
 
     def compare(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if kwargs.get(STOCK):
@@ -117,7 +127,8 @@ def _comparison(frozen: dict[str, Tensor], batch: dict[str, Any], losses: list[T
             )
         with torch.no_grad():
             teacher = functional_call(module, frozen, args, {**kwargs, STOCK: True})
-        ours, theirs = (each if isinstance(each, Tensor) else each[0] for each in (output, teacher))
+        ours = output if isinstance(output, Tensor) else output[0]
+        theirs = teacher if isinstance(teacher, Tensor) else teacher[0]
         losses.append(relative_error(ours, theirs, token_mask(batch, theirs)))
         return teacher
 
@@ -126,8 +137,12 @@ def _comparison(frozen: dict[str, Tensor], batch: dict[str, Any], losses: list[T
 
 @contextlib.contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Inside, the model makes no cache of its own, whatever its configs say."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    """Inside, `use_cache` is False in every config of the model, so that the model makes no cache."""
+    configs = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config:
+            configs[id(config)] = config
     caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
     try:
         for config in caching:
@@ -139,11 +154,15 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 
 
 def _swapped(installation: Installation) -> list[Site]:
+    """Return the swapped blocks, or refuse a merged layer and a layer at strength 0."""
     usable = swappable(installation.root)
     sites = []
     for index, swaps in installation.swaps().items():
         if swaps[0].merged is not None:
-            raise ValueError(f"layer {index}: its calibration was merged, so the original attention is gone.")
+            raise ValueError(
+                f"layer {index}: its calibration was merged, so the original attention is gone; load the "
+                "unmerged model."
+            )
         if swaps[0].phase == Phase.OFF:
             raise ValueError(
                 f"layer {index} is at strength 0, the original itself; call set_strength(model, 1.0) first."
@@ -153,7 +172,7 @@ def _swapped(installation: Installation) -> list[Site]:
 
 
 def _choose(model: nn.Module, swapped: list[Site], trainable: tuple[str, ...]) -> None:
-    """Freeze everything but what was chosen."""
+    """Freeze every parameter but the chosen ones."""
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         raise ValueError("the model is sharded already; pass the whole model, and let Trainer distribute it (DDP).")
     if trainable != (ADAPTERS,):
@@ -168,9 +187,9 @@ def _choose(model: nn.Module, swapped: list[Site], trainable: tuple[str, ...]) -
         if id(parameter) not in inside:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("there is nothing to train: the variant has no parameters; name projections in trainable.")
+        raise ValueError("there is nothing to train: the variant has no parameters; name projections in `trainable`.")
 
 
 def _copies(container: nn.Module) -> dict[str, Tensor]:
-    """What trains in one attention block, as it is now: the teacher's own."""
+    """Return copies of the parameters that train in one attention block, for the teacher."""
     return {name: p.detach().clone() for name, p in container.named_parameters() if p.requires_grad}

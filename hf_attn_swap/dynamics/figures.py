@@ -1,7 +1,7 @@
-"""The figures of the clusters paper and of the multi-head report, by name, with their published settings.
+"""Draws the figures of the clusters paper and of the multi-head report, by name, with their published settings.
 
 Geshkovski et al. (2023); the multi-head report (2023); docs/mathematics.md, section Dynamics of tokens. The report
-counts heads from 1: its "head 5" is head 4 here.
+counts heads from 1 and this package from 0: "head 5" of the report is head 4 here.
 Axes: H head, N token, E model width.
 """
 
@@ -26,13 +26,13 @@ from .tokens import embedded_tokens, random_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a figure is drawn with.
+    """The settings of a figure.
 
     Attributes:
-        seed: of the random tokens and matrices.
-        model, tokenizer: for the figures of trained heads.
-        layer, head: which trained heads, both counted from 0.
-        text: the paragraph whose embedded tokens the figure "paragraph" starts from.
+        seed: the seed of the random tokens and matrices.
+        model, tokenizer: the model and its tokenizer, for the figures of trained heads.
+        layer, head: the layer and the head of the model, both counted from 0.
+        text: the paragraph whose embedded tokens are the initial tokens of the figure "paragraph".
     """
 
     seed: int = 0
@@ -49,7 +49,7 @@ class Drawn:
 
     Attributes:
         figure: the picture.
-        says: what the picture shows, in one sentence with the numbers.
+        says: one sentence that states the numbers of the picture.
         movies: trajectories to animate, by name.
     """
 
@@ -58,7 +58,7 @@ class Drawn:
     movies: dict[str, Trajectory] = field(default_factory=dict)
 
     def save(self, folder: Path, name: str) -> list[Path]:
-        """Write `<name>.png`, and a GIF per trajectory; returns the paths."""
+        """Write `<name>.png` and one GIF per trajectory into the folder, and return the paths."""
         folder.mkdir(parents=True, exist_ok=True)
         found = [folder / f"{name}.png"]
         self.figure.savefig(found[0], dpi=130)
@@ -85,7 +85,7 @@ def figure(name: str, *, trained: bool = False) -> Callable[[Callable[[Settings]
 
 
 def _matrix(kind: str, seed: int) -> Tensor:
-    """V of the clustering figures, (2,2)."""
+    """Return the matrix V of the clustering figures, (2,2)."""
     drawn = torch.rand(2, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return {
         "identity": torch.eye(2, dtype=torch.float64),
@@ -97,7 +97,7 @@ def _matrix(kind: str, seed: int) -> Tensor:
 
 @figure("clustering")
 def clustering(settings: Settings) -> Drawn:
-    """20 tokens, d = 2, T = 5, Q = K = I, V the identity, positive, symmetric, or with a negative direction."""
+    """20 tokens in 2 dimensions form clusters until t = 5, for four matrices V and Q = K = I."""
     drawing, axes = panels(4)
     movies, ends = {}, []
     identity = torch.eye(2, dtype=torch.float64)
@@ -116,10 +116,10 @@ def clustering(settings: Settings) -> Drawn:
 
 @figure("leaders")
 def leaders_over_time(settings: Settings) -> Drawn:
-    """20 tokens, d = 2, T = 10, V and the score matrix drawn independently as R R^T, plain Euler."""
+    """20 tokens in 2 dimensions until t = 10, with random V and scores: the tokens that attract attention."""
     generator = torch.Generator().manual_seed(settings.seed)
     roots = torch.randn(2, 2, 2, generator=generator, dtype=torch.float64)
-    value, scores = roots @ roots.mT
+    value, scores = roots @ roots.mT  # two independent matrices R R^T
     heads = HeadMatrices.plain(scores, torch.eye(2), value)
     tokens = random_tokens(20, 2, low=-1, high=1, seed=settings.seed)
     trajectory = simulate(tokens, heads, time=10, step=0.1, value="head", method="published")
@@ -139,7 +139,7 @@ def leaders_over_time(settings: Settings) -> Drawn:
 
 @figure("low-rank")
 def low_rank(settings: Settings) -> Drawn:
-    """40 tokens, d = 1, Q = K = V = 1: attention over time."""
+    """40 tokens in 1 dimension with Q = K = V = 1: the attention matrix P(t) at four times, and its rank."""
     one = torch.eye(1, dtype=torch.float64)
     tokens = random_tokens(40, 1, low=-1, high=1, seed=settings.seed).sort(0).values
     trajectory = simulate(tokens, HeadMatrices.plain(one, one), time=10, step=0.05)
@@ -154,7 +154,7 @@ def low_rank(settings: Settings) -> Drawn:
 
 @figure("polytope")
 def polytope(settings: Settings) -> Drawn:
-    """40 tokens, d = 3, V = Q = K = I: tokens go to the vertices of a polytope."""
+    """40 tokens in 3 dimensions with V = Q = K = I move to the vertices of a polytope."""
     identity = torch.eye(3, dtype=torch.float64)
     trajectory = simulate(
         random_tokens(40, 3, low=-1, high=1, seed=settings.seed),
@@ -170,7 +170,7 @@ def polytope(settings: Settings) -> Drawn:
 
 @figure("spectra", trained=True)
 def trained_spectra(settings: Settings) -> Drawn:
-    """Eigenvalues of V_h in the complex plane, a panel per head; green where the hyperplane theorem applies."""
+    """The eigenvalues of V_h of every head in the complex plane; green where the hyperplane theorem applies."""
     found = spectra(head_matrices(settings.model, settings.layer))
     columns = min(len(found), 8)
     rows = -(-len(found) // columns)
@@ -190,7 +190,7 @@ def trained_spectra(settings: Settings) -> Drawn:
 
 @figure("single-head", trained=True)
 def single_head(settings: Settings) -> Drawn:
-    """One head, V = I, n = 30 in [-5, 5]^d, dt = 0.1: steps 0, 25 and 50, in principal components."""
+    """30 random tokens under one trained head with V = I, at steps 0, 25 and 50, in principal components."""
     trajectory = _trained(settings, 30, [settings.head], steps=50)
     says = f"Head {settings.head}: {_clusters(trajectory, (0, 25, 50))}."
     return Drawn(figure=snapshots(trajectory, (0, 25, 50), f"head {settings.head}"), says=says, movies={"": trajectory})
@@ -198,7 +198,7 @@ def single_head(settings: Settings) -> Drawn:
 
 @figure("attention-eigenvalues", trained=True)
 def attention_eigenvalues(settings: Settings) -> Drawn:
-    """Eigenvalues of P(t) of one head in the complex plane, and their moduli over time."""
+    """The eigenvalues of P(t) of one trained head in the complex plane, and their moduli over time."""
     trajectory = _trained(settings, 30, [settings.head], steps=50)
     values = eigenvalues(torch.stack([trajectory.attention(index)[0] for index in range(51)]))
     drawing, axes = panels(4)
@@ -216,19 +216,19 @@ def attention_eigenvalues(settings: Settings) -> Drawn:
 
 @figure("multi-head-30", trained=True)
 def multi_head_30(settings: Settings) -> Drawn:
-    """All heads, V = I, n = 30: iterations 1, 7 and 15."""
+    """30 random tokens under all heads of a layer with V = I, at iterations 1, 7 and 15."""
     return _multi_head(settings, 30, (1, 7, 15))
 
 
 @figure("multi-head-100", trained=True)
 def multi_head_100(settings: Settings) -> Drawn:
-    """All heads, V = I, n = 100: iterations 1, 10 and 20."""
+    """100 random tokens under all heads of a layer with V = I, at iterations 1, 10 and 20."""
     return _multi_head(settings, 100, (1, 10, 20))
 
 
 @figure("paragraph", trained=True)
 def paragraph(settings: Settings) -> Drawn:
-    """All heads, V = I, from the embedded tokens of a text: iterations 0, 10, 50 and 200."""
+    """The embedded tokens of a text under all heads of a layer with V = I, at iterations 0, 10, 50 and 200."""
     if settings.tokenizer is None or not settings.text:
         raise ValueError("this figure starts from a text; pass a text, and a model with its tokenizer.")
     tokens, names = embedded_tokens(settings.model, settings.tokenizer, settings.text)

@@ -1,4 +1,4 @@
-"""8-bit weights and activations: the papers' static fake quantisation, and integer kernels by torchao."""
+"""8-bit weights and activations: the static fake quantisation of the papers, and torchao's integer kernels."""
 
 from .fake import fake_w8a8
 from .integer import int8_dynamic

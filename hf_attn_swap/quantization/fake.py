@@ -1,10 +1,11 @@
-"""Static W8A8 as the outlier papers run it: fake quantisation, fitted after training.
+"""Static quantisation of weights and activations to 8 bits (W8A8) after training, computed as fake quantisation.
 
-Weights: symmetric per tensor, step max|w| / 127. Activations: asymmetric per tensor, 8 bits over a range that holds 0,
-a running mean of each batch's minimum and maximum with momentum 0.9. Quantised: weights and outputs of projections,
-norms and embeddings, residual sums (what a norm reads), scores before the mask, probabilities, heads. Not quantised:
-biases, masks, task heads, gates. Bondarenko et al. (2023); OutEffHop (Hu et al., 2024), section 4;
-docs/mathematics.md, section Quantisation to 8 bits.
+Fake quantisation rounds a tensor to 256 values and computes in floating point, as the outlier papers do.
+Weights: symmetric, one step per tensor, max |w| / 127. Activations: asymmetric, one range per tensor with 256 values.
+The range is a running mean of each batch's minimum and maximum with momentum 0.9, and it always holds 0.
+Quantised: weights and outputs of projections, norms and embeddings; residual sums (the inputs of norms); scores before
+the mask; attention weights; heads. Not quantised: biases, masks, task heads and gates.
+Bondarenko et al. (2023); OutEffHop (Hu et al., 2024), section 4; docs/mathematics.md, section Quantisation to 8 bits.
 Axes: B batch, H head, Q query, K key, D head width.
 """
 
@@ -29,18 +30,22 @@ from .points import Point, Quantized
 
 @contextlib.contextmanager
 def fake_w8a8(model: nn.Module, batches: Iterable[Mapping[str, Any]], *, momentum: float = 0.9) -> Iterator[Quantized]:
-    """Inside, the model computes with 8-bit weights and activations in fake quantisation; afterwards it is as before.
+    """Inside the `with` block, the model computes with 8-bit weights and activations in fake quantisation.
+
+    The batches are run once to find the ranges of the activations. After the block the model is as before.
+    OutEffHop, section 4; docs/mathematics.md, section Quantisation to 8 bits.
 
     Args:
-        model: a `PreTrainedModel`, stock or swapped, in evaluation; only the part without its task head is quantised.
-        batches: of training data; labels are ignored.
-        momentum: of the running ranges.
+        model: a `PreTrainedModel`, stock or swapped, in evaluation mode. Its task head is not quantised.
+        batches: dicts of tensors, from the training data; labels are ignored.
+        momentum: the weight of the earlier range in the running mean, from 0 to 1.
 
     Yields:
-        The ranges, and the share of matmul FLOPs covered.
+        The quantised tensors with their ranges, and the share of the matmul FLOPs that is covered.
 
     Raises:
-        ValueError: no batch, a model in training, gradients, or activations that are not finite.
+        ValueError: there is no batch, the model is in training mode, gradients are enabled, a tensor has no range
+            because no batch reached it, or weights or activations are not finite.
     """
     if model.training:
         raise ValueError("8-bit ranges are fitted in evaluation; call model.eval() first.")
@@ -54,16 +59,18 @@ def fake_w8a8(model: nn.Module, batches: Iterable[Mapping[str, Any]], *, momentu
 
 
 class _Quantizer:
-    """The hooks of one quantised model, their ranges, and the FLOPs they saw."""
+    """The hooks of one quantised model, the ranges of its tensors, and the FLOPs that the hooks counted."""
 
     def __init__(self, root: Any, momentum: float) -> None:
-        self.root, self.momentum, self.fitting = root, momentum, True
+        self.root = root
+        self.momentum = momentum
+        self.fitting = True
         self.points: dict[str, Point] = {}
-        self.calls: dict[str, int] = {}  # of this pass: a module that serves several layers has a range in each
+        self.calls: dict[str, int] = {}  # calls in this pass, by name: a shared module has a range per call
         self.flops = {"covered": 0.0, "rest": 0.0}
 
     def place(self, stack: contextlib.ExitStack) -> None:
-        """Put rounded weights and all hooks in place; the stack takes them out."""
+        """Put the rounded weights and all hooks in place. When the stack closes, it removes them."""
         chosen = dict(quantizable(self.root))
         stack.callback(self.root.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
         for path, module in chosen.items():
@@ -74,25 +81,33 @@ class _Quantizer:
         for path, module in self.root.named_modules():
             if is_matmul(module) and path not in chosen:
                 stack.callback(module.register_forward_hook(self._uncovered).remove)
-        for site in (site for site in sites(self.root) if site.usable):
-            rotary = getattr(getattr(site.core, "config", None), "rope_parameters", None) is not None
-            for swap in (module for module in site.core.modules() if isinstance(module, Swap)):  # PEFT keeps two
-                stack.callback(swap.register_forward_pre_hook(self._attention(site.path, rotary)).remove)
+        for site in sites(self.root):
+            if not site.usable:
+                continue
+            config = getattr(site.core, "config", None)
+            rotary = getattr(config, "rope_parameters", None) is not None
+            for module in site.core.modules():
+                if isinstance(module, Swap):  # several, where PEFT holds a copy of the swap
+                    stack.callback(module.register_forward_pre_hook(self._attention(site.path, rotary)).remove)
 
     def covered(self) -> float:
-        """Share of the matmul FLOPs."""
+        """The share of the matmul FLOPs whose two factors are rounded to 8 bits."""
         return self.flops["covered"] / (self.flops["covered"] + self.flops["rest"])
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         self.calls.clear()
-        own = kwargs.get("inputs_embeds")  # the first norm may read these, and what it reads is rounded in place
-        return args, kwargs if own is None else {**kwargs, "inputs_embeds": own.clone()}
+        embeddings = kwargs.get("inputs_embeds")
+        if embeddings is None:
+            return args, kwargs
+        # The hooks round the input of a norm in place. The first norm may read the caller's tensor: pass a copy.
+        return args, {**kwargs, "inputs_embeds": embeddings.clone()}
 
     def _round(self, name: str, tensor: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            raise ValueError("a model in fake 8 bits is for evaluation; call it under torch.no_grad().")
+            raise ValueError("a model in fake quantisation has no gradients; call the model under torch.no_grad().")
         self.calls[name] = self.calls.get(name, 0) + 1
-        name = name if self.calls[name] == 1 else f"{name}, call {self.calls[name]}"
+        if self.calls[name] > 1:
+            name = f"{name}, call {self.calls[name]}"
         point = self.points.setdefault(name, Point(name))
         if self.fitting:
             point.observe(tensor, self.momentum)
@@ -106,7 +121,7 @@ class _Quantizer:
     def _weight(self, path: str, module: nn.Module, stack: contextlib.ExitStack) -> None:
         weight = module.weight
         if not isinstance(weight, nn.Parameter):
-            return  # a norm without parameters
+            return  # this norm has no parameters
         with torch.no_grad():
             end = float(weight.abs().max())
             if not math.isfinite(end):
@@ -115,12 +130,14 @@ class _Quantizer:
             rounded = point.apply(weight)
             point.compare(weight, rounded)
         self.points[point.name] = point
-        module.weight = nn.Parameter(rounded, requires_grad=False)  # a tied head keeps its own
+        module.weight = nn.Parameter(rounded, requires_grad=False)  # a tied task head keeps the original weight
         stack.callback(setattr, module, "weight", weight)
 
     def _input(self, path: str) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            args[0].copy_(self._round(f"{path}.input", args[0]))  # the residual stream goes on with the rounded sum
+            args[0].copy_(
+                self._round(f"{path}.input", args[0])
+            )  # the rounded sum also continues as the residual stream
 
         return hook
 
@@ -137,9 +154,11 @@ class _Quantizer:
     def _count(self, which: str, module: nn.Module, output: Tensor) -> None:
         if self.fitting and is_matmul(module):
             assert isinstance(module.weight, Tensor)
-            per_row = module.weight.numel() / (1 if isinstance(module, nn.Conv2d) else output.shape[-1])
-            rows = output.numel() / (output.shape[1] if isinstance(module, nn.Conv2d) else 1)
-            self.flops[which] += 2 * per_row * rows
+            if isinstance(module, nn.Conv2d):  # every output position uses the whole weight
+                products = module.weight.numel() * output.numel() / output.shape[1]
+            else:  # every output number uses one column of the weight
+                products = module.weight.numel() / output.shape[-1] * output.numel()
+            self.flops[which] += 2 * products
 
     def _attention(self, path: str, rotary: bool) -> Any:
         def hook(swap: Swap, args: tuple[Any, ...]) -> None:
@@ -154,12 +173,17 @@ class _Quantizer:
         return hook
 
     def _count_attention(self, swap: Swap, query_BHQD: torch.Size, keys: int) -> None:
-        """Scores and heads; of a linear attention q (k^T v), whose k^T v has 8-bit factors but is itself none."""
+        """Count the FLOPs of the two matrix products of one attention.
+
+        Ordinary attention multiplies queries with keys, and probabilities with values; all four factors are rounded to
+        8 bits. Linear attention computes q (k^T v). The factors k and v are rounded to 8 bits, so k^T v counts as
+        covered. The product k^T v is not rounded, so its product with q counts as not covered.
+        """
         batch, heads, queries, width = query_BHQD
         linear = swap.places().replacement is not None
         product = 2 * batch * heads * queries * width
         self.flops["covered"] += product * (width if linear else 2 * keys)
         if linear:
             self.flops["rest"] += product * width
-        if linear and swap.phase != Phase.FULL:  # the ordinary attention beside it runs fused, in full precision
+        if linear and swap.phase != Phase.FULL:  # the ordinary attention runs too, in full precision
             self.flops["rest"] += 2 * product * keys

@@ -1,4 +1,4 @@
-"""W8A8 as people deploy it: integer matrix products, by torchao."""
+"""Quantises weights and activations to 8 bits (W8A8) with the integer matrix products of torchao."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ M = TypeVar("M", bound=nn.Module)
 def int8_dynamic(model: M) -> M:
     """Quantise the projections of a model in place with torchao: int8 weights, int8 activations per token.
 
-    Integer matrix products, as people deploy them. Task heads and gates stay as they are, and so does GPT-2's Conv1D,
-    which torchao does not know. There is no way back: load the model again.
+    Task heads and gates are not quantised. GPT-2's Conv1D is not quantised either, because torchao does not support it.
+    The weights cannot be restored: to undo the quantisation, load the model again.
+    docs/mathematics.md, section Quantisation to 8 bits.
+
+    Returns:
+        The same model.
 
     Raises:
         ImportError: torchao is missing; it comes with `pip install "hf-attn-swap[quant]"`.
@@ -30,6 +34,6 @@ def int8_dynamic(model: M) -> M:
     chosen = {path for path, module in quantizable(root) if isinstance(module, nn.Linear)}
     if not chosen:
         name = type(root).__name__
-        raise ValueError(f"{name} has no Linear that torchao could quantise (GPT-2 has Conv1D); use fake_w8a8.")
+        raise ValueError(f"{name} has no Linear that torchao could quantise (GPT-2 has Conv1D); use fake_w8a8 instead.")
     quantize_(root, Int8DynamicActivationInt8WeightConfig(), filter_fn=lambda module, path: path in chosen)
     return model

@@ -1,4 +1,7 @@
-"""One 8-bit tensor: its range, the rounding to it, and what gets lost."""
+"""One 8-bit tensor: its range, its rounding to 256 values, and its rounding error.
+
+docs/mathematics.md, section Quantisation to 8 bits.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,14 @@ LEVELS = 255
 
 @dataclass
 class Point:
-    """One quantised tensor: its range, and how much of it survives.
+    """One quantised tensor: its range and its rounding error.
 
     Attributes:
-        name: path of the module, and what of it: weight, input (a residual sum), output, scores, probabilities,
+        name: path of the module and the kind of tensor: weight, input (a residual sum), output, scores, probabilities,
             context, query or key (after rotary embedding).
-        low, high: ends of the range, which holds 0.
-        signal, noise: sums of squares of the tensor and of its rounding error, while the ranges were found.
+        low, high: ends of the range, which always holds 0.
+        signal, noise: sums of squares of the tensor and of its rounding error, over the batches that gave the range.
+        seen: True once the tensor has a range.
     """
 
     name: str
@@ -31,32 +35,43 @@ class Point:
 
     @property
     def step(self) -> float:
-        """Width of one of the 255 steps."""
+        """The width of one of the 255 steps of the range."""
         return (self.high - self.low) / LEVELS
 
     @property
     def sqnr(self) -> float:
-        """Signal to quantisation noise, in dB; infinite for a tensor that rounds to itself."""
-        return 10 * math.log10(self.signal / self.noise) if self.noise > 0 < self.signal else math.inf
+        """The ratio of signal to quantisation noise in dB; infinite if the signal or the rounding error is zero."""
+        if self.signal > 0 and self.noise > 0:
+            return 10 * math.log10(self.signal / self.noise)
+        return math.inf
 
     def observe(self, tensor: Tensor, momentum: float) -> None:
-        """Move the range towards this tensor's."""
-        low, high = (float(end) for end in torch.aminmax(tensor))
+        """Update the range by the running mean with the tensor's minimum and maximum; momentum weighs the old range.
+
+        Raises:
+            ValueError: the tensor is not finite.
+        """
+        smallest, largest = torch.aminmax(tensor)
+        low = float(smallest)
+        high = float(largest)
         if not math.isfinite(low + high):
             raise ValueError(f"{self.name} is not finite; check the weights, the inputs and the dtype.")
-        low, high = min(low, 0.0), max(high, 0.0)
         keep = momentum if self.seen else 0.0
-        self.low, self.high = keep * self.low + (1 - keep) * low, keep * self.high + (1 - keep) * high
+        self.low = keep * self.low + (1 - keep) * min(low, 0.0)
+        self.high = keep * self.high + (1 - keep) * max(high, 0.0)
         self.seen = True
 
     def compare(self, tensor: Tensor, rounded: Tensor) -> None:
-        """Count the tensor and its rounding error; in fp32 at least, on its device, which may have no fp64."""
+        """Add the squares of the tensor and of its rounding error to the sums.
+
+        The squares are computed in fp32 at least, on the tensor's device, which may have no fp64.
+        """
         wide = torch.promote_types(tensor.dtype, torch.float32)
         self.signal += float(tensor.to(wide).square().sum())
         self.noise += float((tensor.to(wide) - rounded.to(wide)).square().sum())
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """The tensor rounded to the 256 values of the range; 0 stays 0."""
+        """Return the tensor rounded to the 256 values of its range, in its shape and dtype; 0 stays 0."""
         if self.step == 0:
             return tensor
         zero = min(max(round(-self.low / self.step), 0), LEVELS)
@@ -66,11 +81,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Quantized:
-    """What was quantised.
+    """The quantised tensors of a model.
 
     Attributes:
-        points: every tensor, in the order of the first pass.
-        flops_covered: share of the matmul FLOPs of a pass whose two factors are 8-bit.
+        points: every quantised tensor: first the weights, then the activations in the order of the first pass.
+        flops_covered: share of the matmul FLOPs whose two factors are rounded to 8 bits.
     """
 
     points: tuple[Point, ...]

@@ -1,4 +1,4 @@
-"""Inputs for a model that nobody told us about: from its forward's signature, its main input and its configuration.
+"""Makes inputs for an unknown model from the signature of its forward, its main input and its configuration.
 
 Several guesses are made, the plainest first; the first that the stock model can run is taken.
 """

@@ -166,7 +166,7 @@ def _patch(model: PreTrainedModel, variant: str) -> str | None:
     else:
         return None
     for layer in range(sum(site.usable for site in sites(model))):
-        with contextlib.suppress(ValueError):  # its sentence is the first one's, said of another layer
+        with contextlib.suppress(ValueError):  # the same refusal as the first, for another layer
             patch_model(model, variant, strength=0.0, layers=[layer])
     return sentence
 

@@ -1,4 +1,4 @@
-"""Thousands of small cells: keep what importing and collecting made out of the collector's sight."""
+"""Freezes the objects that imports and test collection made, so that garbage collection stays fast over many tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DESIGN's layout, held: who may import whom."""
+"""Checks which module of the package may import which other module."""
 
 from __future__ import annotations
 

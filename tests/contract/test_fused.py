@@ -1,4 +1,4 @@
-"""The fused form equals the readable one, and it is seen to have run."""
+"""The fused form of every variant equals its readable form, and the tests check that the fused form ran."""
 
 from __future__ import annotations
 

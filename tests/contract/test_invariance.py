@@ -1,4 +1,4 @@
-"""What must have no influence: padding, the other rows of the batch, and the future."""
+"""Padding, the other rows of the batch and future tokens must not change the output."""
 
 from __future__ import annotations
 

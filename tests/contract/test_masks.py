@@ -1,4 +1,4 @@
-"""4-D masks on every variant: plain ones equal their 2-D form, any other equals the independent slow model."""
+"""4-D masks on every variant: a plain 4-D mask equals its 2-D form; any other mask equals the slow reference model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches that move their layers away or round them: generation as without a cache, for every variant."""
+"""Generation with an offloaded or quantised cache equals generation without a cache, for every variant."""
 
 from __future__ import annotations
 

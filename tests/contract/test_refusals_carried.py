@@ -1,4 +1,4 @@
-"""Carried scores need every layer, once, with the same keys; and products without scores take no bias."""
+"""Variants that carry scores need every layer, once, with the same keys; linear attention refuses a score bias."""
 
 from __future__ import annotations
 

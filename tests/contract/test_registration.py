@@ -1,4 +1,4 @@
-"""A class whose methods and declared places disagree is refused at registration: an undeclared method never runs."""
+"""Registration refuses a variant whose methods and declared places disagree, since an undeclared method never runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A variant is given its strength in the dtype of what it changes: the plainest method is right in every precision."""
+"""A variant gets its strength in the dtype of the tensor that it changes, so that simple code is right everywhere."""
 
 from __future__ import annotations
 

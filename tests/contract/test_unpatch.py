@@ -1,4 +1,4 @@
-"""The way back is bit-exact, other models are untouched, and a failed patch leaves nothing behind."""
+"""Unpatching is bit-exact, other models do not change, and a failed patch leaves the model unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schedule of strengths on a model that `fully_shard` cut up, against the whole model; run by test_schedule."""
+"""Compares a schedule of strengths on a model split by `fully_shard` with the whole model; test_schedule runs it."""
 
 from __future__ import annotations
 

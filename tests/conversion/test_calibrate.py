@@ -1,4 +1,4 @@
-"""Calibration, family by variant from the registries: exact where it must be, the least squares that it says it is."""
+"""Calibration, for families and variants from the registries: exact where it must be, and equal to least squares."""
 
 from __future__ import annotations
 

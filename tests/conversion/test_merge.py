@@ -1,4 +1,4 @@
-"""Merging: the same function from the weights alone, or a refusal that says why; and no way back."""
+"""A merge keeps the function or is refused with the reason, and it cannot be undone."""
 
 from __future__ import annotations
 

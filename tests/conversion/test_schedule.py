@@ -1,4 +1,4 @@
-"""The strengths that a training sees, interrupted or not, and how often they recompile."""
+"""A schedule sets the same strengths in a resumed training, and its strengths cause few recompilations."""
 
 from __future__ import annotations
 

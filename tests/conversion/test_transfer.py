@@ -1,4 +1,4 @@
-"""Attention transfer: what trains, what it reads, and that the teacher does not move."""
+"""Attention transfer trains the chosen parameters, reads the chosen inputs, and does not change the teacher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vision tower whose attention reads packed images: no variant that needs a token's own row guesses it."""
+"""A vision tower that packs images: a variant that needs the row of each token is refused."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Fast forms against their readable references."""
+"""Tests that the fast forms equal their readable references."""

@@ -1,4 +1,4 @@
-"""What whole passes do with the fused forms: once per pass what can be, and right under autocast and a compiler."""
+"""Fused forms in whole passes: shared work runs once per pass, and autocast and a compiler give the right result."""
 
 from __future__ import annotations
 

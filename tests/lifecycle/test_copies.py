@@ -1,4 +1,4 @@
-"""Copies, pickles and threads: nothing about a swap is tied to one object, process or caller."""
+"""Copies, pickles and threads: a swap works in each copy of the model, in another process and in several threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged, foreign, newer and hostile checkpoints are clear errors, never a silently stock model."""
+"""Damaged, foreign, newer and hostile checkpoints raise clear errors and never load silently as stock models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device without float64 (Apple's): whatever is summed in float64 goes to the CPU first."""
+"""A device without float64 (Apple's): every tensor that is summed in float64 moves to the CPU first."""
 
 from __future__ import annotations
 
