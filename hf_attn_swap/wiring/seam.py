@@ -271,21 +271,10 @@ def mask_for_swap(
         None if no mask is needed; a mask of keys, as above; SDPA's bool mask (B,1,Q,K); or a mask of numbers
         (B,1,Q,K) if the stock model runs without SDPA.
     """
-    if eager_masks(kwargs.get("config")):
-        added: Tensor = eager_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            **kwargs,
-        )
-        return added
+    eager = eager_masks(kwargs.get("config"))
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     last = isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0
-    linear = plain and last and _has_linear(kwargs.get("config"))
+    linear = plain and last and not eager and _has_linear(kwargs.get("config"))
     if linear and attention_mask is None and 1 < q_length < kv_length:  # several new tokens and a cache, no padding
         attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=kwargs.get("device"))
     if linear and attention_mask is not None and tuple(attention_mask.shape) == (batch_size, kv_length):
@@ -295,7 +284,8 @@ def mask_for_swap(
         if not (may_skip and square and not is_tracing(attention_mask) and bool(attention_mask.all())):
             key_mask = attention_mask.bool()
             return key_mask[:, None, None, :] if bidirectional else key_mask
-    mask: Tensor | None = sdpa_mask(
+    make = eager_mask if eager else sdpa_mask
+    mask: Tensor | None = make(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,

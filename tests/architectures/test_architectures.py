@@ -36,7 +36,7 @@ from .walk import (
     walked,
 )
 
-HANDFUL = 10
+HANDFUL = 5
 NO_SDPA = ("bigbird_pegasus", "nllb-moe", "pegasus_x")  # their stock attention is not SDPA
 ONCE_REFUSED = (
     "aimv2_vision_model",

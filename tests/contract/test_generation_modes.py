@@ -13,10 +13,11 @@ from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.wiring.cache import LinearState
 from tests import zoo
 
-from .cells import is_linear
+from .cells import DEEP, is_linear
 from .harness import CAUSAL_FAMILIES, fresh, perturb
 
 LINEAR = [name for name in list_variants() if is_linear(name)]
+FAMILIES = [name if name in DEEP else pytest.param(name, marks=pytest.mark.slow) for name in CAUSAL_FAMILIES]
 NEW = 12
 SHORT, LONG = 20, 100  # tokens of a prompt: fewer, and more, than a state can take back
 DRAFTED = {"target": (False, True), "draft": (True, False), "both": (True, True)}  # who is swapped
@@ -54,7 +55,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return cropped
 
 
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("length", [SHORT, LONG])
 @pytest.mark.parametrize("proposed", [3, 8])
@@ -68,7 +69,7 @@ def test_prompt_lookup(family: str, name: str, length: int, proposed: int, monke
     assert any(cropped)
 
 
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("length", [SHORT, LONG])
 @pytest.mark.parametrize("swapped", DRAFTED.values(), ids=DRAFTED)
@@ -91,7 +92,7 @@ def test_a_draft_model(
     assert any(cropped)
 
 
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("length", [SHORT, LONG])
 @pytest.mark.parametrize(

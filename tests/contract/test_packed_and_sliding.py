@@ -118,6 +118,10 @@ def test_a_tokens_own_values_behind_a_window(start: int, queries: int) -> None:
         assert own[0, :, 2:, 0].tolist() == [[row + 10.0] * 2 for row in rows]
 
 
+MIXED: list[Any] = [(name, {}) for name in SINGLES]
+MIXED += [pytest.param((name, {}), marks=pytest.mark.slow) for name in PAIRS]
+
+
 def mixed(*windows: bool) -> Any:
     """A stock Qwen2 with a sliding window in these layers; the weights are the same whatever the windows."""
     kinds = ["sliding_attention" if window else "full_attention" for window in windows]
@@ -125,7 +129,7 @@ def mixed(*windows: bool) -> Any:
 
 
 @pytest.mark.parametrize(("padded", "strength"), [(None, 1.0), ("left", 1.0), ("left", 0.5)])
-@pytest.mark.parametrize("cell", [(name, {}) for name in (*SINGLES, *PAIRS)], ids=label)
+@pytest.mark.parametrize("cell", MIXED, ids=label)
 def test_full_and_sliding_layers_in_one_model(cell: Cell, strength: float, padded: str | None) -> None:
     """Each layer is under its own mask, and takes no other layer's: the slow model, and the readable form, agree."""
     model = perturb(swap_in(mixed(False, True, False), cell[0], strength=strength, **cell[1]))

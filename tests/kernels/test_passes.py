@@ -16,7 +16,7 @@ from hf_attn_swap.kernels import dispatch, hopfield
 from hf_attn_swap.kernels import softmax_n as kernel
 from hf_attn_swap.wiring import seam
 from tests import zoo
-from tests.contract.cells import COMPOSED, FAMILY_NAMES, WIDE, Cell, is_linear, over, swap_in
+from tests.contract.cells import COMPOSED, DEEP, FAMILY_NAMES, WIDE, Cell, is_linear, over, swap_in
 from tests.contract.harness import (  # fmt: skip
     LENGTH,
     TOLERANCE,
@@ -193,7 +193,7 @@ def test_carrying_layers_of_different_strengths(family: str, strengths: tuple[fl
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("strength", [0.5, 1.0])
-@over(WIDE + COMPOSED)
+@over(WIDE + COMPOSED, DEEP)
 def test_without_the_flash_kernel(family: str, cell: Cell, strength: float, padded: bool) -> None:
     """PyTorch's plain SDPA, for tensors that the fused kernel does not take: the readable form's values and slopes."""
     model = perturb(swap_in(fresh(family), cell[0], strength=strength))

@@ -11,7 +11,7 @@ import torch
 
 from hf_attn_swap import list_variants, patch_model, set_strength
 from hf_attn_swap.core.registry import parse
-from hf_attn_swap.kernels import carried
+from hf_attn_swap.kernels import dispatch
 from tests import zoo
 from tests.contract.cells import DEEP, FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
 from tests.contract.harness import batch_of, fresh, perturb, run_all, swaps
@@ -103,7 +103,7 @@ def test_dropped_weights_keep_their_mean(name: str, variant: str, strength: floa
 @pytest.mark.parametrize("name", DEEP)
 def test_dropped_weights_of_long_sequences_keep_their_mean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Carried scores that are never held: a block of queries at a time."""
-    monkeypatch.setattr(carried, "LONG", 1)
+    monkeypatch.setattr(dispatch, "LONG", 1)
     assert_weights_keep_their_mean(name, "mha", 1.0)
 
 

@@ -159,7 +159,7 @@ def test_refused_settings(name: str, options: dict[str, Any], message: str) -> N
         (lambda: functional.hopfield_retrieve(STATE[0], STORED[0, :0], 1.0), "the memory is empty; store at least one"),
         (
             lambda: functional.hopfield_retrieve(STATE[0], STORED[0], 1.0, n=0.0, key_mask=torch.zeros(5).bool()),
-            "no pattern left, which softmax_n cannot read",
+            "no pattern left, so softmax_n has nothing to read",
         ),
     ],
 )

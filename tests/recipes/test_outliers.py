@@ -50,6 +50,6 @@ def test_rank_collapse_by_the_skip() -> None:
 
 
 def test_cost_of_a_simulation_checks_its_loop() -> None:
-    row = runpy.run_path(str(RECIPES / "dynamics_cost.py"))["measure"](6, 8, 2, 3)
+    row = runpy.run_path(str(RECIPES.parent / "benchmarks" / "dynamics_cost.py"))["measure"](6, 8, 2, 3)
     assert (row["tokens"], row["width"]) == (6, 8)
     assert row["seconds"] > 0 < row["loop_seconds"]
