@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -204,3 +205,38 @@ def test_stored_patterns_are_found_again() -> None:
     patterns = torch.nn.functional.normalize(normal(3, 4, 32), dim=-1) * 6
     noisy = patterns + 0.3 * normal(4, 4, 32)
     close(F.hopfield_retrieve(noisy, patterns, 4.0, steps=3), patterns, 1e-6)
+
+
+@pytest.mark.parametrize("length", ["true", "fixed"])
+@pytest.mark.parametrize("split", [1, 3, 6])
+def test_what_came_before_is_a_state_and_two_counts(split: int, length: str) -> None:
+    """The tokens behind a cut, given the state before the cut, are those of the whole sequence; real keys are fewer."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 8, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[0, :2] = False
+    whole = F.simple_attention(q, k, v, causal=True, key_mask=mask, length=length)[:, :, split:]
+    before = k[:, :, :split].masked_fill(~mask[:, None, :split, None], 0)
+    state = before.transpose(2, 3) @ v[:, :, :split]
+    past = (state, mask[:, :split].sum(-1), torch.tensor([split]))
+    behind = (each[:, :, split:] for each in (q, k, v))
+    got = F.simple_attention(*behind, causal=True, key_mask=mask[:, split:], length=length, past=past)
+    close(got, whole, 1e-12)
+
+
+def test_defaults_are_the_papers() -> None:
+    """softmax_1 in retrieval, the 10th power for the polynomial."""
+    generator = torch.Generator().manual_seed(0)
+    patterns, state = torch.randn(5, 4, generator=generator).double(), torch.randn(4, generator=generator).double()
+    close(F.hopfield_retrieve(state, patterns, 1.5), F.hopfield_retrieve(state, patterns, 1.5, n=1.0), 0)
+    assert not torch.equal(F.hopfield_retrieve(state, patterns, 1.5), F.hopfield_retrieve(state, patterns, 1.5, n=2.0))
+    scores = patterns @ state
+    close(F.polynomial(scores), scores**10 / (scores**10).sum(), 1e-12)
+
+
+@pytest.mark.parametrize(("name", "first"), [("simple_attention", "causal"), ("belief_projection", "per_head")])
+def test_options_of_formulas_have_names(name: str, first: str) -> None:
+    """A third tensor in the wrong place must not be taken for an option."""
+    parameters = inspect.signature(getattr(F, name)).parameters
+    options = list(parameters)[list(parameters).index(first) :]
+    assert all(parameters[option].kind is inspect.Parameter.KEYWORD_ONLY for option in options)
