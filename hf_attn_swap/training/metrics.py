@@ -91,7 +91,7 @@ def paired_interval(
             neighbouring rows are similar.
 
     Raises:
-        ValueError: the lists differ in length, or there are fewer rows than two blocks.
+        ValueError: the lists differ in length, or there are fewer than 2 block - 1 rows: all draws would be one block.
     """
     function = FUNCTIONS[name]
     truth = np.asarray(references)

@@ -89,3 +89,34 @@ def test_neighbours_that_are_alike_widen_the_interval() -> None:
     for wrong, block in ((losses[:-1], 1), (losses, 600)):
         with pytest.raises(ValueError, match="no lists of the same rows"):
             paired_interval("mse", [wrong], [zeros], zeros, block=block)
+
+
+def test_an_interval_is_the_percentiles_of_literal_draws() -> None:
+    """Blocks of neighbouring rows, rounded up and cut to the number of rows; 1,000 draws where nothing is said."""
+    truth = [0, 1, 0, 1, 1, 0, 1]
+    ours, control = [[0, 1, 0, 0, 1, 0, 1]], [[1, 1, 0, 0, 0, 0, 1]]
+    gain = np.asarray([a == t for a, t in zip(ours[0], truth, strict=True)], float)
+    gain -= np.asarray([b == t for b, t in zip(control[0], truth, strict=True)], float)
+    generator, drawn = np.random.default_rng(0), []
+    for _ in range(1000):
+        rows = [start + step for start in generator.integers(0, 7 - 3 + 1, 3) for step in range(3)][:7]
+        drawn.append(gain[rows].mean())
+    mean, low, high = paired_interval("accuracy", ours, control, truth, block=3)
+    assert mean == pytest.approx(gain.mean())
+    assert (low, high) == pytest.approx(tuple(np.percentile(drawn, [2.5, 97.5])))
+    assert paired_interval("accuracy", ours, control, truth, samples=1000, block=3) == (mean, low, high)
+
+
+def test_rows_that_an_interval_needs() -> None:
+    """Two blocks that may share one row; as many rows and seeds in the control."""
+    rows = [[0, 1, 0, 1, 1]]
+    paired_interval("accuracy", rows, rows, rows[0], samples=2, block=3)
+    for ours, control, truth, block in (
+        (rows, rows, rows[0], 4),
+        ([rows[0][:4]], [rows[0][:4]], rows[0][:4], 3),
+        (rows, [rows[0][:4]], rows[0], 1),
+        (rows * 2, rows, rows[0], 1),
+        (rows, rows, rows[0][:4], 1),
+    ):
+        with pytest.raises(ValueError, match="no lists of the same rows"):
+            paired_interval("accuracy", ours, control, truth, samples=2, block=block)
