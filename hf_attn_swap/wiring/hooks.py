@@ -68,13 +68,21 @@ def before_core(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def before_core_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Before an attention module that passes on its mask, but no keyword arguments: pack the `Call` with the mask."""
-    args, kwargs = _start(module, module, args, kwargs)
-    context = {name: kwargs[name] for name in (CALL, CARRIED, STOCK) if name in kwargs}
     swap = swap_of(module)
     place = None if swap is None else wiring_of(swap).mask_position
+    mask = _argument(place, ("attention_mask",), args, kwargs)
+    if isinstance(mask, MaskWithContext):  # attention transfer repeats a call with the arguments of the first call
+        mask = mask.mask
+    args, kwargs = _start(module, module, *_with_mask(place, mask, args, kwargs))
+    context = {name: kwargs[name] for name in (CALL, CARRIED, STOCK) if name in kwargs}
+    return _with_mask(place, MaskWithContext(mask, context), args, kwargs)
+
+
+def _with_mask(place: int | None, mask: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of an attention module with another mask, given by position if it was given by position."""
     if place is not None and len(args) > place:
-        return (*args[:place], MaskWithContext(args[place], context), *args[place + 1 :]), kwargs
-    return args, {**kwargs, "attention_mask": MaskWithContext(kwargs.get("attention_mask"), context)}
+        return (*args[:place], mask, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "attention_mask": mask}
 
 
 def before_bert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

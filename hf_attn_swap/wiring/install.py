@@ -26,7 +26,7 @@ from .blocks import BLOCKS, swapped_class
 from .plan import Placed, plan, swaps_in
 
 ATTRIBUTE = "attn_swap_installation"
-STOCK_CONFIG = "attn_swap_stock_config"  # an attribute of each module with a config: the config from before patching
+CONFIGS = "attn_swap_configs"  # an attribute of each module with a config: the config from before patching, and ours
 VERSION = 1
 
 
@@ -232,9 +232,12 @@ class Installation:
         for each in placed:
             replaced = any(swap.places().replacement is not None for swap in each.swaps)
             linear[id(each.stack)] = linear.get(id(each.stack), False) or replaced
-        for stack in {id(each.stack): each.stack for each in placed}.values():
+        for stack in self.root.modules():  # outer stacks first: transformers sets the name of inner models as well
+            if id(stack) not in linear or stack.config is self.root.config:
+                continue
+            assert isinstance(stack, PreTrainedModel)
             name = seam.LINEAR_NAME if linear[id(stack)] else seam.NAME
-            if stack.config is not self.root.config and stack.config._attn_implementation != name:
+            if stack.config._attn_implementation != name:
                 stack.set_attn_implementation(name)
 
     def _hook(self, placed: Placed) -> None:
@@ -290,24 +293,23 @@ def _own_configs(model: nn.Module) -> None:
     for module in model.modules():
         config = module.__dict__.get("config")
         if isinstance(config, PreTrainedConfig):
-            module.__dict__[STOCK_CONFIG] = config
-            module.__dict__["config"] = copy.deepcopy(config, memo)
+            own = copy.deepcopy(config, memo)
+            module.__dict__[CONFIGS] = (config, own)
+            module.__dict__["config"] = own
 
 
 def _stock_configs(model: nn.Module) -> None:
     """Give every module its former config object back.
 
-    Another object, such as a wrapper around `model`, may hold one of the copies. The content of each copy is therefore
-    set to the content of the former config.
+    A wrapper around `model` may hold one of our copies. The content of each copy is therefore set to the content of the
+    former config. A config that the user has put in the place of a copy is left alone.
     """
     for module in model.modules():
-        stock = module.__dict__.pop(STOCK_CONFIG, None)
-        if stock is not None:
-            own = module.__dict__["config"]
+        if CONFIGS in module.__dict__:
+            stock, own = module.__dict__.pop(CONFIGS)
             module.__dict__["config"] = stock
-            if own is not stock:
-                own.__dict__.clear()
-                own.__dict__.update(copy.deepcopy(stock.__dict__))
+            own.__dict__.clear()
+            own.__dict__.update(copy.deepcopy(stock.__dict__))
 
 
 def _forget(root: PreTrainedModel) -> None:
