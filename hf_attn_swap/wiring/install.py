@@ -233,9 +233,11 @@ class Installation:
             replaced = any(swap.places().replacement is not None for swap in each.swaps)
             linear[id(each.stack)] = linear.get(id(each.stack), False) or replaced
         for stack in self.root.modules():  # outer stacks first: transformers sets the name of inner models as well
-            if id(stack) not in linear or stack.config is self.root.config:
+            if id(stack) not in linear:
                 continue
             assert isinstance(stack, PreTrainedModel)
+            if stack.config is self.root.config:
+                continue
             name = seam.LINEAR_NAME if linear[id(stack)] else seam.NAME
             if stack.config._attn_implementation != name:
                 stack.set_attn_implementation(name)

@@ -1,0 +1,70 @@
+"""Lets a language model write its own training data: rows of token ids, as a folder with parquet files.
+
+    python recipes/sample_tokens.py MODEL OUT --tokens 10000000
+    python recipes/language_modeling.py CONFIG --model MODEL --dataset OUT --columns input_ids
+
+Every row starts with the model's first token (BOS) and has `--length` tokens, sampled from the model's distribution as it
+is (temperature 1). No text is read, so a model can be converted on data of its own kind even if its training data are
+not at hand. The same seed gives the same rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+@torch.no_grad()
+def sample(model: PreTrainedModel, rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Token ids (rows,length) from the model's distribution, each row from the first token on."""
+    token = torch.full((rows, 1), model.config.bos_token_id)
+    found, cache = [token], None
+    for _ in range(length - 1):
+        out = model(input_ids=token, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        token = torch.multinomial(out.logits[:, -1].float().softmax(-1), 1, generator=generator)
+        found.append(token)
+    return torch.cat(found, 1)
+
+
+def write(model: PreTrainedModel, path: Path, tokens: int, length: int, batch: int, seed: int) -> None:
+    """Sample at least `tokens` tokens and write them as one parquet file."""
+    generator = torch.Generator().manual_seed(seed)
+    rows: list[list[int]] = []
+    wanted = -(-tokens // length)
+    with tqdm(total=tokens, desc=path.stem, unit="token") as bar:
+        while len(rows) < wanted:
+            some = sample(model, min(batch, wanted - len(rows)), length, generator)
+            rows += some.tolist()
+            bar.update(some.numel())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Dataset.from_dict({"input_ids": rows}).to_parquet(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="Name on the Hub, or folder, of a causal language model.")
+    parser.add_argument("out", type=Path, help="Folder for train.parquet and test.parquet.")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="Tokens to train on.")
+    parser.add_argument("--test_tokens", type=int, default=32_768, help="Tokens to measure on, from another seed.")
+    parser.add_argument("--length", type=int, default=256, help="Tokens per row.")
+    parser.add_argument("--batch", type=int, default=512, help="Rows that are sampled at once.")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    if model.config.bos_token_id is None:
+        parser.exit(2, f"error: {arguments.model} names no first token (bos_token_id), from which to sample.\n")
+    for split, tokens, seed in (
+        ("test", arguments.test_tokens, arguments.seed + 1),
+        ("train", arguments.tokens, arguments.seed),
+    ):
+        write(model, arguments.out / f"{split}.parquet", tokens, arguments.length, arguments.batch, seed)
+
+
+if __name__ == "__main__":
+    main()
