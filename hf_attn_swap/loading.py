@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from .core.calibration import check_fit
 from .core.registry import Options, parse, parse_options
-from .core.swap import Swap
+from .core.swap import LARGEST_EXPONENT, Swap
 from .families import sites
 from .patch import build_swap, check_strength
 from .variants.base import Variant
@@ -28,7 +28,7 @@ ABSENT = object()
 LIMIT = 100_000  # no model has more attention modules, so a larger number comes from a damaged file
 LONGEST = 400  # the largest number of characters that an error quotes from a damaged file
 KEYS = {"variant", "layers", "options", "strength"}
-OPTIONAL_KEYS = {"calibration", "modules"}
+OPTIONAL_KEYS = {"calibration", "modules", "neutral_start"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,7 @@ class Planned:
         modules: the argument `modules` that chose the layers, or None.
         fit: the name of the calibration's fit; None without a calibration.
         merged: True if the calibration was merged into the weights.
+        neutral: k, if a neutral start scales the skip by 2^-k; None without a neutral start.
     """
 
     classes: tuple[type[Variant], ...]
@@ -52,6 +53,7 @@ class Planned:
     modules: str | None
     fit: str | None
     merged: bool
+    neutral: int | None
 
 
 Plan = list[Planned]
@@ -121,6 +123,7 @@ def _read_swap(entry: Any, modules: int) -> Planned:
         modules=pattern,
         fit=fit,
         merged=merged,
+        neutral=_read_neutral(entry),
     )
 
 
@@ -136,6 +139,14 @@ def _read_calibration(entry: dict[str, Any], strength: float) -> tuple[str | Non
     if calibration["merged"] and strength != 1:
         raise _damaged(f"a merged calibration needs strength 1, got {strength}")
     return calibration["fit"], calibration["merged"]
+
+
+def _read_neutral(entry: dict[str, Any]) -> int | None:
+    """The exponent k of a neutral start, or None."""
+    exponent = entry.get("neutral_start")
+    if "neutral_start" in entry and (not _whole(exponent) or not 1 <= exponent <= LARGEST_EXPONENT):
+        raise _damaged(f"neutral_start must be a whole number from 1 to {LARGEST_EXPONENT}, got {exponent!r}")
+    return exponent
 
 
 def _keys(thing: Any, wanted: set[str], where: str) -> None:
@@ -177,7 +188,7 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
     for planned in plan:
         for index in planned.layers:
             swap = build_swap(usable[index], planned.classes, planned.options, index)
-            swap.strength, swap.selection = planned.strength, planned.modules
+            swap.strength, swap.selection, swap.neutral = planned.strength, planned.modules, planned.neutral
             if planned.merged:
                 swap.merged = planned.fit
             elif planned.fit is not None:

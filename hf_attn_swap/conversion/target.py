@@ -159,5 +159,6 @@ def _shares(swap: Swap) -> tuple[float, float]:
     """Return (c, m) of the layer's output c x + m Z at strength 1."""
     for variant in swap.variants:
         if variant.shares != (0.0, 1.0):
-            return variant.shares
+            skip, share = variant.shares
+            return skip * swap.skip_scale, share
     return 0.0, 1.0

@@ -135,6 +135,7 @@ class Call:
             and returns the tensor that the computation goes on with.
         exact_strength: 1.0 at full strength, and below a (1,) tensor in fp32. `hand` computes `strength` from
             `exact_strength`.
+        skip_scale: the factor of x in a skip: 1, or 2^-k after a neutral start.
     """
 
     x: Tensor
@@ -152,6 +153,12 @@ class Call:
     state: Any = None
     tap: Callable[[str, Tensor], Tensor] | None = None
     exact_strength: Strength = 1.0
+    skip_scale: float = 1.0
+
+    @property
+    def skipped(self) -> Tensor:
+        """The input x (B,Q,E) as a skip adds it: times `skip_scale`."""
+        return self.x if self.skip_scale == 1.0 else self.skip_scale * self.x
 
     def hand(self, dtype: torch.dtype) -> Call:
         """This call, with `strength` in `dtype`: the dtype of the tensor that the variant's method is given."""

@@ -24,6 +24,8 @@ from .registry import Options, build_options
 
 STOCK = "attn_swap_stock"  # a keyword argument of an attention module: if True, the module runs as if not swapped
 
+LARGEST_EXPONENT = 60  # of a neutral start: 2^-60 is far above the smallest number of fp32 and bf16
+
 
 class Phase(str, Enum):
     """The three cases of the strength: 0, between 0 and 1, and 1.
@@ -87,6 +89,7 @@ class Swap(nn.Module):
         self.wiring: Wiring | None = None
         self.fresh = True  # False if a checkpoint has given the new parameters their values
         self.merged: str | None = None  # the name of the fit, if a calibration was merged into the model's weights
+        self.neutral: int | None = None  # k, if a neutral start scales the skip by 2^-k
         self.selection: str | None = None  # the argument `modules` that chose this layer
         self.strength = 1.0
         self.phase = Phase.FULL
@@ -138,6 +141,16 @@ class Swap(nn.Module):
         """True if a variant needs the residual stream of the block."""
         return any(variant.wants_residual for variant in self.variants)
 
+    @property
+    def adds_input(self) -> bool:
+        """True if the layer's output contains a multiple of the layer's input (a skip)."""
+        return any(variant.shares[0] != 0 for variant in self.variants) and not self.wants_residual
+
+    @property
+    def skip_scale(self) -> float:
+        """The factor of the layer's input in the skip: 1, or 2^-k after a neutral start."""
+        return 1.0 if self.neutral is None else 2.0**-self.neutral
+
     def place_in(self, carried: Carried | None) -> int:
         """The layer's number among the layers that carry scores. For a shared module, the number of the call.
 
@@ -161,6 +174,8 @@ class Swap(nn.Module):
         spec = {"variant": "+".join(self.names), "options": self.options, "strength": self.strength}
         if self.selection is not None:
             spec["modules"] = self.selection
+        if self.neutral is not None:
+            spec["neutral_start"] = self.neutral
         fit = self.calibration.fit if self.calibration is not None else self.merged
         if fit is not None:
             spec["calibration"] = {"fit": fit, "merged": self.calibration is None}

@@ -169,7 +169,7 @@ class Mha(Variant):
         return carried.attend(inputs, call, sdpa, below, decay, share)
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
-        skipped = call.residual if self.wants_residual else call.x
+        skipped = call.residual if self.wants_residual else call.skipped
         if skipped is None:
             raise ValueError("mha: no residual stream was found around this attention module; use skip='input'.")
         return mix(out_BLE, skipped.to(out_BLE), self.options.alpha * call.strength)

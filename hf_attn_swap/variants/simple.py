@@ -120,7 +120,7 @@ class Simple(Variant):
         assert call.kept is not None
         variant = call.kept if call.dropout is None else call.dropout(call.kept)
         if self.adds_input:
-            variant = variant + call.x
+            variant = variant + call.skipped
         return mix(out_BLE, variant.to(out_BLE), call.strength)
 
 
@@ -157,4 +157,4 @@ class SimpleResL(Simple):
         return mix(ordinary_BLHD, heads_BLHD, call.strength)
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
-        return out_BLE + (call.strength * call.x).to(out_BLE.dtype)
+        return out_BLE + (call.strength * call.skipped).to(out_BLE.dtype)

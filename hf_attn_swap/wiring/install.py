@@ -155,6 +155,18 @@ class Installation:
             self._wire()
             self.refresh()
 
+    @contextlib.contextmanager
+    def stock(self) -> Iterator[None]:
+        """Inside a `with` block, every swapped layer computes the stock attention. The strengths stay as they are."""
+        phases = [(swap, swap.phase) for group in self.swaps().values() for swap in group]
+        try:
+            for swap, _ in phases:
+                swap.phase = Phase.OFF
+            yield
+        finally:
+            for swap, phase in phases:
+                swap.phase = phase
+
     def refresh(self) -> None:
         """Bring the phases, the buffers and the config's block up to date with the strengths of the swaps."""
         swapped = self.swaps()
