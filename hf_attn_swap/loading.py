@@ -143,8 +143,10 @@ def _read_calibration(entry: dict[str, Any], strength: float) -> tuple[str | Non
 
 def _read_neutral(entry: dict[str, Any]) -> int | None:
     """The exponent k of a neutral start, or None."""
-    exponent = entry.get("neutral_start")
-    if "neutral_start" in entry and (not _whole(exponent) or not 1 <= exponent <= LARGEST_EXPONENT):
+    if "neutral_start" not in entry:
+        return None
+    exponent = entry["neutral_start"]
+    if not isinstance(exponent, int) or not _whole(exponent) or not 1 <= exponent <= LARGEST_EXPONENT:
         raise _damaged(f"neutral_start must be a whole number from 1 to {LARGEST_EXPONENT}, got {exponent!r}")
     return exponent
 

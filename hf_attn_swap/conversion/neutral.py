@@ -168,7 +168,7 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         given = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
         roots = {self.roots[id(each)] for each in given if id(each) in self.roots}
-        results = [each for each in (result if isinstance(result, (tuple, list)) else [result])]
+        results = result if isinstance(result, (tuple, list)) else [result]
         tensors = [each for each in results if isinstance(each, Tensor)]
         if not roots or not tensors:
             return result

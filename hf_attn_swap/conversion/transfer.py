@@ -62,7 +62,7 @@ class AttentionTransferTrainer(Trainer):
         installation = need_installation(model)
         self.swapped = _swapped(installation)
         _choose(model, self.swapped, tuple([trainable] if isinstance(trainable, str) else trainable))
-        self.frozen = [_copies(site.container) for site in self.swapped]
+        self.errors = LayerErrors(self.swapped, follow=True)
         if args is not None and args.ddp_find_unused_parameters is None:
             args = copy.copy(args)
             args.ddp_find_unused_parameters = False  # DDP searches the model's output, which has no losses
@@ -86,17 +86,8 @@ class AttentionTransferTrainer(Trainer):
         batch = without_labels(inputs)
         batch.pop("use_cache", None)
         batch |= self.no_logits
-        losses: list[Tensor] = []
-        handles = [
-            site.container.register_forward_hook(_comparison(frozen, batch, losses), with_kwargs=True)
-            for site, frozen in zip(self.swapped, self.frozen, strict=True)
-        ]
-        try:
-            with _without_cache(model):
-                outputs = model(**batch)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with self.errors.watch(batch) as losses, without_cache(model):
+            outputs = model(**batch)
         loss = torch.stack([each.to(losses[-1].device) for each in losses]).mean()
         if return_outputs:
             return loss, {"loss": loss, "logits": outputs[0].detach()}
@@ -114,8 +105,41 @@ def relative_error(out_BLE: Tensor, teacher_BLE: Tensor, real_BL: Tensor) -> Ten
     return (error_B / size_B.clamp_min(torch.finfo(wide).tiny)).mean()
 
 
-def _comparison(frozen: dict[str, Tensor], batch: dict[str, Any], losses: list[Tensor]) -> Any:
-    """Make a hook that runs the module again as the teacher, keeps the loss, and returns the teacher's output."""
+class LayerErrors:
+    """Compares swapped layers with the original attention on the same input.
+
+    Args:
+        swapped: the attention blocks.
+        follow: True if the model goes on with the teacher's output, False if it goes on with its own output.
+    """
+
+    def __init__(self, swapped: list[Site], *, follow: bool) -> None:
+        self.swapped = swapped
+        self.follow = follow
+        self.frozen = [_copies(site.container) for site in swapped]
+
+    @contextlib.contextmanager
+    def watch(self, batch: dict[str, Any]) -> Iterator[list[Tensor]]:
+        """Inside, every pass of the model adds the relative squared error of each swapped layer to the list."""
+        errors: list[Tensor] = []
+        with contextlib.ExitStack() as hooked:
+            for site, frozen in zip(self.swapped, self.frozen, strict=True):
+                hook = _comparison(frozen, batch, errors, self.follow)
+                hooked.callback(site.container.register_forward_hook(hook, with_kwargs=True).remove)
+            yield errors
+
+
+def layer_errors(installation: Installation) -> LayerErrors:
+    """The errors of the swapped layers on the model's own stream.
+
+    Raises:
+        ValueError: a layer is merged or at strength 0.
+    """
+    return LayerErrors(_swapped(installation), follow=False)
+
+
+def _comparison(frozen: dict[str, Tensor], batch: dict[str, Any], losses: list[Tensor], follow: bool) -> Any:
+    """Make a hook that runs the module again as the teacher, and keeps the loss."""
 
     def compare(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if kwargs.get(STOCK):
@@ -125,18 +149,23 @@ def _comparison(frozen: dict[str, Tensor], batch: dict[str, Any], losses: list[T
                 "attention transfer runs every swapped layer twice, so a cache would hold every token twice; leave "
                 "past_key_values out of the batches (and prefix tuning out of the adapters)."
             )
+        training = [each for each in module.modules() if each.training]
         with torch.no_grad():
+            for each in training:
+                each.training = False
             teacher = functional_call(module, frozen, args, {**kwargs, STOCK: True})
+            for each in training:
+                each.training = True
         ours = output if isinstance(output, Tensor) else output[0]
         theirs = teacher if isinstance(teacher, Tensor) else teacher[0]
         losses.append(relative_error(ours, theirs, token_mask(batch, theirs)))
-        return teacher
+        return teacher if follow else None
 
     return compare
 
 
 @contextlib.contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
+def without_cache(model: nn.Module) -> Iterator[None]:
     """Inside, `use_cache` is False in every config of the model, so that the model makes no cache."""
     configs = {}
     for module in model.modules():

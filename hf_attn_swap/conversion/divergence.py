@@ -1,0 +1,106 @@
+"""How far a student's distributions are from a teacher's, without holding both over a whole vocabulary.
+
+    loss = sum_n w_n T^2 KL(p*_n || p_n),   p = softmax(z / T),   d loss / d z_n = w_n T (p_n - p*_n)
+
+The gradient has a closed form, so it is computed together with the loss, a chunk of tokens at a time. If the output
+head is given, the logits of a chunk are computed from the hidden states, and forgotten after the chunk.
+Hinton et al. (2015) for the temperature. Axes: N token, E model width, V vocabulary (or class).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+CHUNK = 2**22  # numbers of logits at a time, so that a chunk stays in the cache of a processor
+
+
+def divergence(
+    student: Tensor,
+    teacher: Tensor,
+    weight_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    head: nn.Module | None = None,
+    teacher_head: nn.Module | None = None,
+) -> Tensor:
+    """The sum over tokens of weight * T^2 KL(teacher || student), () in fp32.
+
+    Args:
+        student: logits (N,V); or hidden states (N,E), whose logits `head` computes.
+        teacher: logits (N,V); or hidden states (N,E), whose logits `teacher_head` computes.
+        weight_N: the weight of every token; 0 leaves a token out.
+        temperature: T, which divides the logits.
+        head: from hidden states to logits; no parameter of this module may train.
+        teacher_head: the same for the teacher.
+    """
+    loss: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        student, teacher, weight_N, temperature, head, teacher_head
+    )
+    return loss
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student: Tensor,
+        teacher: Tensor,
+        weight_N: Tensor,
+        temperature: float,
+        head: nn.Module | None,
+        teacher_head: nn.Module | None,
+    ) -> Tensor:
+        wanted = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(student) if wanted else None
+        total = torch.zeros((), dtype=torch.float32, device=student.device)
+        width = student.shape[1] if head is None else _width(head, student)
+        size = max(1, CHUNK // width)
+        for first in range(0, student.shape[0], size):
+            last = first + size
+            ours, theirs, weight = student[first:last], teacher[first:last], weight_N[first:last].float()
+            if teacher_head is not None:
+                theirs = teacher_head(theirs)
+            if head is None:
+                error, slope = _chunk(ours, theirs, weight, temperature, wanted)
+            else:
+                with torch.set_grad_enabled(wanted):
+                    leaf = ours.detach().requires_grad_(wanted)
+                    logits = head(leaf)
+                error, slope = _chunk(logits.detach(), theirs, weight, temperature, wanted)
+                if wanted:
+                    (slope,) = torch.autograd.grad(logits, leaf, slope)
+            total += error
+            if gradient is not None:
+                gradient[first:last] = slope
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return outer.to(gradient.dtype) * gradient, None, None, None, None, None
+
+
+def _chunk(
+    ours_NV: Tensor, theirs_NV: Tensor, weight_N: Tensor, temperature: float, wanted: bool
+) -> tuple[Tensor, Tensor]:
+    """The loss of some tokens, and its gradient to their logits (the logits themselves if no gradient is wanted)."""
+    log_p = (ours_NV.float() / temperature).log_softmax(-1)
+    log_target = (theirs_NV.float() / temperature).log_softmax(-1)
+    target = log_target.exp()
+    each_N = (target * log_target.sub_(log_p)).sum(-1)
+    error = (each_N * weight_N).sum() * temperature**2
+    if not wanted:
+        return error, ours_NV
+    slope = log_p.exp_().sub_(target).mul_(weight_N[:, None] * temperature)
+    return error, slope.to(ours_NV.dtype)
+
+
+def _width(head: nn.Module, hidden_NE: Tensor) -> int:
+    """The number of logits of a token."""
+    return int(head(hidden_NE[:1]).shape[-1])

@@ -1,0 +1,132 @@
+"""The teacher of a distillation: the model as it was before the swap, without a second copy of its weights.
+
+By default, the teacher is the student itself: every swap at strength 0, and what trains as it was when the training
+began. PEFT adapters are switched off; other parameters that train have frozen copies. Any other model of the same kind
+can be the teacher too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from ..core.swap import Swap
+from ..patch import need_installation
+from ..wiring.install import Installation
+
+
+class Teacher:
+    """Computes the outputs that a student should have.
+
+    Args:
+        student: a patched model, with or without adapters, in which everything that trains requires gradients.
+        model: another model as the teacher; None makes the student its own teacher.
+
+    Raises:
+        ValueError: the student is no longer the original at strength 0, or the other model does not fit the student.
+    """
+
+    def __init__(self, student: nn.Module, model: PreTrainedModel | None = None) -> None:
+        self.installation: Installation = need_installation(student)
+        self.model = model
+        self.frozen: dict[str, torch.Tensor] = {}
+        if model is not None:
+            _check_fit(self.installation.root, model)
+            model.eval().requires_grad_(False)
+            return
+        for index, swaps in self.installation.swaps().items():
+            if swaps[0].merged is not None:
+                raise ValueError(
+                    f"layer {index}: its calibration was merged, so strength 0 is no longer the original; pass the "
+                    "original model as teacher, or load the unmerged model."
+                )
+        changed = _unused_at_strength_0(student)
+        self.frozen = {
+            name: parameter.detach().clone()
+            for name, parameter in student.named_parameters()
+            if parameter.requires_grad and id(parameter) not in changed
+        }
+
+    @torch.no_grad()
+    def __call__(self, student: nn.Module, plain: nn.Module, batch: dict[str, Any]) -> Any:
+        """The teacher's outputs for a batch.
+
+        Args:
+            student: the student as the trainer runs it (DDP, FSDP or compiled).
+            plain: the student without such a wrapper.
+            batch: the keyword arguments of the model.
+        """
+        if self.model is not None:
+            self.model.to(device=next(plain.parameters()).device)  # type: ignore[call-arg]  # torch's own argument
+            return self.model(**batch)
+        with self.installation.stock(), _evaluating(plain), _without_adapters(plain):
+            if self.frozen:
+                return functional_call(plain, self.frozen, (), batch)
+            return student(**batch)
+
+
+def _unused_at_strength_0(model: nn.Module) -> set[int]:
+    """The ids of the parameters that the teacher does not use: those of the swaps, and those of PEFT's adapters."""
+    found: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, (Swap, ModulesToSaveWrapper)):
+            found |= {id(parameter) for parameter in module.parameters()}
+        elif isinstance(module, BaseTunerLayer):
+            adapters = [getattr(module, name) for name in module.adapter_layer_names]
+            found |= {
+                id(each) for adapter in adapters if isinstance(adapter, nn.Module) for each in adapter.parameters()
+            }
+    return found
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in evaluation mode."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextlib.contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, PEFT's adapters are off. What requires gradients stays as it is: PEFT would switch all adapters on."""
+    if not isinstance(model, PeftModel):
+        yield
+        return
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+def _check_fit(student: PreTrainedModel, teacher: nn.Module) -> None:
+    """Refuse a teacher whose outputs have other sizes.
+
+    Raises:
+        ValueError: the teacher is no transformers model, or has another vocabulary or other classes.
+    """
+    if not isinstance(teacher, PreTrainedModel):
+        raise ValueError(f"the teacher must be a transformers model, got {type(teacher).__name__}.")
+    for name in ("vocab_size", "num_labels"):
+        ours, theirs = getattr(student.config, name, None), getattr(teacher.config, name, None)
+        if ours != theirs:
+            raise ValueError(
+                f"the teacher has {name} = {theirs} and the model has {ours}; choose a teacher with the same outputs."
+            )
