@@ -41,6 +41,7 @@ from hf_attn_swap.training import (
     scratch_config,
 )
 
+TOKENS = "input_ids"  # a column of token ids, which no tokenizer has to read
 AUTO = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM}
 
 
@@ -65,8 +66,11 @@ class RecipeArguments:
 
 
 def blocks(split: Dataset, column: str, tokenizer: Any, length: int, tokens: int | None) -> list[list[int]]:
-    """Join the texts to one stream of tokens, and cut the stream into whole blocks."""
+    """Join the texts to one stream of tokens, and cut the stream into whole blocks. Rows of token ids are blocks."""
     wanted = None if tokens is None else -(-tokens // length) * length
+    if column == TOKENS:
+        rows = [list(row[:length]) for row in split[column] if len(row) >= length]
+        return rows if wanted is None else rows[: wanted // length]
     texts = (text for text in split[column] if text.strip())
     ids = (i for text in texts for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     stream = list(itertools.islice(ids, wanted))
@@ -91,15 +95,26 @@ def predict(trainer: Any, test: Dataset, shift: int) -> tuple[list[float], list[
     return losses, [0.0] * len(losses)
 
 
+def tokenizer_of(name: str) -> Any:
+    return ByT5Tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name)
+
+
+def vocabulary(tokenizer: Any) -> dict[str, Any]:
+    """The config values that a tokenizer decides. Without a tokenizer, --config_overrides must hold them."""
+    if tokenizer is None:
+        return {}
+    ends = {f"{end}_token_id": getattr(tokenizer, f"{end}_token_id") for end in ("bos", "eos", "pad")}
+    return {"vocab_size": len(tokenizer), **ends}
+
+
 def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments) -> Task:
     """Read and check the data and the options, before any training."""
     train, test, _ = load_splits(data, labelled=False)
     name = own.tokenizer or model.model
-    tokenizer = ByT5Tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name)
+    tokenizer = None if data.columns[0] == TOKENS else tokenizer_of(name)
     auto, causal = AUTO[own.objective], own.objective == "causal"
     if own.from_scratch:
-        ends = {f"{end}_token_id": getattr(tokenizer, f"{end}_token_id") for end in ("bos", "eos", "pad")}
-        config = scratch_config(model.model, own.config_overrides, vocab_size=len(tokenizer), **ends)
+        config = scratch_config(model.model, own.config_overrides, **vocabulary(tokenizer))
         load = functools.partial(auto.from_config, config, dtype=torch.float32)
     else:
         load = functools.partial(auto.from_pretrained, model.model, dtype="float32")
@@ -108,6 +123,8 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
     sets = {name: Dataset.from_dict({"input_ids": found, "labels": found}) for name, found in rows.items()}
     collate = default_data_collator
     if not causal:
+        if tokenizer is None:
+            raise ValueError(f"--columns {TOKENS} has no tokenizer, whose mask token a masked model needs.")
         hide = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15, seed=0)
         hidden = [hide([{"input_ids": row}]) for row in rows["test"]]  # the same tokens are hidden from every model
         sets["test"] = Dataset.from_list([{name: value[0].tolist() for name, value in row.items()} for row in hidden])
@@ -124,7 +141,9 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         processor=tokenizer,
         mean_loss=False,
         before=not own.from_scratch,
-        scratch=made_of(model.model, own.config_overrides, f"{name} as tokens") if own.from_scratch else "",
+        scratch=made_of(model.model, own.config_overrides, f"{'token ids' if tokenizer is None else name} as tokens")
+        if own.from_scratch
+        else "",
     )
 
 

@@ -1,10 +1,10 @@
-"""Converts the original files of AG News, GLUE, CIFAR-10, IMDB and WikiText-2 into folders with the Hub's columns.
+"""Converts the original files of AG News, GLUE, CIFAR-10, IMDB and others into folders with the Hub's columns.
 
     python recipes/prepare_data.py SOURCE OUT
 
 The folders are for machines without access to the Hub: `--dataset OUT/ag_news` takes the place of
 `--dataset fancyzhx/ag_news`. The script looks in SOURCE for `ag_news/`, `glue/<task>/`, `cifar10/`, `imdb/` and
-`wikitext-2/`, and skips every folder that is missing.
+`wikitext-2/` and `tinyshakespeare/`, and skips every folder that is missing. `OUT/mixture` has text of three kinds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import random
+import shutil
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,15 +120,49 @@ def wikitext(source: Path, out: Path) -> None:
         save([{"text": line} for line in lines], out / f"{name}.parquet", Value("string"))
 
 
+def tinyshakespeare(source: Path, out: Path) -> None:
+    texts = (source / "input.txt").read_text(encoding="utf-8").split("\n\n")
+    save([{"text": f"{text}\n\n"} for text in texts], out / "test.parquet", Value("string"))
+
+
+def mixture(out: Path) -> None:
+    """Pieces of about 2,000 characters, in turn from WikiText-2 (validation), IMDB and AG News: text to convert on."""
+    parts = []
+    for name, split in (("wikitext-2", "validation"), ("imdb", "train"), ("ag_news", "train")):
+        texts = load_dataset("parquet", data_files=str(out / name / f"{split}.parquet"), split="train")["text"]
+        parts.append(pieces(texts, 2000))
+    rows = [{"text": text} for three in zip(*parts, strict=False) for text in three]
+    save(rows, out / "mixture" / "train.parquet", Value("string"))
+    shutil.copy(out / "wikitext-2" / "test.parquet", out / "mixture" / "test.parquet")
+
+
+def pieces(texts: list[str], size: int) -> Iterator[str]:
+    """Join texts to pieces of at least `size` characters."""
+    held = ""
+    for text in texts:
+        held += text if text.endswith("\n") else f"{text}\n"
+        if len(held) >= size:
+            yield held
+            held = ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
     source, out = arguments.source, arguments.out
-    for folder, prepare in (("ag_news", ag_news), ("cifar10", cifar10), ("imdb", imdb), ("wikitext-2", wikitext)):
+    for folder, prepare in (
+        ("ag_news", ag_news),
+        ("cifar10", cifar10),
+        ("imdb", imdb),
+        ("wikitext-2", wikitext),
+        ("tinyshakespeare", tinyshakespeare),
+    ):
         if (source / folder).is_dir():
             prepare(source / folder, out / folder)
+    if all((out / folder).is_dir() for folder in ("ag_news", "imdb", "wikitext-2")):
+        mixture(out)
     for task in GLUE:
         if (source / "glue" / task).is_dir():
             glue(source / "glue" / task, out / "glue" / task.replace("-", "").lower(), task)

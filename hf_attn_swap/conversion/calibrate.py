@@ -17,6 +17,7 @@ leaves out. Axes: B batch, L token, H head, D head width, E model width.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from ..patch import build_swap, need_installation, swappable
 from ..wiring.install import Installation
 from .batches import Batch, as_batches, forward, token_mask
 from .moments import Moments
+from .neutral import neutral_start
 from .report import CalibrationReport, LayerFit
 from .target import Target
 
@@ -45,6 +47,7 @@ def calibrate(
     fit: str = "map",
     ridge: float = RIDGE,
     source: str = "softmax",
+    neutral: bool = True,
     progress: bool = True,
     **options: Any,
 ) -> CalibrationReport:
@@ -54,7 +57,7 @@ def calibrate(
 
     `simple_resl` and `mha` add a multiple of the layer's input to its output (a skip). In a post-LayerNorm block (BERT,
     ALBERT) the fit undoes this skip: the target is multiplied by a factor, and LayerNorm removes the factor. In a
-    pre-norm block no fit can undo the skip, and the report says so.
+    pre-norm block no fit can undo the skip, so a neutral start comes first; the report says what it left.
     The heads of `simple*` grow with the number of tokens, so calibrate at the length at which you use the model.
 
     Args:
@@ -65,6 +68,8 @@ def calibrate(
         ridge: the penalty on large values, as a share of the mean square of the variant's heads.
         source: the attention that the weights were trained with. It is "simple_resl", for example, for a model that was
             fine-tuned with "simple_resl" and is now patched with "softmax". The source must have no parameters.
+        neutral: let the skip of pre-norm layers start at almost nothing first, as `neutral_start` does. Layers whose
+            norm has no free scale are left alone.
         progress: show a progress bar.
         options: the options of `source`.
 
@@ -79,11 +84,16 @@ def calibrate(
     if not ridge >= 0:
         raise ValueError(f"ridge must be at least 0, got {ridge!r}.")
     installation = need_installation(model)
+    found = as_batches(batches)
+    if neutral and any(swaps[0].adds_input for swaps in installation.swaps().values()):
+        first = next(found)
+        found = itertools.chain([first], found)
+        neutral_start(model, first)
     targets = _targets(installation, source, options, constant=fit == "map")
     fittings = {index: _Fitting(target, Moments(target.swap.geometry, fit)) for index, target in targets.items()}
     lengths: list[Tensor] = []
     with _source_in_place(model, installation, targets):
-        for batch in tqdm(as_batches(batches), desc="calibrate", unit="batch", disable=not progress):
+        for batch in tqdm(found, desc="calibrate", unit="batch", disable=not progress):
             with contextlib.ExitStack() as hooked:
                 for fitting in fittings.values():
                     fitting.hook(batch, lengths, hooked)

@@ -25,13 +25,14 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from ..core.calibration import Calibration
 from ..core.swap import Phase
 from ..patch import need_installation
+from ..wiring.install import model_root
 from .batches import MASKS, token_mask, without_labels
 from .divergence import divergence
 from .parts import PARTS, part_of
 from .teacher import Teacher
 from .transfer import layer_errors, relative_error, without_cache
 
-EVERYTHING = "all"
+EVERYTHING, BODY = "all", "body"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +78,9 @@ class DistillationTrainer(Trainer):
         teacher: another model that gives the targets, such as a fine-tuned control. None makes the model its own
             teacher: at strength 0, with PEFT's adapters off, and with frozen copies of whatever else trains.
         losses: the weights of the terms.
-        trainable: what trains: "all", or any of "query", "key", "value", "output" (projections) and "swap" (the
-            variant's parameters and the calibration). None leaves `requires_grad` as it is: in PEFT's wrapper, the
-            adapters train.
+        trainable: what trains: "all", "body" (all but the embeddings and the head), or any of "query", "key", "value",
+            "output" (projections) and "swap" (parameters of the variant and the calibration). None changes no
+            `requires_grad`: in the wrapper of PEFT, the adapters train.
         kwargs: the other arguments of `Trainer`.
 
     Raises:
@@ -325,9 +326,17 @@ def _choose(model: nn.Module, trainable: Iterable[str] | str | None) -> None:
     names = (trainable,) if isinstance(trainable, str) else tuple(trainable or ())
     if names == (EVERYTHING,):
         model.requires_grad_(True)
+    elif names == (BODY,):
+        model.requires_grad_(True)
+        head = model_root(model).get_output_embeddings()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) or module is head:
+                module.requires_grad_(False)
     elif names:
         if not set(names) <= set(PARTS):
-            raise ValueError(f"trainable: {names!r} must be some of {', '.join(PARTS)}, or {EVERYTHING!r} alone.")
+            raise ValueError(
+                f"trainable: {names!r} must be some of {', '.join(PARTS)}, or {EVERYTHING!r} or {BODY!r} alone."
+            )
         model.requires_grad_(False)
         for name in names:
             for module in part_of(model, name):

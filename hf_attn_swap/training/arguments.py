@@ -15,8 +15,10 @@ from ..core.calibration import check_fit
 from ..core.registry import parse as parse_variant
 from ..core.registry import parse_options
 from ..core.typed import parse_layers
+from .stages import Align, Calibrate, FineTune, Stage, read_stages
 
 CONTROL = "softmax"
+CONVERT_FIRST, FINE_TUNE_FIRST = "convert_first", "fine_tune_first"
 
 
 @dataclass(kw_only=True)
@@ -98,18 +100,69 @@ class ConversionArguments:
     freeze: list[str] = field(
         default_factory=list, metadata={"help": "Projections that do not train: query, key, value, output."}
     )
+    neutral_start: bool = field(
+        default=True, metadata={"help": "Let the skip of pre-norm layers start at almost nothing, when calibrating."}
+    )
+    distill_tokens: int | None = field(default=None, metadata={"help": "Tokens of distillation, without labels."})
+    distill_epochs: float | None = field(default=None, metadata={"help": "Epochs of distillation, without labels."})
+    distill_options: str = field(
+        default="{}", metadata={"help": 'More of the distillation as JSON, such as {"rank": 32, "hidden": 1.0}.'}
+    )
+    order: str = field(
+        default=CONVERT_FIRST,
+        metadata={"help": '"convert_first", or "fine_tune_first": convert the fine-tuned control without labels.'},
+    )
+    stages: list[str] = field(
+        default_factory=list,
+        metadata={"help": "All stages in their order, as a list in YAML; in place of the options above."},
+    )
+
+    @property
+    def plan(self) -> tuple[Stage, ...]:
+        """The stages in the order in which a run takes them, the recipe's own training included."""
+        if self.stages:
+            return read_stages(self.stages)
+        found: list[Stage] = []
+        if self.calibrate is not None:
+            found.append(
+                Calibrate(
+                    fit=self.calibrate,
+                    rows=self.calibration_rows,
+                    source=self.source,
+                    neutral_start=self.neutral_start,
+                )
+            )
+        if self.transfer_epochs:
+            found.append(
+                Align(
+                    epochs=self.transfer_epochs,
+                    learning_rate=self.transfer_learning_rate,
+                    trainable=tuple(self.transfer_trainable),
+                )
+            )
+        if self.distill_tokens is not None or self.distill_epochs is not None:
+            budget = {"tokens": self.distill_tokens, "epochs": self.distill_epochs}
+            given = {name: value for name, value in budget.items() if value is not None}
+            found += read_stages([json.dumps({"stage": "distil", **given, **json_options(self.distill_options)})])
+        return (FineTune(), *found) if self.order == FINE_TUNE_FIRST else (*found, FineTune())
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The steps by name, in the order in which a run takes them; what trains the model after them is none."""
-        named = (
-            self.calibrate,
-            "transfer" if self.transfer_epochs else None,
-            "schedule" if self.schedule is not None else None,
-        )
-        return tuple(filter(None, named))
+        """The steps by name, in the order in which a run takes them; a fine-tuning that comes last is not named."""
+        named = [stage.step for stage in self.plan]
+        if named[-1:] == [FineTune().step]:
+            named.pop()
+        return tuple(named) if self.schedule is None else (*named, "schedule")
 
     def __post_init__(self) -> None:
+        if self.order not in (CONVERT_FIRST, FINE_TUNE_FIRST):
+            raise ValueError(f"order must be {CONVERT_FIRST!r} or {FINE_TUNE_FIRST!r}, got {self.order!r}.")
+        if self.distill_tokens is not None and self.distill_epochs is not None:
+            raise ValueError("give --distill_tokens or --distill_epochs, not both.")
+        short = (self.calibrate, self.transfer_epochs or None, self.distill_tokens, self.distill_epochs)
+        if self.stages and (any(value is not None for value in short) or self.order != CONVERT_FIRST):
+            raise ValueError("give --stages, or the options of single stages, not both.")
+        _ = self.plan
         if self.calibrate is not None:
             check_fit(self.calibrate)
         if self.calibration_rows < 1:
@@ -202,5 +255,25 @@ def _from_yaml(paths: Sequence[str]) -> list[str]:
             raise ValueError(f"{path}: a YAML file of --name: value pairs was expected.")
         for name, value in values.items():
             if value is not None:
-                words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+                words += [f"--{name}", *map(_word, value if isinstance(value, list) else [value])]
     return words
+
+
+def _word(value: Any) -> str:
+    """A YAML value as a word of the command line; a mapping as JSON."""
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def json_options(text: str) -> dict[str, Any]:
+    """An argument that is a JSON object.
+
+    Raises:
+        ValueError: the text is no JSON object.
+    """
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise ValueError(f"options must be a JSON object, got {text!r} ({problem}).") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"options must be a JSON object, got {text!r}.")
+    return values

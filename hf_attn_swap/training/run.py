@@ -27,16 +27,19 @@ from transformers import (
 )
 
 from .. import patch_model
-from ..conversion import AttentionTransferTrainer, StrengthSchedule, calibrate
+from ..conversion import StrengthSchedule
 from ..conversion.parts import part_of
 from ..core.typed import parse_layers
-from ..patch import set_strength
+from ..patch import set_strength, unpatch_model
 from ..publish.results import versions
 from .arguments import CONTROL, ConversionArguments, ModelArguments
 from .metrics import scores
 from .outcome import Outcome, hardware
+from .stages import FineTune
+from .take import last_whole_checkpoint, take
 
-CONVERTED, TRANSFER, TRAINED = "converted", "transfer", "model"
+CONVERTED, STAGE, TRAINED = "converted", "stage-", "model"
+NOTES = "conversion.json"
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 
@@ -92,7 +95,8 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     args = replace(training, output_dir=str(folder), seed=seed)
-    before, first, converted, sentences = _converted(task, model, conversion, args, folder)
+    tuned = Path(training.output_dir or "runs") / CONTROL / f"seed-{seed}" / TRAINED
+    before, first, converted, sentences = _converted(task, model, conversion, args, folder, tuned)
     callbacks: list[TrainerCallback] = []
     if conversion.schedule is not None:
         callbacks.append(StrengthSchedule(share=conversion.schedule_share, shape=conversion.schedule))
@@ -104,7 +108,7 @@ def run(
     if task.progress is not None:
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(task.progress)
-    if args.num_train_epochs or args.max_steps > 0:
+    if isinstance(conversion.plan[-1], FineTune) and (args.num_train_epochs or args.max_steps > 0):
         sentences.append(_budget(task, args))
         trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
     # "group_by_length" would also shuffle the held-out rows, differently for each seed.
@@ -131,23 +135,15 @@ def run(
     return outcome
 
 
-def last_whole_checkpoint(folder: Path) -> str | None:
-    """The newest complete checkpoint, or None. Incomplete checkpoints of a killed run are removed."""
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
-    for path in found:
-        try:  # the Trainer writes this file last
-            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
-            shutil.rmtree(path)
-        else:
-            return str(path)
-    return None
-
-
 def _converted(
-    task: Task, model: ModelArguments, conversion: ConversionArguments, args: TrainingArguments, folder: Path
+    task: Task,
+    model: ModelArguments,
+    conversion: ConversionArguments,
+    args: TrainingArguments,
+    folder: Path,
+    tuned: Path,
 ) -> tuple[int, dict[str, float], PreTrainedModel, list[str]]:
-    """Swap and convert the model, or read the converted model from the folder if a killed run wrote it.
+    """Swap and convert the model, or go on after the last stage that a killed run finished.
 
     Returns:
         The number of parameters of the stock model, the metrics of the swapped model before the conversion, the
@@ -156,73 +152,51 @@ def _converted(
     set_seed(args.seed)
     stock = task.load()
     before = _count(stock)
+    sentences: list[str] = []
+    stages = list(conversion.plan)
+    if isinstance(stages[-1], FineTune):
+        stages.pop()
+    if stages and isinstance(stages[0], FineTune):
+        stages.pop(0)
+        stock = _tuned(stock, tuned)
+        sentences.append("Started from the fine-tuned softmax control of the same seed; no labels are read after that.")
     layers = parse_layers(model.layers)
     patched = patch_model(stock, model.variant, layers=layers, modules=model.modules, **model.option_values)
     kept = f"on random weights: {task.scratch}" if task.scratch else "weights kept"
-    sentences = [f"Attention replaced by {model.variant}, {kept}."]
+    sentences.append(f"Attention replaced by {model.variant}, {kept}.")
     first: dict[str, float] = {}
     if task.before:
         first = scores(task.metrics, *task.predict(Trainer(patched, args, data_collator=task.collate), task.test))
-    if conversion.calibrate is None and not conversion.transfer_epochs:
-        return before, first, patched, sentences
-    saved, notes = folder / CONVERTED, folder / CONVERTED / "conversion.json"
-    if notes.exists():
-        restored = type(patched).from_pretrained(saved)
-        return before, first, restored, json.loads(notes.read_text(encoding="utf-8"))
-    if conversion.calibrate is not None:
-        sentences.append(_calibrate(patched, task, conversion, args))
-    if conversion.transfer_epochs:
-        sentences.append(_transfer(patched, task, conversion, args, folder))
-    if args.should_save:
-        part = folder / f"{CONVERTED}.part"
-        shutil.rmtree(part, ignore_errors=True)
-        patched.save_pretrained(part)
-        (part / notes.name).write_text(json.dumps(sentences), encoding="utf-8")
-        part.replace(saved)
+    saved, head = folder / CONVERTED, len(sentences)
+    if (saved / NOTES).exists():
+        patched = type(patched).from_pretrained(saved, dtype=stock.dtype)
+        sentences = json.loads((saved / NOTES).read_text(encoding="utf-8"))
+    done = len(sentences) - head
+    for number, stage in enumerate(stages[done:], done + 1):
+        own = replace(args, output_dir=str(folder / f"{STAGE}{number}-{stage.name}"))
+        patched, sentence = take(stage, patched, task.train, task.collate, own)
+        sentences.append(sentence)
+        _save_stage(patched, sentences, saved, args)
     return before, first, patched, sentences
 
 
-def _calibrate(model: PreTrainedModel, task: Task, conversion: ConversionArguments, args: TrainingArguments) -> str:
-    """Calibrate the model on the first training rows, sorted by length so that there is little padding."""
-    rows = [_inputs(row) for row in task.train.select(range(min(conversion.calibration_rows, len(task.train))))]
-    rows.sort(key=lambda row: len(row.get("input_ids", ())))
-    size = args.train_batch_size
-    batches = [task.collate(rows[start : start + size]) for start in range(0, len(rows), size)]
-    assert conversion.calibrate is not None
-    return f"Calibrated: {calibrate(model, batches, fit=conversion.calibrate, source=conversion.source).summary()}"
+def _tuned(stock: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The fine-tuned control, without its swap."""
+    if not folder.exists():
+        raise ValueError(f"{folder} holds no fine-tuned control; run the variant softmax with this seed first.")
+    return unpatch_model(type(stock).from_pretrained(folder, dtype=stock.dtype))
 
 
-def _transfer(
-    model: PreTrainedModel,
-    task: Task,
-    conversion: ConversionArguments,
-    args: TrainingArguments,
-    folder: Path,
-) -> str:
-    training = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    own = replace(
-        args,
-        output_dir=str(folder / TRANSFER),
-        num_train_epochs=conversion.transfer_epochs,
-        learning_rate=conversion.transfer_learning_rate,
-        max_steps=-1,
-    )
-    trainer = AttentionTransferTrainer(
-        model,
-        own,
-        trainable=conversion.transfer_trainable,
-        train_dataset=task.train,
-        data_collator=task.collate,
-    )
-    trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder / TRANSFER))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(training[name])
-    what = ", ".join(conversion.transfer_trainable)
-    return f"Attention transfer without labels: {conversion.transfer_epochs:g} epochs on the training rows ({what})."
-
-
-def _inputs(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in ("labels", "label")}
+def _save_stage(model: PreTrainedModel, sentences: list[str], saved: Path, args: TrainingArguments) -> None:
+    """Keep the model after a stage, so that a killed run goes on from there."""
+    if not args.should_save:
+        return
+    part = saved.with_name(f"{saved.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part)
+    (part / NOTES).write_text(json.dumps(sentences), encoding="utf-8")
+    shutil.rmtree(saved, ignore_errors=True)
+    part.replace(saved)
 
 
 def _freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
@@ -238,7 +212,7 @@ def _keep(trainer: Trainer, task: Task, folder: Path, outcome: Outcome) -> None:
         return
     if task.processor is not None:
         task.processor.save_pretrained(folder / TRAINED)
-    for path in (*folder.glob("checkpoint-*"), folder / TRANSFER, folder / CONVERTED):
+    for path in (*folder.glob("checkpoint-*"), *folder.glob(f"{STAGE}*"), folder / CONVERTED):
         shutil.rmtree(path, ignore_errors=True)
     outcome.save(folder)
 
@@ -260,7 +234,9 @@ def _settings(
     }
     if training.lr_scheduler_type != SchedulerType.LINEAR:
         budget["scheduler"] = SchedulerType(training.lr_scheduler_type).value
-    converting = vars(conversion) if model.variant != CONTROL or conversion.calibrate else {"freeze": conversion.freeze}
+    converting: dict[str, Any] = {"freeze": conversion.freeze}
+    if model.variant != CONTROL or conversion.steps:
+        converting |= {"stages": conversion.plan, "schedule": conversion.schedule, "share": conversion.schedule_share}
     return {**own, **budget, **converting, **task.settings}
 
 

@@ -22,7 +22,8 @@ from .conftest import options
 
 RECIPE = Path(hf_attn_swap.__file__).parent.parent / "recipes" / "text_classification.py"
 pytestmark = pytest.mark.skipif(not RECIPE.exists(), reason="recipes/ is not next to the installed package")
-CONVERSION = ("--variant", "simple_resl", "--calibrate", "map", "--transfer_epochs", "2", "--schedule", "linear")
+STAGES = ("--calibrate", "map", "--transfer_epochs", "2", "--distill_epochs", "2")
+CONVERSION = ("--variant", "simple_resl", *STAGES, "--schedule", "linear")
 SAVING = ("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "2", "--num_train_epochs", "3")
 
 
@@ -53,7 +54,8 @@ def test_killed_and_resumed(tiny: Path, tmp_path: Path) -> None:
     seed = folder / "simple-resl" / "seed-0"
     signs = [
         folder / "softmax" / "seed-0" / "checkpoint-5" / "model.safetensors",
-        seed / "transfer" / "checkpoint-4" / "optimizer.pt",
+        seed / "stage-2-align" / "checkpoint-4" / "optimizer.pt",
+        seed / "stage-3-distil" / "checkpoint-3" / "optimizer.pt",
         seed / "converted",
         seed / "checkpoint-2",
         seed / "checkpoint-9" / "trainer_state.json",
