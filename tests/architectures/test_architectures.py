@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import TrainingArguments
 
-from docs.tables.architectures import known, known_version
+from docs.tables.architectures import PAGE, known, known_version, page
 from hf_attn_swap import describe, list_variants, patch_model, unpatch_model
 from hf_attn_swap.conversion import AttentionTransferTrainer
 from hf_attn_swap.families import sites
@@ -28,6 +28,7 @@ from .walk import (
     PART,
     REFUSED,
     WRONG,
+    Outcome,
     build,
     configured,
     distance,
@@ -102,6 +103,13 @@ def test_the_page_has_no_fault() -> None:
     assert not [name for name, result in known().items() if result in (WRONG, LATE)]
     if transformers.__version__ == known_version():
         assert sorted(known()) == registry()
+
+
+def test_the_page_has_no_path_of_a_machine() -> None:
+    sentence = "in <module 'math' from '/usr/lib/math.so'> nor in <module 'os' from '/usr/lib/o..."
+    row = page([Outcome("bert", NOT_BUILT, sentence)], "5").splitlines()[-1]
+    assert row == "| bert | not built | in &lt;module 'math'> nor in &lt;module 'os' |"
+    assert " from '/" not in PAGE.read_text("utf-8")
 
 
 @pytest.mark.parametrize("model_type", [*NO_SDPA, *ONCE_REFUSED, LATENT])
