@@ -67,7 +67,15 @@ def _in_place(
     hidden, put = _moved_here(below, inputs.query, blocked)
     fresh = call.recomputed or (below is not None and hidden is not below.scores)
     if torch.is_grad_enabled() or inputs.dropout > 0:
-        moved, heads = hopfield.attend(hidden, *inputs.three, decay, share * inputs.scaling, put, fresh, inputs.dropout)
+        moved, heads = hopfield.attend(
+            hidden,
+            *inputs.three,
+            decay=decay,
+            weight=share * inputs.scaling,
+            blocked=put,
+            fresh=fresh,
+            dropout=inputs.dropout,
+        )
         leave(Hidden(moved, blocked=blocked), call, drop=not fresh)
         heads = heads.transpose(1, 2)
     else:

@@ -135,7 +135,8 @@ def test_carried_scores(sizes: tuple[int, ...], kind: str, layers: int, fresh: b
         hidden = 0.6 * (q @ k_all.transpose(2, 3)) + (0 if hidden is None else 0.4 * hidden)
         weights = hidden.masked_fill(blocked, -torch.inf).softmax(-1)
         wanted.append((weights @ v_all).masked_fill(blind, 0.0))
-        moved, heads = hopfield.attend(moved, q, k, v, 0.4, 0.6, blocked if layer == 0 else None, fresh)
+        put = blocked if layer == 0 else None
+        moved, heads = hopfield.attend(moved, q, k, v, decay=0.4, weight=0.6, blocked=put, fresh=fresh)
         got.append(heads.masked_fill(blind, 0.0))
         terms = [(a, b, weight * 0.4) for a, b, weight in terms] + [(q, k_all, 0.6)]
         long.append(hopfield.attend_long(terms, v_all, None if causal else allowed, causal))
