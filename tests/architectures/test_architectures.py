@@ -148,6 +148,14 @@ def test_packed_tower_is_refused_when_patched() -> None:
     patch_model(model, "outeffhop")
 
 
+@pytest.mark.parametrize(("kind", "found"), [("relative", "adds a position bias to its scores"), ("rotary", None)])
+def test_position_bias_by_the_config(kind: str, found: str | None) -> None:
+    """One class, and only one of its position embeddings is a bias."""
+    config = configured(named("wav2vec2-conformer"), CHOICES[0])
+    config.position_embeddings_type = kind
+    assert {site.biased for site in sites(build(config))} == {found}
+
+
 def test_learned_queries_are_refused() -> None:
     model = patch_model(fresh("videoprism"), "belief")
     assert "its queries are parameters (pooling_attention_query)" in str(describe(model))
