@@ -194,9 +194,8 @@ def test_causal_linear(sizes: tuple[int, ...], block: int, past: int, seed: int)
     batch, heads, length, width = sizes
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(blocks, "BLOCK", block)
-        patched.setattr(blocks, "CHUNK", 0)
         q, k, v = drawn(seed, (batch, heads, length, width), *[(batch, heads, length + past, width)] * 2)
-        got = blocks.attend(q, k, v, causal=True, key_mask=None, length="true", past=None)
+        got = blocks.attend(q, k, v, key_mask=None, length="true", past=None)
         visible = torch.arange(past + 1, past + length + 1).to(q.dtype)
         wanted = ((q @ k.transpose(2, 3)).tril(past) @ v) / visible.sqrt()[:, None]
         assert_equal(got, wanted, [q, k, v], seed + 1)
