@@ -200,6 +200,11 @@ def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options,
             f"cannot give them: {site.packed}; leave these layers out (modules= or layers=), or use a variant that "
             "changes only how scores become weights."
         )
+    if site.biased is not None and swap.places().replacement is not None:
+        raise ValueError(
+            f"{site.path}: {type(site.core).__name__} {site.biased}, but {'+'.join(swap.names)} computes no scores, so "
+            "this has no place in it; use another variant, or leave these layers out (modules= or layers=)."
+        )
     wrapped = "forward" in site.container.__dict__ and not isinstance(site.container, Block)
     if wrapped and swap.writes and site.family.block in BLOCKS:
         raise ValueError(f"{site.path}: its forward is already wrapped (device dispatch); patch the model before.")

@@ -4,7 +4,7 @@
     python recipes/language_modeling.py CONFIG --model MODEL --dataset OUT --columns input_ids
 
 Every row starts with the model's first token (BOS) and has `--length` tokens, sampled from the model's distribution as
-it is (temperature 1). No text is read, so a model can be converted on data of its own kind even where its training data
+it is (temperature 1). No text is read, so a model can be converted on data of its own kind even if its training data
 are not at hand. The same seed gives the same rows.
 """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.architectures.walk import EXACT, LATE, NOT_BUILT, PART, REFUSED, WRONG, Outcome, walked
+from tests.architectures.walk import EXACT, LATE, NOT_BUILT, PART, REFUSED, WRONG, Outcome, walked, without_paths
 
 PAGE = Path(__file__).parents[1] / "architectures.md"
 VARIANT = "belief"
@@ -67,7 +67,7 @@ def known_version() -> str:
 
 
 def _cell(sentence: str) -> str:
-    return sentence.replace("|", "\\|").replace("<", "&lt;") or "–"
+    return without_paths(sentence).replace("|", "\\|").replace("<", "&lt;") or "–"
 
 
 def main(arguments: list[str]) -> None:

@@ -58,12 +58,13 @@ def attend(
     """
     biased = inputs.softcap is not None or inputs.position_bias is not None
     shows_inside = want_weights or call.tap is not None
-    if biased or shows_inside or places.form(Setting.of(inputs, call)) is Form.REFERENCE:
+    form = Form.REFERENCE if biased or shows_inside else places.form(Setting.of(inputs, call))
+    if form is Form.REFERENCE:
         return reference(places, inputs, call)
     variant = places.carrier or places.normaliser or places.adjuster
     if variant is None:
         return ordinary(inputs, sdpa), None
-    heads = variant.heads(inputs, call.hand(_wide(inputs.query)), sdpa)
+    heads = variant.heads(inputs, call.hand(_wide(inputs.query)), sdpa, form)
     if heads is None:
         return reference(places, inputs, call)
     return heads, None
@@ -128,7 +129,8 @@ def replaced(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -
         weights = variant.products(query, key, inputs.masks.allowed())
         heads = (weights @ value.to(weights.dtype)).to(value.dtype)
         return heads.transpose(1, 2), weights
-    heads = variant.linear((query, key, value), inputs.masks.key_mask, inputs.masks.causal, None)
+    form = variant.form(Setting.of(inputs, call))
+    heads = variant.linear((query, key, value), inputs.masks.key_mask, inputs.masks.causal, None, form)
     return heads.transpose(1, 2), None
 
 
@@ -148,7 +150,8 @@ def _decoded(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -
     key, value = inputs.repeated(inputs.key), inputs.repeated(inputs.value)
     past = call.state.past(heads)
     call.state.absorb(inputs.key, inputs.value, real)
-    return variant.linear((inputs.query, key, value), real, True, past).transpose(1, 2)
+    form = variant.form(Setting.of(inputs, call))
+    return variant.linear((inputs.query, key, value), real, True, past, form).transpose(1, 2)
 
 
 def _refuse_bias(variant: Variant, inputs: Inputs) -> None:

@@ -37,6 +37,7 @@ class Site:
         refused: why the attention of this module cannot be swapped, or None.
         unrunnable: why not even the stock attention of this module runs through our attention function, or None.
         packed: why the module's input is not one row per query, which some variants need, or None.
+        biased: what the module does to its scores, beside scaling and masking, as the predicate of a sentence; or None.
         by_mask: True if the forward hands its mask on to the attention function, but no keyword arguments.
     """
 
@@ -48,6 +49,7 @@ class Site:
     refused: str | None
     unrunnable: str | None
     packed: str | None
+    biased: str | None
     by_mask: bool
 
     @property
@@ -99,6 +101,7 @@ def _walk(model: nn.Module) -> Iterator[Site]:
             refused=refused,
             unrunnable=generic.unrunnable(core, cls),
             packed=generic.packed(cls),
+            biased=generic.biased(core, cls),
             by_mask=generic.by_mask(cls),
         )
 

@@ -17,6 +17,7 @@ from .base import Family
 from .source import OTHERS, given_other_states, interface_calls, learned_input
 
 SINKS = ("s_aux", "sinks")  # the names of attention sinks, which are added to the denominator of the softmax
+RELATIVE = ("has_relative_attention_bias", "rel_logits_proj")  # attributes of modules that always have a position bias
 CROSS = ("crossattention", "cross_attn", "encoder_attn", "encdecattention")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 FUSED = ("query_key_value", "qkv")
@@ -52,14 +53,32 @@ def is_cross(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
 
 def unrunnable(module: nn.Module, cls: Any) -> str | None:
     """Why this package's attention function cannot compute even the stock attention of this module, or None."""
-    for call in interface_calls(cls):
-        for name in SINKS:
-            given = call.keywords.get(name)
-            attribute = (given or "").removeprefix("self.")
-            absent = attribute.isidentifier() and getattr(module, attribute, given) is None
-            if given is not None and not absent:
-                return f"its softmax has attention sinks ({name}), which no variant can honour"
+    for name in SINKS:
+        if _passes(module, cls, name):
+            return f"its softmax has attention sinks ({name}), which no variant can honour"
     return None
+
+
+def biased(module: nn.Module, cls: Any) -> str | None:
+    """What this module does to its scores, beside scaling and masking, as the predicate of a sentence; or None."""
+    if _passes(module, cls, "softcap"):
+        return "bounds its scores by a soft cap"
+    relative = any(hasattr(module, name) for name in RELATIVE)
+    relative = relative or str(getattr(module, "position_embeddings_type", None)).startswith("relative")
+    if relative and _passes(module, cls, "position_bias"):
+        return "adds a position bias to its scores"
+    return None
+
+
+def _passes(module: nn.Module, cls: Any, name: str) -> bool:
+    """True if the forward passes this argument to the attention function, and not an attribute that is None."""
+    for call in interface_calls(cls):
+        given = call.keywords.get(name, "None")
+        attribute = given.removeprefix("self.")
+        absent = given == "None" or (attribute.isidentifier() and getattr(module, attribute, given) is None)
+        if not absent:
+            return True
+    return False
 
 
 def packed(cls: Any) -> str | None:

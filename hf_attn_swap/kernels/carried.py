@@ -16,15 +16,16 @@ from torch import Tensor
 
 from ..core.call import Call, FusedSoftmax, Hidden, Inputs
 from . import hopfield
-from .dispatch import Form, Setting, carried_form
+from .dispatch import Form
 
 
 def attend(
-    inputs: Inputs, call: Call, sdpa: FusedSoftmax, below: Hidden | None, decay: float, share: float
+    form: Form, inputs: Inputs, call: Call, sdpa: FusedSoftmax, below: Hidden | None, decay: float, share: float
 ) -> Tensor | None:
     """Compute the heads of one layer, and leave H for the layer above.
 
     Args:
+        form: the form that `dispatch.carried_form` chose for this call.
         inputs: the tensors and the masks. The mask must not add numbers to scores.
         call: the call; H is kept in `call.carried`.
         sdpa: the stock fused function.
@@ -38,7 +39,6 @@ def attend(
     Raises:
         ValueError: the layer below has another mask.
     """
-    form = carried_form(Setting.of(inputs, call))
     if form is Form.TERMS and (below is None or below.terms):
         return _long(inputs, call, below, decay, share)
     if form is Form.IN_PLACE:
@@ -67,7 +67,15 @@ def _in_place(
     hidden, put = _moved_here(below, inputs.query, blocked)
     fresh = call.recomputed or (below is not None and hidden is not below.scores)
     if torch.is_grad_enabled() or inputs.dropout > 0:
-        moved, heads = hopfield.attend(hidden, *inputs.three, decay, share * inputs.scaling, put, fresh, inputs.dropout)
+        moved, heads = hopfield.attend(
+            hidden,
+            *inputs.three,
+            decay=decay,
+            weight=share * inputs.scaling,
+            blocked=put,
+            fresh=fresh,
+            dropout=inputs.dropout,
+        )
         leave(Hidden(moved, blocked=blocked), call, drop=not fresh)
         heads = heads.transpose(1, 2)
     else:

@@ -1,8 +1,8 @@
 """Decides which form of a computation runs: one function per kernel.
 
-The functions look at facts such as the device and the dtype, and never at the content of a tensor. `describe` asks the
-same functions as the computation, so that `describe` prints the form that runs. All forms of one computation give
-equal results; they differ in speed and memory.
+The functions look at facts such as the device and the dtype, and never at the content of a tensor. `core.compute` asks
+them once per call and hands the form on. `describe` asks the same functions, so that `describe` prints the form that
+runs. All forms of one computation give equal results; they differ in speed and memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from enum import Enum
 import torch
 
 from ..core.call import Call, Inputs
+from ..functional.linear import CHUNK
 from . import linear, softmax_n
 
 LONG = 4096  # from this number of tokens on, H is not held as a tensor; for 12 heads, H would take 800 MB per layer
@@ -44,6 +45,7 @@ class Setting:
         compiling: True under a compiler, which plans memory by itself.
         autocast: True under autocast.
         uniform: True if all layers of the model have the same masks.
+        causal: True if the order is causal, without another mask; None if this is not known yet, as in `describe`.
         tokens: the numbers of queries and keys (Q, K); None if they are not known yet, as in `describe`.
     """
 
@@ -54,6 +56,7 @@ class Setting:
     compiling: bool = False
     autocast: bool = False
     uniform: bool = True
+    causal: bool | None = None
     tokens: tuple[int, int] | None = None
 
     @classmethod
@@ -68,6 +71,7 @@ class Setting:
             compiling=torch.compiler.is_compiling(),
             autocast=torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device),
             uniform=call.uniform,
+            causal=inputs.masks.causal or call.state is not None,  # a state stands for earlier tokens
             tokens=(inputs.query.shape[2], inputs.key.shape[2]),
         )
 
@@ -98,7 +102,9 @@ def carried_form(setting: Setting) -> Form:
 
 
 def linear_form(setting: Setting) -> Form:
-    """The form of linear attention: reordered products, with an operator for causal attention on the CPU."""
-    if linear.available(setting.device) and setting.one_dtype:
-        return Form.BLOCKS
-    return Form.PRODUCTS
+    """The form of linear attention: reordered products, with an operator for long causal sequences on the CPU."""
+    if setting.causal is False or not linear.available(setting.device) or not setting.one_dtype:
+        return Form.PRODUCTS
+    if setting.tokens is not None and setting.tokens[0] <= CHUNK:  # a single chunk has no running sum
+        return Form.PRODUCTS
+    return Form.BLOCKS

@@ -62,6 +62,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     decay: float,
     weight: float,
     blocked: Tensor | None,

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from ..functional import simple_attention
-from ..functional.linear import CHUNK, Past, length_factor, masked_keys, state_before, without_autocast
+from ..functional.linear import Past, length_factor, masked_keys, state_before, without_autocast
 
 BLOCK = 64  # the number of tokens in a block; any number gives the same result
 
@@ -28,17 +27,13 @@ def available(device: str) -> bool:
     return device == "cpu"
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None, length: str, past: Past | None
-) -> Tensor:
-    """Compute `functional.simple_attention`. Long causal sequences on the CPU use the operator of this file.
+def attend(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, length: str, past: Past | None) -> Tensor:
+    """Compute `functional.simple_attention` in causal order, by the operator of this file: `Form.BLOCKS`.
 
-    The arguments, the result (B,H,Q,D) and the errors are those of `functional.simple_attention`.
+    The arguments, the result (B,H,Q,D) and the errors are those of `functional.simple_attention`. All three tensors
+    have the same dtype.
     """
-    one_dtype = q.dtype == k.dtype == v.dtype
-    if not causal or q.shape[2] <= CHUNK or not available(q.device.type) or not one_dtype:
-        return simple_attention(q, k, v, causal=causal, key_mask=key_mask, length=length, past=past)
-    factor_BQ = length_factor(q, k, causal=causal, key_mask=key_mask, length=length, past=past)
+    factor_BQ = length_factor(q, k, causal=True, key_mask=key_mask, length=length, past=past)
     k = masked_keys(k, key_mask)
     behind = k.shape[2] - q.shape[2]
     with without_autocast(q.device):

@@ -145,15 +145,18 @@ class Variant(nn.Module):
         """Place "weights": from weights to weights. The caller sets masked places to 0."""
         raise NotImplementedError
 
-    def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax) -> Tensor | None:
+    def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax, form: Form) -> Tensor | None:
         """The fused form of the places "scores" and "normaliser": the heads (B,Q,H,D), without the weights.
 
-        None means that the readable pipeline must run.
+        `form` is what the method `form` returned for this call. None means that the readable pipeline must run.
         """
         return None
 
-    def linear(self, qkv: Three, key_mask: Tensor | None, causal: bool, past: Three | None) -> Tensor:
-        """For `replaces`: the heads (B,H,Q,D), with arguments as in `functional.simple_attention`."""
+    def linear(self, qkv: Three, key_mask: Tensor | None, causal: bool, past: Three | None, form: Form) -> Tensor:
+        """For `replaces`: the heads (B,H,Q,D), with arguments as in `functional.simple_attention`.
+
+        `form` is what the method `form` returned for this call.
+        """
         raise NotImplementedError
 
     def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:

@@ -157,7 +157,7 @@ class Mha(Variant):
             )
         return call.carried.scores[call.order - 1]
 
-    def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax) -> Tensor | None:
+    def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax, form: Form) -> Tensor | None:
         """The heads (B,Q,H,D) by a fused form of `kernels.carried`; None if the readable pipeline must run."""
         if inputs.masks.bias() is not None:
             return None
@@ -166,7 +166,7 @@ class Mha(Variant):
         if below is not None:
             _check((*inputs.query.shape[:3], inputs.key.shape[2]), below.shape)
         share = 1.0 if below is None and self.options.init == "first" else 1 - decay
-        return carried.attend(inputs, call, sdpa, below, decay, share)
+        return carried.attend(form, inputs, call, sdpa, below, decay, share)
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         skipped = call.residual if self.wants_residual else call.skipped

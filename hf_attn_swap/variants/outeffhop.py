@@ -35,11 +35,11 @@ class OutEffHop(Variant):
     def form(self, setting: Setting) -> Form:
         return softmax_n_form(setting)
 
-    def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax) -> Tensor | None:
+    def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax, form: Form) -> Tensor | None:
         """The heads (B,Q,H,D), by the log-sum-exp of the CPU kernel if possible, otherwise by SDPA and a zero key."""
         qkv = inputs.three
         mask, causal = inputs.masks.dense()
-        if self.form(Setting.of(inputs, call)) is Form.RESCALED and softmax_n.fits(*qkv, mask):
+        if form is Form.RESCALED and softmax_n.fits(*qkv, mask):
             added, causal = inputs.masks.additive(inputs.query.dtype)
             rescaled = softmax_n.softmax_n_attention(*qkv, added, causal, inputs.scaling, call.strength)
             return rescaled.transpose(1, 2)

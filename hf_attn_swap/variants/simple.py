@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..core.call import Call, Geometry, Three
 from ..core.options import Options
+from ..functional import simple_attention
 from ..functional.linear import wide, without_autocast
 from ..kernels import linear
 from ..kernels.dispatch import Form, Setting, linear_form
@@ -86,9 +87,12 @@ class Simple(Variant):
     def follows(self) -> str:
         return "the skip" if self.adds_input else ""
 
-    def linear(self, qkv: Three, key_mask: Tensor | None, causal: bool, past: Three | None) -> Tensor:
+    def linear(self, qkv: Three, key_mask: Tensor | None, causal: bool, past: Three | None, form: Form) -> Tensor:
         """A (B,H,Q,D) in linear time. In causal order, the last query sees the last key."""
-        return linear.attend(*qkv, causal=causal, key_mask=key_mask, length=self.options.length, past=past)
+        length = self.options.length
+        if form is Form.BLOCKS:
+            return linear.attend(*qkv, key_mask=key_mask, length=length, past=past)
+        return simple_attention(*qkv, causal=causal, key_mask=key_mask, length=length, past=past)
 
     def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
         """L^(-1/2) q k^T (B,H,Q,K), in fp32 at least, for any mask: zeros where a query may not see a key."""

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import TrainingArguments
 
-from docs.tables.architectures import known, known_version
+from docs.tables.architectures import PAGE, known, known_version, page
 from hf_attn_swap import describe, list_variants, patch_model, unpatch_model
+from hf_attn_swap.conversion import AttentionTransferTrainer
 from hf_attn_swap.families import sites
 from tests.contract.harness import perturb, refused, swaps
 
@@ -26,6 +28,7 @@ from .walk import (
     PART,
     REFUSED,
     WRONG,
+    Outcome,
     build,
     configured,
     distance,
@@ -102,6 +105,13 @@ def test_the_page_has_no_fault() -> None:
         assert sorted(known()) == registry()
 
 
+def test_the_page_has_no_path_of_a_machine() -> None:
+    sentence = "in <module 'math' from '/usr/lib/math.so'> nor in <module 'os' from '/usr/lib/o..."
+    row = page([Outcome("bert", NOT_BUILT, sentence)], "5").splitlines()[-1]
+    assert row == "| bert | not built | in &lt;module 'math'> nor in &lt;module 'os' |"
+    assert " from '/" not in PAGE.read_text("utf-8")
+
+
 @pytest.mark.parametrize("model_type", [*NO_SDPA, *ONCE_REFUSED, LATENT])
 def test_exact_with_belief(model_type: str) -> None:
     assert hold(named(model_type)).result == EXACT
@@ -138,6 +148,14 @@ def test_packed_tower_is_refused_when_patched() -> None:
     patch_model(model, "outeffhop")
 
 
+@pytest.mark.parametrize(("kind", "found"), [("relative", "adds a position bias to its scores"), ("rotary", None)])
+def test_position_bias_by_the_config(kind: str, found: str | None) -> None:
+    """One class, and only one of its position embeddings is a bias."""
+    config = configured(named("wav2vec2-conformer"), CHOICES[0])
+    config.position_embeddings_type = kind
+    assert {site.biased for site in sites(build(config))} == {found}
+
+
 def test_learned_queries_are_refused() -> None:
     model = patch_model(fresh("videoprism"), "belief")
     assert "its queries are parameters (pooling_attention_query)" in str(describe(model))
@@ -169,6 +187,20 @@ def test_context_arrives_without_keywords(model_type: str, variant: str) -> None
     assert distance([shown.last_hidden_state], moved[0][:1]) <= 3e-5
     unpatch_model(model)
     assert all(torch.equal(a, b) for a, b in zip(run(model, probes[0]), wanted[0], strict=True))
+
+
+@pytest.mark.parametrize("model_type", ["siglip_vision_model", "aimv2_vision_model"])
+@pytest.mark.parametrize("variant", ["softmax", "belief"])
+def test_attention_transfer_without_keywords(model_type: str, variant: str, tmp_path: Path) -> None:
+    """The teacher is the stock attention too where only the mask is handed on, with the first call's mask."""
+    model, probes, wanted = stock_and_probes(model_type)
+    patch_model(model, variant)
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    trainer = AttentionTransferTrainer(model, args)
+    loss, outputs = trainer.compute_loss(model, probes[0].batch, return_outputs=True)
+    assert torch.isfinite(loss)
+    assert (loss < 1e-9) if variant == "softmax" else (loss > 1e-3)
+    assert distance([outputs["logits"]], wanted[0][:1]) <= 1e-5
 
 
 @pytest.mark.parametrize("model_type", NO_SDPA)

@@ -12,6 +12,7 @@ import copy
 import json
 import logging
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -342,8 +343,13 @@ def _steady(model: nn.Module, probes: list[Probe], stock: list[list[Tensor]]) ->
 
 
 def _line(problem: BaseException) -> str:
-    words = " ".join(str(problem).split())
+    words = without_paths(" ".join(str(problem).split()))
     return words if len(words) <= 300 else words[:297] + "..."
+
+
+def without_paths(sentence: str) -> str:
+    """The sentence without the files that Python names with modules: they differ from machine to machine."""
+    return re.sub(r" from '/[^']*('|$)", "", sentence)
 
 
 class TimeLimitError(BaseException):

@@ -20,21 +20,6 @@ from hf_attn_swap.demo.run import run_demo
 from .conftest import Outcome
 
 
-@pytest.fixture(scope="module")
-def options(tiny_bert: Path, labelled_texts: Path) -> DemoOptions:
-    return DemoOptions(
-        variants=("outeffhop+gated", "simple_resl"),
-        model=str(tiny_bert),
-        dataset=str(labelled_texts),
-        text_column="sentence",
-        label_column="sentiment",
-        train_size=48,
-        test_size=32,
-        batch_size=8,
-        learning_rate=1e-3,
-    )
-
-
 def test_wilson_interval_is_the_published_one() -> None:
     low, high = measure.wilson_interval(8, 10)  # Brown, Cai, DasGupta (2001) give 0.490 to 0.943
     assert (round(low, 3), round(high, 3)) == (0.49, 0.943)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -15,17 +16,8 @@ from hf_attn_swap.publish.card import render, validate
 from hf_attn_swap.publish.results import RunResult
 
 
-def test_card_of_the_demo(tiny_bert: Path, labelled_texts: Path, tmp_path: Path) -> None:
-    options = DemoOptions(
-        variants=("outeffhop+gated",),
-        dataset=str(labelled_texts),
-        text_column="sentence",
-        label_column="sentiment",
-        train_size=40,
-        test_size=16,
-        batch_size=16,
-        learning_rate=1e-3,
-    )
+def test_card_of_the_demo(options: DemoOptions, tiny_bert: Path, tmp_path: Path) -> None:
+    options = replace(options, variants=("outeffhop+gated",), model=None)
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     setup = set_up(options, load_sentences(options), tokenizer, str(tiny_bert), tmp_path / "runs")
     outcomes = {name: setup.fine_tune(name) for name in ("softmax", "outeffhop+gated")}
@@ -43,7 +35,7 @@ def test_card_of_the_demo(tiny_bert: Path, labelled_texts: Path, tmp_path: Path)
     assert again.difference is not None
     assert again.cost is not None
     assert again.cost.ratio == 1.25
-    assert again.budget.steps == 3
+    assert again.budget.steps == options.train_size // options.batch_size
     text = render(again)
     validate(text)
     assert f"{rows[1].accuracy:g}" in text

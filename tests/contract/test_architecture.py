@@ -30,7 +30,7 @@ MAY = {
     "core.table": set(),
     VARIANT_BASE: {"core.call", "core.options", "kernels.dispatch"},
     "kernels": set(),
-    "kernels.dispatch": {"core.call", "kernels", "kernels.linear", "kernels.softmax_n"},
+    "kernels.dispatch": {"core.call", "functional.linear", "kernels", "kernels.linear", "kernels.softmax_n"},
     "variants": IDEAS,
     "core.compute": {"core.call", "core.masks", "kernels.dispatch", VARIANT_BASE},
     "core.registry": {"core.options", "variants", VARIANT_BASE},

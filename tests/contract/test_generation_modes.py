@@ -55,6 +55,15 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return cropped
 
 
+def assert_same_tokens(model: Any, prompt: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, **asked: Any) -> None:
+    """Generation that proposes tokens gives those of plain generation, and takes wrong proposals back."""
+    wanted = plain(model, prompt)
+    cropped = count(monkeypatch)
+    got = model.generate(**prompt, max_new_tokens=NEW, do_sample=False, **asked)
+    assert torch.equal(got, wanted)
+    assert any(cropped)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("length", [SHORT, LONG])
@@ -62,11 +71,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_prompt_lookup(family: str, name: str, length: int, proposed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = causal(family, name), repeating(family, length)
     model.generation_config.eos_token_id = model.config.vocab_size - 1  # some versions of transformers need an end
-    wanted = plain(model, prompt)
-    cropped = count(monkeypatch)
-    got = model.generate(**prompt, max_new_tokens=NEW, do_sample=False, prompt_lookup_num_tokens=proposed)
-    assert torch.equal(got, wanted)
-    assert any(cropped)
+    assert_same_tokens(model, prompt, monkeypatch, prompt_lookup_num_tokens=proposed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,12 +89,7 @@ def test_a_draft_model(
             parameter.add_(
                 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).to(parameter)
             )
-    prompt = repeating(family, length)
-    wanted = plain(model, prompt)
-    cropped = count(monkeypatch)
-    got = model.generate(**prompt, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
-    assert torch.equal(got, wanted)
-    assert any(cropped)
+    assert_same_tokens(model, repeating(family, length), monkeypatch, assistant_model=draft)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

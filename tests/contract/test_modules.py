@@ -27,6 +27,15 @@ def llava() -> Any:
     return T.LlavaForConditionalGeneration(config).double().eval()
 
 
+def nested() -> Any:
+    """The same, but the tower lies inside the language model, in front of its layers."""
+    model = llava()
+    tower = model.model.vision_tower
+    del model.model.vision_tower
+    model.model.language_model.embed_tokens.vision_tower = tower
+    return model
+
+
 def batch_of(length: int = 12, rows: int = 2) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(IMAGE_TOKEN + 1, 60, (rows, length), generator=generator)
@@ -146,3 +155,14 @@ def test_linear_attention_in_a_part_of_a_model_stays_linear(variant: str, padded
     assert model.model.language_model.config._attn_implementation == "hf_attn_swap"
     unpatch_model(model)
     assert model.model.language_model.config._attn_implementation == "sdpa"
+
+
+def test_a_stack_inside_another_keeps_its_own_name() -> None:
+    """transformers sets the implementation of inner models together with the outer model's."""
+    model = patch_model(nested(), "simple")
+    text = model.model.language_model
+    tower = text.embed_tokens.vision_tower
+    patch_model(model, "belief", modules=r"language_model\.layers")
+    assert rows(model) == ["simple"] * 2 + ["belief"] * 3
+    assert text.config._attn_implementation == "hf_attn_swap"
+    assert tower.config._attn_implementation == "hf_attn_swap_linear"

@@ -118,13 +118,13 @@ def test_no_residual_stream() -> None:
         layer_alone(model, 0)
 
 
-def hybrid_cache() -> Any:
-    config = transformers.Gemma2Config(
+def hybrid_cache(**config: Any) -> Any:
+    built = transformers.Gemma2Config(
         vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
         intermediate_size=16, sliding_window=4, pad_token_id=0, eos_token_id=None, bos_token_id=None,
-        layer_types=["sliding_attention", "full_attention"],
+        layer_types=["sliding_attention", "full_attention"], **config,
     )  # fmt: skip
-    return transformers.Gemma2ForCausalLM(config).eval()
+    return transformers.Gemma2ForCausalLM(built).eval()
 
 
 def test_layers_with_different_keys() -> None:
@@ -138,8 +138,16 @@ def test_layers_with_different_keys() -> None:
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_no_place_for_a_soft_cap(name: str) -> None:
+    with refused("layers.0.self_attn", "bounds its scores by a soft cap", f"{name} computes no scores", "layers="):
+        patch_model(hybrid_cache(), name)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_no_place_for_a_soft_cap_that_comes_after_patching(name: str) -> None:
+    model = patch_model(hybrid_cache(attn_logit_softcapping=None), name)
+    model.model.layers[1].self_attn.attn_logit_softcapping = 50.0
     with refused(name, "soft cap"):
-        patch_model(hybrid_cache(), name)(torch.ones(1, 4, dtype=torch.long))
+        model(torch.ones(1, 4, dtype=torch.long))
 
 
 @pytest.mark.parametrize("name", LINEAR)

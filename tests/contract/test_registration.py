@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,15 +10,8 @@ from hf_attn_swap.variants.base import METHODS, PLACES, REPLACING, VARIANTS, Var
 
 from .harness import refused
 
+pytestmark = pytest.mark.usefixtures("registry_as_before")
 NAME = "tried_out"
-
-
-@pytest.fixture(autouse=True)
-def _registry_as_before() -> Iterator[None]:
-    before = dict(VARIANTS)
-    yield
-    VARIANTS.clear()
-    VARIANTS.update(before)
 
 
 def method(self: Any, *tensors: Any) -> Any:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from hf_attn_swap import patch_model, set_strength
-from hf_attn_swap.variants.base import METHODS, PLACES, VARIANTS, Variant, register
+from hf_attn_swap.variants.base import METHODS, PLACES, Variant, register
 
 from .harness import batch_of, forward, fresh
 
+pytestmark = pytest.mark.usefixtures("registry_as_before")
 NAME = "plainest"
-
-
-@pytest.fixture(autouse=True)
-def _registry_as_before() -> Iterator[None]:
-    before = dict(VARIANTS)
-    yield
-    VARIANTS.clear()
-    VARIANTS.update(before)
 
 
 def plainest(place: str, seen: list[tuple[torch.dtype, torch.dtype]]) -> None:

@@ -121,6 +121,18 @@ def test_the_original_of_a_patched_copy_is_untouched(family: str) -> None:
     assert_identical(run(original, batch), wanted)
 
 
+def test_a_config_that_the_user_puts_in_place_is_left_alone() -> None:
+    model = fresh("bert")
+    config = model.config
+    patch_model(model, "belief")
+    own = copy.deepcopy(config)
+    own.label_of_the_user = "mine"
+    model.config, text = own, own.to_json_string()
+    unpatch_model(model)
+    assert model.config is config
+    assert own.to_json_string() == text
+
+
 def attentions(model: nn.Module) -> list[str]:
     return [row.attention for row in describe(model).rows]
 

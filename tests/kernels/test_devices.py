@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hf_attn_swap.core.call import Call, Carried, Hidden, Inputs
 from hf_attn_swap.core.masks import Masks
-from hf_attn_swap.kernels import carried, dispatch
+from hf_attn_swap.kernels import carried
+from hf_attn_swap.kernels.dispatch import Form
 
 LENGTH = 6
 
@@ -32,7 +33,7 @@ def layer(inputs: Inputs, shared: Carried, order: int, below: Hidden | None) -> 
     def never(*args: Any) -> Tensor:
         raise AssertionError("long sequences have no fused form")
 
-    heads = carried.attend(inputs, call, never, below, 0.5, 0.5)
+    heads = carried.attend(Form.TERMS, inputs, call, never, below, 0.5, 0.5)
     assert heads is not None
     return heads
 
@@ -40,7 +41,6 @@ def layer(inputs: Inputs, shared: Carried, order: int, below: Hidden | None) -> 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("devices", [("cpu", "meta"), ("meta", "meta", "cpu"), ("cpu", "meta", "meta")])
 def test_terms_follow(devices: tuple[str, ...], gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "LONG", 1)
     if "cpu" in devices[devices.index("meta") :]:  # numbers cannot leave the meta device: zeros come in their place
         to = Tensor.to
 
@@ -61,8 +61,7 @@ def test_terms_follow(devices: tuple[str, ...], gradients: bool, monkeypatch: py
             assert {part.device.type for q, k, _ in terms for part in (q, k)} == {device}
 
 
-def test_on_one_device_terms_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "LONG", 1)
+def test_on_one_device_terms_are_not_copied() -> None:
     shared = Carried()
     with torch.no_grad():
         layer(made("cpu", 0), shared, 0, None)

@@ -135,7 +135,8 @@ def test_carried_scores(sizes: tuple[int, ...], kind: str, layers: int, fresh: b
         hidden = 0.6 * (q @ k_all.transpose(2, 3)) + (0 if hidden is None else 0.4 * hidden)
         weights = hidden.masked_fill(blocked, -torch.inf).softmax(-1)
         wanted.append((weights @ v_all).masked_fill(blind, 0.0))
-        moved, heads = hopfield.attend(moved, q, k, v, 0.4, 0.6, blocked if layer == 0 else None, fresh)
+        put = blocked if layer == 0 else None
+        moved, heads = hopfield.attend(moved, q, k, v, decay=0.4, weight=0.6, blocked=put, fresh=fresh)
         got.append(heads.masked_fill(blind, 0.0))
         terms = [(a, b, weight * 0.4) for a, b, weight in terms] + [(q, k_all, 0.6)]
         long.append(hopfield.attend_long(terms, v_all, None if causal else allowed, causal))
@@ -193,9 +194,8 @@ def test_causal_linear(sizes: tuple[int, ...], block: int, past: int, seed: int)
     batch, heads, length, width = sizes
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(blocks, "BLOCK", block)
-        patched.setattr(blocks, "CHUNK", 0)
         q, k, v = drawn(seed, (batch, heads, length, width), *[(batch, heads, length + past, width)] * 2)
-        got = blocks.attend(q, k, v, causal=True, key_mask=None, length="true", past=None)
+        got = blocks.attend(q, k, v, key_mask=None, length="true", past=None)
         visible = torch.arange(past + 1, past + length + 1).to(q.dtype)
         wanted = ((q @ k.transpose(2, 3)).tril(past) @ v) / visible.sqrt()[:, None]
         assert_equal(got, wanted, [q, k, v], seed + 1)

@@ -12,8 +12,10 @@ from transformers.masking_utils import bidirectional_mask_function
 
 from hf_attn_swap import list_variants, patch_model, set_strength
 from hf_attn_swap.core.masks import Masks
-from hf_attn_swap.kernels import dispatch, hopfield
+from hf_attn_swap.functional import CHUNK
+from hf_attn_swap.kernels import dispatch, hopfield, linear
 from hf_attn_swap.kernels import softmax_n as kernel
+from hf_attn_swap.kernels.dispatch import Form, Setting
 from hf_attn_swap.wiring import seam
 from tests import zoo
 from tests.contract.cells import COMPOSED, DEEP, FAMILY_NAMES, WIDE, Cell, is_linear, over, swap_in
@@ -56,6 +58,47 @@ def test_what_is_blocked_is_worked_out_once_per_pass(train: bool, monkeypatch: p
     with torch.set_grad_enabled(train):
         model(**zoo.inputs("llama", batch=2, length=290, padded="left"))
     assert len(worked_out) == 1 < model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_the_form_is_decided_once_per_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch_model(fresh("llama", torch.float32, max_position_embeddings=200), name)
+    asked = []
+    of = dispatch.Setting.of
+    monkeypatch.setattr(dispatch.Setting, "of", lambda *given: asked.append(1) or of(*given))
+    model(**zoo.inputs("llama", batch=1, length=150))
+    assert len(asked) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    ("facts", "form"),
+    [
+        ({}, Form.BLOCKS),
+        ({"causal": True, "tokens": (CHUNK + 1, CHUNK + 1)}, Form.BLOCKS),
+        ({"causal": True, "tokens": (CHUNK, 2 * CHUNK)}, Form.PRODUCTS),
+        ({"causal": False, "tokens": (1000, 1000)}, Form.PRODUCTS),
+        ({"device": "cuda"}, Form.PRODUCTS),
+        ({"dtypes": (torch.float32, torch.float32, torch.float64)}, Form.PRODUCTS),
+    ],
+)
+def test_the_form_of_linear_attention(facts: dict[str, Any], form: Form) -> None:
+    assert dispatch.linear_form(Setting(**{"device": "cpu", "dtypes": (torch.float32,), **facts})) is form
+
+
+@pytest.mark.parametrize(("length", "blocks"), [(CHUNK, 0), (CHUNK + 1, 1)])
+def test_linear_attention_runs_the_form_that_was_chosen(
+    length: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    attend = linear.attend
+    monkeypatch.setattr(linear, "attend", lambda *args, **kwargs: ran.append(1) or attend(*args, **kwargs))
+    model = patch_model(fresh("llama", torch.float32, max_position_embeddings=200), "simple_resl")
+    with torch.no_grad():
+        wanted = model(**zoo.inputs("llama", batch=1, length=length), use_cache=False).logits
+        assert len(ran) == blocks * model.config.num_hidden_layers
+        got = model(**zoo.inputs("llama", batch=1, length=length), use_cache=True).logits  # onto a state
+    assert len(ran) == 2 * blocks * model.config.num_hidden_layers
+    torch.testing.assert_close(got, wanted)
 
 
 def test_a_compiler_is_given_the_general_form(monkeypatch: pytest.MonkeyPatch) -> None:

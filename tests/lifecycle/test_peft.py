@@ -162,3 +162,15 @@ def test_no_warning_without_a_reason(variant: str) -> None:
         first.train()(**batch)
         alone = peft.get_peft_model(patch_model(fresh("bert"), variant), lora("bert"))
         alone.eval()(**batch)
+
+
+def test_a_wrapper_forgets_a_swap_that_is_taken_out_of_the_model_inside() -> None:
+    """The wrapper holds the patched copy of the config, and the inner model's unpatching does not reach the wrapper."""
+    model = fresh("bert")
+    text = model.config.to_json_string()
+    wrapper = peft.get_peft_model(model, lora("bert"))
+    patch_model(wrapper, "belief")
+    assert hasattr(wrapper.config, "attn_swap")
+    unpatch_model(model)
+    assert not hasattr(wrapper.config, "attn_swap")
+    assert wrapper.config.to_json_string() == text
