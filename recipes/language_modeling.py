@@ -6,6 +6,8 @@
 
 The text is cut into blocks of `--max_length` tokens. The metric is the perplexity on held-out blocks. It is measured
 twice: when the attention is swapped and nothing is fitted or trained (`perplexity_before`), and after the training.
+Beside it stand KL to the pretrained model, the share of tokens with the same first choice, and, with `--other_dataset`,
+the perplexity on text of another kind than the text of the conversion.
 With `--from_scratch`, `--model` names a model or an architecture ("gpt2", "opt", "llama"), and `--config_overrides`
 changes its sizes. `--tokenizer bytes` needs no files.
 """
@@ -14,6 +16,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +34,14 @@ from transformers import (
     default_data_collator,
 )
 
+from hf_attn_swap.analysis import lost
 from hf_attn_swap.training import (
     About,
     DataArguments,
     ModelArguments,
     Task,
     launch,
+    load_rows,
     load_splits,
     made_of,
     scratch_config,
@@ -56,6 +62,11 @@ class RecipeArguments:
     tokenizer: str | None = field(default=None, metadata={"help": '"bytes" or a model; needs --from_scratch.'})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
     config_overrides: str = field(default="{}", metadata={"help": "Config values as JSON; needs --from_scratch."})
+    other_dataset: str | None = field(
+        default=None,
+        metadata={"help": "Text of another kind, to measure on too: a name on the Hub, a folder or a file."},
+    )
+    figure_blocks: int = field(default=16, metadata={"help": "Held-out blocks for KL, agreement and the other text."})
     push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
 
     def __post_init__(self) -> None:
@@ -77,6 +88,24 @@ def blocks(split: Dataset, column: str, tokenizer: Any, length: int, tokens: int
     found = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
     if not found:
         raise ValueError(f"the text has {len(stream)} tokens, less than one block of {length} (--max_length).")
+    return found
+
+
+def figures(
+    trainer: Any, test: Dataset, load: Callable[[], Any], own: RecipeArguments, other: Dataset | None, shift: int
+) -> dict[str, float]:
+    """KL to the pretrained model and agreement with it, on the first held-out blocks; and perplexity on other text."""
+    model, first = trainer.model.eval(), test.select(range(min(own.figure_blocks, len(test))))
+    found: dict[str, float] = {}
+    if not own.from_scratch:
+        batches = ({"input_ids": torch.tensor([row["input_ids"]])} for row in first)
+        compared = lost(model, batches, stock=load())
+        assert compared.divergence is not None
+        assert compared.agreement is not None
+        found |= {"kl_to_pretrained": compared.divergence, "agreement": compared.agreement}
+    if other is not None:
+        losses, _ = predict(trainer, other, shift)
+        found["perplexity_other"] = math.exp(sum(losses) / len(losses))
     return found
 
 
@@ -121,6 +150,11 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
     cut = functools.partial(blocks, column=data.columns[0], tokenizer=tokenizer, length=data.max_length)
     rows = {"train": cut(train, tokens=own.train_tokens), "test": cut(test, tokens=own.test_tokens)}
     sets = {name: Dataset.from_dict({"input_ids": found, "labels": found}) for name, found in rows.items()}
+    other = None
+    if own.other_dataset is not None:
+        split = load_rows(own.other_dataset, None, None, data.columns[0])
+        some = cut(split, tokens=own.figure_blocks * data.max_length)
+        other = Dataset.from_dict({"input_ids": some, "labels": some})
     collate = default_data_collator
     if not causal:
         if tokenizer is None:
@@ -141,6 +175,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         processor=tokenizer,
         mean_loss=False,
         before=not own.from_scratch,
+        figures=functools.partial(figures, load=load, own=own, other=other, shift=int(causal)) if causal else None,
         scratch=made_of(model.model, own.config_overrides, f"{'token ids' if tokenizer is None else name} as tokens")
         if own.from_scratch
         else "",

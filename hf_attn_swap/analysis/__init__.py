@@ -1,6 +1,7 @@
 """Measures what an attention swap does to a model: outliers, similarity of tokens, entropy, geometry."""
 
+from .lost import Lost, lost
 from .record import record
 from .recording import Recording
 
-__all__ = ["Recording", "record"]
+__all__ = ["Lost", "Recording", "lost", "record"]

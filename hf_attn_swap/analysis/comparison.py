@@ -20,6 +20,7 @@ from ..describe import describe
 from ..patch import need_installation, patch_model, set_strength
 from ..wiring.install import installation_of
 from .inputs import Batch, Inputs
+from .lost import lost
 from .record import record
 from .recording import Recording
 from .report import Report
@@ -36,6 +37,7 @@ def compare(
     variant: str | None = None,
     *,
     fit: str | None = None,
+    stock: PreTrainedModel | None = None,
     **options: Any,
 ) -> Report:
     """Record a model without and with its swap.
@@ -48,6 +50,8 @@ def compare(
         data: name of the data set, for the report.
         variant: the variant for a stock model; None for a swapped model.
         fit: "gain" or "map" calibrates on the rows before the second recording.
+        stock: the model from before the swap, for what was lost. None takes the swapped model at strength 0, which is
+            the same model as long as no weight was trained.
         options: options of the variant.
 
     Raises:
@@ -63,6 +67,12 @@ def compare(
         parse_options(parse(variant), options)  # checked before the recording, which takes a while
     found, notes = _both(model.eval(), inputs, variant, fit, options)
     label = list(found)[-1]
+    if stock is None and BEFORE not in found:
+        cost = None
+    else:
+        cost = lost(model, tqdm(inputs.batches, desc="what was lost", unit="batch"), stock=stock)
+        if stock is None and swapped:
+            notes.append("What was lost is told against the same weights; name the stock model if they were trained.")
     if inputs.rows == 1:
         notes.append("A single row: its figures have no spread, and another row may look different.")
     maps = {name: maps for name, (_, maps) in found.items() if maps}
@@ -70,6 +80,7 @@ def compare(
         notes.append("This architecture does not hand out attention weights, so there are no maps.")
     return Report(
         title=f"{label} in {type(model).__name__}",
+        lost=cost,
         data=data,
         description=describe(model),
         recordings={name: recording for name, (recording, _) in found.items()},

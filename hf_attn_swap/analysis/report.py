@@ -21,6 +21,7 @@ from ..describe import Description
 from ..publish.results import versions
 from . import plots
 from .inputs import Inputs
+from .lost import Lost
 from .recording import Recording, plain
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -42,6 +43,7 @@ class Report:
     Attributes:
         title: the names of the variant and the model.
         data: name of the data set.
+        lost: what the swap cost on the rows; None if there is no stock model to compare with.
         description: which layers run which variant.
         recordings: recordings by label, the unswapped model first. The unswapped model is missing if a calibration was
             merged into its weights.
@@ -52,6 +54,7 @@ class Report:
 
     title: str
     data: str
+    lost: Lost | None
     description: Description
     recordings: dict[str, Recording]
     maps: dict[str, list[np.ndarray]]
@@ -67,6 +70,7 @@ class Report:
             "versions": versions(),
             "notes": list(self.notes),
             "swap": self.description.to_dict(),
+            "lost": None if self.lost is None else self.lost.to_dict(),
             "summary": {label: recording.summary() for label, recording in self.recordings.items()},
             "recordings": {label: recording.to_dict() for label, recording in self.recordings.items()},
             "tokens": list(self.inputs.tokens),

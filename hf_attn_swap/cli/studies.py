@@ -73,6 +73,9 @@ def report(
     batch_size: Annotated[int, typer.Option(min=1, help="Number of rows per batch.")] = 16,
     task: Annotated[str | None, typer.Option("--task", "--auto-class", help="As for `patch`.")] = None,
     processor: Annotated[str | None, typer.Option(help="Tokenizer or image processor, if not the model's.")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The stock model, to say what was lost; the model at strength 0 if left out.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write report.html and report.json into.")] = Path("report"),
 ) -> None:
     """Report what a swap does to a model, beside the unswapped model: outliers, similarity, entropy, attention maps."""
@@ -87,7 +90,10 @@ def report(
     inputs = prepare(
         loaded, processor or model, found, column, limit=rows, batch_size=batch_size, max_length=max_length, shown=show
     )
-    made = compare(loaded, inputs, Path(data).name, variant, fit=calibrate, **chosen)
+    stock = None if base is None else model_class(read_config(base), task).from_pretrained(base)
+    made = compare(loaded, inputs, Path(data).name, variant, fit=calibrate, stock=stock, **chosen)
+    if made.lost is not None:
+        print(made.lost)
     for note in made.notes:
         notify(f"note: {note}")
     print(made.save(out))

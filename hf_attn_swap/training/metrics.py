@@ -24,7 +24,7 @@ FUNCTIONS: dict[str, Function] = {
     "mse": lambda _, losses: float(np.mean(losses)),
 }
 OUTLIERS = ("kurtosis", "max_inf_norm")
-LOWER_IS_BETTER = ("perplexity", "mse", "mae", *OUTLIERS)
+LOWER_IS_BETTER = ("perplexity", "kl", "mse", "mae", *OUTLIERS)
 DESCRIPTION = "{} of predictions against references, by NumPy, scikit-learn or SciPy; perplexity and mse take losses."
 
 

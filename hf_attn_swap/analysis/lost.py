@@ -1,0 +1,158 @@
+"""How much a model lost by its swap: its outputs beside those of the stock model, on the same rows.
+
+KL is sum p* log(p* / p) with the stock model's distribution p*, in nats per token (per row for a classifier). Agreement
+is the share of tokens (rows) whose likeliest class is the stock model's. Perplexity is exp of the mean loss of the next
+token. The relative error is ||h - h*||^2 / ||h*||^2 of the last hidden states, as a mean over rows.
+Axes: B batch, L token, E model width, V vocabulary or class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from tqdm.auto import tqdm
+
+from ..conversion.batches import Batch, as_batches, token_mask
+from ..conversion.divergence import divergence
+from ..conversion.transfer import relative_error
+from ..patch import need_installation
+from ..wiring.install import model_root
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """What a swap cost on some rows. A figure is None where the model has no such output.
+
+    Attributes:
+        tokens: the number of real tokens (of rows for a classifier) that were compared.
+        divergence: KL to the stock model, in nats per token.
+        agreement: the share of tokens whose likeliest class is the stock model's, from 0 to 1.
+        perplexity: of the next token, after the swap; causal language models only.
+        stock_perplexity: the same for the stock model.
+        relative_error: of the last hidden states, for models without logits.
+    """
+
+    tokens: int
+    divergence: float | None = None
+    agreement: float | None = None
+    perplexity: float | None = None
+    stock_perplexity: float | None = None
+    relative_error: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """The perplexity divided by the stock model's."""
+        if self.perplexity is None or self.stock_perplexity is None:
+            return None
+        return self.perplexity / self.stock_perplexity
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """The figures in words and as text, those that exist."""
+        if self.perplexity is not None and self.stock_perplexity is not None:
+            words = (
+                f"{self.perplexity:.4g} ({self.perplexity / self.stock_perplexity:.3f} x {self.stock_perplexity:.4g})"
+            )
+            yield "Perplexity (ratio to the stock model's)", words
+        if self.divergence is not None:
+            yield "KL to the stock model, nats per prediction (0 is no loss)", f"{self.divergence:.3g}"
+        if self.agreement is not None:
+            yield "Same first choice as the stock model", f"{self.agreement:.1%}"
+        if self.relative_error is not None:
+            yield "Relative error of the last hidden states (0 is no loss)", f"{self.relative_error:.3g}"
+
+    def __str__(self) -> str:
+        return "\n".join(f"{words}: {value}" for words, value in self.rows())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain data."""
+        return asdict(self)
+
+
+@torch.no_grad()
+def lost(model: nn.Module, batches: Iterable[Any], *, stock: nn.Module | None = None, progress: bool = False) -> Lost:
+    """Compare a model with the stock model on the same rows, in evaluation mode.
+
+    Args:
+        model: a patched model.
+        batches: dicts of tensors as the model takes them; labels are not read.
+        stock: the stock model. None takes `model` at strength 0, which is the stock model as long as no weight has
+            changed since the swap.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: `stock` is None and the model is not patched or has merged layers, or there are no batches.
+    """
+    if stock is None:
+        installation = need_installation(model)
+        installation.refuse_merged("compared with the model at strength 0 (pass the stock model)")
+        beside: Callable[[], AbstractContextManager[None]] = installation.stock
+    else:
+        beside = contextlib.nullcontext
+    sums = _Sums(causal=predicts_next(model))
+    training = [module for each in (model, stock) if each is not None for module in each.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        for batch in tqdm(as_batches(batches), desc="compare", unit="batch", disable=not progress):
+            with beside():
+                theirs = (stock or model)(**batch)
+            sums.add(model(**batch), theirs, batch)
+    finally:
+        for module in training:
+            module.training = True
+    return sums.result()
+
+
+def predicts_next(model: nn.Module) -> bool:
+    """True for a causal language model, whose logits are of the next token."""
+    return type(model_root(model)).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+class _Sums:
+    """Sums over tokens, from which the figures are made."""
+
+    def __init__(self, *, causal: bool) -> None:
+        self.causal = causal
+        self.tokens = self.targets = 0
+        self.same = self.divergence = self.loss = self.stock_loss = 0.0
+        self.errors: list[float] = []
+        self.logits = False
+
+    def add(self, ours: Any, theirs: Any, batch: Batch) -> None:
+        """Add the outputs of one batch."""
+        if not isinstance(getattr(ours, "logits", None), Tensor):
+            real_BL = token_mask(batch, ours[0])
+            self.errors.append(float(relative_error(ours[0], theirs[0], real_BL)) * len(real_BL))
+            self.tokens += len(real_BL)
+            return
+        self.logits = True
+        mine, stock = ours.logits.float(), theirs.logits.float()
+        real = token_mask(batch, mine) if mine.dim() == 3 else torch.ones(mine.shape[:1], dtype=torch.bool)
+        real = real.to(mine.device)
+        self.tokens += int(real.sum())
+        self.divergence += float(divergence(mine[real], stock[real].to(mine), torch.ones(int(real.sum()))))
+        self.same += float((mine.argmax(-1) == stock.argmax(-1).to(mine.device))[real].sum())
+        if self.causal and "input_ids" in batch:
+            both = real[:, :-1] & real[:, 1:]
+            target = batch["input_ids"].to(mine.device)[:, 1:][both]
+            self.targets += target.numel()
+            self.loss += float(cross_entropy(mine[:, :-1][both], target, reduction="sum"))
+            self.stock_loss += float(cross_entropy(stock[:, :-1][both.to(stock.device)], target, reduction="sum"))
+
+    def result(self) -> Lost:
+        """The figures of all batches so far."""
+        if not self.logits:
+            return Lost(tokens=self.tokens, relative_error=sum(self.errors) / self.tokens)
+        figures = {"divergence": self.divergence / self.tokens, "agreement": self.same / self.tokens}
+        if self.targets:
+            figures |= {"perplexity": math.exp(self.loss / self.targets)}
+            figures |= {"stock_perplexity": math.exp(self.stock_loss / self.targets)}
+        return Lost(tokens=self.tokens, **figures)
