@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from tqdm import tqdm
 Run = dict[str, Any]
 NAMED = ("label", "output_dir")
 OF_VARIANT = ("variant", "options", "layers", "modules", "label", "calibrat", "transfer", "schedule")
+OF_VARIANT += ("distill", "order", "stages", "neutral")
 
 
 def expand(run: Run) -> Iterator[Run]:
@@ -52,7 +54,8 @@ def words(run: Run) -> list[str]:
     """The arguments of a run as command-line options."""
     found = []
     for name, value in run.items():
-        found += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        values = value if isinstance(value, list) else [value]
+        found += [f"--{name}", *(json.dumps(each) if isinstance(each, dict) else str(each) for each in values)]
     return found
 
 
