@@ -1,95 +1,136 @@
 """Measures how much a frozen, swapped model still knows, by a logistic regression on its features.
 
     python recipes/linear_probe.py recipes/configs/ag_news.yaml --variant mha --calibrate map --output_dir runs/probe
+    python recipes/linear_probe.py recipes/configs/probe_cifar10.yaml --variant belief
 
-The features of a row are the mean of the last hidden states over real tokens. The recipe prints the stock model, the
-swapped model, and the swapped and calibrated model side by side. So a conversion can be judged in a minute, before any
-fine-tuning.
+The recipe prints the stock model, the swapped model, and the model after each stage of the conversion side by side. So
+a conversion can be judged before any fine-tuning. The features of a text are the mean of the last hidden states over
+real tokens; the features of an image (`--image_size`) are the last hidden state of its class token. A distillation
+needs `{"logits": 0, "hidden": 1.0}`, because the model has no head.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from image_classification import collate as collate_images  # image_classification.py lies beside this recipe
+from image_classification import prepare
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm
-from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding, TrainingArguments
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, DataCollatorWithPadding, TrainingArguments
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion import calibrate
 from hf_attn_swap.core.typed import parse_layers
 from hf_attn_swap.training import ConversionArguments, DataArguments, ModelArguments, load_splits, parse
 from hf_attn_swap.training.metrics import paired_interval, scores
+from hf_attn_swap.training.stages import FineTune
+from hf_attn_swap.training.take import take
 
-Batches = list[dict[str, torch.Tensor]]
+Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 
-def batches(split: Any, data: DataArguments, tokenizer: Any, size: int) -> tuple[Batches, list[int]]:
-    """Batches of rows of similar length, and the labels in the same order."""
-    encoded = tokenizer(*[list(split[c]) for c in data.columns], truncation=True, max_length=data.max_length)
-    rows = [{name: encoded[name][index] for name in encoded} for index in range(len(split))]
-    order = sorted(range(len(rows)), key=lambda index: len(rows[index]["input_ids"]))
-    collate = DataCollatorWithPadding(tokenizer)
-    parts = [order[start : start + size] for start in range(0, len(order), size)]
-    return [dict(collate([rows[i] for i in part])) for part in parts], [split["labels"][i] for i in order]
+@dataclass(kw_only=True)
+class RecipeArguments:
+    """Arguments of this recipe alone."""
+
+    image_size: int | None = field(default=None, metadata={"help": "Side in pixels, for a model of images."})
+    penalty: float = field(default=1.0, metadata={"help": "C of the logistic regression; small is a large penalty."})
+
+
+def texts(data: DataArguments, name: str) -> tuple[Any, Any, Collator]:
+    """Encoded rows to train and to test on, sorted by length, and the function that makes batches."""
+    tokenizer = AutoTokenizer.from_pretrained(name)
+
+    def encode(rows: dict[str, list[Any]]) -> Any:
+        return tokenizer(*[rows[column] for column in data.columns], truncation=True, max_length=data.max_length)
+
+    found = []
+    for split in load_splits(data)[:2]:
+        drop = [column for column in split.column_names if column != "labels"]
+        rows = split.map(encode, batched=True, remove_columns=drop)
+        lengths = [len(ids) for ids in rows["input_ids"]]
+        found.append(rows.select(sorted(range(len(rows)), key=lengths.__getitem__)))
+    return found[0], found[1], DataCollatorWithPadding(tokenizer)
+
+
+def images(data: DataArguments, name: str, size: int) -> tuple[Any, Any, Collator]:
+    """Rows of pixels to train and to test on, and the function that makes batches."""
+    processor = AutoImageProcessor.from_pretrained(name)
+    ready = functools.partial(prepare, column=data.columns[0], processor=processor, size=size, flip=False)
+    train, test, _ = load_splits(data)
+    return train.with_transform(ready), test.with_transform(ready), functools.partial(collate_images, interpolate=True)
 
 
 @torch.no_grad()
-def features(model: Any, found: Batches, title: str) -> np.ndarray:
-    """The features (N,E): the mean of the last hidden states over real tokens."""
-    means = []
-    for batch in tqdm(found, desc=title, unit="batch", leave=False):
-        states = model(**{name: value.to(model.device) for name, value in batch.items()}).last_hidden_state
-        real = batch["attention_mask"].to(states)[..., None]
-        means.append(((states * real).sum(1) / real.sum(1)).float().cpu())
-    return torch.cat(means).numpy()
+def features(model: Any, rows: Any, collate: Collator, size: int, title: str) -> np.ndarray:
+    """The features (N,E) of all rows."""
+    found = []
+    model.eval()
+    for start in tqdm(range(0, len(rows), size), desc=title, unit="batch", leave=False):
+        batch = collate([rows[index] for index in range(start, min(start + size, len(rows)))])
+        batch.pop("labels", None)
+        inputs = {key: value.to(model.device) if hasattr(value, "to") else value for key, value in batch.items()}
+        states = model(**inputs).last_hidden_state
+        if "attention_mask" in inputs:
+            real = inputs["attention_mask"].to(states)[..., None]
+            found.append(((states * real).sum(1) / real.sum(1)).float().cpu())
+        else:
+            found.append(states[:, 0].float().cpu())
+    return torch.cat(found).numpy()
 
 
 def main(argv: list[str] | None = None) -> None:
-    model, data, conversion, training = parse(
-        (ModelArguments, DataArguments, ConversionArguments, TrainingArguments), argv
+    model, data, conversion, own, training = parse(
+        (ModelArguments, DataArguments, ConversionArguments, RecipeArguments, TrainingArguments), argv
     )
     transformers.utils.logging.set_verbosity_error()
-    train, test, _ = load_splits(data)
-    tokenizer = AutoTokenizer.from_pretrained(model.model)
+    folder = Path(training.output_dir)
+    if own.image_size is None:
+        train, test, collate = texts(data, model.model)
+    else:
+        train, test, collate = images(data, model.model, own.image_size)
+        training.remove_unused_columns = False
+    labels, truth = train["labels"][:], test["labels"][:]
     size = training.per_device_eval_batch_size
-    train_batches, train_labels = batches(train, data, tokenizer, size)
-    test_batches, test_labels = batches(test, data, tokenizer, size)
+    encoder = AutoModel.from_pretrained(model.model, dtype=torch.float32).eval().to(training.device)
     predictions: dict[str, list[int]] = {}
-    for stage in ("stock", "swapped", *(["calibrated"] if conversion.calibrate else [])):
-        encoder = AutoModel.from_pretrained(model.model, dtype=torch.float32).eval().to(training.device)
-        if stage != "stock":
-            patch_model(
-                encoder,
-                model.variant,
-                layers=parse_layers(model.layers),
-                modules=model.modules,
-                **model.option_values,
-            )
-        if stage == "calibrated":
-            step = max(1, len(train_batches) * size // conversion.calibration_rows)
-            print(calibrate(encoder, train_batches[::step], fit=conversion.calibrate, source=conversion.source))
-        probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
-        probe.fit(features(encoder, train_batches, f"{stage}: train"), train_labels)
-        predictions[stage] = probe.predict(features(encoder, test_batches, f"{stage}: test")).tolist()
+
+    def measure(stage: str) -> None:
+        probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000, C=own.penalty))
+        probe.fit(features(encoder, train, collate, size, f"{stage}: train"), labels)
+        predictions[stage] = probe.predict(features(encoder, test, collate, size, f"{stage}: test")).tolist()
+
+    measure("stock")
+    layers = parse_layers(model.layers)
+    patch_model(encoder, model.variant, layers=layers, modules=model.modules, **model.option_values)
+    measure("swapped")
+    steps = []
+    for number, stage in enumerate(stage for stage in conversion.plan if not isinstance(stage, FineTune)):
+        args = replace(training, output_dir=str(folder / model.run_name / f"stage-{number}"), seed=model.seeds[0])
+        encoder, sentence = take(stage, encoder, train, collate, args)
+        print(sentence)
+        steps.append(sentence)
+        measure(f"{number + 1}: {stage.name}")
     headline = data.metrics[0]
     rows = {}
     for stage, found in predictions.items():
-        mean, low, high = paired_interval(headline, [found], [predictions["stock"]], test_labels)
-        rows[stage] = {**scores(data.metrics, found, test_labels), "difference": mean, "low": low, "high": high}
+        mean, low, high = paired_interval(headline, [found], [predictions["stock"]], truth)
+        rows[stage] = {**scores(data.metrics, found, truth), "difference": mean, "low": low, "high": high}
         print(f"{stage}: {headline} {rows[stage][headline]:.4f}, to stock {mean:+.4f} [{low:+.4f}, {high:+.4f}]")
-    folder = Path(training.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    record = {"model": model.published_name, "variant": model.variant, "options": model.option_values, "stages": rows}
+    about = {"model": model.published_name, "variant": model.variant, "options": model.option_values}
     path = folder / f"probe-{model.run_name}.json"
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({**about, "steps": steps, "stages": rows}, indent=2) + "\n", encoding="utf-8")
     print(f"written to {path}")
 
 

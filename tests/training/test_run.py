@@ -98,7 +98,7 @@ def test_transfer_back(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
 def test_linear_probe(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     arguments = options(tiny, tmp_path, "--variant", "mha", "--calibrate", "map", "--calibration_rows", "48")
     recipe("linear_probe.py", arguments, monkeypatch)
-    assert "calibrated: accuracy" in capsys.readouterr().out
+    assert "1: calibrate: accuracy" in capsys.readouterr().out
     assert (tmp_path / "probe-mha.json").exists()
 
 
