@@ -24,11 +24,13 @@ def test_every_published_run_records_its_study_and_steps() -> None:
     assert all(run.study is not None and run.steps is not None for run in published())
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
     BertForSequenceClassification(config).save_pretrained(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"batches": [{"input_ids": torch.arange(48).view(4, 12)}]}
+    batch = torch.arange(48).view(4, 12)
+    names: dict[str, object] = {"batches": [{"input_ids": batch}], "rows": [{"input_ids": row} for row in batch]}
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert len(blocks) == 8
     try:
