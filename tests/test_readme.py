@@ -25,6 +25,7 @@ def test_every_published_run_records_its_study_and_steps() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # no accelerator here
 def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
     BertForSequenceClassification(config).save_pretrained(tmp_path / "tiny")
