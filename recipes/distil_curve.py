@@ -1,0 +1,151 @@
+"""Draws what a swap loses against the tokens of distillation: does the gap close, and how fast?
+
+    python recipes/sample_tokens.py MODEL data/own --tokens 10000000
+    python recipes/distil_curve.py --model MODEL --data data/own --variants belief mha simple_resl --tokens 10000000
+
+For each variant a new copy of the model is swapped, fitted (mha by a gain, simple* by a map, both from a neutral start)
+and distilled without labels on rows of token ids. Every weight trains, at a constant learning rate after a short rise.
+At budgets in equal ratios, KL to the original model and the share of equal first choices are measured on the test rows.
+The points and a picture go to `--out`. A variant that is in the file already is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from datasets import load_dataset
+from matplotlib.figure import Figure
+from memory_figures import STYLES  # memory_figures.py lies beside this recipe
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.analysis import lost
+from hf_attn_swap.conversion import DistillationTrainer, calibrate
+from hf_attn_swap.core.typed import parse_layers
+from hf_attn_swap.publish.results import versions
+
+FITS = {"mha": "gain", "simple": "gain", "simple_res": "gain", "simple_resl": "map"}
+
+
+@dataclass
+class Options:
+    """What to distil, and where to write. `layers` is for variants with an @, as in simple_resl@1,3."""
+
+    model: str = field(metadata={"help": "Name on the Hub, or folder, of a causal language model."})
+    data: str = field(metadata={"help": "Folder with train.parquet and test.parquet of token ids."})
+    variants: list[str] = field(default_factory=lambda: ["belief", "mha", "simple_resl"])
+    options: str = field(default="{}", metadata={"help": "Options by variant, as JSON."})
+    tokens: int = 1_000_000
+    rows: int = field(default=8, metadata={"help": "Rows per step."})
+    test_rows: int = 128
+    points: int = field(default=3, metadata={"help": "Measurements per factor of ten."})
+    learning_rate: float = 1e-3
+    seed: int = 0
+    out: str = "recipes/figures/distil-curve.json"
+
+
+class Curve(TrainerCallback):  # type: ignore[misc]  # transformers leaves it untyped
+    """Measures the loss of the swap at budgets in equal ratios.
+
+    Args:
+        measure: a function that returns the figures of the model as it is.
+        tokens: tokens per step.
+        points: measurements per factor of ten.
+    """
+
+    def __init__(self, measure: Any, tokens: int, points: int) -> None:
+        self.measure, self.tokens, self.ratio = measure, tokens, 10 ** (1 / points)
+        self.next = 10_000.0
+        self.found = [{"tokens": 0, **measure()}]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure if the next budget is reached, and after the last step."""
+        seen = state.global_step * self.tokens
+        if seen >= self.next or state.global_step == state.max_steps:
+            self.found.append({"tokens": seen, **self.measure()})
+            while self.next <= seen:
+                self.next *= self.ratio
+
+
+def run(variant: str, options: Options) -> list[dict[str, float]]:
+    """The points of one variant."""
+    name, _, layers = variant.partition("@")
+    train, test = (
+        load_dataset("parquet", data_files=str(Path(options.data) / f"{split}.parquet"), split="train")
+        for split in ("train", "test")
+    )
+    stock = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    patch_model(model, name, layers=parse_layers(layers or None), **json.loads(options.options).get(variant, {}))
+    held = torch.tensor(test["input_ids"][: options.test_rows])
+    if name in FITS:
+        first = torch.tensor(train["input_ids"][:64]).split(16)
+        calibrate(model, [{"input_ids": ids} for ids in first], fit=FITS[name], progress=False)
+
+    def measure() -> dict[str, float]:
+        found = lost(model, [{"input_ids": ids} for ids in held.split(16)], stock=stock)
+        assert found.divergence is not None
+        assert found.agreement is not None
+        assert found.ratio is not None
+        return {"kl": found.divergence, "agreement": found.agreement, "perplexity_ratio": found.ratio}
+
+    length = len(train[0]["input_ids"])
+    curve = Curve(measure, options.rows * length, options.points)
+    args = TrainingArguments(
+        output_dir=str(Path(options.out).with_suffix("") / variant),
+        per_device_train_batch_size=options.rows,
+        max_steps=max(1, options.tokens // (options.rows * length)),
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=20,
+        weight_decay=0.0,
+        seed=options.seed,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        dataloader_pin_memory=False,
+    )
+    rows = train.with_format("torch")
+    DistillationTrainer(model, args, train_dataset=rows, trainable="all", callbacks=[curve]).train()
+    return curve.found
+
+
+def picture(found: dict[str, list[dict[str, float]]]) -> Figure:
+    """KL to the original model against tokens; the points at 0 tokens stand at the left edge."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for index, (variant, points) in enumerate(found.items()):
+        x = [max(point["tokens"], 3_000) for point in points]
+        axes.plot(x, [point["kl"] for point in points], label=variant, linestyle=STYLES[index % len(STYLES)])
+    axes.set(xscale="log", yscale="log", xlabel="tokens of distillation", ylabel="KL to the original, nats per token")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def main() -> None:
+    (options,) = transformers.HfArgumentParser(Options).parse_args_into_dataclasses()  # type: ignore[arg-type]  # is one
+    transformers.utils.logging.set_verbosity_error()
+    path = Path(options.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"runs": {}}
+    for variant in options.variants:
+        if variant not in record["runs"]:
+            record["runs"][variant] = run(variant, options)
+        given = {
+            key: value for key, value in asdict(options).items() if key not in ("variants", "out", "model", "data")
+        }
+        record |= {"options": given, "versions": versions()}
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        last = record["runs"][variant][-1]
+        print(f"{variant}: KL {last['kl']:.4f}, agreement {last['agreement']:.1%} after {last['tokens']:,} tokens")
+    picture(record["runs"]).savefig(path.with_suffix(".png"), dpi=120)
+
+
+if __name__ == "__main__":
+    main()
