@@ -138,6 +138,8 @@ def _swapped(site: Site, swap: Swap) -> str:
         parts = [f"reference ({', '.join(explicit)} needs the weights)" if explicit else "reference (explicit scores)"]
     parts += [f"then {variant.follows}" for variant in swap.variants if variant.follows]
     words = ", ".join(parts)
+    if swap.neutral is not None:
+        words = f"{words}; neutral start (the skip adds 2^-{swap.neutral} of the input)"
     if swap.calibration is not None:
         return f"{words}; calibrated ({swap.calibration.fit})"
     return words if swap.merged is None else f"{words}; calibrated ({swap.merged}, merged)"
