@@ -69,7 +69,7 @@ def calibrate(
         source: the attention that the weights were trained with. It is "simple_resl", for example, for a model that was
             fine-tuned with "simple_resl" and is now patched with "softmax". The source must have no parameters.
         neutral: let the skip of pre-norm layers start at almost nothing first, as `neutral_start` does. Layers whose
-            norm has no free scale are left alone.
+            norm has no free scale are left alone, and so are all layers if the source has a skip too.
         progress: show a progress bar.
         options: the options of `source`.
 
@@ -84,16 +84,32 @@ def calibrate(
     if not ridge >= 0:
         raise ValueError(f"ridge must be at least 0, got {ridge!r}.")
     installation = need_installation(model)
-    found = as_batches(batches)
-    if neutral and any(swaps[0].adds_input for swaps in installation.swaps().values()):
-        first = next(found)
-        found = itertools.chain([first], found)
-        neutral_start(model, first)
     targets = _targets(installation, source, options, constant=fit == "map")
+    found = as_batches(batches)
+    with _undone_after_an_error(installation):
+        if neutral and _new_skip(targets):
+            first = next(found)
+            found = itertools.chain([first], found)
+            neutral_start(model, first)
+        return _fit(model, installation, targets, found, fit=fit, ridge=ridge, source=source, progress=progress)
+
+
+def _fit(
+    model: nn.Module,
+    installation: Installation,
+    targets: dict[int, Target],
+    batches: Iterator[Batch],
+    *,
+    fit: str,
+    ridge: float,
+    source: str,
+    progress: bool,
+) -> CalibrationReport:
+    """Fit every layer to its target, as `calibrate` does."""
     fittings = {index: _Fitting(target, Moments(target.swap.geometry, fit)) for index, target in targets.items()}
     lengths: list[Tensor] = []
     with _source_in_place(model, installation, targets):
-        for batch in tqdm(found, desc="calibrate", unit="batch", disable=not progress):
+        for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
             with contextlib.ExitStack() as hooked:
                 for fitting in fittings.values():
                     fitting.hook(batch, lengths, hooked)
@@ -109,6 +125,24 @@ def calibrate(
         lengths=(int(shortest), int(longest)),
         left=left,
     )
+
+
+def _new_skip(targets: dict[int, Target]) -> bool:
+    """True if a layer adds its input, and the attention that the weights were trained with did not."""
+    return any(target.swap.adds_input and not target.source.adds_input for target in targets.values())
+
+
+@contextlib.contextmanager
+def _undone_after_an_error(installation: Installation) -> Iterator[None]:
+    """If an error is raised inside, every skip has the scale again that it had before."""
+    before = [(swap, swap.neutral) for swaps in installation.swaps().values() for swap in swaps]
+    try:
+        yield
+    except BaseException:
+        for swap, exponent in before:
+            swap.neutral = exponent
+        installation.refresh()
+        raise
 
 
 @dataclass

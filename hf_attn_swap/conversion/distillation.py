@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -58,9 +59,9 @@ class Losses:
 
     def __post_init__(self) -> None:
         weights = {name: getattr(self, name) for name in ("logits", "hidden", "layers")}
-        if min(weights.values()) < 0 or not any(weights.values()):
+        if not all(0 <= weight < math.inf for weight in weights.values()) or not any(weights.values()):
             raise ValueError(f"the weights of the losses must be at least 0, and one must be above 0, got {weights}.")
-        if not self.temperature > 0:
+        if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature must be above 0, got {self.temperature!r}.")
         if self.hidden_layers not in ("all", "last"):
             raise ValueError(f"hidden_layers must be 'all' or 'last', got {self.hidden_layers!r}.")
@@ -244,8 +245,16 @@ class _Seen:
 
     @property
     def hidden(self) -> Tensor:
-        """The last hidden states (B,L,E) of the model below the head."""
-        return self.caught[-1]
+        """The last hidden states (B,L,E) of the model below the head; the output of a model without a head.
+
+        Raises:
+            ValueError: the model has a head, and no part of it returned the hidden states.
+        """
+        if self.caught:
+            return self.caught[-1]
+        if getattr(self.output, "logits", None) is not None:
+            raise ValueError("the last hidden states of this model were not found; set hidden_layers to 'all'.")
+        return _first(self.output)
 
     @property
     def device(self) -> torch.device:
@@ -256,15 +265,13 @@ class _Seen:
 def _last_hidden(root: PreTrainedModel) -> Iterator[list[Tensor]]:
     """Inside, keep the last hidden states that the model below the head returns."""
     caught: list[Tensor] = []
-    base = root.base_model
-    if base is root:
+    # Some models call their decoder past the base model (OPT), or have no base model (T5). The outermost ends last.
+    below = {id(module): module for module in (root.get_decoder(), root.base_model) if module is not root}
+    with contextlib.ExitStack() as hooked:
+        for module in below.values():
+            hook = module.register_forward_hook(lambda module, args, output: caught.append(_first(output)))
+            hooked.callback(hook.remove)
         yield caught
-        return
-    handle = base.register_forward_hook(lambda module, args, output: caught.append(_first(output)))
-    try:
-        yield caught
-    finally:
-        handle.remove()
 
 
 def _head_alone(root: PreTrainedModel, seen: _Seen) -> bool:
@@ -280,22 +287,23 @@ def _head_alone(root: PreTrainedModel, seen: _Seen) -> bool:
 def _hidden_error(student: _Seen, teacher: _Seen, batch: dict[str, Any], which: str) -> Tensor:
     """The mean over rows and layers of the relative squared error of the hidden states."""
     if which == "last":
-        pairs = [
-            (
-                student.hidden if student.caught else _first(student.output),
-                teacher.hidden if teacher.caught else _first(teacher.output),
-            )
-        ]
+        ours, theirs = [student.hidden], [teacher.hidden]
     else:
         names = [
             name
             for name in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
             if getattr(student.output, name, None) is not None
         ]
-        pairs = [
-            pair for name in names for pair in list(zip(student.output[name], teacher.output[name], strict=True))[1:]
-        ]
-    errors = [relative_error(ours, theirs.to(ours.device), token_mask(batch, theirs)) for ours, theirs in pairs]
+        ours, theirs = ([state for name in names for state in seen.output[name][1:]] for seen in (student, teacher))
+    if [state.shape for state in ours] != [state.shape for state in theirs]:
+        raise ValueError(
+            f"the teacher's hidden states ({len(theirs)} of shape {tuple(theirs[0].shape)}) are not the model's "
+            f"({len(ours)} of shape {tuple(ours[0].shape)}); set the loss 'hidden' to 0."
+        )
+    errors = [
+        relative_error(one, other.to(one.device), token_mask(batch, other))
+        for one, other in zip(ours, theirs, strict=True)
+    ]
     return torch.stack([error.to(errors[-1].device) for error in errors]).mean()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..core.table import Table
 
+TINY = 0.01  # a skip of less than this share of the input is not worth a sentence
 HEADER = ("layer", "module", "R2 before", "R2 after", "worst head", "negative gains")
 
 
@@ -60,7 +61,8 @@ class CalibrationReport:
         source: the attention to which the layers were fitted.
         layers: the fit of each layer.
         lengths: the shortest and the longest row of the calibration batches, in real tokens.
-        left: the multiple of a layer's input that the swap adds and that no fit can undo; 0 in post-LayerNorm blocks.
+        left: the multiple of a layer's input that the swap adds and that no fit can undo; 0 in post-LayerNorm blocks,
+            and almost 0 after a neutral start.
     """
 
     fit: str
@@ -75,17 +77,18 @@ class CalibrationReport:
         return 1 - fmean(value for layer in self.layers for value in layer.after)
 
     def summary(self) -> str:
-        """The report in two sentences, and a third sentence where the variant has a skip that no fit can undo."""
+        """The report in two sentences, and a third where a skip stays that no fit can undo and that is not tiny."""
         shortest, longest = self.lengths
         span = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
         skip = (
             f" The swap adds {self.left:g} times the input in every layer, which no fit can undo in a pre-norm block: "
-            "choose options without this skip (mha: alpha=0), or train the model for long."
+            "choose neutral=True where the norm's scale is free, or options without this skip (mha: alpha=0), or train "
+            "the model for long."
         )
         return (
             f"{self.fit} fitted to {self.source} on {self.layers[0].tokens:,} tokens: {self.unexplained:.1%} of the "
             f"read-out stays unexplained. Rows had {span} tokens; use the model at such lengths."
-            f"{skip if self.left else ''}"
+            f"{skip if abs(self.left) >= TINY else ''}"
         )
 
     def __str__(self) -> str:

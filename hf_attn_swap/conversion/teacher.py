@@ -103,17 +103,26 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, PEFT's adapters are off. What requires gradients stays as it is: PEFT would switch all adapters on."""
-    if not isinstance(model, PeftModel):
-        yield
-        return
+    """Inside, PEFT's adapters are off, in its wrapper or put into the model itself (`model.add_adapter`).
+
+    What requires gradients stays as it is: PEFT would switch all adapters on.
+    """
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        with model.disable_adapter():
-            yield
-    finally:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
+    with contextlib.ExitStack() as off:
+        off.callback(_set_flags, flags)
+        for module in model.modules():
+            if isinstance(module, PeftModel):
+                off.enter_context(module.disable_adapter())
+            elif isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)) and not module.disable_adapters:
+                module.enable_adapters(False)
+                off.callback(module.enable_adapters, True)
+        yield
+
+
+def _set_flags(flags: list[tuple[nn.Parameter, bool]]) -> None:
+    """Let parameters require gradients, or not, as noted before."""
+    for parameter, flag in flags:
+        parameter.requires_grad_(flag)
 
 
 def _check_fit(student: PreTrainedModel, teacher: nn.Module) -> None:

@@ -127,6 +127,10 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     "strength negative": (put(*SWAP, "strength", value=-0.1), "strength must be"),
     "strength not a number": (put(*SWAP, "strength", value=math.nan), "strength must be"),
     "strength infinite": (put(*SWAP, "strength", value=math.inf), "strength must be"),
+    **{
+        f"neutral start {value!r}": (put(*SWAP, "neutral_start", value=value), "neutral_start must be a whole number")
+        for value in (0, -1, 61, 10**30, True, "10", 1.5, None, [10])
+    },
     "another attention": (put("attn_implementation", value="sdpa"), "cannot run with"),
     "no attention": (drop("attn_implementation"), "cannot run with"),
 }

@@ -1,0 +1,425 @@
+"""Distillation: every family, variant and head learns what the model gave before the swap, and the teacher stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hf_attn_swap import describe, patch_model, set_strength
+from hf_attn_swap.conversion import Losses, StrengthSchedule, calibrate
+from hf_attn_swap.conversion import divergence as divergence_module
+from hf_attn_swap.conversion.distillation import DistillationTrainer
+from tests import zoo
+from tests.contract.cells import FAMILY_NAMES
+from tests.contract.harness import (
+    CAUSAL_FAMILIES,
+    TEXT_FAMILIES,
+    batch_of,
+    distance,
+    forward,
+    fresh,
+    padding_side,
+    perturb,
+    real,
+    swaps,
+)
+from tests.lifecycle.test_checkpointing import enable
+
+from .distilling import EVERY, HIDDEN, adapted, distiller, loss_of, moved, rows_of, teacher_of, weights_of
+from .test_calibrate import dropping
+from .test_transfer import SMOKES
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
+
+FAST = {("bert", variant) for variant in SMOKES} | {(name, "simple_resl") for name in FAMILY_NAMES} | {("llama", "mha")}
+CELLS = [
+    pytest.param(name, variant, id=f"{name}-{variant}", marks=() if (name, variant) in FAST else pytest.mark.slow)
+    for name in FAMILY_NAMES
+    for variant in SMOKES
+]
+HEADS = [(name, head) for name in FAMILY_NAMES for head in zoo.heads(name) if head != "qa"]
+FAST_HEADS = {("bert", "classification"), ("bert", "base"), ("llama", "token"), ("vit", "base")}
+
+
+def losses_of(head: str) -> Losses:
+    return HIDDEN if head == "base" else Losses()
+
+
+@pytest.mark.parametrize(("name", "variant"), CELLS)
+def test_learns_the_teacher(name: str, variant: str, tmp_path: Path) -> None:
+    """The loss falls, only what was chosen moves, and the teacher is the stock model to the bit all along."""
+    batch = batch_of(name, torch.float32)
+    model = perturb(patch_model(fresh(name, torch.float32), variant))
+    wanted = forward(fresh(name, torch.float32), batch)
+    trainer = distiller(model, tmp_path, name, trainable=("query", "value", "swap"))
+    chosen = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+    before, first = weights_of(model), loss_of(trainer, batch)
+    assert torch.equal(teacher_of(trainer, batch), wanted)
+    trainer.train()
+    last = loss_of(trainer, batch)
+    assert last < 0.95 * first or first < 1e-7
+    changed = moved(model, before)
+    assert changed <= chosen
+    assert changed or variant == "softmax"
+    assert torch.equal(teacher_of(trainer, batch), wanted)
+    assert {key: value.shape for key, value in model.state_dict().items()} == {
+        key: value.shape for key, value in before.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [pytest.param(*case, marks=() if case in FAST_HEADS else pytest.mark.slow) for case in HEADS],
+)
+def test_every_head(name: str, head: str, tmp_path: Path) -> None:
+    """Nothing to learn at strength 0; at strength 1 the loss falls; labels are not read."""
+    batch = batch_of(name, torch.float32)
+    model = patch_model(fresh(name, torch.float32, head=head), "simple_resl")
+    wanted = forward(fresh(name, torch.float32, head=head), batch)
+    trainer = distiller(model, tmp_path, name, trainable="body", losses=losses_of(head))
+    first = loss_of(trainer, batch)
+    assert first > 1e-4
+    for words in ("labels", "label", "label_ids"):
+        assert loss_of(trainer, {**batch, words: None}) == first
+        assert loss_of(trainer, {**batch, words: torch.ones(2, dtype=torch.long)}) == first
+    assert abs(loss_of(trainer, batch) - first) == 0
+    set_strength(model, 0.0)
+    assert abs(loss_of(trainer, batch)) < 1e-6
+    set_strength(model, 1.0)
+    trainer.train()
+    assert loss_of(trainer, batch) < 0.95 * first
+    assert torch.equal(teacher_of(trainer, batch), wanted)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("losses", [EVERY, Losses(logits=0.0, hidden=1.0, hidden_layers="last")], ids=["all", "last"])
+def test_a_fresh_student_at_strength_0_has_nothing_to_learn(name: str, losses: Losses, tmp_path: Path) -> None:
+    model = patch_model(fresh(name, torch.float32), "mha")
+    trainer = distiller(model, tmp_path, name, trainable="all", losses=losses)
+    batch = batch_of(name, torch.float32)
+    assert loss_of(trainer, batch) > 1e-4
+    set_strength(model, 0.0)
+    assert abs(loss_of(trainer, batch)) < 1e-6
+    loss = trainer.compute_loss(model.train(), batch)
+    loss.backward()
+    assert all(p.grad is None or float(p.grad.abs().max()) < 1e-4 for p in model.parameters())
+
+
+# -- The terms of the loss ---------------------------------------------------------------------------------------------
+
+
+def by_hand(stock: Any, model: Any, batch: dict[str, Any], losses: Losses) -> float:
+    """The loss of LLaMA from the outputs of two models, row by row, without the package's own code."""
+    mask = batch["attention_mask"].bool()
+    cores = [[layer.self_attn for layer in each.model.layers] for each in (model, stock)]
+    caught: list[Any] = []
+    handles = [
+        core.register_forward_hook(lambda _, args, kwargs, out: caught.append((kwargs, out[0])), with_kwargs=True)
+        for core in (*cores[0], *cores[1])
+    ]
+    with torch.no_grad():
+        ours, theirs = (each(**batch, output_hidden_states=True, use_cache=False) for each in (model, stock))
+    for handle in handles:
+        handle.remove()
+    layer_pairs = []
+    for core, (swapped, out), (plain, _) in zip(cores[1], caught[:3], caught[3:], strict=True):
+        with torch.no_grad():  # the stock layer on the student's own stream
+            layer_pairs.append((out, core(**{**plain, "hidden_states": swapped["hidden_states"]})[0]))
+    hidden_pairs = list(zip(ours.hidden_states, theirs.hidden_states, strict=True))[1:]
+    if losses.hidden_layers == "last":
+        hidden_pairs = hidden_pairs[-1:]
+
+    def error(pairs: list[Any]) -> float:
+        found = []
+        for out, target in pairs:
+            for row, seen in enumerate(mask):
+                difference = (out[row][seen] - target[row][seen]).square().sum()
+                found.append(float(difference / target[row][seen].square().sum()))
+        return sum(found) / len(found)
+
+    terms, heat = [], losses.temperature
+    for row, seen in enumerate(mask):
+        log_p, target = ((each.logits[row][seen] / heat).log_softmax(-1) for each in (ours, theirs))
+        terms.append(float(F.kl_div(log_p, target, reduction="none", log_target=True).sum(-1).mean()))
+    logits = heat**2 * sum(terms) / len(terms)
+    return losses.logits * logits + losses.hidden * error(hidden_pairs) + losses.layers * error(layer_pairs)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        Losses(),
+        Losses(temperature=3.0),
+        HIDDEN,
+        Losses(logits=0.0, hidden=2.0, hidden_layers="last"),
+        Losses(logits=0.0, layers=1.0),
+        EVERY,
+    ],
+    ids=["logits", "temperature", "hidden", "last", "layers", "every"],
+)
+@pytest.mark.parametrize("split", [True, False], ids=["split_head", "whole_head"])
+def test_the_terms_are_those_of_the_formula(losses: Losses, split: bool, tmp_path: Path) -> None:
+    """With padding, in fp64 models; the head is split from the model where it does not train."""
+    batch = batch_of("llama", padded="left")
+    stock, model = fresh("llama"), patch_model(fresh("llama"), "simple_resl", strength=0.6)
+    trainer = distiller(model, tmp_path, "llama", losses=losses, trainable="body" if split else "all")
+    assert loss_of(trainer, batch) == pytest.approx(by_hand(stock, model, batch, losses), rel=2e-6)
+    assert (trainer.split_head is True) == (split and losses.logits > 0)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize(
+    "losses",
+    [HIDDEN, Losses(logits=0.0, hidden=1.0, hidden_layers="last"), Losses(logits=0.0, layers=1.0), EVERY],
+    ids=["hidden", "last", "layers", "every"],
+)
+def test_each_term_is_learned(name: str, losses: Losses, tmp_path: Path) -> None:
+    batch = batch_of(name, torch.float32)
+    model = patch_model(fresh(name, torch.float32), "simple_resl")
+    trainer = distiller(model, tmp_path, name, losses=losses, trainable="body", args={"num_train_epochs": 3})
+    first = loss_of(trainer, batch)
+    trainer.train()
+    assert loss_of(trainer, batch) < 0.95 * first
+
+
+@pytest.mark.parametrize("name", TEXT_FAMILIES)
+def test_padding_does_not_count(name: str, tmp_path: Path) -> None:
+    """A padded batch has the mean loss of its rows without padding, and other padding tokens change nothing."""
+    model = patch_model(fresh(name), "simple_resl")
+    trainer = distiller(model, tmp_path, name, losses=EVERY, trainable="body")
+    batch = batch_of(name, padded=padding_side(name))
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    batch |= {"position_ids": positions} if padding_side(name) == "left" else {}
+    single = [
+        {key: value[row : row + 1][:, batch["attention_mask"][row].bool()] for key, value in batch.items()}
+        for row in (0, 1)
+    ]
+    alone = sum(loss_of(trainer, each) for each in single) / 2
+    assert loss_of(trainer, batch) == pytest.approx(alone, rel=2e-6)
+    other = torch.where(batch["attention_mask"].bool(), batch["input_ids"], 5)
+    assert loss_of(trainer, {**batch, "input_ids": other}) == pytest.approx(alone, rel=2e-6)
+
+
+@pytest.mark.parametrize("name", CAUSAL_FAMILIES)
+def test_a_vocabularys_logits_are_left_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's head computes one token of each row; the loss computes the others a chunk at a time."""
+    monkeypatch.setattr(divergence_module, "CHUNK", 4 * zoo.VOCABULARY)
+    batch = batch_of(name, torch.float32, padded="left")
+    found = []
+    for trainable in (("query", "value"), "all"):
+        model = patch_model(fresh(name, torch.float32, head="lm", tie_word_embeddings=False), "simple_resl")
+        trainer = distiller(model, tmp_path, name, trainable=trainable)
+        seen: list[tuple[int, ...]] = []
+        handle = model.get_output_embeddings().register_forward_hook(
+            lambda _, __, output, seen=seen: seen.append(tuple(output.shape))
+        )
+        for _ in range(2):
+            loss = trainer.compute_loss(model, batch)
+        loss.backward()
+        handle.remove()
+        found.append((float(loss.detach()), {key: p.grad for key, p in model.named_parameters()}))
+        largest = max(torch.Size(shape[:-1]).numel() for shape in seen)
+        assert largest == (4 if trainable != "all" else batch["input_ids"].numel())
+    (split, ours), (whole, theirs) = found
+    assert split == pytest.approx(whole, rel=1e-5)
+    for key, gradient in ours.items():
+        if gradient is not None:
+            assert distance(gradient, theirs[key]) < 1e-5, key
+
+
+def test_logits_that_are_more_than_the_head_are_computed_by_the_model(tmp_path: Path) -> None:
+    """Gemma 2 bounds its logits after the head, so the head alone does not give them."""
+    stock = zoo.build("gemma2", head="lm", num_hidden_layers=1)
+    model = patch_model(zoo.build("gemma2", head="lm", num_hidden_layers=1), "belief")
+    batch = zoo.inputs("gemma2")
+    trainer = distiller(model, tmp_path, "llama", trainable=("value",))
+    got = loss_of(trainer, batch)
+    assert trainer.split_head is False
+    with torch.no_grad():
+        log_p, target = (each(**batch).logits.log_softmax(-1) for each in (model, stock))
+    wanted = F.kl_div(log_p, target, reduction="none", log_target=True).sum(-1).mean()
+    assert got == pytest.approx(float(wanted), rel=1e-4)
+    assert got > 1e-4
+
+
+# -- Training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("losses", [Losses(), EVERY], ids=["logits", "every"])
+def test_accumulated_gradients(losses: Losses, tmp_path: Path) -> None:
+    """Two half batches give the step of one whole batch, with rows of unequal length."""
+    rows = rows_of(batch_of("bert", padded="right"), 2)
+    found = []
+    for size, steps in ((4, 1), (2, 2)):
+        model = patch_model(fresh("bert"), "simple_resl")
+        words = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_steps": 1}
+        words |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+        trainer = distiller(model, tmp_path, losses=losses, trainable="all", args=words, train_dataset=rows)
+        trainer.train()
+        found.append(weights_of(model))
+    start = fresh("bert").state_dict()
+    for key, value in found[0].items():
+        step = (value - start[key]).abs().max() if key in start else torch.zeros(())
+        assert float((found[1][key] - value).abs().max()) <= 1e-5 * float(step) + 1e-12, key
+    assert moved(fresh("bert"), {key: found[0][key] for key in start})
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [("llama", "mha"), ("bert", "simple_resl"), pytest.param("gpt2", "belief", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("losses", [Losses(), HIDDEN, EVERY], ids=["logits", "hidden", "every"])
+def test_activation_checkpointing(name: str, variant: str, losses: Losses, tmp_path: Path) -> None:
+    """The same loss and gradients, with frozen copies and with adapters."""
+    batch = batch_of(name)
+    found = []
+    for checkpointed in (False, True):
+        model = patch_model(fresh(name), variant)
+        trainer = distiller(model, tmp_path, name, losses=losses, trainable="body")
+        if checkpointed:
+            enable(model, activation_checkpointing_kwargs={"use_reentrant": False})
+        loss = trainer.compute_loss(model.train(), batch)
+        again: list[int] = []
+        handles = [swap.register_forward_hook(lambda *_, again=again: again.append(1)) for swap in swaps(model)]
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+        assert len(again) == (3 if checkpointed else 0)
+        found.append((float(loss.detach()), {key: p.grad for key, p in model.named_parameters()}))
+    (plain, wanted), (saved, got) = found
+    assert saved == pytest.approx(plain, rel=1e-6)
+    for key, gradient in wanted.items():
+        assert (gradient is None) == (got[key] is None)
+        if gradient is not None:
+            assert distance(got[key], gradient) < 1e-6, key
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", pytest.param("vit", marks=pytest.mark.slow)])
+def test_mixed_precision(name: str, tmp_path: Path) -> None:
+    batch = batch_of(name, torch.float32)
+    model = patch_model(fresh(name, torch.float32), "simple_resl")
+    trainer = distiller(model, tmp_path, name, losses=EVERY, trainable="body", args={"bf16": True})
+    first = loss_of(trainer, batch)
+    trainer.train()
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert loss_of(trainer, batch) < 0.95 * first
+
+
+def test_a_model_in_half_precision(tmp_path: Path) -> None:
+    batch = batch_of("llama")
+    model = patch_model(fresh("llama", torch.bfloat16), "simple_resl")
+    wanted = forward(fresh("llama", torch.bfloat16), batch)
+    trainer = distiller(model, tmp_path, "llama", losses=EVERY, trainable="body")
+    first = loss_of(trainer, batch)
+    trainer.train()
+    assert loss_of(trainer, batch) < 0.95 * first
+    assert torch.equal(teacher_of(trainer, batch), wanted)
+
+
+def test_the_student_has_dropout_and_the_teacher_has_none(tmp_path: Path) -> None:
+    model = patch_model(fresh("bert", **dropping("bert")), "belief")
+    trainer, batch = distiller(model, tmp_path, trainable="body"), batch_of("bert")
+    wanted = forward(fresh("bert"), batch)
+    model.train()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert float(trainer.compute_loss(model, batch)) != float(trainer.compute_loss(model, batch))
+    assert torch.equal(teacher_of(trainer, batch), wanted)
+    assert all(module.training for module in model.modules())
+
+
+def test_with_a_schedule(tmp_path: Path) -> None:
+    """The strength rises from 0, where the student is the teacher, and the teacher stays at 0."""
+    model = patch_model(fresh("bert", torch.float32), "simple_resl", strength=0.0)
+    schedule, batch = StrengthSchedule(share=0.5), batch_of("bert", torch.float32)
+    trainer = distiller(model, tmp_path, trainable="body", callbacks=[schedule])
+    assert abs(loss_of(trainer, batch)) < 1e-6
+    untrained = loss_of(distiller(patch_model(fresh("bert", torch.float32), "simple_resl"), tmp_path), batch)
+    trainer.train()
+    assert {swap.strength for swap in swaps(model)} == {1.0}
+    assert loss_of(trainer, batch) < 0.8 * untrained
+    assert torch.equal(teacher_of(trainer, batch), forward(fresh("bert", torch.float32), batch))
+
+
+@pytest.mark.parametrize(("name", "losses"), [("bert", EVERY), ("llama", Losses())])
+def test_evaluated_without_labels(name: str, losses: Losses, tmp_path: Path) -> None:
+    trainer = distiller(patch_model(fresh(name, torch.float32), "mha"), tmp_path, name, losses=losses, trainable="body")
+    batch = batch_of(name, torch.float32)
+    found = trainer.evaluate(rows_of(batch, 1))
+    assert found["eval_loss"] == pytest.approx(loss_of(trainer, batch), rel=1e-5)
+    labelled = [{**row, "labels": 1} for row in rows_of(batch, 1)]
+    assert trainer.evaluate(labelled)["eval_loss"] == pytest.approx(found["eval_loss"])
+
+
+def test_saved_and_resumed(tmp_path: Path) -> None:
+    """A training that goes on from a checkpoint ends with the weights of one that was not stopped."""
+    found = []
+    for resume in (None, str(tmp_path / "checkpoint-5")):
+        model = patch_model(fresh("bert", torch.float32), "simple_resl")
+        words = {"save_strategy": "steps", "save_steps": 5, "num_train_epochs": 3}
+        trainer = distiller(model, tmp_path, trainable="body", args=words)
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.state.global_step == 12
+        found.append(weights_of(model))
+    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+
+
+def test_steps_of_a_fitted_map_are_relative(tmp_path: Path) -> None:
+    """Every parameter is in one group; those of the calibration step in proportion to their size, without decay."""
+    model = patch_model(fresh("bert", torch.float32), "simple_resl")
+    calibrate(model, [batch_of("bert", torch.float32, seed=seed) for seed in range(12)], progress=False)
+    trainer = distiller(model, tmp_path, trainable=("query", "swap"), args={"weight_decay": 0.1})
+    optimizer = trainer.create_optimizer()
+    fitted = {id(p): p for swap in swaps(model) for p in swap.calibration.parameters()}
+    assert len(fitted) == 6
+    seen: list[int] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            seen.append(id(parameter))
+            size = float(parameter.detach().square().mean().sqrt())
+            wanted = (2e-3 * min(size, 1.0), 0.0) if id(parameter) in fitted else (2e-3, group["weight_decay"])
+            assert (group["lr"], group["weight_decay"]) == (pytest.approx(wanted[0]), wanted[1])
+    assert sorted(seen) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+    assert trainer.create_optimizer() is optimizer
+    assert len(optimizer.param_groups) == len({id(group) for group in optimizer.param_groups})
+    first = loss_of(trainer, batch_of("bert", torch.float32))
+    before = {key: value.detach().clone() for key, value in fitted.items()}
+    trainer.train()
+    assert loss_of(trainer, batch_of("bert", torch.float32)) < first
+    for key, parameter in fitted.items():
+        assert not torch.equal(parameter, before[key])
+    assert all("calibrated (map)" in row.runs for row in describe(model).rows if row.strength is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("adapters", [False, True])
+def test_compiled(adapters: bool, tmp_path: Path) -> None:
+    """With `torch_compile`, the same losses as without."""
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = patch_model(fresh("bert", torch.float32, num_hidden_layers=2), "simple_resl")
+        words: dict[str, Any] = {"max_steps": 4}
+        words |= {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiled else {}
+        student = adapted(model) if adapters else model
+        trainer = distiller(student, tmp_path, args=words, trainable=None if adapters else "body")
+        trainer.train()
+        found.append((trainer.state.log_history[-1]["train_loss"], weights_of(model)))
+        batch = batch_of("bert", torch.float32)
+        stock = forward(fresh("bert", torch.float32, num_hidden_layers=2), batch)
+        assert distance(real(teacher_of(trainer, batch), batch), stock) < 1e-5
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-3)
+    torch._dynamo.reset()
+
+
+def test_rows_without_inputs_end_in_one_line(tmp_path: Path) -> None:
+    trainer: DistillationTrainer = distiller(patch_model(fresh("bert"), "mha"), tmp_path, trainable="body")
+    with pytest.raises(
+        ValueError, match=r"the batch holds no inputs of the model, only \['attention_mask', 'labels'\]"
+    ):
+        trainer.compute_loss(trainer.model, {"labels": torch.ones(2), "attention_mask": torch.ones(2, 6)})

@@ -1,0 +1,313 @@
+"""The teacher of a distillation: the stock model to the bit, whatever trains, and without a copy of what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from hf_attn_swap import patch_model, set_strength, unpatch_model
+from hf_attn_swap.conversion import Losses, calibrate, merge_calibration, neutral_start
+from tests.contract.cells import FAMILY_NAMES
+from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
+from tests.lifecycle.test_peft import lora
+
+from .distilling import EVERY, HIDDEN, adapted, distiller, loss_of, moved, teacher_of, weights_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
+WHAT = ("all", "body", ("query", "output"), "value")
+CELLS = [(name, what) for name in FAMILY_NAMES for what in WHAT]
+FAST = {("bert", "all"), ("albert", "body"), ("llama", "value"), ("gpt2", ("query", "output"))}
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow) for cell in CELLS]
+)
+@pytest.mark.parametrize("losses", [Losses(), EVERY], ids=["logits", "every"])
+def test_frozen_copies(name: str, what: Any, losses: Losses, tmp_path: Path) -> None:
+    """What trains moves, the teacher does not, and copies are kept of what trains and the teacher uses alone."""
+    batch = batch_of(name, torch.float32)
+    whole = what in ("all", "body")
+    model = perturb(patch_model(fresh(name, torch.float32), "gated+mha" if whole else "mha"))
+    trainer = distiller(model, tmp_path, name, losses=losses, trainable=what, args={"num_train_epochs": 2})
+    trains = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert set(trainer.teacher.frozen) == {key for key in trains if ".attn_swap." not in key}
+    assert any(".attn_swap." in key for key in trains) == whole
+    trains = {key for key, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    if what == "body":
+        kept = {key for key in trains if "embed" in key or "wte" in key or "wpe" in key}
+        assert not any(isinstance(model.get_submodule(key.rpartition(".")[0]), torch.nn.Embedding) for key in kept)
+        head = model.get_output_embeddings()
+        assert head is None or not any(parameter.requires_grad for parameter in head.parameters())
+    wanted, before = forward(fresh(name, torch.float32), batch), weights_of(model)
+    assert torch.equal(teacher_of(trainer, batch), wanted)
+    trainer.train()
+    assert trains >= moved(model, before) != set()
+    assert torch.equal(teacher_of(trainer, batch), wanted)
+    assert not torch.equal(forward(set_strength(model, 0.0), batch), wanted), "the student's own weights moved"
+
+
+ADAPTED = [
+    pytest.param(name, more, id=f"{name}-{label}", marks=() if name in fast else pytest.mark.slow)
+    for label, more, fast in (
+        ("plain", {}, ("bert", "llama", "albert")),
+        ("dropout", {"lora_dropout": 0.3}, ("vit",)),
+        ("swap", {"modules_to_save": ["attn_swap"]}, ("gpt2",)),
+        ("dora", {"use_dora": True}, ()),
+    )
+    for name in FAMILY_NAMES
+]
+
+
+@pytest.mark.parametrize(("name", "more"), ADAPTED)
+def test_adapters(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """Only the adapters move, no weight is copied, and the teacher runs without them."""
+    batch = batch_of(name, torch.float32)
+    variant = "gated" if "modules_to_save" in more else "mha"
+    model = adapted(perturb(patch_model(fresh(name, torch.float32), variant)), name, **more)
+    trainer = distiller(model, tmp_path, name)
+    assert trainer.teacher.frozen == {}
+    wanted = forward(fresh(name, torch.float32), batch)
+    before, first = weights_of(model), loss_of(trainer, batch)
+    assert torch.equal(teacher_of(trainer, batch), wanted)
+    trainer.train()
+    changed = moved(model, before)
+    assert changed
+    assert all("lora_" in key or "modules_to_save" in key for key in changed)
+    assert any("modules_to_save" in key for key in changed) == ("modules_to_save" in more)
+    assert loss_of(trainer, batch) < first
+    assert torch.equal(teacher_of(trainer, batch), wanted)
+
+
+@pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
+def test_a_head_that_peft_saves(name: str, tmp_path: Path) -> None:
+    """The classifier trains as a copy in `modules_to_save`, and the teacher has the original."""
+    batch = batch_of(name, torch.float32)
+    stock = fresh(name, torch.float32, head="classification")
+    ending = "score" if hasattr(stock, "score") else "classifier"
+    model = adapted(patch_model(fresh(name, torch.float32, head="classification"), "simple_resl"), name)
+    model = peft.get_peft_model(model.unload(), lora(name, task_type="SEQ_CLS", modules_to_save=[ending]))
+    trainer = distiller(model, tmp_path, name, losses=Losses(hidden=0.5))
+    assert trainer.teacher.frozen == {}
+    first, before = loss_of(trainer, batch), weights_of(model)
+    trainer.train()
+    assert any(f"{ending}.modules_to_save" in key for key in moved(model, before))
+    assert loss_of(trainer, batch) < first
+    assert torch.equal(teacher_of(trainer, batch), forward(stock, batch))
+    student = forward(model, batch)
+    assert distance(forward(trainer.merged(), batch), student) < 1e-5
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["get_peft_model", "add_adapter"])
+def test_adapters_that_trained_before(wrapped: bool, tmp_path: Path) -> None:
+    """Adapters with an effect are off in the teacher, in PEFT's wrapper and inside the model, and on again after it."""
+    batch, config = batch_of("bert", torch.float32), lora("bert")
+    model: Any = fresh("bert", torch.float32)
+    if wrapped:
+        model = patch_model(peft.get_peft_model(model, config), "belief")
+    else:
+        model.add_adapter(config)
+        patch_model(model, "belief")
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.add_(0.1)
+    trainer = distiller(model, tmp_path)
+    student = forward(model.eval(), batch)
+    wanted = forward(fresh("bert", torch.float32), batch)
+    assert trainer.teacher.frozen == {}
+    assert torch.equal(teacher_of(trainer, batch), wanted)
+    assert torch.equal(forward(model, batch), student)
+    trainer.train()
+    assert torch.equal(teacher_of(trainer, batch), wanted)
+    assert not torch.equal(forward(model.eval(), batch), student)
+
+
+def test_frozen_adapters_stay_frozen(tmp_path: Path) -> None:
+    """PEFT switches every adapter's gradients on where it switches adapters on; the user's choice is kept."""
+    model = adapted(patch_model(fresh("bert", torch.float32), "simple_resl"))
+    for key, parameter in model.named_parameters():
+        if "layer.0." in key or "lora_A" in key:
+            parameter.requires_grad_(False)
+    flags = {key: parameter.requires_grad for key, parameter in model.named_parameters()}
+    assert 0 < sum(flags.values()) < sum("lora_" in key for key in flags)
+    trainer, before = distiller(model, tmp_path), weights_of(model)
+    trainer.train()
+    assert {key: parameter.requires_grad for key, parameter in model.named_parameters()} == flags
+    assert {key for key, flag in flags.items() if flag} >= moved(model, before) != set()
+
+
+def test_no_second_copy_of_the_weights(tmp_path: Path) -> None:
+    """With adapters, the trainer holds no copy of a weight; the layers' error copies the adapters alone."""
+    model = adapted(patch_model(fresh("bert", torch.float32), "simple_resl"))
+    trainer = distiller(model, tmp_path, losses=EVERY)
+    assert sum(value.nbytes for value in trainer.teacher.frozen.values()) == 0
+    assert trainer.teacher.model is None
+    copies = [each for frozen in trainer.errors.frozen for each in frozen.values()]
+    adapters = [p for key, p in model.named_parameters() if "lora_" in key]
+    assert sum(each.nbytes for each in copies) == sum(each.nbytes for each in adapters)
+    assert 5 * sum(each.nbytes for each in copies) < sum(each.nbytes for each in model.parameters())
+    assert distiller(model, tmp_path).errors is None
+
+
+@pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=pytest.mark.slow), "vit"])
+@pytest.mark.parametrize("losses", [Losses(), EVERY], ids=["logits", "every"])
+def test_another_model(name: str, losses: Losses, tmp_path: Path) -> None:
+    """Another model's outputs are the target; it is frozen, in evaluation mode, and keeps its weights."""
+    batch = batch_of(name, torch.float32)
+    teacher = patch_model(fresh(name, torch.float32), "softmax").train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    model = patch_model(fresh(name, torch.float32), "simple_resl")
+    wanted, before = forward(teacher, batch), weights_of(teacher)
+    trainer = distiller(model, tmp_path, name, teacher=teacher, losses=losses, trainable="body")
+    assert trainer.teacher.frozen == {}
+    assert torch.equal(teacher_of(trainer, batch), wanted)
+    first = loss_of(trainer, batch)
+    trainer.train()
+    assert loss_of(trainer, batch) < 0.9 * first
+    assert not moved(teacher, before)
+    assert not any(module.training for module in teacher.modules())
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    assert torch.equal(teacher_of(trainer, batch), wanted)
+
+
+def test_another_model_can_teach_merged_layers(tmp_path: Path) -> None:
+    batch = batch_of("bert", torch.float32)
+    model = patch_model(fresh("bert", torch.float32), "simple_resl")
+    calibrate(model, [batch_of("bert", torch.float32, seed=seed) for seed in range(12)], progress=False)
+    merge_calibration(model)
+    with refused("its calibration was merged, so strength 0 is no longer the original; pass the original model"):
+        distiller(model, tmp_path, trainable="body")
+    trainer = distiller(model, tmp_path, trainable="body", teacher=fresh("bert", torch.float32))
+    first = loss_of(trainer, batch)
+    trainer.train()
+    assert loss_of(trainer, batch) < first
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_neutral_start_and_calibration_do_not_change_it(name: str, tmp_path: Path) -> None:
+    model = patch_model(fresh(name, torch.float32), "simple_resl")
+    neutral_start(model)
+    calibrate(model, [batch_of(name, torch.float32, seed=seed) for seed in range(12)], progress=False)
+    trainer, batch = distiller(model, tmp_path, name, trainable=("swap",)), batch_of(name, torch.float32)
+    assert trainer.teacher.frozen == {}
+    assert torch.equal(teacher_of(trainer, batch), forward(fresh(name, torch.float32), batch))
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_merged_and_reloaded(name: str, tmp_path: Path) -> None:
+    """Without adapters the model that was trained; with adapters a plain model of the same outputs, which saves."""
+    batch = batch_of(name, torch.float32)
+    model = adapted(patch_model(fresh(name, torch.float32), "gated"), name, modules_to_save=["attn_swap"])
+    trainer = distiller(perturb(model), tmp_path, name, args={"num_train_epochs": 1})
+    trainer.train()
+    wanted = forward(model.eval(), batch)
+    merged = trainer.merged()
+    assert type(merged) is type(fresh(name, torch.float32))
+    assert not any("lora_" in key or "modules_to_save" in key for key in merged.state_dict())
+    assert distance(forward(merged, batch), wanted) < 1e-5
+    assert len(swaps(merged)) == len(swaps(patch_model(fresh(name, torch.float32), "gated")))
+    merged.save_pretrained(tmp_path / "saved")
+    loaded = type(merged).from_pretrained(tmp_path / "saved")
+    assert torch.equal(forward(loaded, batch), forward(merged, batch))
+    assert not torch.equal(forward(unpatch_model(loaded), batch), forward(fresh(name, torch.float32), batch))
+    plain = patch_model(fresh(name, torch.float32), "gated")
+    assert distiller(plain, tmp_path, name, trainable="body").merged() is plain
+
+
+# -- Wrong inputs, each in one line ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "reason"),
+    [
+        ({"logits": 0.0}, "one must be above 0"),
+        ({"hidden": -1.0}, "the weights of the losses must be at least 0"),
+        ({"layers": -0.1, "hidden": 1.0}, "the weights of the losses must be at least 0"),
+        ({"logits": float("nan")}, "the weights of the losses must be"),
+        ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
+        ({"temperature": -1.0}, "temperature must be above 0"),
+        ({"temperature": float("inf")}, "temperature must be"),
+        ({"hidden_layers": "first"}, "hidden_layers must be 'all' or 'last', got 'first'"),
+    ],
+)
+def test_losses_refused(losses: dict[str, Any], reason: str) -> None:
+    with refused(reason):
+        Losses(**losses)
+
+
+def patched(**more: Any) -> Any:
+    return patch_model(fresh("bert", torch.float32, **more), "mha")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"teacher": lambda: fresh("bert", vocab_size=70)}, "the teacher has vocab_size = 70 and the model has 64"),
+        ({"teacher": lambda: fresh("bert", num_labels=5)}, "the teacher has num_labels = 5 and the model has 2"),
+        ({"teacher": lambda: torch.nn.Linear(2, 2)}, "the teacher must be a transformers model, got Linear"),
+        ({"train_dataset": list}, "the training data are empty"),
+        ({"trainable": lambda: "nothing"}, "must be some of query, key, value, output, swap, or 'all' or 'body' alone"),
+        ({"trainable": lambda: ("query", "all")}, "must be some of query, key, value, output, swap"),
+        ({"trainable": lambda: "swap"}, "there is nothing to train"),
+    ],
+    ids=["vocabulary", "classes", "no model", "no rows", "unknown", "mixed", "no parameters"],
+)
+def test_refused(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    values = {"trainable": "body"} | {key: make() for key, make in change.items()}
+    with refused(reason):
+        distiller(patched(), tmp_path, **values)
+
+
+def test_states_refused(tmp_path: Path) -> None:
+    with refused("not patched"):
+        distiller(fresh("bert"), tmp_path)
+    with refused("the model is at strength 0, the teacher itself"):
+        distiller(set_strength(patched(), 0.0), tmp_path)
+    with refused("there is nothing to train"):
+        distiller(patched().requires_grad_(False), tmp_path)
+
+
+def test_a_model_without_logits(tmp_path: Path) -> None:
+    model = patch_model(fresh("bert", torch.float32, head="base"), "mha")
+    batch = batch_of("bert")
+    with refused("the model gives no logits; set the loss 'logits' to 0 and 'hidden' above 0"):
+        loss_of(distiller(model, tmp_path, trainable="body"), batch)
+    assert loss_of(distiller(model, tmp_path, trainable="body", losses=HIDDEN), batch) > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "which"),
+    [({"hidden_size": 16}, "all"), ({"hidden_size": 16}, "last"), ({"num_hidden_layers": 2}, "all")],
+    ids=["width", "last width", "depth"],
+)
+def test_hidden_states_of_another_size(more: dict[str, Any], which: Any, tmp_path: Path) -> None:
+    """A narrower or shallower teacher can give logits, but no hidden states for every layer."""
+    trainer = distiller(patched(), tmp_path, trainable="body", teacher=fresh("bert", torch.float32, **more))
+    assert loss_of(trainer, batch_of("bert")) > 0
+    losses = Losses(hidden=1.0, hidden_layers=which)
+    trainer = distiller(patched(), tmp_path, trainable="body", losses=losses, teacher=trainer.teacher.model)
+    with refused("the teacher's hidden states"):
+        loss_of(trainer, batch_of("bert"))
+
+
+def test_labels_alone(tmp_path: Path) -> None:
+    rows = [{"labels": torch.tensor(1)}] * 4
+    trainer = distiller(patched(), tmp_path, trainable="body", train_dataset=rows)
+    with refused("the batch holds no inputs of the model, only ['labels']; keep input_ids (or images)"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])  # OPT takes no such mask
+def test_a_mask_that_does_not_tell_padding(name: str, tmp_path: Path) -> None:
+    trainer = distiller(patch_model(fresh(name, torch.float32), "belief"), tmp_path, name, trainable="body")
+    batch = batch_of(name, torch.float32)
+    square = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    with refused("does not say which of (2, 6) tokens are real"):
+        loss_of(trainer, {**batch, "attention_mask": square})
