@@ -112,7 +112,7 @@ class DistillationTrainer(Trainer):
         self.teacher = Teacher(model, teacher)
         self.errors = layer_errors(self.installation) if self.losses.layers else None
         args = copy.copy(args) if args is not None else TrainingArguments()
-        if args.include_num_input_tokens_seen == "no":
+        if args.include_num_input_tokens_seen == "no" and self.installation.root.main_input_name == "input_ids":
             args.include_num_input_tokens_seen = "all"
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = (
@@ -156,25 +156,26 @@ class DistillationTrainer(Trainer):
         shortened = self._can_split(root, model) and self.split_head is not False
         if shortened:
             wanted["logits_to_keep"] = 1
-        with _last_hidden(root if self.teacher.model is None else self.teacher.model) as caught:
+        teaching = self.teacher.model or root
+        with _last_hidden(teaching) as caught:
             teacher = _Seen(self.teacher(model, plain, wanted), caught)
-        if shortened and self.split_head is None:
-            with self.accelerator.autocast():
-                self.split_head = _head_alone(root, teacher)
-            if not self.split_head:
-                return self._outputs(model, plain, batch)
         with contextlib.ExitStack() as watched:
             caught = watched.enter_context(_last_hidden(root))
             errors = [] if self.errors is None else watched.enter_context(self.errors.watch(batch))
             student = _Seen(model(**wanted), caught, errors)
+        if shortened and self.split_head is None:
+            with self.accelerator.autocast():
+                self.split_head = _head_alone(teaching, teacher) and _head_alone(root, student)
+            if not self.split_head:  # something follows the head, such as a soft cap: take all logits from now on
+                return self._outputs(model, plain, batch)
         return student, teacher
 
     def _can_split(self, root: PreTrainedModel, model: nn.Module) -> bool:
         """True if the logits can be computed from the last hidden states, a chunk at a time."""
-        if not self.losses.logits or "logits_to_keep" not in inspect.signature(root.forward).parameters:
+        several = [root] if self.teacher.model is None else [root, self.teacher.model]
+        if not self.losses.logits or not all(_keeps_logits(each) for each in several):
             return False
-        head = root.get_output_embeddings()
-        if head is None or any(each.requires_grad for each in head.parameters()):
+        if any(each.requires_grad for each in root.get_output_embeddings().parameters()):
             return False
         return not any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
 
@@ -224,10 +225,6 @@ class DistillationTrainer(Trainer):
                 _relative_steps(optimizer, [each for each in module.parameters() if each.requires_grad])
         return optimizer
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As in `Trainer`, without the figures that a progress bar shows."""
-        super().log({name: value for name, value in logs.items() if name != "grad_norm"}, start_time)
-
     def merged(self) -> nn.Module:
         """Return the trained model, with PEFT's adapters merged into the weights."""
         model: nn.Module = self.accelerator.unwrap_model(self.model)
@@ -274,11 +271,16 @@ def _last_hidden(root: PreTrainedModel) -> Iterator[list[Tensor]]:
         yield caught
 
 
+def _keeps_logits(root: PreTrainedModel) -> bool:
+    """True if the model can leave out the logits of most tokens."""
+    return "logits_to_keep" in inspect.signature(root.forward).parameters and root.get_output_embeddings() is not None
+
+
 def _head_alone(root: PreTrainedModel, seen: _Seen) -> bool:
     """True if the kept logits are the head's output on the last hidden state, with nothing after it."""
     if not seen.caught:
         return False
-    head = root.get_output_embeddings()
+    head = root.get_output_embeddings()  # the caller has checked that there is a head
     with torch.no_grad():
         kept = _logits(seen.output)
         return kept.shape[1] == 1 and torch.equal(head(seen.hidden[:, -1:]).to(kept.dtype), kept)
