@@ -59,6 +59,8 @@ def test_learns_the_teacher(name: str, variant: str, tmp_path: Path) -> None:
     chosen = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     before, first = weights_of(model), loss_of(trainer, batch)
     assert torch.equal(teacher_of(trainer, batch), wanted)
+    if first < 1e-3:
+        trainer.args.learning_rate = 1e-4  # steps of an adaptive optimiser do not shrink with the loss
     trainer.train()
     last = loss_of(trainer, batch)
     assert last < 0.95 * first or first < 1e-7
