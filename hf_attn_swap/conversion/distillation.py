@@ -30,7 +30,7 @@ from ..wiring.install import model_root
 from .batches import MASKS, token_mask, without_labels
 from .divergence import divergence
 from .parts import PARTS, part_of
-from .teacher import Teacher
+from .teacher import Teacher, is_sharded
 from .transfer import layer_errors, relative_error, without_cache
 
 EVERYTHING, BODY = "all", "body"
@@ -177,7 +177,7 @@ class DistillationTrainer(Trainer):
             return False
         if any(each.requires_grad for each in root.get_output_embeddings().parameters()):
             return False
-        return not any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+        return not is_sharded(model)
 
     def _terms(self, student: _Seen, teacher: _Seen, batch: dict[str, Any]) -> Iterator[Tensor]:
         losses = self.losses

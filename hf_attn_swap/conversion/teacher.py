@@ -64,14 +64,38 @@ class Teacher:
             student: the student as the trainer runs it (DDP, FSDP or compiled).
             plain: the student without such a wrapper.
             batch: the keyword arguments of the model.
+
+        Raises:
+            ValueError: the student is split over several processes, and weights of the model itself train.
         """
         if self.model is not None:
             self.model.to(device=next(plain.parameters()).device)  # type: ignore[call-arg]  # torch's own argument
             return self.model(**batch)
         with self.installation.stock(), _evaluating(plain), _without_adapters(plain):
             if self.frozen:
+                _refuse_sharded(plain)
                 return functional_call(plain, self.frozen, (), batch)
             return student(**batch)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """True if the weights are split over processes. Classes tell it too: FSDP gathers some weights between passes."""
+    classes = {base.__name__ for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
+    split = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    return split or not classes.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """Refuse weights that are split over processes: FSDP puts them back in the place of the frozen copies.
+
+    Raises:
+        ValueError: a weight is split.
+    """
+    if is_sharded(model):
+        raise ValueError(
+            "frozen copies cannot take the place of sharded weights (FSDP), so the teacher would change with the "
+            "student; train adapters (PEFT), or pass another model as teacher."
+        )
 
 
 def _unused_at_strength_0(model: nn.Module) -> set[int]:

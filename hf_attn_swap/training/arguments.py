@@ -162,7 +162,11 @@ class ConversionArguments:
         short = (self.calibrate, self.transfer_epochs or None, self.distill_tokens, self.distill_epochs)
         if self.stages and (any(value is not None for value in short) or self.order != CONVERT_FIRST):
             raise ValueError("give --stages, or the options of single stages, not both.")
-        _ = self.plan
+        plan = self.plan
+        if self.schedule is not None and not isinstance(plan[-1], FineTune):
+            raise ValueError("a schedule moves the strength during the fine-tuning, which must then be the last stage.")
+        if self.order == FINE_TUNE_FIRST and len(plan) == 1:
+            raise ValueError(f"order {FINE_TUNE_FIRST!r} needs a stage that follows, such as --distill_epochs 1.")
         if self.calibrate is not None:
             check_fit(self.calibrate)
         if self.calibration_rows < 1:

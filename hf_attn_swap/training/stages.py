@@ -163,13 +163,16 @@ def _read(entry: str) -> Stage:
     except json.JSONDecodeError as problem:
         raise ValueError(f"a stage must be a JSON object, got {entry!r} ({problem}).") from None
     name = values.pop("stage", None) if isinstance(values, dict) else None
-    if name not in KINDS:
+    if not isinstance(name, str) or name not in KINDS:
         raise ValueError(f"a stage must name one of {', '.join(KINDS)}, got {entry!r}.")
     kind = KINDS[name]
     known = {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted(set(values) - known):
         raise ValueError(f"the stage {name} has no option {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
-    stage: Stage = kind(**values)
+    try:
+        stage: Stage = kind(**values)
+    except TypeError as problem:  # a value of another type, such as text in the place of a number
+        raise ValueError(f"the stage {name} cannot have these values: {entry} ({problem}).") from None
     return stage
 
 

@@ -1,0 +1,242 @@
+"""The stages of a conversion, from YAML and from options; and a run that converts its fine-tuned control."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from hf_attn_swap.conversion import Losses
+from hf_attn_swap.publish.results import RunResult
+from hf_attn_swap.training import parse
+from hf_attn_swap.training.arguments import ConversionArguments
+from hf_attn_swap.training.stages import KINDS, Align, Calibrate, Distil, FineTune, read_stages
+
+from .conftest import options
+from .test_run import NO_SAVING, RECIPES, recipe
+
+# PEFT reads a property that transformers has renamed
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+needs_recipes = pytest.mark.skipif(not RECIPES.is_dir(), reason="recipes/ is not next to the installed package")
+DISTIL = {"stage": "distil", "tokens": 300000, "rank": 32, "learning_rate": 5e-4, "hidden": 0.5, "temperature": 2.0}
+
+
+def conversion(*words: str) -> ConversionArguments:
+    (found,) = parse((ConversionArguments,), words)
+    assert isinstance(found, ConversionArguments)
+    return found
+
+
+def refused(words: tuple[str, ...], capsys: Any) -> str:
+    """The one line with which the command line ends."""
+    with pytest.raises(SystemExit) as ended:
+        conversion(*words)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return str(line)
+
+
+def test_every_stage_by_name() -> None:
+    """Each stage that there is can be written with its name alone, in the order of the list."""
+    converting = [name for name in KINDS if name != "fine_tune"]
+    plan = read_stages([json.dumps({"stage": name}) for name in (*converting, "fine_tune")])
+    assert plan == tuple(KINDS[name]() for name in (*converting, "fine_tune"))
+    assert plan == (Calibrate(), Align(), Distil(), FineTune())
+    assert [stage.name for stage in plan] == list(KINDS)
+    assert [stage.step for stage in plan] == ["map", "transfer", "distil", "fine_tune"]
+
+
+def test_values_of_a_stage() -> None:
+    (stage,) = read_stages([json.dumps(DISTIL)])
+    wanted = {"tokens": 300000, "rank": 32, "learning_rate": 5e-4, "hidden": 0.5, "temperature": 2.0}
+    assert stage == Distil(**wanted)
+    assert stage.losses == Losses(hidden=0.5, temperature=2.0)
+    for given, names in (("value", ("value",)), (["query", "key"], ("query", "key"))):
+        (stage,) = read_stages([json.dumps({"stage": "align", "trainable": given})])
+        assert stage == Align(trainable=names)
+    (stage,) = read_stages(['{"stage": "calibrate", "fit": "gain", "neutral_start": false, "source": "simple_resl"}'])
+    assert stage == Calibrate(fit="gain", neutral_start=False, source="simple_resl")
+    assert stage.step == "gain"
+
+
+def test_from_yaml(tmp_path: Path) -> None:
+    """The list of the documentation, and an option that replaces the file's list."""
+    file = tmp_path / "stages.yaml"
+    file.write_text(
+        "stages:\n"
+        "  - {stage: calibrate, fit: gain}\n"
+        "  - {stage: align, epochs: 1}\n"
+        "  - {stage: distil, tokens: 300000, rank: 32, learning_rate: 5.0e-4, trainable: [query, value]}\n"
+        "  - {stage: fine_tune}\n"
+    )
+    found = conversion(str(file))
+    last = Distil(tokens=300000, rank=32, learning_rate=5e-4, trainable=("query", "value"))
+    assert found.plan == (Calibrate(fit="gain"), Align(epochs=1), last, FineTune())
+    assert found.steps == ("gain", "transfer", "distil")
+    found = conversion(str(file), "--stages", '{"stage": "fine_tune"}', '{"stage": "distil"}')
+    assert found.plan == (FineTune(), Distil())
+    assert found.steps == ("fine_tune", "distil")
+
+
+@pytest.mark.parametrize(
+    ("words", "plan", "steps"),
+    [
+        ((), (FineTune(),), ()),
+        (("--calibrate", "gain", "--calibration_rows", "9"), (Calibrate(fit="gain", rows=9), FineTune()), ("gain",)),
+        (
+            ("--calibrate", "map", "--neutral_start", "false", "--source", "simple"),
+            (Calibrate(neutral_start=False, source="simple"), FineTune()),
+            ("map",),
+        ),
+        (
+            ("--transfer_epochs", "2", "--transfer_trainable", "value", "--transfer_learning_rate", "0.5"),
+            (Align(epochs=2.0, trainable=("value",), learning_rate=0.5), FineTune()),
+            ("transfer",),
+        ),
+        (("--distill_tokens", "500"), (Distil(tokens=500), FineTune()), ("distil",)),
+        (
+            ("--distill_epochs", "2", "--distill_options", '{"rank": 4, "hidden": 1.0, "logits": 0}'),
+            (Distil(epochs=2.0, rank=4, hidden=1.0, logits=0), FineTune()),
+            ("distil",),
+        ),
+        (
+            ("--calibrate", "map", "--transfer_epochs", "1", "--distill_epochs", "1", "--schedule", "linear"),
+            (Calibrate(), Align(), Distil(), FineTune()),
+            ("map", "transfer", "distil", "schedule"),
+        ),
+        (
+            ("--order", "fine_tune_first", "--calibrate", "map", "--distill_tokens", "9"),
+            (FineTune(), Calibrate(), Distil(tokens=9)),
+            ("fine_tune", "map", "distil"),
+        ),
+    ],
+)
+def test_from_options(words: tuple[str, ...], plan: tuple[Any, ...], steps: tuple[str, ...]) -> None:
+    found = conversion(*words)
+    assert found.plan == plan
+    assert found.steps == steps
+
+
+@pytest.mark.parametrize(
+    ("stage", "reason"),
+    [
+        ("[1]", "a stage must name one of calibrate, align, distil, fine_tune, got '[1]'"),
+        ("{", "a stage must be a JSON object, got '{'"),
+        ('{"stage": "prune"}', "a stage must name one of calibrate, align, distil, fine_tune"),
+        ('{"stage": ["distil"]}', "a stage must name one of calibrate, align, distil, fine_tune"),
+        ('{"epochs": 1}', "a stage must name one of calibrate, align, distil, fine_tune"),
+        ('{"stage": "align", "rank": 3}', "the stage align has no option rank; it has epochs, learning_rate, tokens"),
+        ('{"stage": "fine_tune", "epochs": 3}', "the stage fine_tune has no option epochs"),
+        ('{"stage": "align", "epochs": 0}', "align: epochs must be above 0, got 0"),
+        ('{"stage": "align", "epochs": "two"}', "the stage align cannot have these values"),
+        ('{"stage": "align", "trainable": 3}', "the stage align cannot have these values"),
+        ('{"stage": "distil", "tokens": -5}', "distil: tokens must be above 0, got -5"),
+        ('{"stage": "distil", "rank": 0}', "distil: rank must be above 0, got 0"),
+        ('{"stage": "distil", "logits": 0}', "one must be above 0"),
+        ('{"stage": "distil", "temperature": 0}', "temperature must be above 0"),
+        ('{"stage": "distil", "hidden": "much"}', "the stage distil cannot have these values"),
+        ('{"stage": "calibrate", "fit": "full"}', "fit must be one of 'gain', 'map'"),
+        ('{"stage": "calibrate", "rows": 0}', "calibrate: rows must be above 0, got 0"),
+    ],
+)
+def test_a_stage_refused(stage: str, reason: str, capsys: Any) -> None:
+    assert reason in refused(("--stages", stage), capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--order", "backwards"), "order must be 'convert_first' or 'fine_tune_first', got 'backwards'"),
+        (("--order", "fine_tune_first"), "order 'fine_tune_first' needs a stage that follows"),
+        (("--distill_tokens", "5", "--distill_epochs", "1"), "give --distill_tokens or --distill_epochs, not both"),
+        (("--distill_epochs", "1", "--distill_options", "[2]"), "options must be a JSON object, got '[2]'"),
+        (("--distill_epochs", "1", "--distill_options", '{"depth": 2}'), "the stage distil has no option depth"),
+        (("--calibration_rows", "0"), "calibration_rows must be at least 1, got 0"),
+        (("--transfer_epochs", "-1"), "align: epochs must be above 0, got -1.0"),
+        (("--stages", '{"stage": "distil"}', "--calibrate", "map"), "give --stages, or the options of single stages"),
+        (("--stages", '{"stage": "distil"}', "--order", "fine_tune_first"), "give --stages, or the options of single"),
+        (
+            ("--stages", '{"stage": "align"}', '{"stage": "fine_tune"}', '{"stage": "distil"}'),
+            "the stage fine_tune must be the first or the last",
+        ),
+        (
+            ("--order", "fine_tune_first", "--distill_epochs", "1", "--schedule", "linear"),
+            "a schedule moves the strength during the fine-tuning, which must then be the last stage",
+        ),
+    ],
+)
+def test_options_refused(words: tuple[str, ...], reason: str, capsys: Any) -> None:
+    assert reason in refused(words, capsys)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForSequenceClassification.from_pretrained(folder / "seed-0" / "model").state_dict())
+
+
+@needs_recipes
+def test_the_fine_tuned_control_is_converted(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """The run starts from the control's weights and says so, stops without fine-tuning, and needs the control."""
+    first = ("--variant", "belief", "--order", "fine_tune_first", "--distill_epochs", "1")
+    still = ("--label", "still", "--distill_options", '{"learning_rate": 1e-30}')
+    moving = ("--label", "moving", "--distill_options", '{"learning_rate": 1e-2, "rank": 2}')
+    recipe("text_classification.py", options(tiny, tmp_path, *first, *still, *NO_SAVING), monkeypatch)
+    control, same = weights(tmp_path / "softmax"), weights(tmp_path / "still")
+    untrained = AutoModelForSequenceClassification.from_pretrained(tiny / "model").state_dict()
+    for key, value in control.items():
+        assert torch.allclose(same[key], value, atol=1e-12, rtol=0), key
+    assert any(not torch.equal(value, untrained[key]) for key, value in control.items() if "attention" in key)
+    result = RunResult.load(tmp_path / "still" / "results.json")
+    assert result.steps == ("fine_tune", "distil")
+    assert "Started from the fine-tuned softmax control of the same seed" in result.conversion[0]
+    assert "Attention replaced by belief, weights kept" in result.conversion[1]
+    assert (
+        "Distilled without labels from the model before the swap: 1 epochs on 48 training rows" in result.conversion[2]
+    )
+    assert len(result.conversion) == 3
+    outcome = json.loads((tmp_path / "still" / "seed-0" / "outcome.json").read_text())
+    assert outcome["steps"] == 0, "no fine-tuning followed"
+    assert "belief" in (tmp_path / "still" / "README.md").read_text()
+
+    recipe("text_classification.py", options(tiny, tmp_path, *first, *moving, *NO_SAVING), monkeypatch)
+    moved = weights(tmp_path / "moving")
+    assert set(moved) == set(control), "the adapters are merged"
+    assert not torch.allclose(*(each["bert.encoder.layer.0.attention.self.query.weight"] for each in (moved, control)))
+    assert torch.equal(*(each["bert.embeddings.word_embeddings.weight"] for each in (moved, control)))
+    assert "LoRA of rank 2, merged" in RunResult.load(tmp_path / "moving" / "results.json").conversion[2]
+
+    shutil.rmtree(tmp_path / "softmax" / "seed-0" / "model")
+    capsys.readouterr()
+    again = options(tiny, tmp_path, *first, "--label", "again", *NO_SAVING)
+    with pytest.raises(SystemExit, match="holds no fine-tuned control; run the variant softmax with this seed first"):
+        recipe("text_classification.py", again, monkeypatch)
+
+
+@needs_recipes
+def test_all_stages_in_one_run(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Calibrate, align, distil and fine-tune, by a file; each leaves a sentence, and no stage's folder stays."""
+    file = tmp_path / "stages.yaml"
+    file.write_text(
+        "stages:\n"
+        "  - {stage: calibrate, fit: map}\n"
+        "  - {stage: align, tokens: 60}\n"
+        "  - {stage: distil, tokens: 60, trainable: [query, swap], hidden: 1.0, batch: 4}\n"
+        "  - {stage: fine_tune}\n"
+    )
+    words = [str(file), *options(tiny, tmp_path, "--variant", "simple_resl", *NO_SAVING)]
+    recipe("text_classification.py", words, monkeypatch)
+    result = RunResult.load(tmp_path / "simple-resl" / "results.json")
+    assert result.steps == ("map", "transfer", "distil")
+    for sentence, start in zip(
+        result.conversion,
+        ("Attention replaced", "Calibrated: map", "Attention transfer", "Distilled without labels", "Fine-tuned for 1"),
+        strict=True,
+    ):
+        assert sentence.startswith(start)
+    assert "60 tokens, query, swap trained, loss 1 x logits + 1 x hidden states" in result.conversion[3]
+    assert not list((tmp_path / "simple-resl" / "seed-0").glob("stage-*"))
+    assert not (tmp_path / "simple-resl" / "seed-0" / "converted").exists()
