@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .core.registry import Options, parse, parse_options
+from .core.registry import Options, fit_options, parse, parse_options
 from .core.swap import Swap
 from .families import Site, obstacle, sites
 from .variants.base import Variant
@@ -184,14 +184,15 @@ def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options,
     Args:
         site: the attention module.
         classes: the variants.
-        options: the options of each variant, by the variant's name, complete with defaults.
+        options: the options of each variant, by the variant's name, complete with defaults. The variants fit them to
+            the kind of the module.
         index: the number of the layer.
 
     Raises:
         ValueError: a variant does not fit the module.
     """
     try:
-        swap = Swap(classes, options, site.family.geometry(site.core))
+        swap = Swap(classes, fit_options(classes, options, site.kind), site.family.geometry(site.core))
     except ValueError as problem:
         raise ValueError(f"{site.path}: {problem}") from None
     if site.packed is not None and any(swap.at(place) is not None for place in ("scores", "read", "write")):

@@ -19,8 +19,9 @@ from .slow import slow_belief_projection, slow_entmax15, slow_simple_attention, 
 
 CAUSAL = ("GPT2Attention", "LlamaAttention", "OPTAttention", "Qwen2Attention")
 CORES = ("AlbertAttention", "BertAttention", "ViTAttention", *CAUSAL)
+GAMMAS = {"ViTAttention": -1e-5} | dict.fromkeys(CAUSAL, -12 / 512)  # of the papers; BERT and ALBERT: -0.025
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "clipped": {"gamma": -0.025, "zeta": 1.0, "alpha": None, "length": None},
+    "clipped": {"gamma": None, "zeta": 1.0, "alpha": None, "length": None},
     "gated": {"kind": "linear", "pi_init": 0.25},
     "simple": {"length": "true"},
     "simple_res": {"length": "true", "skip": "inner"},
@@ -192,7 +193,8 @@ class SlowLayer(nn.Module):
                 weights = (1 - self.s) * plain + self.s * formula(scores, allowed)
         if "clipped" in self.chosen:
             options = self.chosen["clipped"]
-            gamma = options["gamma"] if options["alpha"] is None else -options["alpha"] / options["length"]
+            given = options["gamma"] if options["gamma"] is not None else GAMMAS.get(self.kind, -0.025)
+            gamma = given if options["alpha"] is None else -options["alpha"] / options["length"]
             gamma, zeta = self.s * gamma, 1 + self.s * (options["zeta"] - 1)
             weights = ((zeta - gamma) * weights + gamma).clamp(0, 1) * allowed
         return weights

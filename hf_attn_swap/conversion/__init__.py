@@ -1,6 +1,7 @@
 """Convert a trained model with little loss: neutral start, calibration, schedule, attention transfer, distillation."""
 
 from .calibrate import calibrate
+from .cut import choose_gamma, cut_shares
 from .distillation import DistillationTrainer, Losses
 from .merge import merge_calibration
 from .neutral import neutral_start
@@ -13,6 +14,8 @@ __all__ = [
     "Losses",
     "StrengthSchedule",
     "calibrate",
+    "choose_gamma",
+    "cut_shares",
     "merge_calibration",
     "neutral_start",
 ]

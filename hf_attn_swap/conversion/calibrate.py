@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,17 +28,19 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core.calibration import check_fit
-from ..core.call import Call
+from ..core.call import NORMALISED, Call
 from ..core.registry import parse, parse_options
 from ..patch import build_swap, need_installation, swappable
 from ..wiring.install import Installation
 from .batches import Batch, as_batches, forward, token_mask
+from .cut import Share
 from .moments import Moments
 from .neutral import neutral_start
 from .report import CalibrationReport, LayerFit
 from .target import Target
 
 RIDGE = 1e-4
+LARGEST_CUT = 0.1  # of a layer's attention; a warning follows above
 
 
 def calibrate(
@@ -74,7 +77,9 @@ def calibrate(
         options: the options of `source`.
 
     Returns:
-        R^2 per layer and head before and after the fit, the fitted gains, and the shortest and longest row in tokens.
+        R^2 per layer and head before and after the fit, the fitted gains, the share of the attention that a variant
+        such as `clipped` cuts away, and the shortest and longest row in tokens. A warning says so if this share is
+        above a tenth in a layer.
 
     Raises:
         ValueError: the model is not patched or has merged layers, there is no batch, there are too few real tokens, the
@@ -118,13 +123,20 @@ def _fit(
         layers = tuple(fittings[index].apply(*solution, index) for index, solution in solved.items())
     shortest, longest = torch.cat(lengths).aminmax()
     left = max((target.left for target in targets.values()), key=abs)
-    return CalibrationReport(
+    report = CalibrationReport(
         fit=fit,
         source=source,
         layers=layers,
         lengths=(int(shortest), int(longest)),
         left=left,
     )
+    if max(layer.cut or 0.0 for layer in report.layers) > LARGEST_CUT:
+        warnings.warn(
+            f"{report.cut_words} The heads lose what these weights read; patch the model with a gamma closer to 0, "
+            "such as hf_attn_swap.conversion.choose_gamma finds for these batches.",
+            stacklevel=2,
+        )
+    return report
 
 
 def _new_skip(targets: dict[int, Target]) -> bool:
@@ -147,10 +159,11 @@ def _undone_after_an_error(installation: Installation) -> Iterator[None]:
 
 @dataclass
 class _Fitting:
-    """The fit of one layer: its target, and the sums of products so far."""
+    """The fit of one layer: its target, the sums of products so far, and what the variant cuts of the attention."""
 
     target: Target
     moments: Moments
+    cut: Share = field(default_factory=Share)
 
     def hook(self, batch: Batch, lengths: list[Tensor], hooked: contextlib.ExitStack) -> None:
         """Add the tokens of the next forward pass to the sums. During that pass the source's swap is in the model."""
@@ -159,12 +172,27 @@ class _Fitting:
             inputs, call, sdpa, _ = args
             swap = self.target.swap
             own = Call(x=call.x, start=call.start, carried=call.carried, order=swap.place_in(call.carried))
+            own.tap = self._tap(own, batch)
             heads = swap(inputs, own, sdpa, False)[0]
             real = token_mask(batch, heads)
             self.moments.add(heads[real], self.target.wanted(output[0])[real])
             lengths.append(real.sum(1).cpu())
 
         hooked.callback(self.target.source.register_forward_hook(collect).remove)
+
+    def _tap(self, call: Call, batch: Batch) -> Any:
+        """A tap that measures what the variant of the place "weights" cuts away; None without such a variant."""
+        adjuster = self.target.swap.at("weights")
+        if adjuster is None or adjuster.replaces:
+            return None
+
+        def see(place: str, tensor: Tensor) -> Tensor:
+            if place == NORMALISED:
+                lost = tensor - adjuster.adjust(tensor, call.hand(tensor.dtype))
+                self.cut.add(lost.clamp_min(0), tensor, batch)
+            return tensor
+
+        return see
 
     def solve(self, ridge: float, index: int) -> tuple[Tensor, Tensor | None]:
         """Return the weight and the bias of the fit. The layer does not change."""
@@ -185,6 +213,7 @@ class _Fitting:
             after=after,
             gains=tuple(weight.tolist()) if bias is None else None,
             tokens=self.moments.rows,
+            cut=self.cut.value if self.cut.whole else None,
         )
 
 

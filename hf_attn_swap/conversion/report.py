@@ -9,7 +9,7 @@ from typing import Any
 from ..core.table import Table
 
 TINY = 0.01  # a skip of less than this share of the input is not worth a sentence
-HEADER = ("layer", "module", "R2 before", "R2 after", "worst head", "negative gains")
+HEADER = ("layer", "module", "R2 before", "R2 after", "worst head", "negative gains", "cut")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class LayerFit:
         before, after: R^2 per head on the calibration tokens, before the fit and after the fit.
         gains: the fitted gain per head; None for maps.
         tokens: how many real tokens the fit used.
+        cut: the share of the attention weights that the variant cuts away, in [0, 1]; None if the variant cuts nothing.
     """
 
     layer: int
@@ -29,6 +30,7 @@ class LayerFit:
     after: tuple[float, ...]
     gains: tuple[float, ...] | None
     tokens: int
+    cut: float | None = None
 
     @property
     def negative(self) -> tuple[int, ...]:
@@ -49,6 +51,7 @@ class LayerFit:
             f"{fmean(self.after):.3f}",
             f"{worst} ({self.after[worst]:.3f})",
             negative,
+            "-" if self.cut is None else f"{self.cut:.1%}",
         )
 
 
@@ -76,20 +79,46 @@ class CalibrationReport:
         """1 - R^2 after the fit, as a mean over layers and heads."""
         return 1 - fmean(value for layer in self.layers for value in layer.after)
 
-    def summary(self) -> str:
-        """The report in two sentences, and a third where a skip stays that no fit can undo and that is not tiny."""
-        shortest, longest = self.lengths
-        span = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
-        skip = (
-            f" The swap adds {self.left:g} times the input in every layer, which no fit can undo in a pre-norm block: "
+    @property
+    def largest_cut(self) -> LayerFit | None:
+        """The layer that loses the largest share of its attention; None if the variant cuts nothing."""
+        known = [layer for layer in self.layers if layer.cut is not None]
+        return max(known, key=lambda layer: layer.cut or 0.0, default=None)
+
+    @property
+    def cut_words(self) -> str:
+        """A sentence on the share of the attention that the variant cuts away; empty if it cuts nothing."""
+        largest = self.largest_cut
+        if largest is None:
+            return ""
+        mean = fmean(layer.cut for layer in self.layers if layer.cut is not None)
+        return (
+            f"The clip cuts away {mean:.2%} of the attention weights on average, and {largest.cut:.2%} in layer "
+            f"{largest.layer}."
+        )
+
+    @property
+    def skip_words(self) -> str:
+        """A sentence on a skip that no fit can undo; empty if there is none, or a tiny one."""
+        if abs(self.left) < TINY:
+            return ""
+        return (
+            f"The swap adds {self.left:g} times the input in every layer, which no fit can undo in a pre-norm block: "
             "choose neutral=True where the norm's scale is free, or options without this skip (mha: alpha=0), or train "
             "the model for long."
         )
-        return (
+
+    def summary(self) -> str:
+        """The report in two sentences, and one more each for a skip that no fit can undo and for a clip."""
+        shortest, longest = self.lengths
+        span = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
+        sentences = (
             f"{self.fit} fitted to {self.source} on {self.layers[0].tokens:,} tokens: {self.unexplained:.1%} of the "
-            f"read-out stays unexplained. Rows had {span} tokens; use the model at such lengths."
-            f"{skip if abs(self.left) >= TINY else ''}"
+            f"read-out stays unexplained. Rows had {span} tokens; use the model at such lengths.",
+            self.skip_words,
+            self.cut_words,
         )
+        return " ".join(filter(None, sentences))
 
     def __str__(self) -> str:
         return self._table().text()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels.dispatch import Form, Setting
 from ..variants.base import Variant
-from .call import Call, FusedSoftmax, Inputs
+from .call import NORMALISED, Call, FusedSoftmax, Inputs
 from .masks import traced
 
 
@@ -100,6 +100,7 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         weights = places.normaliser.normalise(wide, call.hand(wide.dtype))
     else:
         weights = torch.softmax(wide, -1)
+    weights = call.tapped(NORMALISED, weights)
     if places.adjuster is not None:
         weights = places.adjuster.adjust(weights, call.hand(weights.dtype))
     if allowed is not None:  # a query that may see no key reads zeros, as in SDPA

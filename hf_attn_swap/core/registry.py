@@ -8,6 +8,7 @@ from typing import Any
 
 from .. import variants  # noqa: F401  # registers every variant
 from ..variants.base import VARIANTS, Variant
+from .kind import Kind
 from .options import check_values
 
 Options = dict[str, dict[str, Any]]
@@ -79,6 +80,21 @@ def parse_options(classes: tuple[type[Variant], ...], options: Mapping[str, Any]
                 )
         nested = {name: dict(options.get(name, {})) for name in names}
     return {cls.name: dataclasses.asdict(build_options(cls, nested[cls.name])) for cls in classes}
+
+
+def fit_options(classes: tuple[type[Variant], ...], options: Options, kind: Kind) -> Options:
+    """The options of each variant, by the variant's name, for an attention module of this kind.
+
+    Args:
+        classes: the variants, from `parse`.
+        options: the options of each variant, from `parse_options`.
+        kind: the kind of the module.
+
+    Raises:
+        ValueError: an option is unknown, or a value has the wrong type or lies outside its range.
+    """
+    fitted = {cls.name: cls.fit_options(build_options(cls, options[cls.name]), kind) for cls in classes}
+    return {name: dataclasses.asdict(value) for name, value in fitted.items()}
 
 
 def build_options(cls: type[Variant], given: Mapping[str, Any]) -> Any:

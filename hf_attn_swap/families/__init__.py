@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ..core.kind import Kind
 from . import generic
 from .base import Family
 from .source import built_by_implementation
@@ -56,6 +57,11 @@ class Site:
     def usable(self) -> bool:
         """True for self-attention that can be swapped. The option `layers` counts these modules."""
         return not self.cross and self.refused is None
+
+    @property
+    def kind(self) -> Kind:
+        """What the module reads."""
+        return generic.kind(self.core)
 
 
 def sites(model: nn.Module) -> list[Site]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..core.call import Geometry
+from ..core.kind import Kind
 from .base import Family
 from .source import OTHERS, given_other_states, interface_calls, learned_input
 
@@ -23,6 +24,7 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 FUSED = ("query_key_value", "qkv")
 QUERIES = ("q_proj", "query", "q_lin", "q", *FUSED)
 WIDTHS = ("v_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+PATCHES = ("image_size", "patch_size")  # the configs of models that read images have one of these
 HIDDEN = ("hidden_size", "d_model", "dim", "n_embd", "embed_dim")
 
 
@@ -49,6 +51,17 @@ def is_cross(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
     siblings = sum(type(child) is type(module) for child in parent.children()) if parent is not None else 0
     cls: Any = getattr(type(parent), "stock_class", None) or type(parent)
     return siblings > 1 and given_other_states(cls, place) is True
+
+
+def kind(core: nn.Module) -> Kind:
+    """What a core reads, by its own causal flag and by the config that it holds.
+
+    In a model of images and text, each tower has a config of its own, so each tower has its own kind.
+    """
+    if getattr(core, "is_causal", False) is True:
+        return Kind.DECODER
+    image = any(hasattr(getattr(core, "config", None), name) for name in PATCHES)
+    return Kind.IMAGE if image else Kind.ENCODER
 
 
 def unrunnable(module: nn.Module, cls: Any) -> str | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.call import Call, FusedSoftmax, Geometry, Inputs, Strength, Three
+from ..core.kind import Kind
 from ..core.options import Options
 from ..kernels.dispatch import Form, Setting
 
@@ -93,6 +94,21 @@ class Variant(nn.Module):
         Raises:
             ValueError: the variant does not fit.
         """
+
+    @classmethod
+    def fit_options(cls, options: Any, kind: Kind) -> Any:
+        """Fill in the options that depend on the kind of the attention module.
+
+        A swap holds the result, and so does the saved config: a checkpoint never depends on a later default.
+
+        Args:
+            options: an instance of `Options`.
+            kind: the kind of the module.
+
+        Returns:
+            An instance of `Options` without such gaps. Options that are complete come back as they are.
+        """
+        return options
 
     @property
     def carries(self) -> bool:

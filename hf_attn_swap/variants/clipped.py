@@ -8,14 +8,18 @@ Axes: B batch, H head, Q query, K key.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ..core.call import Call
+from ..core.kind import Kind
 from ..core.options import Options
 from ..functional import check_clip, clip
 from .base import Variant, register
+
+# The gammas of the papers' runs: BERT -0.025, OPT -12 / 512, ViT -0.00001.
+PUBLISHED = {Kind.ENCODER: -0.025, Kind.DECODER: -12 / 512, Kind.IMAGE: -1e-5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +27,17 @@ class ClippedOptions(Options):
     """The options of clipped softmax.
 
     Attributes:
-        gamma: the lower end of the stretched weights, at most 0.
+        gamma: the lower end of the stretched weights, at most 0. None means the gamma of `PUBLISHED` for the kind of
+            the attention module; a swap that is in a model holds this number.
         zeta: the upper end of the stretched weights, at least 1.
-        alpha, length: if given, gamma is -alpha / length. `length` is a constant, such as the training length.
+        alpha, length: if given, gamma is -alpha / length, whatever `gamma` says. `length` is a constant, such as
+            the training length.
 
     Raises:
         ValueError: a number lies outside its range, or only one of `alpha` and `length` is given.
     """
 
-    gamma: float = -0.025
+    gamma: float | None = None
     zeta: float = 1.0
     alpha: float | None = None
     length: int | None = None
@@ -42,10 +48,10 @@ class ClippedOptions(Options):
             raise ValueError("clipped: alpha and length go together (gamma = -alpha / length).")
         if self.alpha is not None and (self.alpha < 0 or self.length is None or self.length < 1):
             raise ValueError(f"clipped: alpha must be >= 0 and length >= 1, got {self.alpha} and {self.length}.")
-        check_clip(self.stretch, self.zeta)
+        check_clip(0.0 if self.gamma is None else self.gamma, self.zeta)
 
     @property
-    def stretch(self) -> float:
+    def stretch(self) -> float | None:
         """The lower end of the stretched weights: -alpha / length if both are given, otherwise gamma."""
         if self.alpha is None or self.length is None:
             return self.gamma
@@ -65,7 +71,14 @@ class Clipped(Variant):
     Options = ClippedOptions
     options: ClippedOptions
 
+    @classmethod
+    def fit_options(cls, options: ClippedOptions, kind: Kind) -> ClippedOptions:
+        if options.gamma is not None:
+            return options
+        return replace(options, gamma=PUBLISHED[kind] if options.stretch is None else options.stretch)
+
     def adjust(self, weights_BHQK: Tensor, call: Call) -> Tensor:
+        assert self.options.stretch is not None, "build_swap fits the options first"
         gamma = call.strength * self.options.stretch
         zeta = 1 + call.strength * (self.options.zeta - 1)
         return clip(weights_BHQK, gamma, zeta)

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap.core.kind import Kind
 from hf_attn_swap.core.options import choices as literal_choices
-from hf_attn_swap.core.registry import parse
+from hf_attn_swap.core.registry import fit_options, parse, parse_options
 from hf_attn_swap.families import FAMILIES
 from hf_attn_swap.variants.base import VARIANTS
 
@@ -71,12 +72,23 @@ def option_sets(name: str) -> list[dict[str, Any]]:
     combinations = itertools.product(*(choices(cls, field) for field in strings))
     sets: list[dict[str, Any]] = [dict(zip(strings, values, strict=True)) for values in combinations]
     sets = [chosen if is_default(name, chosen) else chosen | unequal(cls) for chosen in sets]
-    for field in fields:
-        if hints[field.name] is float:
-            trials = ({field.name: value} for value in (0.0, field.default / 2, 1.1))
-            sets += [trial for trial in trials if trial[field.name] != field.default and _accepts(cls, trial)]
-    optional = {field.name: _example(hints[field.name]) for field in fields if field.default is None}
+    defaults = text_options((name, {}))
+    for option, default in defaults.items():
+        if isinstance(default, float):
+            trials = ({option: value} for value in (0.0, default / 2, 1.1))
+            sets += [trial for trial in trials if trial[option] != default and _accepts(cls, trial)]
+    optional = {option: _example(hints[option]) for option, default in defaults.items() if default is None}
     return [*sets, optional] if optional else sets
+
+
+def text_options(cell: Cell) -> dict[str, Any]:
+    """All options of a cell, as they are in a text encoder.
+
+    Some options depend on the kind of the model, and those for images may be too small to show on a tiny model.
+    """
+    classes = parse(cell[0])
+    chosen = fit_options(classes, parse_options(classes, cell[1]), Kind.ENCODER)
+    return chosen if len(classes) > 1 else chosen[cell[0]]
 
 
 def unequal(cls: type[Any]) -> dict[str, float]:

@@ -25,15 +25,16 @@ MAY = {
     "memory.layers": {"functional"},
     "core": set(),
     "core.masks": set(),
+    "core.kind": set(),
     "core.call": {"core.masks"},
     "core.options": set(),
     "core.table": set(),
-    VARIANT_BASE: {"core.call", "core.options", "kernels.dispatch"},
+    VARIANT_BASE: {"core.call", "core.kind", "core.options", "kernels.dispatch"},
     "kernels": set(),
     "kernels.dispatch": {"core.call", "functional.linear", "kernels", "kernels.linear", "kernels.softmax_n"},
     "variants": IDEAS,
     "core.compute": {"core.call", "core.masks", "kernels.dispatch", VARIANT_BASE},
-    "core.registry": {"core.options", "variants", VARIANT_BASE},
+    "core.registry": {"core.kind", "core.options", "variants", VARIANT_BASE},
     "core.calibration": {"core.call"},
     "core.typed": set(),
     "core.swap": {
@@ -48,7 +49,8 @@ MAY = {
     "wiring.hooks": {"core.call", "core.swap", "wiring.cache", "wiring.seam"},
     "wiring.plan": {"core.swap", "families", "wiring", "wiring.seam"},
     **{
-        idea: {"core.call", "core.options", "functional", "functional.linear", "kernels", *KERNELS, VARIANT_BASE}
+        idea: {"functional", "functional.linear", "kernels", *KERNELS, VARIANT_BASE}
+        | {"core.call", "core.kind", "core.options"}
         for idea in IDEAS
     },
     **{

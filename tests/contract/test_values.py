@@ -29,6 +29,7 @@ from .cells import (
     label,
     over,
     swap_in,
+    text_options,
     unequal,
 )  # fmt: skip
 from .harness import (
@@ -139,7 +140,7 @@ def test_every_string_option_has_its_effect(pair: tuple[Cell, Cell], strength: f
 def test_differs_from_stock(family: str, cell: Cell) -> None:
     batch = batch_of(family)
     wanted, wanted_slope = run_all(fresh(family), batch)
-    model = perturb(swap_in(fresh(family), cell[0], **cell[1]))
+    model = perturb(swap_in(fresh(family), cell[0], **text_options(cell)))
     out, slope = run_all(model, batch)
     moved = distance(out, wanted)
     if neutral(model):

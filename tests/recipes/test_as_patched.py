@@ -1,0 +1,71 @@
+"""The recipe that shows what options do as patched: its figures against the same ones worked out here."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, Image
+from PIL import Image as Picture
+from transformers import ViTImageProcessor
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.conversion import cut_shares
+from tests import zoo
+from tests.training.test_run import pytestmark, recipe  # noqa: F401  # skips without recipes/
+
+CHOICES = ('{"variant": "clipped"}', '{"variant": "clipped", "gamma": -0.2}', '{"variant": "mha", "alpha_prime": 0.1}')
+
+
+def rows(shown: str) -> dict[str, list[str]]:
+    """The cells of the printed table, by the first cell."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines()[2:]]
+    return {first: rest for first, *rest in cells}
+
+
+def test_perplexity_of_token_ids(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    model = zoo.build("llama", head="lm")
+    model.save_pretrained(tmp_path / "model")
+    ids = zoo.inputs("llama", batch=6, length=9)["input_ids"]
+    Dataset.from_dict({"ids": ids.tolist()}).to_parquet(tmp_path / "test.parquet")
+    where = [str(tmp_path / "model"), str(tmp_path / "test.parquet"), "--column", "ids", "--length", "8"]
+    recipe("as_patched.py", [*where, "--rows", "3", "--try", *CHOICES], monkeypatch)
+    found = rows(capsys.readouterr().out)
+    measured = [{"input_ids": row[None, :8]} for row in ids[:3]]
+    shares = [each[0] for each in cut_shares(model, measured, [-12 / 512], progress=False).values()]
+    with torch.no_grad():
+        losses = [float(model(**row, labels=row["input_ids"]).loss) for row in measured]
+        patch_model(model, "clipped", gamma=-12 / 512)
+        clipped = [float(model(**row, labels=row["input_ids"]).loss) for row in measured]
+    assert list(found) == ["stock", *CHOICES]
+    assert found["stock"] == ["–", "–", f"{math.exp(sum(losses) / 3):.4g}"]
+    assert found[CHOICES[0]] == [f"{sum(shares) / 3:.2%}", f"{max(shares):.2%}", f"{math.exp(sum(clipped) / 3):.4g}"]
+    recipe("as_patched.py", [*where, "--rows", "3", "--fit", "gain", "--try", CHOICES[2]], monkeypatch)
+    fitted = rows(capsys.readouterr().out)[CHOICES[2]]
+    assert fitted[:2] == ["–", "–"]
+    assert fitted != found[CHOICES[2]]
+    with pytest.raises(ValueError, match="has 6 rows, but 8 are needed"):
+        recipe("as_patched.py", [*where, "--rows", "4", "--fit", "gain"], monkeypatch)
+
+
+def test_relative_error_of_images(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    model = zoo.build("vit", head="base")
+    model.save_pretrained(tmp_path / "model")
+    processor = ViTImageProcessor(size={"height": 16, "width": 16})
+    processor.save_pretrained(tmp_path / "model")
+    pictures = [Picture.effect_noise((16, 16), 60 + 20 * index).convert("RGB") for index in range(2)]
+    data = Dataset.from_dict({"img": pictures}).cast_column("img", Image())
+    data.to_parquet(tmp_path / "test.parquet")
+    where = [str(tmp_path / "model"), str(tmp_path / "test.parquet"), "--column", "img", "--rows", "2"]
+    recipe("as_patched.py", [*where, "--try", *CHOICES[:2]], monkeypatch)
+    found = rows(capsys.readouterr().out)
+    pixels = processor(pictures, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        wanted = model(pixel_values=pixels)[0]
+        got = patch_model(model, "clipped", gamma=-0.2)(pixel_values=pixels)[0]
+    assert found["stock"][-1] == "0"
+    assert float(found[CHOICES[1]][-1]) == pytest.approx(float((got - wanted).norm() / wanted.norm()), rel=1e-3)
+    assert 0 < float(found[CHOICES[0]][-1]) < 0.01 < float(found[CHOICES[1]][-1])
