@@ -16,6 +16,9 @@ from torch import nn
 from hf_attn_swap import patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate, neutral_start
 from hf_attn_swap.conversion.neutral import EXPONENT, Readers, readers
+from hf_attn_swap.core.call import Geometry
+from hf_attn_swap.core.registry import parse, parse_options
+from hf_attn_swap.core.swap import Swap
 from hf_attn_swap.families import sites
 from tests.contract.cells import DEFAULT_CELLS, EXTRA_CELLS, FAMILY_NAMES, Cell, composes, label, swap_in
 from tests.contract.harness import assert_identical, batch_of, forward, fresh, refused, run, swaps
@@ -24,6 +27,7 @@ from tests.generic.harness import SUBJECTS
 
 # PEFT reads a property that transformers has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+SIZES = Geometry(heads=4, kv_heads=4, head_dim=8, hidden=32)
 DTYPES = (torch.float32, torch.bfloat16)
 SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 SMALL |= dict(max_position_embeddings=64, bos_token_id=0, eos_token_id=1, pad_token_id=2, num_key_value_heads=4)
@@ -39,8 +43,8 @@ def with_skip(cells: tuple[Cell, ...], wanted: bool = True) -> list[Any]:
     """The cells of variants and options whose layers add a multiple of their input, or (False) the other cells."""
     found = []
     for name, options in cells:
-        model = swap_in(fresh("llama", torch.float32, num_hidden_layers=1), name, **options)
-        if swaps(model)[0].adds_input is wanted:
+        classes = parse(name)
+        if Swap(classes, parse_options(classes, options), SIZES).adds_input is wanted:
             found.append(pytest.param((name, options), id=label((name, options))))
     return found
 
