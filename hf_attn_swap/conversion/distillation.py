@@ -364,5 +364,5 @@ def _relative_steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parame
             group["params"] = [each for each in group["params"] if each is not parameter]
             size = float(parameter.detach().float().square().mean().sqrt())
             kept = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
-            kept |= {"lr": group["lr"] * min(size, 1.0), "weight_decay": 0.0}
+            kept |= {"lr": group["lr"] * min(size or 1.0, 1.0), "weight_decay": 0.0}
             optimizer.add_param_group({**kept, "params": [parameter]})
