@@ -28,7 +28,7 @@ ABSENT = object()
 LIMIT = 100_000  # no model has more attention modules, so a larger number comes from a damaged file
 LONGEST = 400  # the largest number of characters that an error quotes from a damaged file
 KEYS = {"variant", "layers", "options", "strength"}
-OPTIONAL_KEYS = {"calibration", "modules", "neutral_start"}
+OPTIONAL_KEYS = {"calibration", "retrained", "modules", "neutral_start"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class Planned:
         fit: the name of the calibration's fit; None without a calibration.
         merged: True if the calibration was merged into the weights.
         neutral: k, if a neutral start scales the skip by 2^-k; None without a neutral start.
+        retrained: True if a distillation or a transfer changed weights.
     """
 
     classes: tuple[type[Variant], ...]
@@ -54,6 +55,7 @@ class Planned:
     fit: str | None
     merged: bool
     neutral: int | None
+    retrained: bool
 
 
 Plan = list[Planned]
@@ -112,6 +114,8 @@ def _read_swap(entry: Any, modules: int) -> Planned:
         fit, merged = _read_calibration(entry, strength)
     except ValueError as problem:
         raise problem if str(problem).startswith("attn_swap:") else _damaged(str(problem)) from None
+    if "retrained" in entry and entry["retrained"] is not True:
+        raise _damaged(f"retrained must be true or absent, got {entry['retrained']!r}")
     pattern = entry.get("modules")
     if "modules" in entry and (not isinstance(pattern, str) or not 0 < len(pattern) <= LONGEST):
         raise _damaged(f"modules must be a pattern of module paths, got {pattern!r}")
@@ -124,6 +128,7 @@ def _read_swap(entry: Any, modules: int) -> Planned:
         fit=fit,
         merged=merged,
         neutral=_read_neutral(entry),
+        retrained=entry.get("retrained", False),
     )
 
 
@@ -190,7 +195,8 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
     for planned in plan:
         for index in planned.layers:
             swap = build_swap(usable[index], planned.classes, planned.options, index)
-            swap.strength, swap.selection, swap.neutral = planned.strength, planned.modules, planned.neutral
+            swap.strength, swap.selection = planned.strength, planned.modules
+            swap.neutral, swap.retrained = planned.neutral, planned.retrained
             if planned.merged:
                 swap.merged = planned.fit
             elif planned.fit is not None:

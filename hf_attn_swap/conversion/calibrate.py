@@ -233,6 +233,11 @@ def _targets(installation: Installation, source: str, options: dict[str, Any], *
             raise ValueError(
                 f"layer {index}: an earlier calibration was merged into the weights; load the unmerged model."
             )
+        if swap.retrained:
+            raise ValueError(
+                f"layer {index}: an earlier conversion trained its weights for {'+'.join(swap.names)}, so there is no "
+                "original attention left to fit to; calibrate before the training."
+            )
         original = build_swap(site, classes, chosen, index)
         if original.carries or any(True for _ in original.parameters()):
             raise ValueError(

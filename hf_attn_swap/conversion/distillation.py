@@ -30,7 +30,7 @@ from ..wiring.install import model_root
 from .batches import MASKS, token_mask, without_labels
 from .divergence import divergence
 from .parts import PARTS, part_of
-from .teacher import Teacher, is_sharded
+from .teacher import Teacher, is_sharded, note_retrained, trains_the_original
 from .transfer import layer_errors, relative_error, without_cache
 
 EVERYTHING, BODY = "all", "body"
@@ -225,11 +225,22 @@ class DistillationTrainer(Trainer):
                 _relative_steps(optimizer, [each for each in module.parameters() if each.requires_grad])
         return optimizer
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `Trainer`. Afterwards the swaps note whether strength 0 is still the original model."""
+        changed = trains_the_original(cast(nn.Module, self.model))
+        result = super().train(*args, **kwargs)
+        if changed:
+            note_retrained(self.installation)
+        return result
+
     def merged(self) -> nn.Module:
         """Return the trained model, with PEFT's adapters merged into the weights."""
         model: nn.Module = self.accelerator.unwrap_model(self.model)
         merge = getattr(model, "merge_and_unload", None)
-        return model if merge is None else cast(nn.Module, merge())
+        if merge is None:
+            return model
+        note_retrained(self.installation)
+        return cast(nn.Module, merge())
 
 
 @dataclass

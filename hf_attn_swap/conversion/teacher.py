@@ -49,6 +49,11 @@ class Teacher:
                     f"layer {index}: its calibration was merged, so strength 0 is no longer the original; pass the "
                     "original model as teacher, or load the unmerged model."
                 )
+            if swaps[0].retrained:
+                raise ValueError(
+                    f"layer {index}: an earlier conversion trained its weights, so strength 0 is no longer the "
+                    "original; pass the original model as teacher."
+                )
         changed = _unused_at_strength_0(student)
         self.frozen = {
             name: parameter.detach().clone()
@@ -76,6 +81,20 @@ class Teacher:
                 _refuse_sharded(plain)
                 return functional_call(plain, self.frozen, (), batch)
             return student(**batch)
+
+
+def trains_the_original(model: nn.Module) -> bool:
+    """True if parameters train that the model uses at strength 0, so that the training changes the original."""
+    others = _unused_at_strength_0(model)
+    return any(parameter.requires_grad and id(parameter) not in others for parameter in model.parameters())
+
+
+def note_retrained(installation: Installation) -> None:
+    """Note in every swap and in the config that strength 0 is no longer the original model."""
+    for swaps in installation.swaps().values():
+        for swap in swaps:
+            swap.retrained = True
+    installation.refresh()
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from ..patch import need_installation, swappable
 from ..wiring.install import Installation
 from .batches import token_mask, without_labels
 from .parts import PARTS, site_part
+from .teacher import note_retrained, trains_the_original
 
 ADAPTERS = "adapters"
 
@@ -59,7 +60,7 @@ class AttentionTransferTrainer(Trainer):
         trainable: Iterable[str] = ("query", "key", "swap"),
         **kwargs: Any,
     ) -> None:
-        installation = need_installation(model)
+        installation = self.installation = need_installation(model)
         self.swapped = _swapped(installation)
         _choose(model, self.swapped, tuple([trainable] if isinstance(trainable, str) else trainable))
         self.errors = LayerErrors(self.swapped, follow=True)
@@ -73,6 +74,14 @@ class AttentionTransferTrainer(Trainer):
         self.no_logits: dict[str, int] = {}
         if "logits_to_keep" in inspect.signature(installation.root.forward).parameters:
             self.no_logits = {"logits_to_keep": 1}  # logits over a vocabulary are costly, and the loss reads none
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `Trainer`. Afterwards the swaps note whether strength 0 is still the original model."""
+        changed = trains_the_original(cast(nn.Module, self.model))
+        result = super().train(*args, **kwargs)
+        if changed:
+            note_retrained(self.installation)
+        return result
 
     def compute_loss(
         self,
@@ -197,6 +206,11 @@ def _swapped(installation: Installation) -> list[Site]:
             raise ValueError(
                 f"layer {index}: its calibration was merged, so the original attention is gone; load the "
                 "unmerged model."
+            )
+        if swaps[0].retrained:
+            raise ValueError(
+                f"layer {index}: an earlier conversion trained its weights, so strength 0 is no longer the original "
+                "attention; start again from the pretrained model."
             )
         if swaps[0].phase == Phase.OFF:
             raise ValueError(

@@ -5,6 +5,7 @@ A run that is killed at any step and started again gives the same weights.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -35,7 +36,7 @@ from ..publish.results import versions
 from .arguments import CONTROL, ConversionArguments, ModelArguments
 from .metrics import scores
 from .outcome import Outcome, hardware
-from .stages import FineTune
+from .stages import Align, Distil, FineTune
 from .take import last_whole_checkpoint, take
 
 CONVERTED, STAGE, TRAINED = "converted", "stage-", "model"
@@ -152,13 +153,15 @@ def _converted(
     set_seed(args.seed)
     stock = task.load()
     before = _count(stock)
+    original: Callable[[], PreTrainedModel] = task.load
     sentences: list[str] = []
     stages = list(conversion.plan)
     if isinstance(stages[-1], FineTune):
         stages.pop()
     if stages and isinstance(stages[0], FineTune):
         stages.pop(0)
-        stock = _tuned(stock, tuned)
+        original = functools.partial(_tuned, stock, tuned)
+        stock = original()
         sentences.append("Started from the fine-tuned softmax control of the same seed; no labels are read after that.")
     layers = parse_layers(model.layers)
     patched = patch_model(stock, model.variant, layers=layers, modules=model.modules, **model.option_values)
@@ -174,7 +177,11 @@ def _converted(
     done = len(sentences) - head
     for number, stage in enumerate(stages[done:], done + 1):
         own = replace(args, output_dir=str(folder / f"{STAGE}{number}-{stage.name}"))
-        patched, sentence = take(stage, patched, task.train, task.collate, own)
+        teacher = None
+        if isinstance(stage, Distil) and any(isinstance(before, (Align, Distil)) for before in stages[: number - 1]):
+            set_seed(args.seed)  # a new head has the same random weights again
+            teacher = original()
+        patched, sentence = take(stage, patched, task.train, task.collate, own, teacher)
         sentences.append(sentence)
         _save_stage(patched, sentences, saved, args)
     return before, first, patched, sentences

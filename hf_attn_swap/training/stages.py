@@ -147,13 +147,18 @@ def read_stages(entries: Sequence[str]) -> tuple[Stage, ...]:
     """Read stages from JSON texts; see the head of this file.
 
     Raises:
-        ValueError: a text is no JSON object, a stage or an option is unknown, a value is out of range, or fine_tune is
-            neither first nor last.
+        ValueError: a text is no JSON object, a stage or an option is unknown, a value is out of range, fine_tune is
+            neither first nor last, or align follows a stage that changes the weights.
     """
     stages = tuple(_read(entry) for entry in entries)
     for place, stage in enumerate(stages):
         if isinstance(stage, FineTune) and place not in (0, len(stages) - 1):
             raise ValueError("the stage fine_tune must be the first or the last.")
+        if isinstance(stage, Align) and any(isinstance(before, (Align, Distil)) for before in stages[:place]):
+            raise ValueError(
+                "the stage align must come once, before distil: its teacher is the attention with the weights that "
+                "this stage starts from."
+            )
     return stages
 
 

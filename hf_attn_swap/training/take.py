@@ -25,7 +25,12 @@ SAMPLE = 256  # rows whose length tells how many rows a budget of tokens is
 
 
 def take(
-    stage: Stage, model: PreTrainedModel, rows: Dataset, collate: Collator, args: TrainingArguments
+    stage: Stage,
+    model: PreTrainedModel,
+    rows: Dataset,
+    collate: Collator,
+    args: TrainingArguments,
+    teacher: PreTrainedModel | None = None,
 ) -> tuple[PreTrainedModel, str]:
     """Run one stage.
 
@@ -35,6 +40,7 @@ def take(
         rows: the training rows; labels are not read.
         collate: rows to a batch.
         args: the recipe's arguments, with the folder of this stage.
+        teacher: for distil, the original model if an earlier stage has changed the weights; None otherwise.
 
     Returns:
         The model, and one sentence that says what was done.
@@ -46,7 +52,7 @@ def take(
         sentence = _align(stage, model, rows, collate, args)
     else:
         assert isinstance(stage, Distil)
-        sentence = _distil(stage, model, rows, collate, args)
+        sentence = _distil(stage, model, rows, collate, args, teacher)
     for parameter, flag in flags:
         parameter.requires_grad_(flag)
     return model, sentence
@@ -86,7 +92,14 @@ def _align(stage: Align, model: PreTrainedModel, rows: Dataset, collate: Collato
     return f"Attention transfer without labels: {budget} ({', '.join(stage.trainable)})."
 
 
-def _distil(stage: Distil, model: PreTrainedModel, rows: Dataset, collate: Collator, args: TrainingArguments) -> str:
+def _distil(
+    stage: Distil,
+    model: PreTrainedModel,
+    rows: Dataset,
+    collate: Collator,
+    args: TrainingArguments,
+    teacher: PreTrainedModel | None,
+) -> str:
     chosen, own, budget = _budget(stage, rows, args)
     student: nn.Module = model
     if stage.rank is not None:
@@ -94,6 +107,7 @@ def _distil(stage: Distil, model: PreTrainedModel, rows: Dataset, collate: Colla
     trainer = DistillationTrainer(
         student,
         own,
+        teacher=teacher,
         losses=stage.losses,
         trainable=stage.trainable if stage.rank is None else None,
         train_dataset=chosen,

@@ -10,12 +10,23 @@ import pytest
 import torch
 
 from hf_attn_swap import patch_model, set_strength, unpatch_model
-from hf_attn_swap.conversion import Losses, calibrate, merge_calibration, neutral_start
+from hf_attn_swap.conversion import AttentionTransferTrainer, Losses, calibrate, merge_calibration, neutral_start
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
 from tests.lifecycle.test_peft import lora
 
-from .distilling import EVERY, HIDDEN, adapted, distiller, loss_of, moved, teacher_of, weights_of
+from .distilling import (
+    EVERY,
+    HIDDEN,
+    adapted,
+    arguments,
+    distiller,
+    loss_of,
+    moved,
+    rows_of,
+    teacher_of,
+    weights_of,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 WHAT = ("all", "body", ("query", "output"), "value")
@@ -219,6 +230,53 @@ def test_merged_and_reloaded(name: str, tmp_path: Path) -> None:
     assert not torch.equal(forward(unpatch_model(loaded), batch), forward(fresh(name, torch.float32), batch))
     plain = patch_model(fresh(name, torch.float32), "gated")
     assert distiller(plain, tmp_path, name, trainable="body").merged() is plain
+
+
+def retrained(model: Any) -> bool:
+    """What the config says, which is what a checkpoint keeps."""
+    (swap,) = model.config.attn_swap["swaps"]
+    return bool(swap.get("retrained", False))
+
+
+def test_a_distilled_model_is_no_teacher_of_itself(tmp_path: Path) -> None:
+    """Training that changes the original is noted, kept by a checkpoint, and refused where the original is needed."""
+    batch = batch_of("bert", torch.float32)
+    batches = [batch_of("bert", torch.float32, seed=seed) for seed in range(12)]
+    model = patch_model(fresh("bert", torch.float32), "belief")
+    distiller(model, tmp_path, trainable="body", args={"num_train_epochs": 1}).train()
+    assert retrained(model)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = type(model).from_pretrained(tmp_path / "saved")
+    for each in (model, loaded):
+        with refused("an earlier conversion trained its weights, so strength 0 is no longer the original; pass the"):
+            distiller(each, tmp_path, trainable="body")
+        with refused("an earlier conversion trained its weights, so strength 0 is no longer the original attention"):
+            AttentionTransferTrainer(each, arguments(tmp_path))
+        with refused("there is no original attention left to fit to"):
+            calibrate(each, batches, progress=False)
+    stock = fresh("bert", torch.float32)
+    again = distiller(loaded, tmp_path, trainable="body", teacher=stock)
+    assert torch.equal(teacher_of(again, batch), forward(stock, batch))
+    assert not retrained(patch_model(loaded, "gated")), "a new swap starts from the weights as they are"
+
+
+def test_adapters_leave_the_original_until_they_are_merged(tmp_path: Path) -> None:
+    model = adapted(patch_model(fresh("bert", torch.float32), "belief"), "bert")
+    root = model.get_base_model()
+    trainer = distiller(model, tmp_path, args={"num_train_epochs": 1})
+    trainer.train()
+    assert not retrained(root)
+    distiller(model, tmp_path)  # so they can train on
+    assert retrained(trainer.merged())
+
+
+def test_a_transfer_is_noted(tmp_path: Path) -> None:
+    for trainable, changes in (("query", True), ("swap", False)):
+        model = patch_model(fresh("bert", torch.float32), "gated")
+        rows = rows_of(batch_of("bert", torch.float32))
+        args = arguments(tmp_path, num_train_epochs=1)
+        AttentionTransferTrainer(model, args, trainable=trainable, train_dataset=rows).train()
+        assert retrained(model) is changes
 
 
 # -- Wrong inputs, each in one line ------------------------------------------------------------------------------------

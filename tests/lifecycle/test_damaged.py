@@ -131,6 +131,10 @@ DAMAGE: dict[str, tuple[Change, str]] = {
         f"neutral start {value!r}": (put(*SWAP, "neutral_start", value=value), "neutral_start must be a whole number")
         for value in (0, -1, 61, 10**30, True, "10", 1.5, None, [10])
     },
+    **{
+        f"retrained {value!r}": (put(*SWAP, "retrained", value=value), "retrained must be true or absent")
+        for value in (False, None, 1, "yes")
+    },
     "another attention": (put("attn_implementation", value="sdpa"), "cannot run with"),
     "no attention": (drop("attn_implementation"), "cannot run with"),
 }

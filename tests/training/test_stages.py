@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import parse
 from hf_attn_swap.training.arguments import ConversionArguments
 from hf_attn_swap.training.stages import KINDS, Align, Calibrate, Distil, FineTune, read_stages
+from hf_attn_swap.training.take import take
 
 from .conftest import options
 from .test_run import NO_SAVING, RECIPES, recipe
@@ -165,6 +167,10 @@ def test_a_stage_refused(stage: str, reason: str, capsys: Any) -> None:
             "the stage fine_tune must be the first or the last",
         ),
         (
+            ("--stages", '{"stage": "distil"}', '{"stage": "align"}'),
+            "the stage align must come once, before distil",
+        ),
+        (
             ("--order", "fine_tune_first", "--distill_epochs", "1", "--schedule", "linear"),
             "a schedule moves the strength during the fine-tuning, which must then be the last stage",
         ),
@@ -240,3 +246,26 @@ def test_all_stages_in_one_run(tiny: Path, tmp_path: Path, monkeypatch: Any) -> 
     assert "60 tokens, query, swap trained, loss 1 x logits + 1 x hidden states" in result.conversion[3]
     assert not list((tmp_path / "simple-resl" / "seed-0").glob("stage-*"))
     assert not (tmp_path / "simple-resl" / "seed-0" / "converted").exists()
+
+
+@needs_recipes
+def test_every_distillation_has_the_original_as_its_teacher(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Align and distil change weights; the teacher of a later stage is the model from before them, head included."""
+    before: list[dict[str, torch.Tensor]] = []
+    teachers: list[Any] = []
+
+    def watched(stage: Any, model: Any, *others: Any) -> Any:
+        teachers.append(others[-1])
+        if not before:
+            before.append({name: value.clone() for name, value in model.state_dict().items()})
+        return take(stage, model, *others)
+
+    monkeypatch.setattr(importlib.import_module("hf_attn_swap.training.run"), "take", watched)
+    stages = ['{"stage": "align"}', '{"stage": "distil"}', '{"stage": "distil", "rank": 2}']
+    words = options(tiny, tmp_path, "--variant", "belief", "--stages", *stages, *NO_SAVING)
+    recipe("text_classification.py", words, monkeypatch)
+    assert len(teachers) == 3
+    assert teachers[0] is None
+    for teacher in teachers[1:]:
+        for name, value in teacher.state_dict().items():
+            assert torch.equal(value, before[0][name]), name
