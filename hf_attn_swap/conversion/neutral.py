@@ -95,11 +95,18 @@ def neutral_start(model: nn.Module, batch: Any = None, *, exponent: int = EXPONE
     return NeutralStart(exponent=exponent, layers=layers, left=left)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Readers:
-    """The norm in front of one attention, and the weights of all matrices that read the norm's output."""
+    """The norm in front of one attention, and everything that multiplies the norm's output by a matrix.
+
+    Attributes:
+        norm: the norm.
+        modules: the modules that hold such a matrix, as `nn.Linear` does.
+        weights: matrices that no such module holds, but that a function of the attention itself reads.
+    """
 
     norm: nn.Module
+    modules: tuple[nn.Module, ...]
     weights: tuple[nn.Parameter, ...]
 
 
@@ -124,6 +131,9 @@ def readers(model: nn.Module, batch: Any = None) -> dict[int, Readers | str]:
             for module in model.modules():
                 if _is_norm(module):
                     hooked.callback(module.register_forward_hook(watch.leaves).remove)
+                elif _holds_matrix(module):
+                    hooked.callback(module.register_forward_pre_hook(watch.reads, with_kwargs=True).remove)
+                    hooked.callback(module.register_forward_hook(watch.has_read).remove)
             hooked.enter_context(installation.stock())
             with watch:
                 forward(model, inputs)
@@ -161,11 +171,14 @@ class _Watch(TorchFunctionMode):
         self.kept: list[Tensor] = []
         self.roots: dict[int, int] = {}  # from the id of a tensor to the id of the norm's output that it shows
         self.norms: dict[int, nn.Module] = {}
-        self.uses: dict[int, list[nn.Parameter | str]] = {}
+        self.uses: dict[int, list[nn.Module | nn.Parameter | str]] = {}
+        self.inside = 0  # above 0 inside a module that holds a matrix: what happens there is the module's own business
         self.reached: dict[int, list[int | None]] = {}  # by the id of an attention's core
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self.inside:
+            return result
         given = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
         roots = {self.roots[id(each)] for each in given if id(each) in self.roots}
         results = result if isinstance(result, (tuple, list)) else [result]
@@ -189,6 +202,20 @@ class _Watch(TorchFunctionMode):
             self.norms[id(output)] = module
             self.uses[id(output)] = []
 
+    def reads(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Before a module that holds a matrix: note whether it reads a followed tensor.
+
+        The module is noted and not its weight, because the weight may be bytes (4 bits), or on another device.
+        """
+        self.inside += 1
+        for each in (*args, *kwargs.values()):
+            if id(each) in self.roots:
+                self.uses[self.roots[id(each)]].append(module)
+
+    def has_read(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After a module that holds a matrix."""
+        self.inside -= 1
+
     def arrives(self, site: Site) -> Any:
         """Make a hook that runs before an attention's core, and notes whether a followed tensor is its input."""
 
@@ -208,14 +235,15 @@ class _Watch(TorchFunctionMode):
         (root,) = reached
         if root is None:
             return "no norm was found right in front of this attention"
-        own = {id(parameter) for parameter in site.container.parameters()}
+        own = {id(each) for each in (*site.container.parameters(), *site.container.modules())}
         others = sorted({use for use in self.uses[root] if isinstance(use, str)})
+        modules = [use for use in self.uses[root] if isinstance(use, nn.Module)]
         weights = [use for use in self.uses[root] if isinstance(use, nn.Parameter)]
         if others:
             return f"the norm in front also feeds something that is no projection ({', '.join(others)})"
-        if any(id(weight) not in own for weight in weights):
+        if any(id(each) not in own for each in (*modules, *weights)):
             return "the norm in front also feeds matrices outside this attention"
-        return Readers(self.norms[root], tuple(weights))
+        return Readers(norm=self.norms[root], modules=tuple(modules), weights=tuple(weights))
 
     def _follow(self, tensor: Tensor, root: int) -> None:
         self.kept.append(tensor)
@@ -226,3 +254,8 @@ def _is_norm(module: nn.Module) -> bool:
     """True if a module has parameters of one axis alone, as a norm has its scale and its bias."""
     parameters = list(module.parameters())
     return bool(parameters) and all(each.dim() == 1 for each in parameters) and not any(True for _ in module.children())
+
+
+def _holds_matrix(module: nn.Module) -> bool:
+    """True for a module without children that holds one matrix, as `nn.Linear`, whatever form the weight has."""
+    return isinstance(getattr(module, "weight", None), Tensor) and not any(True for _ in module.children())

@@ -161,12 +161,13 @@ def fold(model: Any, exponent: int) -> None:
     with torch.no_grad():
         for swap, found in zip(swaps(model), readers(model).values(), strict=True):
             assert isinstance(found, Readers)
-            assert found.weights
+            read = [*found.weights, *(module.weight for module in found.modules)]
+            assert read
             gates = [getattr(each, "hidden", getattr(each, "gate", None)) for each in swap.variants]
             first = [gate.weight for gate in gates if isinstance(gate, nn.Module) and hasattr(gate, "weight")]
             for parameter in found.norm.parameters():
                 parameter.mul_(2.0**-exponent)
-            for weight in {id(weight): weight for weight in (*found.weights, *first)}.values():
+            for weight in {id(weight): weight for weight in (*read, *first)}.values():
                 weight.mul_(2.0**exponent)
 
 
