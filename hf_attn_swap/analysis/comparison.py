@@ -67,8 +67,10 @@ def compare(
         parse_options(parse(variant), options)  # checked before the recording, which takes a while
     found, notes = _both(model.eval(), inputs, variant, fit, options)
     label = list(found)[-1]
-    if stock is None and BEFORE not in found:
+    swaps = [swap for group in need_installation(model).swaps().values() for swap in group]
+    if stock is None and (BEFORE not in found or any(swap.retrained for swap in swaps)):
         cost = None
+        notes.append("What was lost is not told: the weights are no longer the stock model's; name the stock model.")
     else:
         cost = lost(model, tqdm(inputs.batches, desc="what was lost", unit="batch"), stock=stock)
         if stock is None and swapped:

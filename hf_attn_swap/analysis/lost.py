@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
-from ..conversion.batches import Batch, as_batches, token_mask
+from ..conversion.batches import Batch, as_batches, forward, token_mask
 from ..conversion.divergence import divergence
 from ..conversion.transfer import relative_error
 from ..patch import need_installation
@@ -88,11 +88,16 @@ def lost(model: nn.Module, batches: Iterable[Any], *, stock: nn.Module | None = 
         progress: show a progress bar.
 
     Raises:
-        ValueError: `stock` is None and the model is not patched or has merged layers, or there are no batches.
+        ValueError: `stock` is None and the model is not patched, has merged layers or was retrained by a conversion;
+            or there are no batches.
     """
     if stock is None:
         installation = need_installation(model)
         installation.refuse_merged("compared with the model at strength 0 (pass the stock model)")
+        if any(swap.retrained for group in installation.swaps().values() for swap in group):
+            raise ValueError(
+                "a conversion trained weights of this model, so strength 0 is no longer the stock model; pass stock=."
+            )
         beside: Callable[[], AbstractContextManager[None]] = installation.stock
     else:
         beside = contextlib.nullcontext
@@ -103,8 +108,8 @@ def lost(model: nn.Module, batches: Iterable[Any], *, stock: nn.Module | None = 
             module.training = False
         for batch in tqdm(as_batches(batches), desc="compare", unit="batch", disable=not progress):
             with beside():
-                theirs = (stock or model)(**batch)
-            sums.add(model(**batch), theirs, batch)
+                theirs = forward(stock or model, batch)
+            sums.add(forward(model, batch), theirs, batch)
     finally:
         for module in training:
             module.training = True
@@ -130,22 +135,23 @@ class _Sums:
         """Add the outputs of one batch."""
         if not isinstance(getattr(ours, "logits", None), Tensor):
             real_BL = token_mask(batch, ours[0])
-            self.errors.append(float(relative_error(ours[0], theirs[0], real_BL)) * len(real_BL))
+            self.errors.append(float(relative_error(ours[0], theirs[0].to(ours[0].device), real_BL)) * len(real_BL))
             self.tokens += len(real_BL)
             return
         self.logits = True
-        mine, stock = ours.logits.float(), theirs.logits.float()
+        mine = ours.logits.float()
+        stock = theirs.logits.float().to(mine.device)  # the stock model may be on another device
         real = token_mask(batch, mine) if mine.dim() == 3 else torch.ones(mine.shape[:1], dtype=torch.bool)
         real = real.to(mine.device)
         self.tokens += int(real.sum())
-        self.divergence += float(divergence(mine[real], stock[real].to(mine), torch.ones(int(real.sum()))))
-        self.same += float((mine.argmax(-1) == stock.argmax(-1).to(mine.device))[real].sum())
+        self.divergence += float(divergence(mine[real], stock[real], mine.new_ones(int(real.sum()))))
+        self.same += float((mine.argmax(-1) == stock.argmax(-1))[real].sum())
         if self.causal and "input_ids" in batch:
             both = real[:, :-1] & real[:, 1:]
             target = batch["input_ids"].to(mine.device)[:, 1:][both]
             self.targets += target.numel()
             self.loss += float(cross_entropy(mine[:, :-1][both], target, reduction="sum"))
-            self.stock_loss += float(cross_entropy(stock[:, :-1][both.to(stock.device)], target, reduction="sum"))
+            self.stock_loss += float(cross_entropy(stock[:, :-1][both], target, reduction="sum"))
 
     def result(self) -> Lost:
         """The figures of all batches so far."""

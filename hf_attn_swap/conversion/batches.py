@@ -40,12 +40,12 @@ def without_labels(batch: Mapping[str, Any]) -> Batch:
 
 
 @torch.no_grad()
-def forward(model: nn.Module, batch: Batch) -> None:
-    """Run the model on a batch, on the model's device, and drop the output: callers read activations through hooks."""
+def forward(model: nn.Module, batch: Batch) -> Any:
+    """Run the model on a batch, on the model's device, and return the output."""
     device = next(model.parameters()).device
     if device.type != "meta":  # offloaded weights are on "meta", and accelerate moves the batch for them
         batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-    model(**batch)
+    return model(**batch)
 
 
 def token_mask(batch: Batch, tokens_BL: Tensor) -> Tensor:
