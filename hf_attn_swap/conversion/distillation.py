@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from ..core.calibration import Calibration
 from ..core.swap import Phase
@@ -30,7 +30,8 @@ from ..wiring.install import model_root
 from .batches import MASKS, token_mask, without_labels
 from .divergence import divergence
 from .parts import PARTS, part_of
-from .teacher import Teacher, is_sharded, note_retrained, trains_the_original
+from .teacher import Teacher, is_sharded, note_retrained
+from .trainer import TrainerWithoutLabels
 from .transfer import layer_errors, relative_error, without_cache
 
 EVERYTHING, BODY = "all", "body"
@@ -67,7 +68,7 @@ class Losses:
             raise ValueError(f"hidden_layers must be 'all' or 'last', got {self.hidden_layers!r}.")
 
 
-class DistillationTrainer(Trainer):
+class DistillationTrainer(TrainerWithoutLabels):
     """A `Trainer` that teaches a swapped model what it gave before the swap; labels are not read.
 
     There is one model in memory. The teacher runs in evaluation mode without gradients, the student as the model is.
@@ -114,14 +115,7 @@ class DistillationTrainer(Trainer):
         args = copy.copy(args) if args is not None else TrainingArguments()
         if args.include_num_input_tokens_seen == "no" and self.installation.root.main_input_name == "input_ids":
             args.include_num_input_tokens_seen = "all"
-        if args.ddp_find_unused_parameters is None:
-            args.ddp_find_unused_parameters = (
-                False  # DDP searches the model's output, which the losses do not come from
-            )
         super().__init__(model, args, **kwargs)
-        self.model_accepts_loss_kwargs = False  # the loss is a mean, which Trainer divides by the accumulation steps
-        self.can_return_loss = True  # without labels there is still a loss to evaluate
-        self.label_names: list[str] = []
         self.split_head: bool | None = None  # True once the logits are known to be the head's output on hidden states
 
     def compute_loss(
@@ -224,14 +218,6 @@ class DistillationTrainer(Trainer):
             if isinstance(module, Calibration):
                 _relative_steps(optimizer, [each for each in module.parameters() if each.requires_grad])
         return optimizer
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `Trainer`. Afterwards the swaps note whether strength 0 is still the original model."""
-        changed = trains_the_original(cast(nn.Module, self.model))
-        result = super().train(*args, **kwargs)
-        if changed:
-            note_retrained(self.installation)
-        return result
 
     def merged(self) -> nn.Module:
         """Return the trained model, with PEFT's adapters merged into the weights."""

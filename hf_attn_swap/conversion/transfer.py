@@ -12,15 +12,14 @@ Axes: B batch, L token, E model width.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import Cache, Trainer, TrainingArguments
+from transformers import Cache, TrainingArguments
 
 from ..core.swap import STOCK, Phase
 from ..families import Site
@@ -28,12 +27,12 @@ from ..patch import need_installation, swappable
 from ..wiring.install import Installation
 from .batches import token_mask, without_labels
 from .parts import PARTS, site_part
-from .teacher import note_retrained, trains_the_original
+from .trainer import TrainerWithoutLabels
 
 ADAPTERS = "adapters"
 
 
-class AttentionTransferTrainer(Trainer):
+class AttentionTransferTrainer(TrainerWithoutLabels):
     """A `Trainer` whose loss compares every swapped layer with the original attention; labels are not read.
 
     Dropout is off, so that the layer and its teacher compute the same function. The trainer freezes every parameter
@@ -60,28 +59,14 @@ class AttentionTransferTrainer(Trainer):
         trainable: Iterable[str] = ("query", "key", "swap"),
         **kwargs: Any,
     ) -> None:
-        installation = self.installation = need_installation(model)
+        installation = need_installation(model)
         self.swapped = _swapped(installation)
         _choose(model, self.swapped, tuple([trainable] if isinstance(trainable, str) else trainable))
         self.errors = LayerErrors(self.swapped, follow=True)
-        if args is not None and args.ddp_find_unused_parameters is None:
-            args = copy.copy(args)
-            args.ddp_find_unused_parameters = False  # DDP searches the model's output, which has no losses
         super().__init__(model, args, **kwargs)
-        self.model_accepts_loss_kwargs = False  # the loss is a mean, which Trainer divides by the accumulation steps
-        self.can_return_loss = True  # without labels there is still a loss to evaluate
-        self.label_names: list[str] = []
         self.no_logits: dict[str, int] = {}
         if "logits_to_keep" in inspect.signature(installation.root.forward).parameters:
             self.no_logits = {"logits_to_keep": 1}  # logits over a vocabulary are costly, and the loss reads none
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `Trainer`. Afterwards the swaps note whether strength 0 is still the original model."""
-        changed = trains_the_original(cast(nn.Module, self.model))
-        result = super().train(*args, **kwargs)
-        if changed:
-            note_retrained(self.installation)
-        return result
 
     def compute_loss(
         self,
