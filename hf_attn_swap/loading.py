@@ -28,7 +28,7 @@ ABSENT = object()
 LIMIT = 100_000  # no model has more attention modules, so a larger number comes from a damaged file
 LONGEST = 400  # the largest number of characters that an error quotes from a damaged file
 KEYS = {"variant", "layers", "options", "strength"}
-OPTIONAL_KEYS = {"calibration", "retrained", "modules", "neutral_start"}
+OPTIONAL_KEYS = {"calibration", "head_order", "retrained", "modules", "neutral_start"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class Planned:
         fit: the name of the calibration's fit; None without a calibration.
         merged: True if the calibration was merged into the weights.
         neutral: k, if a neutral start scales the skip by 2^-k; None without a neutral start.
+        head_order: the own head that meets each head of the carried scores; None if they meet by number.
         retrained: True if a distillation or a transfer changed weights.
     """
 
@@ -55,6 +56,7 @@ class Planned:
     fit: str | None
     merged: bool
     neutral: int | None
+    head_order: tuple[int, ...] | None
     retrained: bool
 
 
@@ -128,6 +130,7 @@ def _read_swap(entry: Any, modules: int) -> Planned:
         fit=fit,
         merged=merged,
         neutral=_read_neutral(entry),
+        head_order=_read_head_order(entry),
         retrained=entry.get("retrained", False),
     )
 
@@ -154,6 +157,16 @@ def _read_neutral(entry: dict[str, Any]) -> int | None:
     if not isinstance(exponent, int) or not _whole(exponent) or not 1 <= exponent <= LARGEST_EXPONENT:
         raise _damaged(f"neutral_start must be a whole number from 1 to {LARGEST_EXPONENT}, got {exponent!r}")
     return exponent
+
+
+def _read_head_order(entry: dict[str, Any]) -> tuple[int, ...] | None:
+    """The order in which the heads meet the carried scores, or None."""
+    if "head_order" not in entry:
+        return None
+    order = entry["head_order"]
+    if not isinstance(order, list) or not all(map(_whole, order)) or sorted(order) != list(range(len(order))):
+        raise _damaged(f"head_order must name every head once, got {order!r}")
+    return tuple(order)
 
 
 def _keys(thing: Any, wanted: set[str], where: str) -> None:
@@ -197,12 +210,20 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
             swap = build_swap(usable[index], planned.classes, planned.options, index)
             swap.strength, swap.selection = planned.strength, planned.modules
             swap.neutral, swap.retrained = planned.neutral, planned.retrained
+            swap.head_order = _fitting(planned.head_order, swap)
             if planned.merged:
                 swap.merged = planned.fit
             elif planned.fit is not None:
                 swap.calibrate(planned.fit, next(usable[index].container.parameters()))
             swaps[index] = swap
     Installation.start(model, model, loaded=True).put(swaps)
+
+
+def _fitting(order: tuple[int, ...] | None, swap: Swap) -> tuple[int, ...] | None:
+    """The same order, if the layer has as many heads."""
+    if order is not None and len(order) != swap.geometry.heads:
+        raise _damaged(f"head_order must name {swap.geometry.heads} heads, got {len(order)}")
+    return order
 
 
 def _check_loaded(model: nn.Module, info: dict[str, Any], where: str) -> None:

@@ -85,10 +85,10 @@ def collate(rows: list[dict[str, Any]], interpolate: bool) -> dict[str, Any]:
     return {**batch, "interpolate_pos_encoding": True} if interpolate else batch
 
 
-def pretrained(name: str, values: dict[str, Any]) -> tuple[Any, Any]:
+def pretrained(model: ModelArguments, values: dict[str, Any]) -> tuple[Any, Any]:
     """A function that loads the pretrained model, and its processor."""
-    load = AUTO.from_pretrained
-    return functools.partial(load, name, dtype="float32", **values), AutoImageProcessor.from_pretrained(name)
+    load = functools.partial(AUTO.from_pretrained, model.model, dtype=model.dtype, **values)
+    return load, AutoImageProcessor.from_pretrained(model.model)
 
 
 def from_scratch(name: str, own: RecipeArguments, values: dict[str, Any]) -> tuple[Any, Any]:
@@ -109,7 +109,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         "label2id": {name: index for index, name in enumerate(classes)},
     }
     more = ["without residual connections"] if own.skip_free else []
-    load, processor = from_scratch(model.model, own, values) if own.from_scratch else pretrained(model.model, values)
+    load, processor = from_scratch(model.model, own, values) if own.from_scratch else pretrained(model, values)
     ready = functools.partial(prepare, column=data.columns[0], processor=processor, size=own.image_size)
     return Task(
         load=load,

@@ -48,6 +48,7 @@ from hf_attn_swap.training import (
 )
 
 TOKENS = "input_ids"  # a column of token ids, which no tokenizer has to read
+LATER = ("tokenizer", "train_length")  # no part of the settings of a run that leaves them out
 AUTO = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM}
 
 
@@ -58,6 +59,9 @@ class RecipeArguments:
     card_name: str = field(default="lm", metadata={"help": "Start of the run's name on its card."})
     objective: str = field(default="causal", metadata={"help": '"causal" or "masked".'})
     train_tokens: int | None = field(default=None, metadata={"help": "Tokens to train on; all if left out."})
+    train_length: int | None = field(
+        default=None, metadata={"help": "Tokens per block to train on; --max_length, which measures, if left out."}
+    )
     test_tokens: int | None = field(default=None, metadata={"help": "Tokens to measure on; all if left out."})
     tokenizer: str | None = field(default=None, metadata={"help": '"bytes" or a model; needs --from_scratch.'})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
@@ -146,9 +150,10 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         config = scratch_config(model.model, own.config_overrides, **vocabulary(tokenizer))
         load = functools.partial(auto.from_config, config, dtype=torch.float32)
     else:
-        load = functools.partial(auto.from_pretrained, model.model, dtype="float32")
+        load = functools.partial(auto.from_pretrained, model.model, dtype=model.dtype)
     cut = functools.partial(blocks, column=data.columns[0], tokenizer=tokenizer, length=data.max_length)
-    rows = {"train": cut(train, tokens=own.train_tokens), "test": cut(test, tokens=own.test_tokens)}
+    length = own.train_length or data.max_length
+    rows = {"train": cut(train, tokens=own.train_tokens, length=length), "test": cut(test, tokens=own.test_tokens)}
     sets = {name: Dataset.from_dict({"input_ids": found, "labels": found}) for name, found in rows.items()}
     other = None
     if own.other_dataset is not None:
@@ -171,7 +176,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         collate=collate,
         metrics=["perplexity"],
         predict=functools.partial(predict, shift=int(causal)),
-        settings=data.settings | {key: value for key, value in vars(own).items() if key != "tokenizer" or value},
+        settings=data.settings | {key: value for key, value in vars(own).items() if value or key not in LATER},
         processor=tokenizer,
         mean_loss=False,
         before=not own.from_scratch,

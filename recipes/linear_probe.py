@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         training.remove_unused_columns = False
     labels, truth = train["labels"][:], test["labels"][:]
     size = training.per_device_eval_batch_size
-    encoder = AutoModel.from_pretrained(model.model, dtype=torch.float32).eval().to(training.device)
+    encoder = AutoModel.from_pretrained(model.model, dtype=model.dtype).eval().to(training.device)
     predictions: dict[str, list[int]] = {}
 
     def measure(stage: str) -> None:

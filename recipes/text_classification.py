@@ -94,7 +94,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         load = functools.partial(auto.from_config, config, dtype=torch.float32)
     else:
         values |= json_object(own.config_overrides, "--config_overrides")
-        load = functools.partial(auto.from_pretrained, model.model, dtype=torch.float32, **values)
+        load = functools.partial(auto.from_pretrained, model.model, dtype=model.dtype, **values)
     return Task(
         load=load,
         train=encode(train, tokenizer, data),

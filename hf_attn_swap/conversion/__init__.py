@@ -3,6 +3,7 @@
 from .calibrate import calibrate
 from .cut import choose_gamma, cut_shares
 from .distillation import DistillationTrainer, Losses
+from .heads import match_heads
 from .merge import merge_calibration
 from .neutral import neutral_start
 from .schedule import StrengthSchedule
@@ -16,6 +17,7 @@ __all__ = [
     "calibrate",
     "choose_gamma",
     "cut_shares",
+    "match_heads",
     "merge_calibration",
     "neutral_start",
 ]

@@ -34,6 +34,7 @@ from ..patch import build_swap, need_installation, swappable
 from ..wiring.install import Installation
 from .batches import Batch, as_batches, forward, token_mask
 from .cut import Share
+from .heads import first_rows, match_heads
 from .moments import Moments
 from .neutral import neutral_start
 from .report import CalibrationReport, LayerFit
@@ -51,6 +52,7 @@ def calibrate(
     ridge: float = RIDGE,
     source: str = "softmax",
     neutral: bool = True,
+    match: bool = True,
     progress: bool = True,
     **options: Any,
 ) -> CalibrationReport:
@@ -73,6 +75,8 @@ def calibrate(
             fine-tuned with "simple_resl" and is now patched with "softmax". The source must have no parameters.
         neutral: let the skip of pre-norm layers start at almost nothing first, as `neutral_start` does. Layers whose
             norm has no free scale are left alone, and so are all layers if the source has a skip too.
+        match: let the heads of a variant that carries scores (`mha`) meet the scores most like their own first, as
+            `match_heads` does. This applies to the source "softmax".
         progress: show a progress bar.
         options: the options of `source`.
 
@@ -96,6 +100,10 @@ def calibrate(
             first = next(found)
             found = itertools.chain([first], found)
             neutral_start(model, first)
+        if match and source == "softmax" and any(target.swap.carries for target in targets.values()):
+            some = list(first_rows(found))
+            found = itertools.chain(some, found)
+            match_heads(model, some, progress=False)
         return _fit(model, installation, targets, found, fit=fit, ridge=ridge, source=source, progress=progress)
 
 
@@ -146,13 +154,13 @@ def _new_skip(targets: dict[int, Target]) -> bool:
 
 @contextlib.contextmanager
 def _undone_after_an_error(installation: Installation) -> Iterator[None]:
-    """If an error is raised inside, every skip has the scale again that it had before."""
-    before = [(swap, swap.neutral) for swaps in installation.swaps().values() for swap in swaps]
+    """If an error is raised inside, every skip and every order of heads is as before."""
+    before = [(swap, swap.neutral, swap.head_order) for swaps in installation.swaps().values() for swap in swaps]
     try:
         yield
     except BaseException:
-        for swap, exponent in before:
-            swap.neutral = exponent
+        for swap, exponent, order in before:
+            swap.neutral, swap.head_order = exponent, order
         installation.refresh()
         raise
 
@@ -172,6 +180,7 @@ class _Fitting:
             inputs, call, sdpa, _ = args
             swap = self.target.swap
             own = Call(x=call.x, start=call.start, carried=call.carried, order=swap.place_in(call.carried))
+            own.head_order = swap.head_order
             own.tap = self._tap(own, batch)
             heads = swap(inputs, own, sdpa, False)[0]
             real = token_mask(batch, heads)

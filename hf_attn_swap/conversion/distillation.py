@@ -149,7 +149,8 @@ class DistillationTrainer(TrainerWithoutLabels):
         root = self.installation.root
         shortened = self._can_split(root, model) and self.split_head is not False
         if shortened:
-            wanted["logits_to_keep"] = 1
+            # The last token by index: for a slice of one token per row, torch would copy the whole head.
+            wanted["logits_to_keep"] = torch.tensor([-1])
         teaching = self.teacher.model or root
         with _last_hidden(teaching) as caught:
             teacher = _Seen(self.teacher(model, plain, wanted), caught)

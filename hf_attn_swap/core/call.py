@@ -7,7 +7,7 @@ Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -138,6 +138,7 @@ class Call:
         exact_strength: 1.0 at full strength, and below a (1,) tensor in fp32. `hand` computes `strength` from
             `exact_strength`.
         skip_scale: the factor of x in a skip: 1, or 2^-k after a neutral start.
+        head_order: which head of this layer meets each head of the carried scores; None if they meet by number.
     """
 
     x: Tensor
@@ -156,6 +157,7 @@ class Call:
     tap: Callable[[str, Tensor], Tensor] | None = None
     exact_strength: Strength = 1.0
     skip_scale: float = 1.0
+    head_order: tuple[int, ...] | None = None
 
     @property
     def skipped(self) -> Tensor:
@@ -231,6 +233,16 @@ class Inputs:
     def three(self) -> Three:
         """The query, the key and the value, as one tuple."""
         return self.query, self.key, self.value
+
+    def in_order(self, head_order: tuple[int, ...]) -> Inputs:
+        """The same inputs with their heads in another order. Keys and values are repeated for each query head."""
+        heads = list(head_order)
+        return replace(
+            self,
+            query=self.query[:, heads],
+            key=self.repeated(self.key)[:, heads],
+            value=self.repeated(self.value)[:, heads],
+        )
 
     def repeated(self, tensor_BGKD: Tensor) -> Tensor:
         """Keys or values, repeated for each query head of their group: from (B,G,K,D) to (B,H,K,D)."""

@@ -56,6 +56,11 @@ class Masks:
     causal: bool = False
     made: list[Made] = field(default_factory=list)
 
+    @property
+    def per_head(self) -> bool:
+        """True if the heads have different masks."""
+        return self.given is not None and self.given.dim() == 4 and self.given.shape[1] > 1
+
     def dense(self) -> tuple[Tensor | None, bool]:
         """The mask (B|1,1|H,Q,K) and the causal flag, as SDPA takes them; never both."""
         if self.key_mask is None:

@@ -90,6 +90,7 @@ class Swap(nn.Module):
         self.fresh = True  # False if a checkpoint has given the new parameters their values
         self.merged: str | None = None  # the name of the fit, if a calibration was merged into the model's weights
         self.neutral: int | None = None  # k, if a neutral start scales the skip by 2^-k
+        self.head_order: tuple[int, ...] | None = None  # the own head that meets each head of the carried scores
         self.retrained = False  # True if a conversion trained weights: strength 0 is no longer the original
         self.selection: str | None = None  # the argument `modules` that chose this layer
         self.strength = 1.0
@@ -177,6 +178,8 @@ class Swap(nn.Module):
             spec["modules"] = self.selection
         if self.neutral is not None:
             spec["neutral_start"] = self.neutral
+        if self.head_order is not None:
+            spec["head_order"] = list(self.head_order)
         if self.retrained:
             spec["retrained"] = True
         fit = self.calibration.fit if self.calibration is not None else self.merged

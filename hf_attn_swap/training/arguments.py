@@ -18,6 +18,7 @@ from ..core.typed import parse_layers
 from .stages import Align, Calibrate, FineTune, Stage, read_stages
 
 CONTROL = "softmax"
+DTYPES = ("float32", "bfloat16", "float16")
 CONVERT_FIRST, FINE_TUNE_FIRST = "convert_first", "fine_tune_first"
 
 
@@ -26,7 +27,7 @@ class ModelArguments:
     """The pretrained model, and the variant that replaces its attention.
 
     Raises:
-        ValueError: the variant or an option is unknown, or a seed is named twice.
+        ValueError: the variant, an option or the precision is unknown, or a seed is named twice.
     """
 
     model: str = field(metadata={"help": "Name on the Hub, or folder, of the pretrained model."})
@@ -45,8 +46,13 @@ class ModelArguments:
         default_factory=lambda: [0], metadata={"help": "Seeds; each one is a run, of the control too."}
     )
     label: str | None = field(default=None, metadata={"help": "Name of the run; the name of the variant if left out."})
+    dtype: str = field(
+        default=DTYPES[0], metadata={"help": f"Precision of the weights of a pretrained model: {', '.join(DTYPES)}."}
+    )
 
     def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
         if len(set(self.seeds)) != len(self.seeds) or not self.seeds:
             raise ValueError(f"seeds must be one or more, all different, got {self.seeds}.")
         parse_options(parse_variant(self.variant), self.option_values)

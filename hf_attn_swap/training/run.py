@@ -33,7 +33,7 @@ from ..conversion.parts import part_of
 from ..core.typed import parse_layers
 from ..patch import set_strength, unpatch_model
 from ..publish.results import versions
-from .arguments import CONTROL, ConversionArguments, ModelArguments
+from .arguments import CONTROL, DTYPES, ConversionArguments, ModelArguments
 from .metrics import scores
 from .outcome import Outcome, hardware
 from .stages import Align, Distil, FineTune
@@ -230,6 +230,8 @@ def _settings(
     own = {"variant": model.variant, "options": model.options, "layers": model.layers, "model": model.model}
     if model.modules is not None:
         own["modules"] = model.modules
+    if model.dtype != DTYPES[0]:
+        own["dtype"] = model.dtype
     budget = {
         "epochs": training.num_train_epochs,
         "max_steps": training.max_steps,

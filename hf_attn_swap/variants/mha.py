@@ -105,6 +105,13 @@ class Mha(Variant):
         )
 
     def carry(self, scores_BHQK: Tensor, call: Call) -> Tensor:
+        if call.head_order is None:
+            return self._carry(scores_BHQK, call)
+        hidden = self._carry(scores_BHQK[:, list(call.head_order)], call)
+        return hidden[:, _inverse(call.head_order)]
+
+    def _carry(self, scores_BHQK: Tensor, call: Call) -> Tensor:
+        """`carry`, with the heads in the order of the carried scores."""
         below = self.previous(call)
         previous = None if below is None else _like(below.plain(), scores_BHQK)
         if self.options.scheme == "forward_forward":
@@ -159,20 +166,29 @@ class Mha(Variant):
 
     def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax, form: Form) -> Tensor | None:
         """The heads (B,Q,H,D) by a fused form of `kernels.carried`; None if the readable pipeline must run."""
-        if inputs.masks.bias() is not None:
+        order = call.head_order
+        if inputs.masks.bias() is not None or (order is not None and inputs.masks.per_head):
             return None
         below = self.previous(call)
         decay = self.options.alpha_prime
         if below is not None:
             _check((*inputs.query.shape[:3], inputs.key.shape[2]), below.shape)
         share = 1.0 if below is None and self.options.init == "first" else 1 - decay
-        return carried.attend(form, inputs, call, sdpa, below, decay, share)
+        if order is None:
+            return carried.attend(form, inputs, call, sdpa, below, decay, share)
+        heads = carried.attend(form, inputs.in_order(order), call, sdpa, below, decay, share)
+        return None if heads is None else heads[:, :, _inverse(order)]
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         skipped = call.residual if self.wants_residual else call.skipped
         if skipped is None:
             raise ValueError("mha: no residual stream was found around this attention module; use skip='input'.")
         return mix(out_BLE, skipped.to(out_BLE), self.options.alpha * call.strength)
+
+
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    """The place of each head in an order."""
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _like(carried_BHQK: Tensor, wanted: Tensor) -> Tensor:

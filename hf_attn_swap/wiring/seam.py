@@ -28,6 +28,7 @@ NAME = "hf_attn_swap"
 # The same functions. This name marks the config of a stack that is a part of a model and contains linear attention.
 LINEAR_NAME = "hf_attn_swap_linear"
 NAMES = (NAME, LINEAR_NAME)
+_UNGROUPED = nn.Module()  # has no groups of heads, as the stock SDPA function asks for
 # Names of the keyword arguments that carry a call's context.
 CALL = "attn_swap_call"
 CARRIED = "attn_swap_carried"
@@ -205,6 +206,8 @@ def _sdpa(
 ) -> Tensor:
     """Run the stock SDPA function on query, key and value; grouped key/value heads too. Returns heads (B,Q,H,D)."""
     query, key, value = qkv
+    if key.shape[1] != inputs.key.shape[1]:  # keys that are repeated for each query head already
+        module = _UNGROUPED
     heads: Tensor = sdpa_attention_forward(
         module, query, key, value, mask, dropout=inputs.dropout, scaling=inputs.scaling, is_causal=causal, **kwargs
     )[0]
