@@ -105,7 +105,7 @@ def _alpha_prime(swap: Swap) -> float:
     """The share of the carried scores at strength 1."""
     variant = swap.at("scores")
     assert variant is not None
-    share: float = variant.options.alpha_prime  # type: ignore[attr-defined]  # a variant that carries scores has one
+    share: float = variant.options.alpha_prime
     return share
 
 
