@@ -5,6 +5,9 @@
 
 Step k (counted from 1) of n steps has p = k / (share n), at most 1. So the first step runs at a strength beyond start,
 and the step at which the share is complete, and all steps after it, run at end.
+
+All layers move together, or one after another: layer number j of m (counted from 0, in the chosen order) then has
+p_j = m p - j, at least 0 and at most 1.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..patch import check_strength, set_strength
+from ..patch import check_strength, need_installation, set_strength
 
 SHAPES = ("linear", "cosine")
+ORDERS = ("together", "up", "down")
 
 
 class StrengthSchedule(TrainerCallback):
@@ -29,25 +33,38 @@ class StrengthSchedule(TrainerCallback):
         start, end: the first and the last strength, in [0, 1].
         share: the share of the steps over which the strength moves, in [0, 1]; 0 sets `end` at once.
         shape: "linear" or "cosine".
+        order: "together"; or one layer after another, "up" from the first layer or "down" from the last.
 
     Raises:
-        ValueError: a strength or the share is out of range, or the shape is unknown.
+        ValueError: a strength or the share is out of range, or the shape or the order is unknown.
     """
 
-    def __init__(self, start: float = 0.0, end: float = 1.0, share: float = 0.5, shape: str = "linear") -> None:
+    def __init__(
+        self,
+        start: float = 0.0,
+        end: float = 1.0,
+        share: float = 0.5,
+        shape: str = "linear",
+        order: str = "together",
+    ) -> None:
         if not 0 <= share <= 1:
             raise ValueError(f"share is a part of the steps and must lie in [0, 1], got {share!r}.")
         if shape not in SHAPES:
             raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}.")
+        if order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}.")
         self.start, self.end = check_strength(start), check_strength(end)
-        self.share, self.shape = share, shape
+        self.share, self.shape, self.order = share, shape, order
 
-    def strength(self, step: int, steps: int) -> float:
-        """The strength of step number `step` (counted from 1) of a training of `steps` steps."""
+    def strength(self, step: int, steps: int, place: int = 0, layers: int = 1) -> float:
+        """The strength of step number `step` (counted from 1) of a training of `steps` steps.
+
+        `place` is the layer's place in the order, from 0, among `layers` layers that move one after another.
+        """
         last = round(self.share * steps)
         if step >= max(last, 1):
             return self.end
-        done = step / last
+        done = min(max(layers * step / last - place, 0.0), 1.0)
         if self.shape == "cosine":
             done = (1 - math.cos(math.pi * done)) / 2
         return self.start + (self.end - self.start) * done
@@ -56,4 +73,13 @@ class StrengthSchedule(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Set the strength of the step that is about to run."""
-        set_strength(kwargs["model"], self.strength(state.global_step + 1, state.max_steps))
+        model, step = kwargs["model"], state.global_step + 1
+        if self.order == "together":
+            set_strength(model, self.strength(step, state.max_steps))
+            return
+        installation = need_installation(model)
+        swapped = sorted(installation.swaps(), reverse=self.order == "down")
+        for place, index in enumerate(swapped):
+            for swap in installation.swaps()[index]:
+                swap.strength = self.strength(step, state.max_steps, place, len(swapped))
+        installation.refresh()

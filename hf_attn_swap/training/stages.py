@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..conversion.distillation import Losses
+from ..conversion.schedule import StrengthSchedule
 from ..core.calibration import check_fit
 
 FINE_TUNE = "fine_tune"
@@ -98,6 +99,8 @@ class Distil(Losses):
         trainable: the parts that train without adapters, as in `DistillationTrainer`; "body" is everything but the
             embeddings.
         batch: rows per step and process; None takes the recipe's.
+        schedule_share: the strength rises from 0 over this share of the steps; 0 is strength 1 from the first step.
+        schedule_order: all layers "together", or one after another, "up" from the first or "down" from the last.
 
     Raises:
         ValueError: a value is out of range.
@@ -110,16 +113,26 @@ class Distil(Losses):
     rank: int | None = None
     trainable: tuple[str, ...] = ("body",)
     batch: int | None = None
+    schedule_share: float = 0.0
+    schedule_order: str = "together"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "trainable", _names(self.trainable))
         _positive(self, "epochs", "tokens", "learning_rate", "rank", "batch")
+        StrengthSchedule(share=self.schedule_share, order=self.schedule_order)
 
     @property
     def step(self) -> str:
         """The name of this stage in a record."""
         return "distil"
+
+    @property
+    def schedule(self) -> StrengthSchedule | None:
+        """Moves the strength during the training; None if the strength stays."""
+        if not self.schedule_share:
+            return None
+        return StrengthSchedule(share=self.schedule_share, order=self.schedule_order)
 
     @property
     def losses(self) -> Losses:

@@ -112,6 +112,7 @@ def _distil(
         trainable=stage.trainable if stage.rank is None else None,
         train_dataset=chosen,
         data_collator=collate,
+        callbacks=None if stage.schedule is None else [stage.schedule],
     )
     _train(trainer)
     merged = trainer.merged()
@@ -121,8 +122,20 @@ def _distil(
     used = " + ".join(f"{weight:g} x {name}" for name, weight in terms.items() if weight)
     return (
         f"Distilled without labels from the model before the swap: {budget}, {what}, loss {used}, "
-        f"learning rate {stage.learning_rate:g}."
+        f"learning rate {stage.learning_rate:g}{_rise(stage)}."
     )
+
+
+def _rise(stage: Distil) -> str:
+    """How the strength rises during a distillation, in words."""
+    if not stage.schedule_share:
+        return ""
+    how = {
+        "together": "in all layers",
+        "up": "layer after layer from the first",
+        "down": "layer after layer from the last",
+    }
+    return f", the strength rising over {stage.schedule_share:.0%} of the steps {how[stage.schedule_order]}"
 
 
 def with_adapters(model: PreTrainedModel, rank: int) -> nn.Module:

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ def test_strength_by_step(arguments: dict[str, Any], wanted: list[float]) -> Non
     [
         ({"share": 1.5}, "share is a part of the steps"),
         ({"shape": "step"}, "shape must be one of linear, cosine"),
+        ({"order": "sideways"}, "order must be one of together, up, down"),
         ({"start": -1}, "strength must be a number from 0"),
         ({"end": 2}, "strength must be a number from 0"),
     ],
@@ -47,6 +49,24 @@ def test_strength_by_step(arguments: dict[str, Any], wanted: list[float]) -> Non
 def test_refused(arguments: dict[str, Any], reason: str) -> None:
     with refused(reason):
         StrengthSchedule(**arguments)
+
+
+@pytest.mark.parametrize("order", ["up", "down"])
+def test_one_layer_after_another(order: str) -> None:
+    """Each layer moves in its own part of the steps, and only after the layer before it has arrived."""
+    model = patch_model(fresh("llama", torch.float32), "simple_resl", strength=0.0)
+    count, schedule = len(swaps(model)), StrengthSchedule(share=0.5, order=order)
+    steps = 8 * count
+    found = []
+    for step in range(steps):
+        schedule.on_step_begin(None, SimpleNamespace(global_step=step, max_steps=steps), None, model=model)
+        found.append([swap.strength for swap in swaps(model)][:: 1 if order == "up" else -1])
+    assert count > 1
+    assert found[0] == [0.25, *[0.0] * (count - 1)]
+    for step, strengths in enumerate(found, 1):
+        moved = min(4 * count, step) / 4  # layers' worth of strength
+        assert strengths == pytest.approx([min(max(moved - place, 0.0), 1.0) for place in range(count)])
+    assert found[-1] == [1.0] * count
 
 
 class Seen(TrainerCallback):
