@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArg
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import DistillationTrainer
-from hf_attn_swap.training.take import with_adapters
+from hf_attn_swap.conversion.take import with_adapters
 
 NAMES = ("ordinary", "distillation")
 KIND = "train"

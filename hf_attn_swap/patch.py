@@ -72,18 +72,30 @@ def patch_model(
     return model
 
 
-def unpatch_model(model: M, /) -> M:
-    """Take every swap out, in place. The model is then bit for bit the stock model, with its former config object.
+def unpatch_model(model: M, /, *, layers: int | Iterable[int] | None = None) -> M:
+    """Take swaps out, in place. Without any swap the model is bit for bit the stock model, with its former config.
+
+    Args:
+        model: a patched model.
+        layers: the numbers of the layers that lose their swap, as in `patch_model`; None means all swapped layers.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model is not patched, or a calibration was merged into its weights.
+        ValueError: the model is not patched, a layer is not swapped, or a calibration was merged into the weights of a
+            layer.
     """
     installation = need_installation(model)
-    installation.refuse_merged("unpatched")
-    installation.remove(model)
+    swapped = set(installation.swaps())
+    chosen = swapped if layers is None else set(check_layers(layers, len(swappable(installation.root))))
+    if missing := sorted(chosen - swapped):
+        raise ValueError(f"layers {missing} are not swapped; swapped are {sorted(swapped)}.")
+    installation.refuse_merged("unpatched", chosen)
+    if chosen == swapped:
+        installation.remove(model)
+    else:
+        installation.take_out(chosen)
     return model
 
 

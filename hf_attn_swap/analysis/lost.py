@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
-from ..conversion.batches import Batch, as_batches, forward, token_mask
+from ..conversion.batches import Batch, as_batches, evaluating, forward, token_mask
 from ..conversion.divergence import divergence
 from ..conversion.transfer import relative_error
 from ..patch import need_installation
@@ -37,7 +37,10 @@ class Lost:
         agreement: the share of tokens whose likeliest class is the stock model's, from 0 to 1.
         perplexity: of the next token, after the swap; causal language models only.
         stock_perplexity: the same for the stock model.
-        relative_error: of the last hidden states, for models without logits.
+        relative_error: of the last hidden states, for models without logits; of the outputs, for one number per row.
+        accuracy: the share of rows whose likeliest class is the label; classifiers on rows with labels only.
+        stock_accuracy: the same for the stock model.
+        per_token: True if a prediction belongs to a token, False if it belongs to a row.
     """
 
     tokens: int
@@ -46,6 +49,38 @@ class Lost:
     perplexity: float | None = None
     stock_perplexity: float | None = None
     relative_error: float | None = None
+    accuracy: float | None = None
+    stock_accuracy: float | None = None
+    per_token: bool = True
+
+    @property
+    def share(self) -> float:
+        """What was lost as one number, in the model's own terms; 0 is nothing.
+
+        With labels: the accuracy that was lost, as a share of all rows. A causal language model: the rise of
+        perplexity, as a share of the stock model's. Another model of tokens: KL, in nats. A classifier: the share of
+        rows whose first choice changed. A model without logits, or with one number per row: the relative squared error.
+        """
+        if self.accuracy is not None and self.stock_accuracy is not None:
+            return self.stock_accuracy - self.accuracy
+        if self.ratio is not None:
+            return self.ratio - 1
+        if self.relative_error is not None:
+            return self.relative_error
+        assert self.divergence is not None
+        assert self.agreement is not None
+        return self.divergence if self.per_token else 1 - self.agreement
+
+    @property
+    def measure(self) -> str:
+        """What `share` counts, in words."""
+        if self.accuracy is not None:
+            return "accuracy lost"
+        if self.ratio is not None:
+            return "perplexity above the stock model's"
+        if self.relative_error is not None:
+            return "relative squared error of the outputs"
+        return "KL to the stock model, nats" if self.per_token else "rows with another first choice"
 
     @property
     def ratio(self) -> float | None:
@@ -56,6 +91,8 @@ class Lost:
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """The figures in words and as text, those that exist."""
+        if self.accuracy is not None and self.stock_accuracy is not None:
+            yield "Accuracy (the stock model's)", f"{self.accuracy:.1%} ({self.stock_accuracy:.1%})"
         if self.perplexity is not None and self.stock_perplexity is not None:
             words = (
                 f"{self.perplexity:.4g} ({self.perplexity / self.stock_perplexity:.3f} x {self.stock_perplexity:.4g})"
@@ -101,18 +138,12 @@ def lost(model: nn.Module, batches: Iterable[Any], *, stock: nn.Module | None = 
         beside: Callable[[], AbstractContextManager[None]] = installation.stock
     else:
         beside = contextlib.nullcontext
-    sums = _Sums(causal=predicts_next(model))
-    training = [module for each in (model, stock) if each is not None for module in each.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
+    sums = Sums(causal=predicts_next(model))
+    with evaluating(model, stock):
         for batch in tqdm(as_batches(batches), desc="compare", unit="batch", disable=not progress):
             with beside():
                 theirs = forward(stock or model, batch)
             sums.add(forward(model, batch), theirs, batch)
-    finally:
-        for module in training:
-            module.training = True
     return sums.result()
 
 
@@ -121,7 +152,7 @@ def predicts_next(model: nn.Module) -> bool:
     return type(model_root(model)).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
 
-class _Sums:
+class Sums:
     """Sums over tokens, from which the figures are made."""
 
     def __init__(self, *, causal: bool) -> None:
@@ -129,18 +160,36 @@ class _Sums:
         self.tokens = self.targets = 0
         self.same = self.divergence = self.loss = self.stock_loss = 0.0
         self.errors: list[float] = []
+        self.right = self.stock_right = self.labelled = 0
         self.logits = False
+        self.per_token = True
 
-    def add(self, ours: Any, theirs: Any, batch: Batch) -> None:
+    def add(self, ours: Any, theirs: Any, batch: Batch, labels_B: Tensor | None = None) -> None:
         """Add the outputs of one batch."""
         if not isinstance(getattr(ours, "logits", None), Tensor):
-            real_BL = token_mask(batch, ours[0])
-            self.errors.append(float(relative_error(ours[0], theirs[0].to(ours[0].device), real_BL)) * len(real_BL))
-            self.tokens += len(real_BL)
-            return
+            self.add_errors(ours[0], theirs[0], token_mask(batch, ours[0]))
+        elif ours.logits.dim() == 2 and ours.logits.shape[1] == 1:
+            self.add_errors(ours.logits[..., None], theirs.logits[..., None], torch.ones_like(ours.logits).bool())
+        else:
+            self.add_logits(ours.logits, theirs.logits, batch, labels_B)
+
+    def add_errors(self, ours_BLE: Tensor, theirs_BLE: Tensor, real_BL: Tensor) -> None:
+        """Add outputs that are compared as numbers."""
+        error = float(relative_error(ours_BLE, theirs_BLE.to(ours_BLE.device), real_BL))
+        self.errors.append(error * len(real_BL))
+        self.tokens += len(real_BL)
+
+    def add_logits(self, ours: Tensor, theirs: Tensor, batch: Batch, labels_B: Tensor | None) -> None:
+        """Add logits (B,L,V) of tokens or (B,V) of rows."""
         self.logits = True
-        mine = ours.logits.float()
-        stock = theirs.logits.float().to(mine.device)  # the stock model may be on another device
+        mine = ours.float()
+        self.per_token = mine.dim() == 3
+        stock = theirs.float().to(mine.device)  # the stock model may be on another device
+        if labels_B is not None and not self.per_token:
+            labels = labels_B.to(mine.device)
+            self.labelled += labels.numel()
+            self.right += int((mine.argmax(-1) == labels).sum())
+            self.stock_right += int((stock.argmax(-1) == labels).sum())
         real = token_mask(batch, mine) if mine.dim() == 3 else torch.ones(mine.shape[:1], dtype=torch.bool)
         real = real.to(mine.device)
         self.tokens += int(real.sum())
@@ -158,7 +207,9 @@ class _Sums:
         if not self.logits:
             return Lost(tokens=self.tokens, relative_error=sum(self.errors) / self.tokens)
         figures = {"divergence": self.divergence / self.tokens, "agreement": self.same / self.tokens}
+        if self.labelled:
+            figures |= {"accuracy": self.right / self.labelled, "stock_accuracy": self.stock_right / self.labelled}
         if self.targets:
             figures |= {"perplexity": math.exp(self.loss / self.targets)}
             figures |= {"stock_perplexity": math.exp(self.stock_loss / self.targets)}
-        return Lost(tokens=self.tokens, **figures)
+        return Lost(tokens=self.tokens, per_token=self.per_token, **figures)

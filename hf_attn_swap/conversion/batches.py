@@ -7,6 +7,7 @@ Axes: B batch, L token.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -37,6 +38,19 @@ def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
 def without_labels(batch: Mapping[str, Any]) -> Batch:
     """Return the batch without its labels, because calibration and attention transfer are not supervised."""
     return {key: value for key, value in batch.items() if key not in LABELS}
+
+
+@contextlib.contextmanager
+def evaluating(*models: nn.Module | None) -> Iterator[None]:
+    """Inside, the models are in evaluation mode. Afterwards every module has its former mode again."""
+    training = [module for model in models if model is not None for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @torch.no_grad()

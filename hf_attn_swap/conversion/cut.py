@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ..analysis.watched import watched
 from ..core.call import NORMALISED
 from ..patch import need_installation
-from .batches import Batch, as_batches, forward, token_mask
+from .batches import Batch, as_batches, evaluating, forward, token_mask
 
 GAMMAS = tuple(-digit * 10.0**power for power in (-1, -2, -3, -4, -5, -6) for digit in (5, 2, 1))
 SHARE = 0.01
@@ -81,20 +81,14 @@ def cut_shares(
     """
     if wrong := [gamma for gamma in gammas if not gamma <= 0]:
         raise ValueError(f"gamma must be at most 0, got {wrong}.")
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        with watched(model) as root:
-            swaps = {index: group[0] for index, group in need_installation(root).swaps().items()}
-            counted = {index: _Counted(gammas) for index in swaps}
-            for batch in tqdm(as_batches(batches), desc="measure", unit="batch", disable=not progress):
-                with contextlib.ExitStack() as hooked:
-                    for index, swap in swaps.items():
-                        hooked.callback(swap.register_forward_pre_hook(counted[index].hook(batch)).remove)
-                    forward(model, batch)
-    finally:
-        for module in training:
-            module.training = True
+    with evaluating(model), watched(model) as root:
+        swaps = {index: group[0] for index, group in need_installation(root).swaps().items()}
+        counted = {index: _Counted(gammas) for index in swaps}
+        for batch in tqdm(as_batches(batches), desc="measure", unit="batch", disable=not progress):
+            with contextlib.ExitStack() as hooked:
+                for index, swap in swaps.items():
+                    hooked.callback(swap.register_forward_pre_hook(counted[index].hook(batch)).remove)
+                forward(model, batch)
     return {index: tuple(share.value for share in each.shares) for index, each in counted.items() if each.seen}
 
 

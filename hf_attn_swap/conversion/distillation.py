@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from ..patch import need_installation
 from ..wiring.install import model_root
 from .batches import MASKS, token_mask, without_labels
 from .divergence import divergence
+from .head import first_of, head_alone, keeps_logits, last_hidden, logits_of
 from .parts import PARTS, part_of
 from .teacher import Teacher, is_sharded, note_retrained
 from .trainer import TrainerWithoutLabels
@@ -78,7 +78,8 @@ class DistillationTrainer(TrainerWithoutLabels):
         model: a model that is patched at a strength above 0, usually calibrated; or PEFT's wrapper around it.
         args: as for `Trainer`.
         teacher: another model that gives the targets, such as a fine-tuned control. None makes the model its own
-            teacher: at strength 0, with PEFT's adapters off, and with frozen copies of whatever else trains.
+            teacher: at strength 0, with PEFT's adapters off, and with frozen copies of whatever else trains. The
+            `teacher` of an earlier trainer of this model goes on teaching what it taught before.
         losses: the weights of the terms.
         trainable: what trains: "all", "body" (all but the embeddings and the head), or any of "query", "key", "value",
             "output" (projections) and "swap" (parameters of the variant and the calibration). None changes no
@@ -95,7 +96,7 @@ class DistillationTrainer(TrainerWithoutLabels):
         model: nn.Module,
         args: TrainingArguments | None = None,
         *,
-        teacher: PreTrainedModel | None = None,
+        teacher: PreTrainedModel | Teacher | None = None,
         losses: Losses | None = None,
         trainable: Iterable[str] | str | None = None,
         **kwargs: Any,
@@ -110,7 +111,7 @@ class DistillationTrainer(TrainerWithoutLabels):
         ):
             raise ValueError("the model is at strength 0, the teacher itself; call set_strength(model, 1.0) first.")
         _choose(model, trainable)
-        self.teacher = Teacher(model, teacher)
+        self.teacher = teacher if isinstance(teacher, Teacher) else Teacher(model, teacher)
         self.errors = layer_errors(self.installation) if self.losses.layers else None
         args = copy.copy(args) if args is not None else TrainingArguments()
         if args.include_num_input_tokens_seen == "no" and self.installation.root.main_input_name == "input_ids":
@@ -138,7 +139,7 @@ class DistillationTrainer(TrainerWithoutLabels):
         with self.accelerator.autocast():
             loss = sum(self._terms(student, teacher, batch))
         if return_outputs:
-            return loss, {"loss": loss, "logits": _first(student.output).detach()}
+            return loss, {"loss": loss, "logits": first_of(student.output).detach()}
         return loss
 
     def _outputs(self, model: nn.Module, plain: nn.Module, batch: dict[str, Any]) -> tuple[_Seen, _Seen]:
@@ -152,15 +153,15 @@ class DistillationTrainer(TrainerWithoutLabels):
             # The last token by index: for a slice of one token per row, torch would copy the whole head.
             wanted["logits_to_keep"] = torch.tensor([-1])
         teaching = self.teacher.model or root
-        with _last_hidden(teaching) as caught:
+        with last_hidden(teaching) as caught:
             teacher = _Seen(self.teacher(model, plain, wanted), caught)
         with contextlib.ExitStack() as watched:
-            caught = watched.enter_context(_last_hidden(root))
+            caught = watched.enter_context(last_hidden(root))
             errors = [] if self.errors is None else watched.enter_context(self.errors.watch(batch))
             student = _Seen(model(**wanted), caught, errors)
         if shortened and self.split_head is None:
             with self.accelerator.autocast():
-                self.split_head = _head_alone(teaching, teacher) and _head_alone(root, student)
+                self.split_head = _split(teaching, teacher) and _split(root, student)
             if not self.split_head:  # something follows the head, such as a soft cap: take all logits from now on
                 return self._outputs(model, plain, batch)
         return student, teacher
@@ -168,7 +169,7 @@ class DistillationTrainer(TrainerWithoutLabels):
     def _can_split(self, root: PreTrainedModel, model: nn.Module) -> bool:
         """True if the logits can be computed from the last hidden states, a chunk at a time."""
         several = [root] if self.teacher.model is None else [root, self.teacher.model]
-        if not self.losses.logits or not all(_keeps_logits(each) for each in several):
+        if not self.losses.logits or not all(keeps_logits(each) for each in several):
             return False
         if any(each.requires_grad for each in root.get_output_embeddings().parameters()):
             return False
@@ -192,7 +193,7 @@ class DistillationTrainer(TrainerWithoutLabels):
             ours, theirs = student.hidden, teacher.hidden
             heads = {"head": root.get_output_embeddings(), "teacher_head": other.get_output_embeddings()}
         else:
-            ours, theirs = _logits(student.output), _logits(teacher.output)
+            ours, theirs = logits_of(student.output), logits_of(teacher.output)
         if ours.shape != theirs.shape:
             raise ValueError(f"the teacher's outputs {tuple(theirs.shape)} are not the model's {tuple(ours.shape)}.")
         weight = _token_weights(batch, ours)
@@ -249,39 +250,16 @@ class _Seen:
             return self.caught[-1]
         if getattr(self.output, "logits", None) is not None:
             raise ValueError("the last hidden states of this model were not found; set hidden_layers to 'all'.")
-        return _first(self.output)
+        return first_of(self.output)
 
     @property
     def device(self) -> torch.device:
-        return _first(self.output).device
+        return first_of(self.output).device
 
 
-@contextlib.contextmanager
-def _last_hidden(root: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Inside, keep the last hidden states that the model below the head returns."""
-    caught: list[Tensor] = []
-    # Some models call their decoder past the base model (OPT), or have no base model (T5). The outermost ends last.
-    below = {id(module): module for module in (root.get_decoder(), root.base_model) if module is not root}
-    with contextlib.ExitStack() as hooked:
-        for module in below.values():
-            hook = module.register_forward_hook(lambda module, args, output: caught.append(_first(output)))
-            hooked.callback(hook.remove)
-        yield caught
-
-
-def _keeps_logits(root: PreTrainedModel) -> bool:
-    """True if the model can leave out the logits of most tokens."""
-    return "logits_to_keep" in inspect.signature(root.forward).parameters and root.get_output_embeddings() is not None
-
-
-def _head_alone(root: PreTrainedModel, seen: _Seen) -> bool:
-    """True if the kept logits are the head's output on the last hidden state, with nothing after it."""
-    if not seen.caught:
-        return False
-    head = root.get_output_embeddings()  # the caller has checked that there is a head
-    with torch.no_grad():
-        kept = _logits(seen.output)
-        return kept.shape[1] == 1 and torch.equal(head(seen.hidden[:, -1:]).to(kept.dtype), kept)
+def _split(root: PreTrainedModel, seen: _Seen) -> bool:
+    """True if the logits can be computed from the last hidden states that were seen."""
+    return bool(seen.caught) and head_alone(root, seen.hidden, logits_of(seen.output))
 
 
 def _hidden_error(student: _Seen, teacher: _Seen, batch: dict[str, Any], which: str) -> Tensor:
@@ -314,19 +292,6 @@ def _token_weights(batch: dict[str, Any], logits: Tensor) -> Tensor:
         return torch.full((rows,), 1 / rows, device=logits.device)
     real = token_mask(batch, logits).float()
     return (real / real.sum(1, keepdim=True).clamp_min(1) / rows).flatten()
-
-
-def _logits(output: Any) -> Tensor:
-    logits = getattr(output, "logits", None)
-    if not isinstance(logits, Tensor):
-        raise ValueError("the model gives no logits; set the loss 'logits' to 0 and 'hidden' above 0.")
-    return logits
-
-
-def _first(output: Any) -> Tensor:
-    """The main tensor of an output."""
-    first: Tensor = output if isinstance(output, Tensor) else output[0]
-    return first
 
 
 def _choose(model: nn.Module, trainable: Iterable[str] | str | None) -> None:

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from ..core.swap import LARGEST_EXPONENT
 from ..families import Site
 from ..patch import need_installation, swappable
-from .batches import Batch, as_batches, forward
+from .batches import Batch, as_batches, evaluating, forward
 
 EXPONENT = 10
 PRODUCTS = {"linear", "addmm", "matmul", "mm", "__matmul__"}
@@ -121,25 +121,19 @@ def readers(model: nn.Module, batch: Any = None) -> dict[int, Readers | str]:
     usable = swappable(installation.root)
     chosen = {index: usable[index] for index in installation.swaps()}
     inputs: Batch = next(as_batches(made_up(installation.root) if batch is None else batch))
-    training = [module for module in model.modules() if module.training]
     watch = _Watch()
-    try:
-        model.eval()
-        with contextlib.ExitStack() as hooked:
-            for site in chosen.values():
-                hooked.callback(site.core.register_forward_pre_hook(watch.arrives(site), with_kwargs=True).remove)
-            for module in model.modules():
-                if _is_norm(module):
-                    hooked.callback(module.register_forward_hook(watch.leaves).remove)
-                elif _holds_matrix(module):
-                    hooked.callback(module.register_forward_pre_hook(watch.reads, with_kwargs=True).remove)
-                    hooked.callback(module.register_forward_hook(watch.has_read).remove)
-            hooked.enter_context(installation.stock())
-            with watch:
-                forward(model, inputs)
-    finally:
-        for module in training:
-            module.training = True
+    with evaluating(model), contextlib.ExitStack() as hooked:
+        for site in chosen.values():
+            hooked.callback(site.core.register_forward_pre_hook(watch.arrives(site), with_kwargs=True).remove)
+        for module in model.modules():
+            if _is_norm(module):
+                hooked.callback(module.register_forward_hook(watch.leaves).remove)
+            elif _holds_matrix(module):
+                hooked.callback(module.register_forward_pre_hook(watch.reads, with_kwargs=True).remove)
+                hooked.callback(module.register_forward_hook(watch.has_read).remove)
+        hooked.enter_context(installation.stock())
+        with watch:
+            forward(model, inputs)
     return {index: watch.answer(site) for index, site in chosen.items()}
 
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from ..core.swap import Swap
 from ..patch import need_installation
 from ..wiring.install import Installation
+from .batches import evaluating
 
 
 class Teacher:
@@ -76,7 +77,7 @@ class Teacher:
         if self.model is not None:
             self.model.to(device=next(plain.parameters()).device)  # type: ignore[call-arg]  # torch's own argument
             return self.model(**batch)
-        with self.installation.stock(), _evaluating(plain), _without_adapters(plain):
+        with self.installation.stock(), evaluating(plain), _without_adapters(plain):
             if self.frozen:
                 _refuse_sharded(plain)
                 return functional_call(plain, self.frozen, (), batch)
@@ -129,19 +130,6 @@ def _unused_at_strength_0(model: nn.Module) -> set[int]:
                 id(each) for adapter in adapters if isinstance(adapter, nn.Module) for each in adapter.parameters()
             }
     return found
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextlib.contextmanager

@@ -11,11 +11,11 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
+from ..conversion.stages import Align, Calibrate, FineTune, Stage, read_stages
 from ..core.calibration import check_fit
 from ..core.registry import parse as parse_variant
 from ..core.registry import parse_options
 from ..core.typed import parse_layers
-from .stages import Align, Calibrate, FineTune, Stage, read_stages
 
 CONTROL = "softmax"
 DTYPES = ("float32", "bfloat16", "float16")

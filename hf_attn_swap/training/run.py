@@ -30,14 +30,14 @@ from transformers import (
 from .. import patch_model
 from ..conversion import StrengthSchedule
 from ..conversion.parts import part_of
+from ..conversion.stages import Align, Distil, FineTune
+from ..conversion.take import last_whole_checkpoint, take
 from ..core.typed import parse_layers
 from ..patch import set_strength, unpatch_model
 from ..publish.results import versions
 from .arguments import CONTROL, DTYPES, ConversionArguments, ModelArguments
 from .metrics import scores
 from .outcome import Outcome, hardware
-from .stages import Align, Distil, FineTune
-from .take import last_whole_checkpoint, take
 
 CONVERTED, STAGE, TRAINED = "converted", "stage-", "model"
 NOTES = "conversion.json"

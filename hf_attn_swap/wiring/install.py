@@ -136,6 +136,15 @@ class Installation:
         self._wire()
         self.refresh()
 
+    def take_out(self, layers: Iterable[int]) -> None:
+        """Remove the swaps of some layers, and bring hooks, phases and config up to date."""
+        usable = [site for site in sites(self.root) if site.usable]
+        for index in layers:
+            _detach(usable[index].core)
+            del usable[index].core.attn_swap
+        self._wire()
+        self.refresh()
+
     @contextlib.contextmanager
     def temporarily(self, swaps: Mapping[int, Swap]) -> Iterator[None]:
         """Attach other swaps inside a `with` block, by the number of the layer. The config stays as it is.

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..conversion.distillation import Losses
-from ..conversion.schedule import StrengthSchedule
 from ..core.calibration import check_fit
+from .distillation import Losses
+from .schedule import StrengthSchedule
 
 FINE_TUNE = "fine_tune"
 

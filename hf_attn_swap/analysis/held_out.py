@@ -1,0 +1,102 @@
+"""Held-out rows on which a conversion is measured again and again, beside what the stock model gives on them.
+
+The stock model runs once. Of a large vocabulary, its last hidden states are kept in place of its logits, as long as the
+logits are the head's output on them. The head must then not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from ..conversion.batches import LABELS, Batch, evaluating, forward, without_labels
+from ..conversion.head import last_hidden
+from ..wiring.install import installation_of, model_root
+from .lost import Lost, Sums, predicts_next
+
+FEW = 1024  # logits of so few classes are kept as they are
+
+
+@dataclass
+class _Kept:
+    """One batch, its labels (B,) or None, and the stock model's outputs: hidden states, logits or the first output."""
+
+    batch: Batch
+    labels: Tensor | None
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+    first: Tensor | None = None
+
+
+@dataclass
+class _Output:
+    """An output as `Sums` reads it."""
+
+    logits: Tensor | None
+    first: Tensor | None = None
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert index == 0
+        assert self.first is not None
+        return self.first
+
+
+class HeldOut:
+    """Measures how much a model lost, on the same rows each time.
+
+    Args:
+        model: the stock model; or a patched model, whose strength 0 is the stock model.
+        batches: dicts of tensors as the model takes them, with or without labels.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: there is no batch, or a batch is no dict of tensors.
+    """
+
+    def __init__(self, model: nn.Module, batches: Iterable[Any], *, progress: bool = True) -> None:
+        self.kept: list[_Kept] = []
+        self.causal = predicts_next(model)
+        root = model_root(model)
+        installation = installation_of(root)
+        with evaluating(model), torch.no_grad(), contextlib.ExitStack() as inside:
+            if installation is not None:
+                inside.enter_context(installation.stock())
+            for given in tqdm(list(batches), desc="stock model", unit="batch", disable=not progress, leave=False):
+                self.kept.append(_keep(root, given))
+        if not self.kept:
+            raise ValueError("there are no held-out rows to measure on.")
+
+    @torch.no_grad()
+    def lost(self, model: nn.Module, *, progress: bool = False) -> Lost:
+        """Compare the model as it is now with the stock model, in evaluation mode."""
+        sums = Sums(causal=self.causal)
+        head = model_root(model).get_output_embeddings()
+        with evaluating(model):
+            for kept in tqdm(self.kept, desc="measure", unit="batch", disable=not progress, leave=False):
+                theirs = kept.logits if kept.hidden is None else head(kept.hidden)
+                sums.add(forward(model, kept.batch), _Output(theirs, kept.first), kept.batch, kept.labels)
+        return sums.result()
+
+
+def _keep(root: Any, given: Batch) -> _Kept:
+    """Run the stock model on a batch."""
+    labels = next((given[name] for name in LABELS if isinstance(given.get(name), Tensor)), None)
+    rows = labels if labels is not None and labels.dim() == 1 and not labels.is_floating_point() else None
+    kept = _Kept(without_labels(given), rows)
+    with last_hidden(root) as caught:
+        output = forward(root, kept.batch)
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        kept.first = output[0]
+        return kept
+    kept.logits = logits
+    head = root.get_output_embeddings()
+    if head is not None and caught and logits.shape[-1] > FEW and torch.equal(head(caught[-1]).to(logits), logits):
+        kept.logits, kept.hidden = None, caught[-1]
+    return kept

@@ -1,0 +1,460 @@
+"""Converts a model to another attention by one call: swap, fit, choose the layers, distil, and measure after each step.
+
+The steps, each measured on held-out rows:
+
+    1. swap:       the variant in all layers that may be converted
+    2. fit:        a neutral start, and no fit, a gain or a map per head, whichever loses least
+    3. layers:     with a budget or a share to keep, what each layer alone costs decides about the order
+    4. distil:     the model before the swap teaches the swapped model, group of layers by group of layers
+
+With a budget, the cheapest layers come first. A group whose loss comes within the budget is followed by the next group.
+If the tokens are used up before, the last group is taken back. Labels are not read by any step.
+The method is this package's own; docs/mathematics.md, section Conversion.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
+
+from ..analysis.held_out import HeldOut
+from ..analysis.lost import predicts_next
+from ..patch import need_installation, patch_model, set_strength, unpatch_model
+from ..wiring.install import Installation, installation_of, model_root
+from .calibrate import calibrate
+from .distillation import DistillationTrainer
+from .journal import Journal
+from .outcome import ConversionReport, Step
+from .rows import Rows, as_rows
+from .sensitivity import Sensitivity, layer_sensitivity
+from .stages import Distil
+from .take import last_whole_checkpoint, with_adapters
+from .teacher import Teacher
+
+FITS = ("gain", "map")
+CHECKS = 4  # measurements within one group's distillation
+GROUPS = 6  # groups of layers, when a budget decides how many layers are converted
+SEED = 42  # as in TrainingArguments
+SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters
+FEW_TOKENS = 256  # per step: a small batch makes more of every token
+
+
+def convert(
+    model: nn.Module,
+    variant: str,
+    data: Any,
+    *,
+    processor: Any = None,
+    eval_data: Any = None,
+    tokens: int = 300_000,
+    max_loss: float | None = None,
+    layers: Literal["auto"] | int | Iterable[int] = "auto",
+    keep: float = 0.0,
+    distil: Distil | None = None,
+    teacher: PreTrainedModel | None = None,
+    length: int = 512,
+    output_dir: str | Path | None = None,
+    args: TrainingArguments | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> ConversionReport:
+    """Convert a model to another attention, in place, and report what was lost.
+
+        report = convert(model, "belief", texts, processor=tokenizer, max_loss=0.02)
+        print(report)
+
+    Args:
+        model: a stock model, as from_pretrained returns it.
+        variant: the name of the variant, or a composition such as "outeffhop+gated".
+        data: texts, images or rows that are ready, as in `as_rows`; labels are not read.
+        processor: the tokenizer or image processor.
+        eval_data: held-out data of the same kind, to measure on. None takes a twentieth of `data` (8 to 64 rows), which
+            the conversion then does not see. If held-out rows have labels, a classifier's accuracy is the measure.
+        tokens: the budget of the distillation, in tokens of text; in patches, for images.
+        max_loss: the largest loss, as a share (0.02 is 2 %) of what `Lost.share` names for this kind of model, such as
+            perplexity. The conversion stops as soon as the loss is within this budget.
+        layers: the layers to convert: numbers, or "auto" for all; with `max_loss`, "auto" means as many as the budget
+            allows, the cheapest first.
+        keep: the share of layers that keep their own attention: the costliest layers.
+        distil: how to distil; None chooses by the kind and size of the model. Its `tokens` and `epochs` are not read.
+        teacher: another model that gives the targets, and that losses are compared with; None is the model itself.
+        length: the number of tokens of a row, when `data` are texts.
+        output_dir: a folder for checkpoints. The same call with the same folder goes on after the last step that was
+            finished. None keeps nothing.
+        args: more arguments of the training, such as `bf16=True`; the budget, the learning rate and the batch are set
+            by `tokens` and `distil`.
+        progress: show progress bars.
+        options: the options of the variant.
+
+    Returns:
+        The loss after every step, and what was converted. If `met` is False, the budget was missed: the model then
+        runs the variant in no layer, or in the layers that were named, with the loss that the report gives.
+
+    Raises:
+        ValueError: the model is already patched, the data do not fit the model, or an argument is out of range.
+    """
+    root = model_root(model)
+    if installation_of(root) is not None:
+        raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
+    if max_loss is not None and not max_loss > 0:
+        raise ValueError(f"max_loss must be above 0 (0.02 is 2 %), got {max_loss!r}.")
+    if not 0 <= keep < 1:
+        raise ValueError(f"keep is the share of layers that stay as they are, from 0 to below 1, got {keep!r}.")
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {tokens!r}.")
+    train, held = _split(root, data, eval_data, processor, length)
+    distil = distil or default_distil(root)
+    folder = None if output_dir is None else Path(output_dir)
+    settings = {
+        "model": type(root).__name__,
+        "parameters": root.num_parameters(),
+        "variant": variant,
+        "options": options,
+        "tokens": tokens,
+        "max_loss": max_loss,
+        "layers": str(layers),
+        "keep": keep,
+        "distil": asdict(distil),
+        "rows": len(train),
+        "held_out": len(held),
+        "length": train.length,
+    }
+    work = _Work(
+        model=model,
+        held=HeldOut(teacher or model, held.batches(_rows_per_step(distil, held)), progress=progress),
+        train=train,
+        distil=distil,
+        teacher=teacher,
+        journal=Journal(folder, settings, writes=(args is None or args.should_save)),
+        args=args,
+        progress=progress,
+        left=tokens,
+    )
+    chosen = None if layers == "auto" else layers
+    patch_model(model, variant, layers=chosen, **options)
+    try:
+        work.note("swap")
+        _fit(work)
+        groups, sensitivity = _groups(work, chosen is None, max_loss, keep)
+        kept = _convert_groups(work, groups, max_loss)
+    except BaseException:
+        if (left := installation_of(root)) is not None:
+            left.remove(model)
+        raise
+    return ConversionReport(
+        model=type(root).__name__,
+        variant=variant,
+        steps=tuple(work.steps),
+        kept=kept,
+        max_loss=max_loss,
+        sensitivity=sensitivity,
+        unit="tokens" if train.length else "rows",
+        held_out=len(held),
+    )
+
+
+def default_distil(root: PreTrainedModel) -> Distil:
+    """How a model of this kind and size is distilled.
+
+    Measured on SmolLM2, ViT-S and MiniLM; docs/mathematics.md, section Conversion.
+    """
+    if predicts_next(root):
+        return Distil(rank=32, learning_rate=7e-4)
+    headless = not any(name in type(root).__name__ for name in ("For", "LMHead"))
+    if root.main_input_name == "pixel_values" or root.num_parameters() > SMALL:
+        if headless:
+            return Distil(rank=16, learning_rate=1e-3, logits=0.0, hidden=1.0, batch=16)
+        return Distil(rank=16, learning_rate=1e-3, hidden=1.0, batch=16)
+    return Distil(learning_rate=1e-4, logits=0.0 if headless else 1.0, hidden=1.0, batch=16)
+
+
+@dataclass
+class _Work:
+    """A conversion in progress.
+
+    Attributes:
+        model, held, train, distil, teacher, journal, args, progress: as `convert` was given or has made them.
+        left: the tokens of the budget that are left.
+        used: the training rows that were read so far.
+        steps: the record so far.
+        student: the model as it trains, perhaps inside PEFT's wrapper; None before the first training.
+        taught: the teacher; None before the first training.
+        initial: the parameters that train, as they were before the first training.
+        flags: which parameters required gradients before the conversion.
+    """
+
+    model: nn.Module
+    held: HeldOut
+    train: Rows
+    distil: Distil
+    teacher: PreTrainedModel | None
+    journal: Journal
+    args: TrainingArguments | None
+    progress: bool
+    left: int
+    used: int = 0
+    steps: list[Step] = field(default_factory=list)
+    student: nn.Module | None = None
+    taught: Teacher | None = None
+    trainer: DistillationTrainer | None = None
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    flags: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
+
+    @property
+    def installation(self) -> Installation:
+        return need_installation(self.model)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that run the variant."""
+        installation = installation_of(model_root(self.model))
+        if installation is None:
+            return ()
+        return tuple(index for index, swaps in installation.swaps().items() if swaps[0].strength > 0)
+
+    def note(self, name: str, tokens: int = 0, since: float | None = None) -> Step:
+        """Measure the model as it is, and add a step to the record."""
+        if (known := self.journal.recall(name)) is not None:
+            self.steps.append(Step.from_dict(known))
+            return self.steps[-1]
+        lost = self.held.lost(self.student or self.model, progress=self.progress)
+        seconds = 0.0 if since is None else time.perf_counter() - since
+        step = Step(name=name, layers=self.layers, lost=lost, tokens=tokens, seconds=seconds)
+        self.steps.append(step)
+        self.journal.record(name, asdict(step))
+        if self.progress:
+            tqdm.write(f"{name}: {len(step.layers)} layers, {lost.measure} {lost.share:.2%}")
+        return step
+
+    def trained(self) -> dict[str, Tensor]:
+        """Copies of all parameters that train, on the CPU."""
+        assert self.student is not None
+        named = self.student.named_parameters()
+        return {name: each.detach().cpu().clone() for name, each in named if each.requires_grad}
+
+    def restore(self, values: dict[str, Tensor]) -> None:
+        """Give the parameters that train the values of an earlier `trained`."""
+        assert self.student is not None
+        parameters = dict(self.student.named_parameters())
+        with torch.no_grad():
+            for name, value in values.items():
+                parameters[name].copy_(value)
+
+    def teach(self, budget: int, target: float | None, name: str) -> Step:
+        """Distil for at most `budget` tokens, and stop when the loss is at most `target`."""
+        start = time.perf_counter()
+        if self.student is None:
+            rank = self.distil.rank
+            set_seed(SEED if self.args is None else self.args.seed)  # for the first numbers of the adapters
+            self.flags = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+            self.student = self.model if rank is None else with_adapters(model_root(self.model), rank)
+        each = self.train.length or 1
+        count = max(1, round(min(budget, self.left) / each))
+        picked = _order(len(self.train), self.used, count)
+        check = _Check(self, target)
+        trainer = DistillationTrainer(
+            self.student,
+            self._arguments(name),
+            teacher=self.taught or self.teacher,
+            losses=self.distil.losses,
+            trainable=None if self.distil.rank is not None else self.distil.trainable,
+            train_dataset=self.train.some(picked).rows,
+            data_collator=self.train.collate,
+            callbacks=[check],
+        )
+        self.trainer, self.taught = trainer, trainer.teacher
+        self.initial = self.initial or self.trained()
+        if (known := self.journal.recall(f"train {name}")) is not None:
+            self.restore(self.journal.load(name))
+            rows = known["rows"]
+        else:
+            folder = Path(trainer.args.output_dir or ".")
+            trainer.train(resume_from_checkpoint=None if self.journal.folder is None else last_whole_checkpoint(folder))
+            rows = min(count, trainer.state.global_step * trainer.args.train_batch_size * trainer.args.world_size)
+            self.journal.save(name, self.trained())
+            self.journal.record(f"train {name}", {"rows": rows})
+        self.used += rows
+        spent = round(rows * each)
+        self.left -= spent
+        return self.note(name, spent, start)
+
+    @property
+    def exhausted(self) -> bool:
+        """True if what is left of the budget is less than one step."""
+        return self.left < (self.train.length or 1) * _rows_per_step(self.distil, self.train)
+
+    def _arguments(self, name: str) -> TrainingArguments:
+        """The arguments of one training."""
+        folder = self.journal.folder or Path("runs")
+        own = self.args or TrainingArguments(output_dir=str(folder), report_to="none")
+        return replace(
+            own,
+            output_dir=str(folder / name.replace(" ", "-")),
+            num_train_epochs=1,
+            max_steps=-1,
+            learning_rate=self.distil.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=0.05,
+            weight_decay=0.0,
+            per_device_train_batch_size=_rows_per_step(self.distil, self.train),
+            save_strategy="no" if self.journal.folder is None else "steps",
+            save_steps=100,
+            save_total_limit=1,
+            logging_strategy="steps" if self.progress else "no",
+            disable_tqdm=not self.progress,
+            dataloader_pin_memory=torch.cuda.is_available(),
+        )
+
+    def finish(self) -> None:
+        """Take the adapters off, merged into the weights if a layer was converted, and measure the model."""
+        if self.trainer is None or self.student is None:
+            return
+        student, self.student = self.student, None
+        if isinstance(student, PeftModel):
+            if self.layers:
+                self.trainer.merged()
+                self.note("adapters merged")
+            else:
+                student.unload()
+        for parameter, flag in self.flags:
+            parameter.requires_grad_(flag)
+
+
+class _Check(TrainerCallback):
+    """Measures the loss a few times during a training, and stops the training when the target is reached."""
+
+    def __init__(self, work: _Work, target: float | None) -> None:
+        self.work, self.target = work, target
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure at each quarter of the steps."""
+        every = max(1, state.max_steps // CHECKS)
+        if self.target is None or state.global_step % every or state.global_step >= state.max_steps:
+            return
+        assert self.work.student is not None
+        if self.work.held.lost(self.work.student).share <= self.target:
+            control.should_training_stop = True
+
+
+def _fit(work: _Work) -> None:
+    """Fit the swap by the way that loses least: no fit, a gain or a map per head."""
+    start = time.perf_counter()
+    rows = work.train.some(range(min(len(work.train), _calibration_rows(work.train))))
+    batches = list(rows.batches(8))
+    if (known := work.journal.recall("fit")) is not None:
+        if known["fit"] in FITS:
+            calibrate(work.model, batches, fit=known["fit"], progress=work.progress)
+        work.steps.append(Step.from_dict(known["step"]))
+        return
+    swaps = [swap for group in work.installation.swaps().values() for swap in group]
+    best, found = work.steps[-1].lost, [(each.calibration, each.neutral, each.head_order) for each in swaps]
+    chosen = "no fit"
+    for fit in FITS:
+        calibrate(work.model, batches, fit=fit, progress=work.progress)
+        lost = work.held.lost(work.model, progress=work.progress)
+        if (lost.divergence or lost.share) < (best.divergence or best.share):
+            best, chosen = lost, fit
+            found = [(each.calibration, each.neutral, each.head_order) for each in swaps]
+    for swap, (calibration, neutral, order) in zip(swaps, found, strict=True):
+        swap.calibration, swap.neutral, swap.head_order = calibration, neutral, order
+    work.installation.refresh()
+    seconds = time.perf_counter() - start
+    step = Step(name=f"fit: {chosen}", layers=work.layers, lost=best, seconds=seconds)
+    work.steps.append(step)
+    work.journal.record("fit", {"fit": chosen, "step": asdict(step)})
+
+
+def _groups(work: _Work, auto: bool, max_loss: float | None, keep: float) -> tuple[list[list[int]], Sensitivity | None]:
+    """The layers in groups, in the order in which they are converted; and what each layer alone costs."""
+    layers = list(work.layers)
+    enough = max_loss is not None and work.steps[-1].lost.share <= max_loss
+    choosing = auto and max_loss is not None and not enough
+    if not keep and not choosing:
+        return [layers], None
+    if (known := work.journal.recall("sensitivity")) is not None:
+        sensitivity = Sensitivity.from_dict(known)
+    else:
+        sensitivity = layer_sensitivity(work.model, work.held, progress=work.progress)
+        work.journal.record("sensitivity", sensitivity.to_dict())
+    order = list(sensitivity.order)
+    order = order[: len(order) - round(keep * len(order))] or order[:1]
+    if not choosing:
+        return [sorted(order)], sensitivity
+    count = min(GROUPS, len(order))
+    cuts = [round(place * len(order) / count) for place in range(count + 1)]
+    return [order[first:last] for first, last in itertools.pairwise(cuts)], sensitivity
+
+
+def _convert_groups(work: _Work, groups: Sequence[Sequence[int]], max_loss: float | None) -> dict[int, str]:
+    """Convert group after group. Returns why a layer kept its own attention, by the layer's number."""
+    everything = list(work.layers)
+    kept = {index: "its swap costs most" for index in everything if not any(index in group for group in groups)}
+    set_strength(work.model, 0.0)
+    for number, group in enumerate(groups):
+        before = work.trained() if work.student is not None else None
+        set_strength(work.model, 1.0, layers=group)
+        many = len(groups) > 1
+        known = len(group) == len(everything)  # these layers together have been measured already
+        step = work.steps[-1] if known else work.note(f"group {number + 1} swapped" if many else "layers chosen")
+        part = 0
+        while not work.exhausted and not (max_loss is not None and step.lost.share <= max_loss):
+            part += 1
+            budget = work.left // (len(groups) - number) if part == 1 else work.left
+            step = work.teach(max(1, budget), max_loss, f"distil {number + 1}.{part}" if many else f"distil {part}")
+        if many and max_loss is not None and step.lost.share > max_loss:
+            _take_back(work, group, before)
+            for later in groups[number:]:
+                kept |= dict.fromkeys(later, "the loss would be above the budget")
+            break
+    work.finish()
+    if kept:
+        unpatch_model(work.model, layers=sorted(kept))
+    return kept
+
+
+def _take_back(work: _Work, group: Sequence[int], before: dict[str, Tensor] | None) -> None:
+    """Undo the last group: its layers run their own attention again, with the weights from before."""
+    set_strength(work.model, 0.0, layers=group)
+    if work.student is not None:
+        work.restore(work.initial if before is None else before)
+    work.note("last group taken back")
+
+
+def _split(root: PreTrainedModel, data: Any, eval_data: Any, processor: Any, length: int) -> tuple[Rows, Rows]:
+    """The training rows and the held-out rows."""
+    rows = as_rows(root, data, processor, length=length)
+    if eval_data is not None:
+        return rows, as_rows(root, eval_data, processor, length=length)
+    count = min(64, max(8, len(rows) // 20))
+    if len(rows) < 2 * count:
+        count = len(rows) // 2
+    if not count:
+        raise ValueError("a single row cannot be both trained and measured on; bring more data.")
+    shuffled = _order(len(rows), 0, len(rows))
+    return rows.some(sorted(shuffled[count:])), rows.some(sorted(shuffled[:count]))
+
+
+def _order(rows: int, first: int, count: int) -> list[int]:
+    """The numbers of the next rows, in an order that is always the same; all rows are read before any comes again."""
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).tolist()
+    return [order[(first + place) % rows] for place in range(count)]
+
+
+def _calibration_rows(rows: Rows) -> int:
+    """Some 16,000 tokens, or 256 rows of another kind."""
+    return max(8, round(16_384 / rows.length)) if rows.length else 256
+
+
+def _rows_per_step(distil: Distil, rows: Rows) -> int:
+    """The rows of a training step."""
+    return distil.batch or max(1, round(FEW_TOKENS / (rows.length or FEW_TOKENS)))

@@ -1,0 +1,92 @@
+"""The journal of a conversion: what every step gave, in a file, so that a killed conversion goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+NAME = "journal.json"
+
+
+class Journal:
+    """Keeps the results of steps in their order. A second run with the same settings is given them again.
+
+    Args:
+        folder: where the files lie; None keeps nothing.
+        settings: plain data that decide about the results.
+        writes: False in a process that only reads, such as the others beside the main process.
+
+    Raises:
+        ValueError: the folder holds a conversion with other settings, or the file is damaged.
+    """
+
+    def __init__(self, folder: Path | None, settings: dict[str, Any], *, writes: bool = True) -> None:
+        self.folder, self.writes = folder, writes
+        self.entries: list[dict[str, Any]] = []
+        self.place = 0
+        self.settings = json.loads(json.dumps(settings))
+        if folder is None:
+            return
+        path = folder / NAME
+        if not path.exists():
+            return
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            kept, self.entries = found["settings"], found["entries"]
+        except (json.JSONDecodeError, KeyError, TypeError) as problem:
+            raise ValueError(f"{path} is damaged ({problem}); remove the folder to start again.") from None
+        if kept != self.settings:
+            names = sorted(name for name in {*kept, *self.settings} if kept.get(name) != self.settings.get(name))
+            raise ValueError(
+                f"{folder} holds another conversion ({', '.join(names)} differ); name another folder, or remove it."
+            )
+
+    def recall(self, key: str) -> dict[str, Any] | None:
+        """What the next step gave in an earlier run, or None if no earlier run came so far.
+
+        Raises:
+            ValueError: an earlier run did something else here.
+        """
+        if self.place >= len(self.entries):
+            return None
+        entry = self.entries[self.place]
+        if entry["key"] != key:
+            raise ValueError(
+                f"{self.folder}: the earlier run did {entry['key']!r} where this run does {key!r}; remove the folder "
+                "to start again."
+            )
+        self.place += 1
+        found: dict[str, Any] = entry["value"]
+        return found
+
+    def record(self, key: str, value: dict[str, Any]) -> None:
+        """Keep what a step gave."""
+        self.entries.append({"key": key, "value": value})
+        self.place += 1
+        if self.folder is None or not self.writes:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        part = self.folder / f"{NAME}.part"
+        part.write_text(json.dumps({"settings": self.settings, "entries": self.entries}), encoding="utf-8")
+        part.replace(self.folder / NAME)
+
+    def save(self, key: str, tensors: dict[str, Tensor]) -> None:
+        """Keep the tensors of a step. Call this before `record`."""
+        if self.folder is None or not self.writes:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        part = self.folder / "tensors.part"
+        save_file({name: each.contiguous() for name, each in tensors.items()}, part)
+        part.replace(self._file(key))
+
+    def load(self, key: str) -> dict[str, Tensor]:
+        """The tensors that `save` kept."""
+        return load_file(self._file(key))
+
+    def _file(self, key: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{key.replace(' ', '-')}.safetensors"

@@ -1,0 +1,156 @@
+"""What a conversion did and what it cost, step by step: as text, as HTML, and as plain data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ..analysis.lost import Lost
+from ..core.table import Table
+from .sensitivity import Sensitivity
+
+LARGE = 10  # from this share on, a factor is easier to read than per cent
+HEADER = ("step", "layers", "lost", "KL", "same first choice", "tokens", "minutes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of a conversion.
+
+    Attributes:
+        name: what was done, in a few words.
+        layers: the numbers of the layers that run the variant after this step.
+        lost: what the model had lost after this step, on the held-out rows.
+        tokens: the tokens that this step trained on (rows, if the data are no text).
+        seconds: the time of the step.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    lost: Lost
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Step:
+        """A step from its plain data."""
+        return cls(**{**values, "layers": tuple(values["layers"]), "lost": Lost(**values["lost"])})
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table, in the order of `HEADER`."""
+        lost = self.lost
+        return (
+            self.name,
+            str(len(self.layers)),
+            f"{lost.share:.2%}" if lost.share < LARGE else f"x {lost.share:,.0f}",
+            "-" if lost.divergence is None else f"{lost.divergence:.3g}",
+            "-" if lost.agreement is None else f"{lost.agreement:.1%}",
+            f"{self.tokens:,}" if self.tokens else "-",
+            f"{self.seconds / 60:.1f}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionReport:
+    """The record of a conversion.
+
+    Attributes:
+        model: the class of the model.
+        variant: the name of the variant.
+        steps: what was done, in order. The last step describes the model as it is now.
+        kept: why a layer kept its own attention, by the layer's number.
+        max_loss: the budget, as a share; None without a budget.
+        sensitivity: what each layer alone costs; None if no layers had to be chosen.
+        unit: what the tokens of a step count: "tokens" or "rows".
+        held_out: the number of held-out rows that the loss was measured on.
+    """
+
+    model: str
+    variant: str
+    steps: tuple[Step, ...]
+    kept: dict[int, str]
+    max_loss: float | None
+    sensitivity: Sensitivity | None
+    unit: str
+    held_out: int
+
+    @property
+    def lost(self) -> Lost:
+        """What the model has lost now."""
+        return self.steps[-1].lost
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of the converted layers."""
+        return self.steps[-1].layers
+
+    @property
+    def met(self) -> bool:
+        """True if something was converted and the loss is within the budget. Without a budget, any loss is."""
+        return bool(self.layers) and (self.max_loss is None or self.lost.share <= self.max_loss)
+
+    @property
+    def summary(self) -> str:
+        """The result in one sentence."""
+        count = len(self.layers) + len(self.kept)
+        words = (
+            f"{self.model}: {len(self.layers)} of {count} layers run {self.variant}; {self.lost.measure}: "
+            f"{self.lost.share:.2%}, on {self.held_out} held-out rows"
+        )
+        if self.max_loss is None:
+            return f"{words}."
+        return f"{words} ({'within' if self.met else 'NOT within'} the budget of {self.max_loss:.2%})."
+
+    def table(self) -> Table:
+        """A row per step."""
+        return Table(summary=self.summary, header=HEADER, rows=[step.cells() for step in self.steps])
+
+    def __str__(self) -> str:
+        lines = [self.table().text()]
+        for reason in dict.fromkeys(self.kept.values()):
+            numbers = ", ".join(str(index) for index in sorted(self.kept) if self.kept[index] == reason)
+            lines.append(f"Layers {numbers} kept their own attention: {reason}.")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        words = str(self).split("\n")[len(self.steps) + 2 :]
+        return self.table().html() + "".join(f"<p>{escape(line)}</p>" for line in words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as plain data."""
+        return {
+            **asdict(self),
+            "layers": list(self.layers),
+            "met": self.met,
+            "measure": self.lost.measure,
+            "loss": self.lost.share,
+        }
+
+    def save(self, folder: Path) -> Path:
+        """Write conversion.json and conversion.html, and return the path of the page."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "conversion.json").write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        page = folder / "conversion.html"
+        title = f"{self.model} with {self.variant}"
+        picture = "" if self.sensitivity is None else _picture(self.sensitivity)
+        page.write_text(
+            f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>"
+            "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+            "table{border-collapse:collapse}td,th{padding:.2rem .8rem;border-bottom:1px solid #8886;text-align:left}"
+            f":root{{color-scheme:light dark}}</style><h1>{escape(title)}</h1>{self._repr_html_()}{picture}</html>\n",
+            encoding="utf-8",
+        )
+        return page
+
+
+def _picture(sensitivity: Sensitivity) -> str:
+    """The picture of the layers' costs as SVG, inside the page."""
+    import io
+
+    drawn = io.StringIO()
+    sensitivity.plot().savefig(drawn, format="svg")
+    text = drawn.getvalue()
+    return text[text.index("<svg") :]

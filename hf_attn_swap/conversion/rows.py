@@ -1,0 +1,147 @@
+"""Turns what a user has (texts, images, or rows that are ready) into rows for a conversion, and rows into batches.
+
+Axes: L token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Subset
+from transformers import DataCollatorWithPadding, PreTrainedModel, default_data_collator
+
+from ..analysis.lost import predicts_next
+from ..wiring.install import model_root
+from .batches import Batch
+
+Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
+SAMPLE = 256  # rows whose length tells how long the rows are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows as the model takes them.
+
+    Attributes:
+        rows: a sequence of mappings, without a batch axis.
+        collate: makes a batch of some rows.
+        length: the mean number of tokens of a row; 0 if the rows hold no token ids.
+    """
+
+    rows: Any
+    collate: Collator
+    length: float
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def some(self, indices: Sequence[int]) -> Rows:
+        """Some of the rows."""
+        return Rows(rows=select(self.rows, indices), collate=self.collate, length=self.length)
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        """All rows in batches, those of like length together so that there is little padding."""
+        order = sorted(range(len(self.rows)), key=lambda index: _length(self.rows[index]))
+        for start in range(0, len(order), size):
+            yield self.collate([dict(self.rows[index]) for index in order[start : start + size]])
+
+
+def select(rows: Any, indices: Sequence[int]) -> Any:
+    """Some rows of a `Dataset`, or of any other sequence."""
+    return rows.select(indices) if hasattr(rows, "select") else Subset(rows, list(indices))
+
+
+def as_rows(model: nn.Module, data: Any, processor: Any = None, *, length: int = 512) -> Rows:
+    """Prepare the data of a conversion.
+
+    Args:
+        model: the model that will take the rows.
+        data: texts, images (PIL), or rows that are ready: mappings with `input_ids` or `pixel_values`, without a batch
+            axis, such as a tokenised `Dataset`.
+        processor: the tokenizer or image processor; not needed for rows of one length that are ready.
+        length: the number of tokens of a row. For a causal language model, the texts are joined and cut into blocks of
+            this length; for other models, a longer text is cut.
+
+    Raises:
+        ValueError: there are no rows, the data are of another kind than the model takes, a processor is missing, or
+            the text is shorter than two blocks.
+    """
+    root = model_root(model)
+    if isinstance(data, (str, Mapping)) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise ValueError(
+            f"data must be a sequence of texts, images or rows that are ready, got {type(data).__name__}; a file is "
+            "read by datasets.load_dataset, and hf-attn-swap convert reads one by --data."
+        )
+    if not len(data):
+        raise ValueError("there are no rows to convert on.")
+    first = data[0]
+    if isinstance(first, Mapping):
+        rows = _ready(root, data, first)
+    elif isinstance(first, str):
+        rows = _texts(root, data, processor, length)
+    elif hasattr(first, "convert"):
+        rows = _images(root, data, processor)
+    else:
+        raise ValueError(f"a row must be a text, an image or a mapping, got {type(first).__name__}.")
+    lengths = [_length(rows[index]) for index in range(min(SAMPLE, len(rows)))]
+    if len(set(lengths)) == 1:
+        collate: Collator = default_data_collator
+    elif processor is None:
+        raise ValueError("the rows have different lengths; pass the tokenizer as processor, which pads them.")
+    else:
+        collate = DataCollatorWithPadding(processor)
+    return Rows(rows=rows, collate=collate, length=fmean(lengths))
+
+
+def _length(row: Mapping[str, Any]) -> int:
+    """The number of tokens of a row; 0 without token ids."""
+    ids = row.get("input_ids", ())
+    return ids.numel() if isinstance(ids, Tensor) else len(ids)
+
+
+def _ready(root: PreTrainedModel, data: Any, first: Mapping[str, Any]) -> Any:
+    if root.main_input_name not in first:
+        raise ValueError(
+            f"{type(root).__name__} takes {root.main_input_name}, but the rows have {', '.join(sorted(first))}; pass "
+            "the texts or images themselves, such as data['text'], with the tokenizer or image processor as processor."
+        )
+    return data
+
+
+def _texts(root: PreTrainedModel, texts: Sequence[str], tokenizer: Any, length: int) -> list[dict[str, Any]]:
+    """Blocks of tokens for a causal language model, a row per text for any other model."""
+    if root.main_input_name != "input_ids":
+        raise ValueError(f"{type(root).__name__} takes {root.main_input_name}, but the data are texts.")
+    if tokenizer is None:
+        raise ValueError("texts need a tokenizer; pass it as processor=AutoTokenizer.from_pretrained(...).")
+    filled = [text for text in texts if isinstance(text, str) and text.strip()]
+    if not filled:
+        raise ValueError("every text is blank.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if not predicts_next(root):
+        return [dict(tokenizer(text, truncation=True, max_length=length)) for text in filled]
+    stream = [i for text in filled for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+    blocks = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
+    if len(blocks) < 2:
+        raise ValueError(
+            f"the texts have {len(stream):,} tokens, less than two blocks of {length}; bring more text or a smaller "
+            "length."
+        )
+    return [{"input_ids": block} for block in blocks]
+
+
+def _images(root: PreTrainedModel, images: Sequence[Any], processor: Any) -> list[dict[str, Any]]:
+    if root.main_input_name != "pixel_values":
+        raise ValueError(f"{type(root).__name__} takes {root.main_input_name}, but the data are images.")
+    if processor is None:
+        raise ValueError("images need an image processor; pass it as processor=AutoImageProcessor.from_pretrained(...)")
+    found = []
+    for image in images:
+        pixels = processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
+        found.append({"pixel_values": pixels})
+    return found

@@ -1,0 +1,130 @@
+"""Measures what each layer alone costs: strength 1 in this layer, and 0 in all others.
+
+Layers whose swap costs little are good candidates for a conversion; the costliest layers are best kept as they are.
+The method is this package's own, after the published hybrids that keep a part of the softmax layers;
+docs/mathematics.md, section Which layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from tqdm.auto import tqdm
+
+from ..analysis.held_out import HeldOut
+from ..analysis.lost import Lost
+from ..core.table import Table
+from ..patch import need_installation, set_strength
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """What each layer alone costs.
+
+    Attributes:
+        variant: the name of the variant.
+        layers: what was lost with this layer alone swapped, by the layer's number.
+        together: what was lost with all these layers swapped.
+    """
+
+    variant: str
+    layers: dict[int, Lost]
+    together: Lost
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The layers, from the cheapest to the costliest."""
+        return tuple(sorted(self.layers, key=lambda index: (_cost(self.layers[index]), index)))
+
+    def table(self) -> Table:
+        """A row per layer, from the cheapest."""
+        rows = [(str(index), f"{self.layers[index].share:.3g}") for index in self.order]
+        return Table(
+            summary=f"{self.variant}: what each layer alone costs, from the cheapest.",
+            header=("layer", self.together.measure),
+            rows=[*rows, ("all", f"{self.together.share:.3g}")],
+        )
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Sensitivity:
+        """The figures from their plain data, also after JSON."""
+        layers = {int(index): Lost(**lost) for index, lost in values["layers"].items()}
+        return cls(variant=values["variant"], layers=layers, together=Lost(**values["together"]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain data."""
+        return asdict(self)
+
+    def plot(self) -> Figure:
+        """A bar per layer, in the order of the model."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 3), layout="constrained")
+        axes = figure.subplots()
+        indices = sorted(self.layers)
+        axes.bar([str(index) for index in indices], [self.layers[index].share for index in indices])
+        axes.set(xlabel="layer", ylabel=self.together.measure, title=f"{self.variant}: what each layer alone costs")
+        return figure
+
+
+def _cost(lost: Lost) -> float:
+    """What a layer costs, for comparing layers: KL where there is one, since it moves with every change."""
+    return lost.share if lost.divergence is None else lost.divergence
+
+
+def layer_sensitivity(
+    model: nn.Module, batches: Iterable[Any] | HeldOut, *, layers: Iterable[int] | None = None, progress: bool = True
+) -> Sensitivity:
+    """Measure what each swapped layer alone costs. The model does not change.
+
+    Calibrate the model first: the order of the layers is that of the fitted swap. docs/mathematics.md, section Which
+    layers.
+
+    Args:
+        model: a patched model whose weights no conversion has trained.
+        batches: a few dicts of tensors as the model takes them, or `HeldOut` rows. Each layer is one pass over them.
+        layers: the numbers of the swapped layers to measure; None means all.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: the model is not patched, has merged layers or was trained by a conversion; a layer is not swapped;
+            or there is no batch.
+    """
+    installation = need_installation(model)
+    swapped = installation.swaps()
+    chosen = sorted(swapped if layers is None else layers)
+    if missing := [index for index in chosen if index not in swapped]:
+        raise ValueError(f"layers {missing} are not swapped; swapped are {sorted(swapped)}.")
+    installation.refuse_merged("set to a strength below 1")
+    if any(swap.retrained for group in swapped.values() for swap in group):
+        raise ValueError("a conversion trained weights of this model; measure the layers before the distillation.")
+    held = batches if isinstance(batches, HeldOut) else HeldOut(model, batches, progress=progress)
+    before = {index: group[0].strength for index, group in swapped.items()}
+    found: dict[int, Lost] = {}
+    try:
+        set_strength(model, 0.0)
+        for index in tqdm(chosen, desc="sensitivity", unit="layer", disable=not progress):
+            set_strength(model, 1.0, layers=[index])
+            found[index] = held.lost(model)
+            set_strength(model, 0.0, layers=[index])
+        set_strength(model, 1.0, layers=chosen)
+        together = held.lost(model)
+    finally:
+        for index, strength in before.items():
+            for swap in swapped[index]:
+                swap.strength = strength
+        installation.refresh()
+    names = {"+".join(swapped[index][0].names) for index in chosen}
+    return Sensitivity(variant=", ".join(sorted(names)), layers=found, together=together)
