@@ -57,9 +57,9 @@ def patch(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
 ) -> None:
     """Load a pretrained model, swap its attention, and save it with its tokenizer or image processor."""
-    from ..publish.checkpoint import convert
+    from ..publish.checkpoint import patch_checkpoint
 
-    fresh = convert(
+    fresh = patch_checkpoint(
         model,
         variant,
         out,

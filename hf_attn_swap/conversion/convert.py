@@ -160,6 +160,9 @@ def convert(
         sensitivity=sensitivity,
         unit="tokens" if train.length else "rows",
         held_out=len(held),
+        row_length=train.length,
+        rows_per_step=_rows_per_step(distil, train),
+        learning_rate=distil.learning_rate,
     )
 
 

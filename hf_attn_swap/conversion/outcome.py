@@ -66,6 +66,9 @@ class ConversionReport:
         sensitivity: what each layer alone costs; None if no layers had to be chosen.
         unit: what the tokens of a step count: "tokens" or "rows".
         held_out: the number of held-out rows that the loss was measured on.
+        row_length: the mean number of tokens of a training row; 0 if the data are no text.
+        rows_per_step: the number of rows of a training step.
+        learning_rate: the highest learning rate.
     """
 
     model: str
@@ -76,6 +79,9 @@ class ConversionReport:
     sensitivity: Sensitivity | None
     unit: str
     held_out: int
+    row_length: float
+    rows_per_step: int
+    learning_rate: float
 
     @property
     def lost(self) -> Lost:
@@ -86,6 +92,11 @@ class ConversionReport:
     def layers(self) -> tuple[int, ...]:
         """The numbers of the converted layers."""
         return self.steps[-1].layers
+
+    @property
+    def training_steps(self) -> int:
+        """The number of training steps."""
+        return round(sum(step.tokens for step in self.steps) / ((self.row_length or 1) * self.rows_per_step))
 
     @property
     def met(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 
@@ -21,6 +22,40 @@ def parse_layers(text: str | None) -> list[int] | None:
             raise ValueError(f'--layers takes numbers and ranges such as "0-5,7", got {text!r}.')
         layers.update(range(int(first), int(last if dash else first) + 1))
     return sorted(layers)
+
+
+def parse_count(text: str) -> int:
+    """Turn "300k", "1.5M" or "20000" into a number.
+
+    Raises:
+        ValueError: `text` is no such number, or below 1.
+    """
+    scale = {"k": 1_000, "m": 1_000_000}.get(text.strip()[-1:].lower())
+    try:
+        number = round(float(text.strip()[:-1]) * scale) if scale else int(text)
+    except (ValueError, OverflowError):
+        number = 0
+    if number < 1:
+        raise ValueError(f"a number such as 300k, 1.5M or 20000 was expected, got {text!r}.")
+    return number
+
+
+def parse_share(text: str | None) -> float | None:
+    """Turn "2%" or "0.02" into 0.02. None stays None.
+
+    Raises:
+        ValueError: `text` is no such number, or not above 0.
+    """
+    if text is None:
+        return None
+    words = text.strip()
+    try:
+        share = float(words[:-1]) / 100 if words.endswith("%") else float(words)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < math.inf:
+        raise ValueError(f"a share such as 2% or 0.02 was expected, got {text!r}.")
+    return share
 
 
 def parse_options(pairs: list[str], *, composed: bool) -> dict[str, Any]:

@@ -31,7 +31,7 @@ PREPROCESSOR_FILES = (
 PREFIX = "AutoModelFor"
 
 
-def convert(
+def patch_checkpoint(
     source: str,
     variant: str,
     out: Path,
@@ -53,8 +53,7 @@ def convert(
         ValueError: the class, variant, option or layer is unknown, or `out` is not an empty folder.
         OSError: `source` cannot be read.
     """
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
-        raise ValueError(f"{out} exists and is not an empty folder; name another one, or pass --overwrite.")
+    refuse_full(out, overwrite)
     parse_options(parse(variant), options)  # checked before the weights load, which may take minutes
     auto = model_class(read_config(source), task)
     notify(f"loading {source} as {auto.__name__}")
@@ -68,6 +67,16 @@ def convert(
     return fresh
 
 
+def refuse_full(out: Path, overwrite: bool) -> None:
+    """Refuse to write into something that is not an empty folder.
+
+    Raises:
+        ValueError: `out` is a file, or a folder that is not empty and must not be overwritten.
+    """
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
+        raise ValueError(f"{out} exists and is not an empty folder; name another one, or pass --overwrite.")
+
+
 def skeleton(source: str, task: str | None = None) -> PreTrainedModel:
     """The model that a config describes, on the meta device: its modules without its weights."""
     config = read_config(source)
@@ -78,8 +87,8 @@ def skeleton(source: str, task: str | None = None) -> PreTrainedModel:
     return model
 
 
-def read_config(source: str) -> PreTrainedConfig:
-    """The config of a folder or of a name on the Hub.
+def read_config(source: str, **hub: Any) -> PreTrainedConfig:
+    """The config of a folder or of a name on the Hub; `hub` may hold `revision` and `token`.
 
     Raises:
         ValueError: `source` is a path, and there is no such folder. (Without this check it would be looked up on the
@@ -88,7 +97,7 @@ def read_config(source: str) -> PreTrainedConfig:
     """
     if not Path(source).is_dir() and (source.startswith(("/", ".", "~")) or source.count("/") > 1):
         raise ValueError(f"There is no folder {source!r}.")
-    config: PreTrainedConfig = AutoConfig.from_pretrained(source)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(source, **hub)
     return config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ def load_splits(data: DataArguments, *, labelled: bool = True) -> tuple[Dataset,
     return _number(train, test, data.label_column)
 
 
-def load_rows(source: str, config: str | None, split: str | None, column: str) -> Dataset:
-    """The rows of one split of a set on the Hub, a folder or a file; the held-out split if no split is named.
+def load_rows(
+    source: str, config: str | None, split: str | None, column: str, usual: Sequence[str] = ("test", "validation")
+) -> Dataset:
+    """The rows of one split of a set on the Hub, a folder or a file. If no split is named, the first of `usual`.
 
     Raises:
         ValueError: a path, split or column does not exist, or there are no rows.
@@ -47,8 +50,8 @@ def load_rows(source: str, config: str | None, split: str | None, column: str) -
         rows = _file(source)
     else:
         found = _splits(source, config)
-        usual = [name for name in ("test", "validation", *map(str, found)) if name in found]
-        rows = _split(source, found, split or usual[0])
+        there = [name for name in (*usual, *map(str, found)) if name in found]
+        rows = _split(source, found, split or there[0])
     _check("chosen", rows, [column])
     return rows
 

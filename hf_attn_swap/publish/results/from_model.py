@@ -27,12 +27,15 @@ def read_swaps(block: dict[str, Any]) -> tuple[int, tuple[AppliedSwap, ...]]:
 
     Options come in the order of the block; a saved config sorts them.
     """
-    swaps = []
+    layers: dict[str, list[int]] = {}  # entries may differ in what a conversion noted, such as the order of heads
+    swaps: dict[str, AppliedSwap] = {}
     for entry in block["swaps"]:
         names = (name.strip() for name in entry["variant"].split("+"))
         components = tuple(_component(name, entry["options"][name]) for name in names)
-        swaps.append(AppliedSwap(components=components, layers=tuple(entry["layers"]), strength=entry["strength"]))
-    return block["modules"], tuple(swaps)
+        same = repr((components, entry["strength"]))
+        layers.setdefault(same, []).extend(entry["layers"])
+        swaps[same] = AppliedSwap(components=components, layers=tuple(sorted(layers[same])), strength=entry["strength"])
+    return block["modules"], tuple(swaps.values())
 
 
 def _component(name: str, options: dict[str, Any]) -> Component:

@@ -1,0 +1,87 @@
+"""The command that converts: convert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..core.typed import parse_count, parse_layers, parse_options, parse_share
+from .app import app, notify
+
+MISSED = 1  # the exit code of a conversion that missed its budget
+
+
+@app.command()
+def convert(
+    model: Annotated[str, typer.Argument(help="Name on the Hub, or folder, of a stock model.")],
+    variant: Annotated[str, typer.Argument(help='Name from `variants`, or a composition such as "outeffhop+gated".')],
+    out: Annotated[Path, typer.Argument(help="Folder for the converted model.")],
+    data: Annotated[str, typer.Option(help="Set on the Hub, folder, or file of text or images; labels are not read.")],
+    column: Annotated[str, typer.Option(help="Column of the text or the image.")] = "text",
+    config: Annotated[str | None, typer.Option(help="Configuration of the set, such as a GLUE task.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split to convert on; train if left out.")] = None,
+    eval_data: Annotated[str | None, typer.Option(help="Held-out data; a part of --data if left out.")] = None,
+    tokens: Annotated[str, typer.Option(help="Budget of the distillation, such as 300k (rows, for images).")] = "300k",
+    max_loss: Annotated[
+        str | None, typer.Option(help="Largest loss, such as 2%; the conversion stops when the loss is within.")
+    ] = None,
+    layers: Annotated[str, typer.Option(help='Layers, such as "0-5,7"; auto takes all, or as many as fit.')] = "auto",
+    keep: Annotated[float, typer.Option(help="Share of layers that keep their attention: the costliest.")] = 0.0,
+    option: Annotated[list[str] | None, typer.Option("--option", "-o", help="As for `patch`.")] = None,
+    length: Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")] = 512,
+    task: Annotated[str | None, typer.Option("--task", "--auto-class", help="As for `patch`.")] = None,
+    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda; the accelerator if left out.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: the checkpoint's.")] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model.")] = None,
+    token: Annotated[str | None, typer.Option(help="Token of the Hub, for a private model.")] = None,
+    push: Annotated[str | None, typer.Option(help="Publish the result there, such as me/smollm2-belief.")] = None,
+    keep_anyway: Annotated[
+        bool, typer.Option("--keep-anyway", help="Save the model, too, if its loss is above the budget.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
+) -> None:
+    """Convert a model with little loss: swap, fit, distil from the model itself, measure, and save.
+
+    The folder gets the model, its tokenizer, a card, results.json and conversion.html. The same command goes on with a
+    conversion that was interrupted. If the loss is above --max-loss, nothing is saved and the exit code is 1.
+    """
+    from ..publish.converted import convert_checkpoint
+    from ..publish.hub import push_folder
+    from ..training import load_rows
+
+    def read() -> tuple[list[Any], list[Any] | None]:
+        train = load_rows(data, config, split, column, ("train",))[column]
+        held = None if eval_data is None else load_rows(eval_data, config, None, column)[column]
+        return list(train), None if held is None else list(held)
+
+    report, saved = convert_checkpoint(
+        model,
+        variant,
+        out,
+        read,
+        data_name=Path(data).stem if Path(data).exists() else data,
+        tokens=parse_count(tokens),
+        max_loss=parse_share(max_loss),
+        layers="auto" if layers == "auto" else parse_layers(layers) or [],
+        keep=keep,
+        options=parse_options(option or [], composed="+" in variant),
+        length=length,
+        task=task,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        token=token,
+        keep_anyway=keep_anyway,
+        overwrite=overwrite,
+        notify=notify,
+    )
+    print(report)
+    if not saved:
+        notify(f"nothing was saved: {report.lost.measure} is above the budget; --keep-anyway saves the model.")
+        raise typer.Exit(MISSED)
+    if push is not None:
+        print(push_folder(out, push, token=token).commit_url)
+    if not report.met:
+        raise typer.Exit(MISSED)

@@ -1,0 +1,204 @@
+"""Converts a checkpoint by `convert`, and saves what a user needs: model, tokenizer, results.json, card and report."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel, TrainingArguments
+
+from ..conversion.convert import convert
+from ..conversion.outcome import ConversionReport
+from ..core.registry import parse, parse_options
+from ..wiring.install import installation_of
+from .card import render
+from .checkpoint import copy_preprocessor, model_class, read_config, refuse_full
+from .results import RESULTS_FILE, BaseModel, Budget, DataSet, Measured, Metric, RunResult, read_swaps, versions
+
+TASKS = {
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForImageClassification": "image-classification",
+}
+WORK = ".part"  # ends the name of the folder that an unfinished conversion keeps beside its result
+
+
+def convert_checkpoint(
+    source: str,
+    variant: str,
+    out: Path,
+    data: Callable[[], tuple[list[Any], list[Any] | None]],
+    *,
+    data_name: str,
+    options: dict[str, Any],
+    task: str | None = None,
+    device: str | None = None,
+    dtype: str = "auto",
+    revision: str | None = None,
+    token: str | None = None,
+    keep_anyway: bool = False,
+    overwrite: bool = False,
+    notify: Callable[[str], None],
+    **arguments: Any,
+) -> tuple[ConversionReport, bool]:
+    """Load the model `source`, convert it, and save it in `out` unless the budget was missed.
+
+    An unfinished conversion keeps its work in a folder beside `out`, and the same call goes on from there.
+
+    Args:
+        source: name on the Hub, or folder, of a stock model.
+        variant: the name of the variant.
+        out: the folder for the result.
+        data: gives the rows to convert on and the held-out rows; called after everything else was checked.
+        data_name: the name of the data for the card.
+        options: the options of the variant.
+        task: the AutoModel class; None takes the class that saved the model.
+        device: such as "cpu" or "cuda"; None takes the accelerator if there is one.
+        dtype: the precision of the weights; "auto" is that of the checkpoint.
+        revision: branch, tag or commit on the Hub.
+        token: of the Hub, for a private model.
+        keep_anyway: save a model whose loss is above the budget, too.
+        overwrite: write into a folder that is not empty.
+        notify: receives a line before each step.
+        arguments: more arguments of `convert`: tokens, max_loss, layers, keep, length.
+
+    Returns:
+        The report, and True if the model was saved.
+
+    Raises:
+        ValueError: the class, variant, option, layer or device is unknown, the data do not fit, or `out` is not an
+            empty folder.
+        OSError: `source` cannot be read.
+    """
+    refuse_full(out, overwrite)
+    parse_options(parse(variant), options)
+    hub = {name: value for name, value in (("revision", revision), ("token", token)) if value is not None}
+    auto = model_class(read_config(source, **hub), task)
+    rows, held = data()
+    notify(f"loading {source} as {auto.__name__}")
+    model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
+    if fresh := sorted(info["missing_keys"]):
+        if "For" in auto.__name__:
+            raise ValueError(
+                f"{source} has no weights for {', '.join(fresh[:3])}, so there is no head to keep as it was; fine-tune "
+                "the model first, or choose another class with --task."
+            )
+        notify(f"note: not in the checkpoint, so newly initialised: {', '.join(fresh)}")
+    if installation_of(model) is not None:
+        raise ValueError(f"{source} is converted already; convert the stock model.")
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(where)
+    work = out.with_name(out.name + WORK)
+    report = convert(
+        model,
+        variant,
+        rows,
+        processor=_processor(model, source, hub),
+        eval_data=held,
+        output_dir=work,
+        args=TrainingArguments(output_dir=str(work), report_to="none", use_cpu=where == "cpu"),
+        **arguments,
+        **options,
+    )
+    if not report.layers or not (report.met or keep_anyway):
+        return report, False
+    notify(f"saving in {out}")
+    model.save_pretrained(out)
+    copy_preprocessor(source, out)
+    report.save(out)
+    record = results(report, model, source, revision, out.name, data_name, len(rows), where)
+    record.save(out / RESULTS_FILE)
+    (out / "README.md").write_text(render(record), encoding="utf-8")
+    shutil.rmtree(work, ignore_errors=True)
+    return report, True
+
+
+def results(
+    report: ConversionReport,
+    model: PreTrainedModel,
+    source: str,
+    revision: str | None,
+    name: str,
+    data_name: str,
+    rows: int,
+    device: str,
+) -> RunResult:
+    """The record of a conversion for the card: the converted model beside the stock model."""
+    modules, swaps = read_swaps(model.config.attn_swap)
+    lost = report.lost
+    converted, stock = [], []
+    for metric, higher, ours, theirs in (
+        ("accuracy", True, lost.accuracy, lost.stock_accuracy),
+        ("perplexity", False, lost.perplexity, lost.stock_perplexity),
+        ("kl_to_pretrained", False, lost.divergence, 0.0),
+        ("agreement", True, lost.agreement, 1.0),
+        ("relative_error", False, lost.relative_error, 0.0),
+    ):
+        if ours is not None and theirs is not None:
+            converted.append(Metric(name=metric, higher_is_better=higher, values=(ours,)))
+            stock.append(Metric(name=metric, higher_is_better=higher, values=(theirs,)))
+    seconds = sum(step.seconds for step in report.steps)
+    kind = type(model).__name__
+    auto = next((f"AutoModel{ending}" for ending in TASKS if kind.endswith(ending)), "AutoModel")
+    return RunResult(
+        name=name.lower().replace("_", "-"),
+        base=BaseModel(
+            name=Path(source).name if Path(source).is_dir() else source,
+            revision=revision,
+            relation="finetune",
+            auto_class="AutoModelForCausalLM" if auto == "AutoModelLMHeadModel" else auto,
+        ),
+        modules=modules,
+        swaps=swaps,
+        parameters_added=sum(p.numel() for n, p in model.named_parameters() if "attn_swap" in n),
+        conversion=(report.summary, *(f"{step.name}: {step.cells()[2]} lost." for step in report.steps)),
+        steps=("distil",) if report.training_steps else (),
+        task=next((tag for ending, tag in TASKS.items() if kind.endswith(ending)), "feature-extraction"),
+        data=DataSet(
+            name=data_name,
+            config=None,
+            revision=None,
+            rows={"train": rows, "held_out": report.held_out},
+            evaluated="held_out",
+        ),
+        converted=Measured(seeds=(0,), metrics=tuple(converted), outliers=None, wall_seconds=seconds),
+        control=Measured(seeds=(0,), metrics=tuple(stock), outliers=None, wall_seconds=0.0),
+        difference=None,
+        cost=None,
+        budget=Budget(
+            steps=report.training_steps,
+            batch_size=report.rows_per_step,
+            sequence_length=max(1, round(report.row_length)),
+            learning_rate=report.learning_rate,
+            optimizer="adamw_torch_fused",
+        ),
+        versions=versions(),
+        hardware=f"{device} {platform.machine()}",
+        wall_seconds=seconds,
+        intended_use="As the base model; the attention is another one.",
+        limits=("The loss was measured on a few held-out rows of the same data; other data can lose more.",),
+        license="other",
+        language=(),
+    )
+
+
+def _processor(model: PreTrainedModel, source: str, hub: dict[str, Any]) -> Any:
+    """The tokenizer or image processor of a checkpoint.
+
+    Raises:
+        ValueError: the checkpoint has none.
+    """
+    images = model.main_input_name == "pixel_values"
+    auto: Any = AutoImageProcessor if images else AutoTokenizer
+    try:
+        return auto.from_pretrained(source, **hub)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        what = "image processor" if images else "tokenizer"
+        raise ValueError(f"{source!r} has no {what} that can be loaded.") from problem
