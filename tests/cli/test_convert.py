@@ -1,0 +1,150 @@
+"""The command `convert`: what it saves, what it refuses in one line, and what happens to a budget that is missed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from hf_attn_swap.core.typed import parse_count, parse_share
+from hf_attn_swap.publish.results import RunResult
+from tests.contract.harness import refused
+
+from .conftest import Outcome
+
+Command = Callable[..., Outcome]
+WORDS = ("the film was great", "dull", "great great film", "the dull film was the film", "was", "film dull")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A CSV file with texts, and a column of labels that no model could use."""
+    path = tmp_path / "texts.csv"
+    rows = (f"{WORDS[row % len(WORDS)]} {WORDS[row // len(WORDS)]},none" for row in range(len(WORDS) ** 2))
+    path.write_text("\n".join(["text,label", *rows]) + "\n")
+    return path
+
+
+def last_lines(outcome: Outcome) -> list[str]:
+    """The lines on stderr that are no progress bars."""
+    return [line for line in outcome.err.splitlines() if line.startswith(("error: ", "nothing was saved", "saving"))]
+
+
+def test_convert_saves_a_model_that_loads(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    outcome = command("convert", tiny_bert, "belief", out, "--data", texts, "--tokens", "400", "--device", "cpu")
+    assert outcome.code == 0
+    report = json.loads((out / "conversion.json").read_text())
+    assert report["layers"] == [0, 1]
+    assert [step["name"] for step in report["steps"]][0] == "swap"
+    assert report["steps"][-1]["name"] == "distil 1"
+    assert 0 < report["steps"][-1]["tokens"] <= 400
+    assert "2 of 2 layers run belief" in outcome.out
+    record = RunResult.load(out / "results.json")
+    assert record.variant == "belief"
+    assert {metric.name for metric in record.converted.metrics} == {"kl_to_pretrained", "agreement"}
+    assert "belief" in (out / "README.md").read_text()
+    assert "<table" in (out / "conversion.html").read_text()
+    model = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    stock = AutoModelForSequenceClassification.from_pretrained(tiny_bert).eval()
+    inputs = AutoTokenizer.from_pretrained(out)(list(WORDS), padding=True, return_tensors="pt")
+    with torch.no_grad():
+        assert not torch.equal(model(**inputs).logits, stock(**inputs).logits)
+    assert model.config.attn_swap["swaps"][0]["retrained"] is True
+    assert not out.with_name("out.part").exists()
+    assert "exists and is not an empty folder" in command("convert", tiny_bert, "belief", out, "--data", texts).err
+
+
+def test_a_missed_budget_saves_nothing(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("convert", tiny_bert, "simple", out, "--data", texts, "--tokens", "300", "--device", "cpu")
+    outcome = command(*words, "--max-loss", "0.0000001%", "--layers", "0-1")
+    assert outcome.code == 1
+    assert "NOT within the budget" in outcome.out
+    assert last_lines(outcome)[-1].startswith("nothing was saved: ")
+    assert not out.exists()
+    again = command(*words, "--max-loss", "0.0000001%", "--layers", "0-1", "--keep-anyway")
+    assert again.code == 1
+    assert (out / "model.safetensors").exists()
+    assert [line.split("  ")[0] for line in again.out.splitlines()] == [
+        line.split("  ")[0] for line in outcome.out.splitlines()
+    ]
+
+
+def test_a_budget_that_is_met_at_once(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
+    words = ("convert", tiny_bert, "belief", tmp_path / "out", "--data", texts, "--max-loss", "100000000%")
+    outcome = command(*words, "--device", "cpu")
+    assert outcome.code == 0
+    report = json.loads((tmp_path / "out/conversion.json").read_text())
+    assert sum(step["tokens"] for step in report["steps"]) == 0
+    assert report["met"] is True
+    assert RunResult.load(tmp_path / "out/results.json").steps == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("MODEL", "bogus", "out", "--data", "TEXTS"), "unknown variant"),
+        (("MODEL", "belief", "out", "--data", "nowhere.csv"), "there is no file 'nowhere.csv'"),
+        (("MODEL", "belief", "out", "--data", "BLANK"), "every text is blank"),
+        (("MODEL", "belief", "out", "--data", "TEXTS", "--column", "words"), "has no column 'words'"),
+        (("MODEL", "belief", "out", "--data", "TEXTS", "--tokens", "many"), "a number such as 300k"),
+        (("MODEL", "belief", "out", "--data", "TEXTS", "--max-loss", "little"), "a share such as 2%"),
+        (("MODEL", "belief", "out", "--data", "TEXTS", "--layers", "0-9"), "layers"),
+        (("MODEL", "belief", "out", "--data", "TEXTS", "--keep", "1"), "keep is the share of layers"),
+        (("MODEL", "belief", ".", "--data", "TEXTS"), "exists and is not an empty folder"),
+        (("CONVERTED", "mha", "out", "--data", "TEXTS"), "is converted already"),
+        (("MODEL", "belief", "out", "--data", "TEXTS", "--task", "image-classification"), "does not fit"),
+        (("MODEL", "belief", "out", "--data", "TEXTS", "--task", "causal-lm"), "no head to keep"),
+    ],
+    ids=lambda value: " ".join(value[3:]) if isinstance(value, tuple) else None,
+)
+def test_refusals_are_one_line(
+    command: Command,
+    tiny_bert: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blank = tmp_path / "blank.csv"
+    blank.write_text('text,label\n" ",1\n" ",0\n')
+    names = {"MODEL": tiny_bert, "TEXTS": texts, "BLANK": blank, "CONVERTED": tmp_path / "converted"}
+    if "CONVERTED" in arguments:
+        assert command("patch", tiny_bert, "belief", names["CONVERTED"]).code == 0
+    outcome = command("convert", *(names.get(word, word) for word in arguments), "--device", "cpu")
+    errors = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert len(errors) == 1
+    assert reason in errors[0]
+    assert "Traceback" not in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("text", "number"), [("300k", 300_000), ("1.5M", 1_500_000), ("20000", 20_000)])
+def test_counts(text: str, number: int) -> None:
+    assert parse_count(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "many", "-3", "0", "1e400k", "nan"])
+def test_refused_counts(text: str) -> None:
+    with refused("a number such as 300k"):
+        parse_count(text)
+
+
+@pytest.mark.parametrize(("text", "share"), [("2%", 0.02), ("0.02", 0.02), (" 150% ", 1.5), (None, None)])
+def test_shares(text: str | None, share: float | None) -> None:
+    assert parse_share(text) == share
+
+
+@pytest.mark.parametrize("text", ["", "%", "little", "-1%", "0", "nan", "inf"])
+def test_refused_shares(text: str) -> None:
+    with refused("a share such as 2%"):
+        parse_share(text)
