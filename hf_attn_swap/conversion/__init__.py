@@ -1,4 +1,7 @@
-"""Convert a trained model with little loss: neutral start, calibration, schedule, attention transfer, distillation."""
+"""Convert a trained model with little loss.
+
+Neutral start, matched heads, calibration, a schedule of the strength, attention transfer, and distillation.
+"""
 
 from .calibrate import calibrate
 from .cut import choose_gamma, cut_shares

@@ -75,8 +75,9 @@ def calibrate(
             fine-tuned with "simple_resl" and is now patched with "softmax". The source must have no parameters.
         neutral: let the skip of pre-norm layers start at almost nothing first, as `neutral_start` does. Layers whose
             norm has no free scale are left alone, and so are all layers if the source has a skip too.
-        match: let the heads of a variant that carries scores (`mha`) meet the scores most like their own first, as
-            `match_heads` does. This applies to the source "softmax".
+        match: let the heads of a variant that carries scores (`mha`) first meet the carried scores that are most like
+            their own, as `match_heads` does, on the first batches. If the source is not "softmax", they stay as they
+            are, and so does every head with `match=False`.
         progress: show a progress bar.
         options: the options of `source`.
 
@@ -88,6 +89,7 @@ def calibrate(
     Raises:
         ValueError: the model is not patched or has merged layers, there is no batch, there are too few real tokens, the
             fit or the source is unknown, or activations are not finite. The model is unchanged after an error.
+        ImportError: heads are to be matched, and SciPy is missing.
     """
     check_fit(fit)
     if not ridge >= 0:
@@ -154,7 +156,7 @@ def _new_skip(targets: dict[int, Target]) -> bool:
 
 @contextlib.contextmanager
 def _undone_after_an_error(installation: Installation) -> Iterator[None]:
-    """If an error is raised inside, every skip and every order of heads is as before."""
+    """If an error is raised inside, every neutral start and every order of heads is as before."""
     before = [(swap, swap.neutral, swap.head_order) for swaps in installation.swaps().values() for swap in swaps]
     try:
         yield

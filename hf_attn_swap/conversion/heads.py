@@ -5,8 +5,9 @@ of a layer have no meaning: the rows of W_q, W_k and W_v and the columns of W_o 
 function stays the same. So which heads meet is free. `match_heads` exchanges no weights. Each layer gets an order: the
 list that says which own head meets each head of the carried scores.
 
-Layer after layer, the order is chosen that makes sum_h <S^order(h), H^h> largest, where S are the layer's own scores,
-H are the carried scores (by the orders below), and the mean of every row is taken away: a linear assignment.
+Layer after layer, the order is chosen that makes sum_h <S^order(h), H^h> largest: a linear assignment. S are the
+layer's own scores in the stock model, and H are the carried scores of the layers below in their orders. The mean of
+every row of keys is taken away from both, because softmax does not see it.
 The method is this package's own; docs/mathematics.md, section Matched heads.
 Axes: B batch, L token, H head, Q query, K key.
 """
@@ -14,7 +15,8 @@ Axes: B batch, L token, H head, Q query, K key.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +24,15 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..core.call import Call, Inputs
+from ..core.call import Call, Inputs, heads_in_order
 from ..core.registry import parse, parse_options
 from ..core.swap import Swap
 from ..patch import build_swap, need_installation, swappable
 from ..wiring.install import Installation
 from .batches import Batch, as_batches, forward, token_mask
 
-ROWS = 4  # the scores of all layers are held for so many rows of a batch
-TOKENS = 256  # and for so many tokens of each row
+ROWS = 4  # so many rows of all batches together are enough
+TOKENS = 256  # and so many tokens of each row: the scores of all layers are held at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,9 @@ class HeadOrder:
 
     Attributes:
         orders: by the layer's number, the own head that meets each head of the carried scores.
-        before, after: the mean over layers of the correlation of the scores that meet, by number and in this order.
+        before: the correlation of a head's scores with the carried scores that it meets if all heads meet by number;
+            the mean over heads, and over the layers of `orders`. Not-a-number if there is no such layer.
+        after: the same, in these orders.
     """
 
     orders: dict[int, tuple[int, ...]]
@@ -47,6 +51,8 @@ class HeadOrder:
     after: float
 
     def __str__(self) -> str:
+        if not self.orders:
+            return "No layer has heads to match: none reads the scores of another attention module."
         return (
             f"The heads of {len(self.orders)} layers meet the carried scores that are most like their own: correlation "
             f"{self.before:.2f} by number, {self.after:.2f} now."
@@ -57,43 +63,63 @@ def match_heads(model: nn.Module, batches: Iterable[Any], *, progress: bool = Tr
     """Choose which head of each layer meets which head of the carried scores, in place.
 
     No weight changes, and the model at strength 0 does not change. `config.attn_swap` records the orders, and
-    `unpatch_model` removes them with the swap. A module that serves several layers (ALBERT) keeps its heads: they read
-    the same weights in every layer, so they match already. docs/mathematics.md, section Matched heads.
+    `unpatch_model` removes them with the swap. The first layer of a stack keeps its order, because it reads no carried
+    scores. So does a module that serves several layers (ALBERT): its heads read the same weights in every layer.
+    Call this before a calibration and before any training, which fit the orders that they find; `calibrate` does so by
+    itself. docs/mathematics.md, section Matched heads.
 
     Args:
         model: a model that is patched with a variant that carries scores (`mha`).
-        batches: dicts of tensors as the model takes them. The first batches are read, until they
-            have four rows; the first 256 tokens of a row decide.
+        batches: dicts of tensors as the model takes them. The first batches are read, until they have four rows; the
+            first four rows of a batch and the first 256 tokens of a row decide.
         progress: show a progress bar.
 
     Raises:
-        ValueError: the model is not patched, no variant carries scores, or there is no batch. The model is unchanged.
+        ValueError: the model is not patched or no variant carries scores; a calibration was merged, or a conversion
+            trained weights; there is no batch, or scores are not finite. The model is unchanged after an error.
+        ImportError: SciPy is missing; it comes with `pip install "hf-attn-swap[train]"`.
     """
     installation = need_installation(model)
     carrying = {index: swaps for index, swaps in installation.swaps().items() if swaps[0].carries}
     if not carrying:
         raise ValueError("no swapped layer carries scores, so there are no heads to match; mha does, by default.")
-    numbered = {index: swaps for index, swaps in carrying.items() if _number(swaps[0]) is not None}
+    _refuse_trained(installation, carrying)
+    layers = {index: swaps for index, swaps in carrying.items() if _number(swaps[0]) is not None}
+    scores = _scores(model, installation, list(layers), batches, progress=progress)
     orders: dict[int, tuple[int, ...]] = {}
-    alike: list[tuple[float, float]] = []
-    seen = _scores(model, installation, list(numbered), batches, progress=progress)
-    reads: list[Tensor] = []
-    for index, swaps in numbered.items():
-        own = seen[index]
-        share = float(_alpha_prime(swaps[0]))
-        if _number(swaps[0]) == 0 or [each.shape for each in own] != [each.shape for each in reads]:
-            reads = [torch.zeros_like(each) for each in own]
-        elif reads:
-            orders[index], found = _assign(own, reads)
-            alike.append(found)
-            own = [each[:, list(orders[index])] for each in own]
-        reads = [share * below + (1 - share) * each for below, each in zip(reads, own, strict=True)]
-    for index, order in orders.items():
-        for swap in numbered[index]:
-            swap.head_order = order
+    before, after = [], []
+    by_number: list[Tensor] = []  # the carried scores below, if all heads meet by number
+    matched: list[Tensor] = []  # the carried scores below, by the orders found so far
+    for index, swaps in layers.items():
+        own = ordered = scores.pop(index)
+        if _number(swaps[0]) == 0 or _shapes(own) != _shapes(matched):
+            by_number = matched = _start(own, swaps[0])
+        elif own:
+            orders[index] = _assign(own, matched, index)
+            ordered = [heads_in_order(each, orders[index]) for each in own]
+            before.append(_correlation(own, by_number))
+            after.append(_correlation(ordered, matched))
+        by_number = _moved(own, by_number, swaps[0])
+        matched = _moved(ordered, matched, swaps[0])
+    for index, swaps in carrying.items():
+        for swap in swaps:
+            swap.head_order = orders.get(index)
     installation.refresh()
-    before, after = (sum(each) / max(1, len(alike)) for each in zip(*alike, strict=True)) if alike else (1.0, 1.0)
-    return HeadOrder(orders=orders, before=before, after=after)
+    return HeadOrder(orders=orders, before=_mean(before), after=_mean(after))
+
+
+def _refuse_trained(installation: Installation, carrying: Mapping[int, list[Swap]]) -> None:
+    """Refuse layers whose weights fit the orders that their heads have now.
+
+    Raises:
+        ValueError: a calibration was merged into the weights of a layer, or a conversion trained them.
+    """
+    installation.refuse_merged("matched", carrying)
+    if trained := [index for index, swaps in carrying.items() if swaps[0].retrained]:
+        raise ValueError(
+            f"a conversion trained the weights of layers {trained} for the orders that their heads have; match heads "
+            "before the training."
+        )
 
 
 def _number(swap: Swap) -> int | None:
@@ -101,42 +127,75 @@ def _number(swap: Swap) -> int | None:
     return None if swap.wiring is None else swap.wiring.order
 
 
-def _alpha_prime(swap: Swap) -> float:
-    """The share of the carried scores at strength 1."""
+def _shapes(tensors: list[Tensor]) -> list[torch.Size]:
+    return [each.shape for each in tensors]
+
+
+def _options(swap: Swap) -> Any:
+    """The options of the variant that carries scores, which has `alpha_prime` and `init`."""
     variant = swap.at("scores")
     assert variant is not None
-    share: float = variant.options.alpha_prime
-    return share
+    return variant.options
 
 
-def _assign(own: list[Tensor], below: list[Tensor]) -> tuple[tuple[int, ...], tuple[float, float]]:
-    """The best order of the own heads, and the mean correlation by number and in this order."""
-    from scipy.optimize import linear_sum_assignment
+def _start(own: list[Tensor], swap: Swap) -> list[Tensor]:
+    """The carried scores below the first layer of a stack."""
+    return own if _options(swap).init == "first" else [torch.zeros_like(each) for each in own]
 
-    products = sum(torch.einsum("bhqk,bgqk->gh", one, other).double() for one, other in zip(own, below, strict=True))
-    assert isinstance(products, Tensor)
-    sizes = [
-        sum((each.double().square().sum((0, 2, 3)) for each in scores), torch.zeros(1, dtype=torch.float64)).sqrt()
-        for scores in (below, own)
-    ]
-    like = products / (sizes[0][:, None] * sizes[1][None]).clamp_min(torch.finfo(torch.float64).tiny)
-    places, heads = linear_sum_assignment(products.numpy(), maximize=True)
-    return tuple(heads.tolist()), (float(like.diag().mean()), float(like[places, heads].mean()))
+
+def _moved(own: list[Tensor], below: list[Tensor], swap: Swap) -> list[Tensor]:
+    """The carried scores that the layer above reads at strength 1; for the scheme "forward_forward" too."""
+    share = float(_options(swap).alpha_prime)
+    return [share * lower + (1 - share) * each for lower, each in zip(below, own, strict=True)]
+
+
+def _assign(own: list[Tensor], below: list[Tensor], index: int) -> tuple[int, ...]:
+    """The order of the own heads with the largest sum of products with the heads of the carried scores.
+
+    Raises:
+        ValueError: scores are not finite.
+        ImportError: SciPy is missing.
+    """
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError:
+        raise ImportError('SciPy is not installed; pip install "hf-attn-swap[train]".') from None
+    pairs = zip(own, below, strict=True)
+    products = torch.stack([torch.einsum("bhqk,bgqk->gh", one, other).double() for one, other in pairs]).sum(0)
+    if not products.isfinite().all():
+        raise ValueError(f"layer {index}: scores are not finite, so its heads cannot be matched; use float32.")
+    return tuple(linear_sum_assignment(products.numpy(), maximize=True)[1].tolist())
+
+
+def _correlation(own: list[Tensor], below: list[Tensor]) -> float:
+    """The correlation of the scores of each head with those of the head of the same number: the mean over heads."""
+    products, squares, others = (
+        torch.stack([(one * other).double().sum((0, 2, 3)) for one, other in zip(left, right, strict=True)]).sum(0)
+        for left, right in ((own, below), (own, own), (below, below))
+    )
+    return float((products / (squares * others).sqrt().clamp_min(torch.finfo(torch.float64).tiny)).mean())
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 def _scores(
     model: nn.Module, installation: Installation, layers: list[int], batches: Iterable[Any], *, progress: bool
 ) -> dict[int, list[Tensor]]:
-    """The scores (B,H,Q,K) of the stock model by layer, a tensor per batch, with the mean of each row taken away."""
+    """The scores (B,H,Q,K) of these layers in the stock model, a tensor per batch, as `_centred` keeps them."""
+    found: dict[int, list[Tensor]] = {index: [] for index in layers}
+    if not layers:
+        return found
     usable = swappable(installation.root)
     classes = parse("softmax")
-    plain = {index: build_swap(usable[index], classes, parse_options(classes, {}), index) for index in layers}
-    found: dict[int, list[Tensor]] = {index: [] for index in layers}
+    options = parse_options(classes, {})
+    plain = {index: build_swap(usable[index], classes, options, index) for index in installation.swaps()}
     with _evaluated(model), installation.temporarily(plain):
         for batch in tqdm(first_rows(batches), desc="match heads", unit="batch", disable=not progress):
             with contextlib.ExitStack() as hooked:
-                for index, swap in plain.items():
-                    hooked.callback(swap.register_forward_pre_hook(_watch(found[index], batch)).remove)
+                for index, kept in found.items():
+                    hooked.callback(plain[index].register_forward_pre_hook(_watch(kept, batch)).remove)
                 forward(model, batch)
     return found
 
@@ -160,13 +219,13 @@ def _watch(found: list[Tensor], batch: Batch) -> Any:
 
 
 def _centred(scores_BHQK: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
-    """A part of the scores in fp32 on the CPU, without the mean of each row of keys; 0 where masked."""
-    allowed = inputs.masks.allowed()
-    seen = torch.ones_like(scores_BHQK, dtype=torch.bool) if allowed is None else allowed.expand_as(scores_BHQK)
-    if seen.shape[2] == seen.shape[3]:  # queries that are padding
-        seen = seen & token_mask(batch, scores_BHQK.transpose(1, 2))[:, None, :, None]
-    cut = (slice(ROWS), slice(None), slice(TOKENS), slice(TOKENS))
-    scores, seen = scores_BHQK[cut].detach().float(), seen[cut]
+    """The first rows and tokens of scores in fp32 on the CPU, less the mean of each row of keys; 0 where masked."""
+    scores = scores_BHQK[:ROWS, :, :TOKENS, :TOKENS].detach().float()
+    seen = torch.ones_like(scores, dtype=torch.bool)
+    if (allowed := inputs.masks.allowed()) is not None:
+        seen = seen & allowed.expand_as(scores_BHQK)[:ROWS, :, :TOKENS, :TOKENS]
+    if scores_BHQK.shape[2] == scores_BHQK.shape[3]:  # one query per token: leave out those that are padding
+        seen = seen & token_mask(batch, scores_BHQK.transpose(1, 2))[:ROWS, None, :TOKENS, None]
     mean = scores.masked_fill(~seen, 0.0).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp_min(1)
     return (scores - mean).masked_fill(~seen, 0.0).cpu()
 

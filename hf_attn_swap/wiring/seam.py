@@ -28,7 +28,8 @@ NAME = "hf_attn_swap"
 # The same functions. This name marks the config of a stack that is a part of a model and contains linear attention.
 LINEAR_NAME = "hf_attn_swap_linear"
 NAMES = (NAME, LINEAR_NAME)
-_UNGROUPED = nn.Module()  # has no groups of heads, as the stock SDPA function asks for
+# Given to the stock SDPA function for keys that are repeated already: a module that tells of no groups of heads.
+_UNGROUPED = nn.Module()
 # Names of the keyword arguments that carry a call's context.
 CALL = "attn_swap_call"
 CARRIED = "attn_swap_carried"
@@ -204,9 +205,12 @@ def _sdpa(
     mask: Tensor | None,
     causal: bool,
 ) -> Tensor:
-    """Run the stock SDPA function on query, key and value; grouped key/value heads too. Returns heads (B,Q,H,D)."""
+    """Run the stock SDPA function on query, key and value, and return the heads (B,Q,H,D).
+
+    Keys and values are those of the groups (B,G,K,D), or they are repeated for each query head already (B,H,K,D).
+    """
     query, key, value = qkv
-    if key.shape[1] != inputs.key.shape[1]:  # keys that are repeated for each query head already
+    if key.shape[1] != inputs.key.shape[1]:
         module = _UNGROUPED
     heads: Tensor = sdpa_attention_forward(
         module, query, key, value, mask, dropout=inputs.dropout, scaling=inputs.scaling, is_causal=causal, **kwargs
