@@ -15,6 +15,7 @@ The method is this package's own; docs/mathematics.md, section Conversion.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -35,6 +36,7 @@ from .calibrate import calibrate
 from .distillation import DistillationTrainer
 from .journal import Journal
 from .outcome import ConversionReport, Step
+from .progress import quiet
 from .rows import Rows, as_rows
 from .sensitivity import Sensitivity, layer_sensitivity
 from .stages import Distil
@@ -236,7 +238,7 @@ class _Work:
         self.steps.append(step)
         self.journal.record(name, asdict(step))
         if self.progress:
-            tqdm.write(f"{name}: {len(step.layers)} layers, {lost.measure} {lost.share:.2%}")
+            tqdm.write(f"{name}: {len(step.layers)} layers, {lost.measure} {lost.share:.2%}", file=sys.stderr)
         return step
 
     def trained(self) -> dict[str, Tensor]:
@@ -275,6 +277,7 @@ class _Work:
             data_collator=self.train.collate,
             callbacks=[check],
         )
+        quiet(trainer, name, shown=self.progress)
         self.trainer, self.taught = trainer, trainer.teacher
         self.initial = self.initial or self.trained()
         if (known := self.journal.recall(f"train {name}")) is not None:
@@ -314,6 +317,7 @@ class _Work:
             save_steps=100,
             save_total_limit=1,
             logging_strategy="steps" if self.progress else "no",
+            logging_steps=10,
             disable_tqdm=not self.progress,
             dataloader_pin_memory=torch.cuda.is_available(),
         )
