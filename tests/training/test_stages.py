@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from hf_attn_swap.conversion import Losses
+from hf_attn_swap.conversion.stages import KINDS, Align, Calibrate, Distil, FineTune, read_stages
+from hf_attn_swap.conversion.take import take
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import parse
 from hf_attn_swap.training.arguments import ConversionArguments
-from hf_attn_swap.conversion.stages import KINDS, Align, Calibrate, Distil, FineTune, read_stages
-from hf_attn_swap.conversion.take import take
 
 from .conftest import options
 from .test_run import NO_SAVING, RECIPES, recipe
