@@ -174,7 +174,8 @@ class Sums:
     def add(self, ours: Any, theirs: Any, batch: Batch, labels_B: Tensor | None = None) -> None:
         """Add the outputs of one batch."""
         if not isinstance(getattr(ours, "logits", None), Tensor):
-            self.add_errors(ours[0], theirs[0], token_mask(batch, ours[0]))
+            mine, stock = (each[0] if each[0].dim() > 2 else each[0][..., None] for each in (ours, theirs))
+            self.add_errors(mine, stock, token_mask(batch, mine))  # question answering gives one number per token
         elif ours.logits.dim() == 2 and ours.logits.shape[1] == 1:
             self.add_errors(ours.logits[..., None], theirs.logits[..., None], torch.ones_like(ours.logits).bool())
         else:

@@ -42,7 +42,7 @@ from .rows import TOKENS, Rows, as_rows
 from .sensitivity import Sensitivity, layer_sensitivity
 from .stages import Distil
 from .take import last_whole_checkpoint, with_adapters
-from .teacher import Teacher, note_retrained, trains_the_original
+from .teacher import Teacher, check_teacher, note_retrained, trains_the_original
 
 FITS = ("gain", "map")
 CHECKS = 4  # measurements within one group's distillation
@@ -120,6 +120,8 @@ def convert(
         raise ValueError(f"keep is the share of layers that stay as they are, from 0 to below 1, got {keep!r}.")
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {tokens!r}.")
+    if teacher is not None:
+        check_teacher(root, teacher)
     with contextlib.ExitStack() as inside:
         inside.enter_context(as_before(model))
         train, held = _split(root, data, eval_data, processor, length)
