@@ -30,11 +30,11 @@ from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, DataCollatorWithPadding, TrainingArguments
 
 from hf_attn_swap import patch_model
+from hf_attn_swap.conversion.stages import FineTune
+from hf_attn_swap.conversion.take import take
 from hf_attn_swap.core.typed import parse_layers
 from hf_attn_swap.training import ConversionArguments, DataArguments, ModelArguments, load_splits, parse
 from hf_attn_swap.training.metrics import paired_interval, scores
-from hf_attn_swap.conversion.stages import FineTune
-from hf_attn_swap.conversion.take import take
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 

@@ -1,13 +1,13 @@
 """Held-out rows on which a conversion is measured again and again, beside what the stock model gives on them.
 
 The stock model runs once. Of a large vocabulary, its last hidden states are kept in place of its logits, as long as the
-logits are the head's output on them. The head must then not change.
+logits are the head's output on them. The head of the stock model must then not change.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,22 +53,27 @@ class HeldOut:
     Args:
         model: the stock model; or a patched model, whose strength 0 is the stock model.
         batches: dicts of tensors as the model takes them, with or without labels.
+        head_trains: True if the head of the stock model will change; its logits are then kept as they are.
         progress: show a progress bar.
 
     Raises:
         ValueError: there is no batch, or a batch is no dict of tensors.
     """
 
-    def __init__(self, model: nn.Module, batches: Iterable[Any], *, progress: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, batches: Iterable[Any], *, head_trains: bool = False, progress: bool = True
+    ) -> None:
         self.kept: list[_Kept] = []
         self.causal = predicts_next(model)
         root = model_root(model)
+        self.head: nn.Module | None = root.get_output_embeddings()
         installation = installation_of(root)
         with evaluating(model), torch.no_grad(), contextlib.ExitStack() as inside:
             if installation is not None:
                 inside.enter_context(installation.stock())
-            for given in tqdm(list(batches), desc="stock model", unit="batch", disable=not progress, leave=False):
-                self.kept.append(_keep(root, given))
+            given = [batches] if isinstance(batches, Mapping) else list(batches)
+            for batch in tqdm(given, desc="stock model", unit="batch", disable=not progress, leave=False):
+                self.kept.append(_keep(root, batch, None if head_trains else self.head))
         if not self.kept:
             raise ValueError("there are no held-out rows to measure on.")
 
@@ -76,16 +81,27 @@ class HeldOut:
     def lost(self, model: nn.Module, *, progress: bool = False) -> Lost:
         """Compare the model as it is now with the stock model, in evaluation mode."""
         sums = Sums(causal=self.causal)
-        head = model_root(model).get_output_embeddings()
         with evaluating(model):
             for kept in tqdm(self.kept, desc="measure", unit="batch", disable=not progress, leave=False):
-                theirs = kept.logits if kept.hidden is None else head(kept.hidden)
+                theirs = kept.logits if kept.hidden is None else self._logits(kept.hidden)
                 sums.add(forward(model, kept.batch), _Output(theirs, kept.first), kept.batch, kept.labels)
         return sums.result()
 
+    def _logits(self, hidden_BLE: Tensor) -> Tensor:
+        """What the stock model's head gives. A training may have moved the head to another device."""
+        assert self.head is not None
+        logits: Tensor = self.head(hidden_BLE.to(next(self.head.parameters()).device))
+        return logits
 
-def _keep(root: Any, given: Batch) -> _Kept:
-    """Run the stock model on a batch."""
+
+def _keep(root: Any, given: Batch, head: nn.Module | None) -> _Kept:
+    """Run the stock model on a batch. With a head that does not change, hidden states may take the logits' place.
+
+    Raises:
+        ValueError: the batch is no dict of tensors.
+    """
+    if not isinstance(given, Mapping) or not any(isinstance(value, Tensor) for value in given.values()):
+        raise ValueError(f"a batch is a dict of tensors as the model takes them, got {type(given).__name__}.")
     labels = next((given[name] for name in LABELS if isinstance(given.get(name), Tensor)), None)
     rows = labels if labels is not None and labels.dim() == 1 and not labels.is_floating_point() else None
     kept = _Kept(without_labels(given), rows)
@@ -96,7 +112,6 @@ def _keep(root: Any, given: Batch) -> _Kept:
         kept.first = output[0]
         return kept
     kept.logits = logits
-    head = root.get_output_embeddings()
     if head is not None and caught and logits.shape[-1] > FEW and torch.equal(head(caught[-1]).to(logits), logits):
         kept.logits, kept.hidden = None, caught[-1]
     return kept

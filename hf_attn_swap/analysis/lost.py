@@ -26,6 +26,8 @@ from ..conversion.transfer import relative_error
 from ..patch import need_installation
 from ..wiring.install import model_root
 
+LARGEST_EXPONENT = 709.0  # e to a larger power is no float any more
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
@@ -72,6 +74,11 @@ class Lost:
         return self.divergence if self.per_token else 1 - self.agreement
 
     @property
+    def cost(self) -> float:
+        """One number for comparing two states of a model: KL where there is one, since it moves with every change."""
+        return self.share if self.divergence is None else self.divergence
+
+    @property
     def measure(self) -> str:
         """What `share` counts, in words."""
         if self.accuracy is not None:
@@ -103,7 +110,7 @@ class Lost:
         if self.agreement is not None:
             yield "Same first choice as the stock model", f"{self.agreement:.1%}"
         if self.relative_error is not None:
-            yield "Relative error of the last hidden states (0 is no loss)", f"{self.relative_error:.3g}"
+            yield "Relative error of the outputs (0 is no loss)", f"{self.relative_error:.3g}"
 
     def __str__(self) -> str:
         return "\n".join(f"{words}: {value}" for words, value in self.rows())
@@ -167,7 +174,8 @@ class Sums:
     def add(self, ours: Any, theirs: Any, batch: Batch, labels_B: Tensor | None = None) -> None:
         """Add the outputs of one batch."""
         if not isinstance(getattr(ours, "logits", None), Tensor):
-            self.add_errors(ours[0], theirs[0], token_mask(batch, ours[0]))
+            mine, stock = (each[0] if each[0].dim() > 2 else each[0][..., None] for each in (ours, theirs))
+            self.add_errors(mine, stock, token_mask(batch, mine))  # question answering gives one number per token
         elif ours.logits.dim() == 2 and ours.logits.shape[1] == 1:
             self.add_errors(ours.logits[..., None], theirs.logits[..., None], torch.ones_like(ours.logits).bool())
         else:
@@ -206,10 +214,17 @@ class Sums:
         """The figures of all batches so far."""
         if not self.logits:
             return Lost(tokens=self.tokens, relative_error=sum(self.errors) / self.tokens)
-        figures = {"divergence": self.divergence / self.tokens, "agreement": self.same / self.tokens}
+        mean = self.divergence / self.tokens
+        mean = 0.0 if mean < 0 else mean  # only rounding makes it negative
+        figures = {"divergence": mean, "agreement": self.same / self.tokens}
         if self.labelled:
             figures |= {"accuracy": self.right / self.labelled, "stock_accuracy": self.stock_right / self.labelled}
         if self.targets:
-            figures |= {"perplexity": math.exp(self.loss / self.targets)}
-            figures |= {"stock_perplexity": math.exp(self.stock_loss / self.targets)}
+            figures |= {"perplexity": _exp(self.loss / self.targets)}
+            figures |= {"stock_perplexity": _exp(self.stock_loss / self.targets)}
         return Lost(tokens=self.tokens, per_token=self.per_token, **figures)
+
+
+def _exp(exponent: float) -> float:
+    """E to this power, or to the largest power that is a float. NaN stays NaN."""
+    return math.exp(min(exponent, LARGEST_EXPONENT))

@@ -14,8 +14,10 @@ The method is this package's own; docs/mathematics.md, section Conversion.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -32,21 +34,22 @@ from ..analysis.held_out import HeldOut
 from ..analysis.lost import predicts_next
 from ..patch import need_installation, patch_model, set_strength, unpatch_model
 from ..wiring.install import Installation, installation_of, model_root
+from .as_before import as_before
 from .calibrate import calibrate
-from .distillation import DistillationTrainer
-from .journal import Journal
+from .distillation import EVERYTHING, DistillationTrainer
+from .journal import Journal, fingerprint
 from .outcome import ConversionReport, Step
 from .progress import quiet
-from .rows import Rows, as_rows
+from .rows import TOKENS, Rows, as_rows
 from .sensitivity import Sensitivity, layer_sensitivity
 from .stages import Distil
 from .take import last_whole_checkpoint, with_adapters
-from .teacher import Teacher
+from .teacher import Teacher, check_teacher, note_retrained, trains_the_original
 
 FITS = ("gain", "map")
 CHECKS = 4  # measurements within one group's distillation
+SAVE_EVERY = 100  # steps of a training between two checkpoints
 GROUPS = 6  # groups of layers, when a budget decides how many layers are converted
-SEED = 42  # as in TrainingArguments
 SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters
 FEW_TOKENS = 256  # per step: a small batch makes more of every token
 
@@ -82,28 +85,33 @@ def convert(
         processor: the tokenizer or image processor.
         eval_data: held-out data of the same kind, to measure on. None takes a twentieth of `data` (8 to 64 rows), which
             the conversion then does not see. If held-out rows have labels, a classifier's accuracy is the measure.
-        tokens: the budget of the distillation, in tokens of text; in patches, for images.
+        tokens: the budget of the distillation, in tokens of text; in patches, for images; in rows, for other data. A
+            budget below one step trains nothing.
         max_loss: the largest loss, as a share (0.02 is 2 %) of what `Lost.share` names for this kind of model, such as
             perplexity. The conversion stops as soon as the loss is within this budget.
         layers: the layers to convert: numbers, or "auto" for all; with `max_loss`, "auto" means as many as the budget
             allows, the cheapest first.
         keep: the share of layers that keep their own attention: the costliest layers.
-        distil: how to distil; None chooses by the kind and size of the model. Its `tokens` and `epochs` are not read.
+        distil: how to distil; None chooses by the kind and size of the model. Its `tokens`, `epochs` and schedule are
+            not read.
         teacher: another model that gives the targets, and that losses are compared with; None is the model itself.
         length: the number of tokens of a row, when `data` are texts.
-        output_dir: a folder for checkpoints. The same call with the same folder goes on after the last step that was
-            finished. None keeps nothing.
+        output_dir: a folder for checkpoints. The same call with the same folder goes on where the last one ended. None
+            keeps nothing.
         args: more arguments of the training, such as `bf16=True`; the budget, the learning rate and the batch are set
-            by `tokens` and `distil`.
+            by `tokens` and `distil`, the folder and when to save by `output_dir`.
         progress: show progress bars.
         options: the options of the variant.
 
     Returns:
         The loss after every step, and what was converted. If `met` is False, the budget was missed: the model then
-        runs the variant in no layer, or in the layers that were named, with the loss that the report gives.
+        runs the variant in no layer, or in the layers that were named (or left by `keep`), with the loss that the
+        report gives. A layer that keeps its own attention loses its swap; if the variant carries scores (`mha`), the
+        swap stays at strength 0, since the converted layers above read what it carries.
 
     Raises:
-        ValueError: the model is already patched, the data do not fit the model, or an argument is out of range.
+        ValueError: the model is already patched, the data do not fit the model, an argument is out of range, or the
+            folder holds another conversion. After an error the model is the stock model as it was.
     """
     root = model_root(model)
     if installation_of(root) is not None:
@@ -114,45 +122,55 @@ def convert(
         raise ValueError(f"keep is the share of layers that stay as they are, from 0 to below 1, got {keep!r}.")
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {tokens!r}.")
-    train, held = _split(root, data, eval_data, processor, length)
-    distil = distil or default_distil(root)
-    folder = None if output_dir is None else Path(output_dir)
-    settings = {
-        "model": type(root).__name__,
-        "parameters": root.num_parameters(),
-        "variant": variant,
-        "options": options,
-        "tokens": tokens,
-        "max_loss": max_loss,
-        "layers": str(layers),
-        "keep": keep,
-        "distil": asdict(distil),
-        "rows": len(train),
-        "held_out": len(held),
-        "length": train.length,
-    }
-    work = _Work(
-        model=model,
-        held=HeldOut(teacher or model, held.batches(_rows_per_step(distil, held)), progress=progress),
-        train=train,
-        distil=distil,
-        teacher=teacher,
-        journal=Journal(folder, settings, writes=(args is None or args.should_save)),
-        args=args,
-        progress=progress,
-        left=tokens,
-    )
-    chosen = None if layers == "auto" else layers
-    patch_model(model, variant, layers=chosen, **options)
-    try:
-        work.note("swap")
-        _fit(work)
-        groups, sensitivity = _groups(work, chosen is None, max_loss, keep)
-        kept = _convert_groups(work, groups, max_loss)
-    except BaseException:
-        if (left := installation_of(root)) is not None:
-            left.remove(model)
-        raise
+    if teacher is not None:
+        check_teacher(root, teacher)
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(as_before(model))
+        train, held = _split(root, data, eval_data, processor, length)
+        distil = distil or default_distil(root)
+        named = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers
+        chosen: Any = None if named == "auto" else named
+        settings = {
+            "model": type(root).__name__,
+            "weights": fingerprint(root.parameters()),
+            "teacher": None if teacher is None else fingerprint(teacher.parameters()),
+            "data": fingerprint(_ends(train) + _ends(held)),
+            "variant": variant,
+            "options": options,
+            "tokens": tokens,
+            "max_loss": max_loss,
+            "layers": chosen,
+            "keep": keep,
+            "distil": asdict(distil),
+            "rows": len(train),
+            "held_out": len(held),
+            "length": train.length,
+        }
+        folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
+        args = args or TrainingArguments(output_dir=str(folder), report_to="none")
+        head_trains = distil.rank is None and distil.trainable == (EVERYTHING,)
+        batches = held.batches(_rows_per_step(distil, held))
+        work = _Work(
+            model=model,
+            held=HeldOut(teacher or model, batches, head_trains=head_trains, progress=progress),
+            train=train,
+            distil=distil,
+            teacher=teacher,
+            journal=Journal(None if output_dir is None else folder, settings, writes=args.should_save),
+            folder=folder,
+            args=args,
+            progress=progress,
+            left=tokens,
+        )
+        patch_model(model, variant, layers=chosen, **options)
+        try:
+            work.note("swap")
+            _fit(work)
+            groups, sensitivity, choosing = _groups(work, chosen is None, max_loss, keep)
+            kept = _convert_groups(work, groups, max_loss, choosing)
+        except BaseException:
+            work.undo()
+            raise
     return ConversionReport(
         model=type(root).__name__,
         variant=variant,
@@ -160,7 +178,7 @@ def convert(
         kept=kept,
         max_loss=max_loss,
         sensitivity=sensitivity,
-        unit="tokens" if train.length else "rows",
+        unit=train.unit,
         held_out=len(held),
         row_length=train.length,
         rows_per_step=_rows_per_step(distil, train),
@@ -175,7 +193,8 @@ def default_distil(root: PreTrainedModel) -> Distil:
     """
     if predicts_next(root):
         return Distil(rank=32, learning_rate=7e-4)
-    headless = not any(name in type(root).__name__ for name in ("For", "LMHead"))
+    name = type(root).__name__
+    headless = not any(part in name for part in ("For", "LMHead")) or "QuestionAnswering" in name  # gives no logits
     if root.main_input_name == "pixel_values" or root.num_parameters() > SMALL:
         if headless:
             return Distil(rank=16, learning_rate=1e-3, logits=0.0, hidden=1.0, batch=16)
@@ -188,14 +207,14 @@ class _Work:
     """A conversion in progress.
 
     Attributes:
-        model, held, train, distil, teacher, journal, args, progress: as `convert` was given or has made them.
+        model, held, train, distil, teacher, journal, folder, args, progress: as `convert` was given or has made them.
         left: the tokens of the budget that are left.
         used: the training rows that were read so far.
         steps: the record so far.
         student: the model as it trains, perhaps inside PEFT's wrapper; None before the first training.
         taught: the teacher; None before the first training.
+        trainer: the last trainer.
         initial: the parameters that train, as they were before the first training.
-        flags: which parameters required gradients before the conversion.
     """
 
     model: nn.Module
@@ -204,7 +223,8 @@ class _Work:
     distil: Distil
     teacher: PreTrainedModel | None
     journal: Journal
-    args: TrainingArguments | None
+    folder: Path
+    args: TrainingArguments
     progress: bool
     left: int
     used: int = 0
@@ -213,7 +233,6 @@ class _Work:
     taught: Teacher | None = None
     trainer: DistillationTrainer | None = None
     initial: dict[str, Tensor] = field(default_factory=dict)
-    flags: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
 
     @property
     def installation(self) -> Installation:
@@ -260,11 +279,10 @@ class _Work:
         start = time.perf_counter()
         if self.student is None:
             rank = self.distil.rank
-            set_seed(SEED if self.args is None else self.args.seed)  # for the first numbers of the adapters
-            self.flags = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+            set_seed(self.args.seed)  # for the first numbers of the adapters
             self.student = self.model if rank is None else with_adapters(model_root(self.model), rank)
         each = self.train.length or 1
-        count = max(1, round(min(budget, self.left) / each))
+        count = max(1, int(min(budget, self.left) / each))
         picked = _order(len(self.train), self.used, count)
         check = _Check(self, target)
         trainer = DistillationTrainer(
@@ -282,11 +300,15 @@ class _Work:
         self.initial = self.initial or self.trained()
         if (known := self.journal.recall(f"train {name}")) is not None:
             self.restore(self.journal.load(name))
+            if trains_the_original(self.student):
+                note_retrained(self.installation)
             rows = known["rows"]
         else:
             folder = Path(trainer.args.output_dir or ".")
             trainer.train(resume_from_checkpoint=None if self.journal.folder is None else last_whole_checkpoint(folder))
-            rows = min(count, trainer.state.global_step * trainer.args.train_batch_size * trainer.args.world_size)
+            own = trainer.args
+            step = own.train_batch_size * own.gradient_accumulation_steps * own.world_size
+            rows = min(count, trainer.state.global_step * step)
             self.journal.save(name, self.trained())
             self.journal.record(f"train {name}", {"rows": rows})
         self.used += rows
@@ -301,11 +323,9 @@ class _Work:
 
     def _arguments(self, name: str) -> TrainingArguments:
         """The arguments of one training."""
-        folder = self.journal.folder or Path("runs")
-        own = self.args or TrainingArguments(output_dir=str(folder), report_to="none")
         return replace(
-            own,
-            output_dir=str(folder / name.replace(" ", "-")),
+            self.args,
+            output_dir=str(self.folder / name.replace(" ", "-")),
             num_train_epochs=1,
             max_steps=-1,
             learning_rate=self.distil.learning_rate,
@@ -314,8 +334,10 @@ class _Work:
             weight_decay=0.0,
             per_device_train_batch_size=_rows_per_step(self.distil, self.train),
             save_strategy="no" if self.journal.folder is None else "steps",
-            save_steps=100,
+            save_steps=SAVE_EVERY,
             save_total_limit=1,
+            eval_strategy="no",
+            load_best_model_at_end=False,
             logging_strategy="steps" if self.progress else "no",
             logging_steps=10,
             disable_tqdm=not self.progress,
@@ -326,15 +348,24 @@ class _Work:
         """Take the adapters off, merged into the weights if a layer was converted, and measure the model."""
         if self.trainer is None or self.student is None:
             return
-        student, self.student = self.student, None
+        student = self.student
         if isinstance(student, PeftModel):
             if self.layers:
+                self.student = None  # from here on the weights have changed, and `undo` cannot take that back
                 self.trainer.merged()
                 self.note("adapters merged")
-            else:
-                student.unload()
-        for parameter, flag in self.flags:
-            parameter.requires_grad_(flag)
+                return
+            student.unload()
+        self.student = None
+
+    def undo(self) -> None:
+        """Make the model the stock model again, after an error."""
+        if self.student is not None:
+            self.restore(self.initial)
+            if isinstance(self.student, PeftModel):
+                self.student.unload()
+        if (installation := installation_of(model_root(self.model))) is not None:
+            installation.remove(self.model)
 
 
 class _Check(TrainerCallback):
@@ -351,6 +382,7 @@ class _Check(TrainerCallback):
         assert self.work.student is not None
         if self.work.held.lost(self.work.student).share <= self.target:
             control.should_training_stop = True
+            control.should_save = False  # a run that goes on from this very step would not stop here
 
 
 def _fit(work: _Work) -> None:
@@ -369,7 +401,7 @@ def _fit(work: _Work) -> None:
     for fit in FITS:
         calibrate(work.model, batches, fit=fit, progress=work.progress)
         lost = work.held.lost(work.model, progress=work.progress)
-        if (lost.divergence or lost.share) < (best.divergence or best.share):
+        if lost.cost < best.cost:
             best, chosen = lost, fit
             found = [(each.calibration, each.neutral, each.head_order) for each in swaps]
     for swap, (calibration, neutral, order) in zip(swaps, found, strict=True):
@@ -381,13 +413,15 @@ def _fit(work: _Work) -> None:
     work.journal.record("fit", {"fit": chosen, "step": asdict(step)})
 
 
-def _groups(work: _Work, auto: bool, max_loss: float | None, keep: float) -> tuple[list[list[int]], Sensitivity | None]:
-    """The layers in groups, in the order in which they are converted; and what each layer alone costs."""
+def _groups(
+    work: _Work, auto: bool, max_loss: float | None, keep: float
+) -> tuple[list[list[int]], Sensitivity | None, bool]:
+    """The layers in groups, in their order; what each layer alone costs; and whether the budget chooses among them."""
     layers = list(work.layers)
     enough = max_loss is not None and work.steps[-1].lost.share <= max_loss
     choosing = auto and max_loss is not None and not enough
     if not keep and not choosing:
-        return [layers], None
+        return [layers], None, choosing
     if (known := work.journal.recall("sensitivity")) is not None:
         sensitivity = Sensitivity.from_dict(known)
     else:
@@ -396,13 +430,15 @@ def _groups(work: _Work, auto: bool, max_loss: float | None, keep: float) -> tup
     order = list(sensitivity.order)
     order = order[: len(order) - round(keep * len(order))] or order[:1]
     if not choosing:
-        return [sorted(order)], sensitivity
+        return [sorted(order)], sensitivity, choosing
     count = min(GROUPS, len(order))
     cuts = [round(place * len(order) / count) for place in range(count + 1)]
-    return [order[first:last] for first, last in itertools.pairwise(cuts)], sensitivity
+    return [order[first:last] for first, last in itertools.pairwise(cuts)], sensitivity, choosing
 
 
-def _convert_groups(work: _Work, groups: Sequence[Sequence[int]], max_loss: float | None) -> dict[int, str]:
+def _convert_groups(
+    work: _Work, groups: Sequence[Sequence[int]], max_loss: float | None, choosing: bool
+) -> dict[int, str]:
     """Convert group after group. Returns why a layer kept its own attention, by the layer's number."""
     everything = list(work.layers)
     kept = {index: "its swap costs most" for index in everything if not any(index in group for group in groups)}
@@ -410,21 +446,21 @@ def _convert_groups(work: _Work, groups: Sequence[Sequence[int]], max_loss: floa
     for number, group in enumerate(groups):
         before = work.trained() if work.student is not None else None
         set_strength(work.model, 1.0, layers=group)
-        many = len(groups) > 1
         known = len(group) == len(everything)  # these layers together have been measured already
-        step = work.steps[-1] if known else work.note(f"group {number + 1} swapped" if many else "layers chosen")
+        step = work.steps[-1] if known else work.note(f"group {number + 1} swapped" if choosing else "layers chosen")
         part = 0
         while not work.exhausted and not (max_loss is not None and step.lost.share <= max_loss):
             part += 1
             budget = work.left // (len(groups) - number) if part == 1 else work.left
-            step = work.teach(max(1, budget), max_loss, f"distil {number + 1}.{part}" if many else f"distil {part}")
-        if many and max_loss is not None and step.lost.share > max_loss:
+            step = work.teach(max(1, budget), max_loss, f"distil {number + 1}.{part}" if choosing else f"distil {part}")
+        if choosing and max_loss is not None and step.lost.share > max_loss:
             _take_back(work, group, before)
             for later in groups[number:]:
                 kept |= dict.fromkeys(later, "the loss would be above the budget")
             break
     work.finish()
-    if kept:
+    carries = any(swap.carries for group in work.installation.swaps().values() for swap in group)
+    if kept and not (carries and work.layers):  # else the swaps that stay at strength 0 pass their scores on
         unpatch_model(work.model, layers=sorted(kept))
     return kept
 
@@ -434,6 +470,10 @@ def _take_back(work: _Work, group: Sequence[int], before: dict[str, Tensor] | No
     set_strength(work.model, 0.0, layers=group)
     if work.student is not None:
         work.restore(work.initial if before is None else before)
+        if before is None:  # no training is left in the weights
+            for swap in (swap for swaps in work.installation.swaps().values() for swap in swaps):
+                swap.retrained = False
+            work.installation.refresh()
     work.note("last group taken back")
 
 
@@ -457,9 +497,15 @@ def _order(rows: int, first: int, count: int) -> list[int]:
     return [order[(first + place) % rows] for place in range(count)]
 
 
+def _ends(rows: Rows) -> list[Tensor]:
+    """The tensors of the first and the last row."""
+    made = [rows.collate([dict(rows.rows[place])]) for place in (0, len(rows) - 1)]
+    return [value for batch in made for value in batch.values() if isinstance(value, Tensor)]
+
+
 def _calibration_rows(rows: Rows) -> int:
     """Some 16,000 tokens, or 256 rows of another kind."""
-    return max(8, round(16_384 / rows.length)) if rows.length else 256
+    return max(8, round(16_384 / rows.length)) if rows.unit == TOKENS else 256
 
 
 def _rows_per_step(distil: Distil, rows: Rows) -> int:

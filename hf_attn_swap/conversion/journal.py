@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 NAME = "journal.json"
+SOME = 64  # numbers of each tensor that a fingerprint reads
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """A short text that tells other tensors apart: by their shapes, and by numbers spread over each of them."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(repr(tuple(tensor.shape)).encode())
+        if not tensor.is_meta and tensor.numel():
+            flat = tensor.detach().reshape(-1)
+            some = flat[torch.linspace(0, len(flat) - 1, min(SOME, len(flat))).long().to(flat.device)]
+            found.update(some.cpu().float().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 class Journal:
@@ -28,7 +45,7 @@ class Journal:
         self.folder, self.writes = folder, writes
         self.entries: list[dict[str, Any]] = []
         self.place = 0
-        self.settings = json.loads(json.dumps(settings))
+        self.settings = json.loads(json.dumps(settings, default=str))
         if folder is None:
             return
         path = folder / NAME
@@ -36,8 +53,8 @@ class Journal:
             return
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            kept, self.entries = found["settings"], found["entries"]
-        except (json.JSONDecodeError, KeyError, TypeError) as problem:
+            kept, self.entries = dict(found["settings"]), list(found["entries"])
+        except (ValueError, KeyError, TypeError) as problem:
             raise ValueError(f"{path} is damaged ({problem}); remove the folder to start again.") from None
         if kept != self.settings:
             names = sorted(name for name in {*kept, *self.settings} if kept.get(name) != self.settings.get(name))
@@ -84,8 +101,16 @@ class Journal:
         part.replace(self._file(key))
 
     def load(self, key: str) -> dict[str, Tensor]:
-        """The tensors that `save` kept."""
-        return load_file(self._file(key))
+        """The tensors that `save` kept.
+
+        Raises:
+            ValueError: their file is missing or damaged.
+        """
+        path = self._file(key)
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as problem:
+            raise ValueError(f"{path} is missing or damaged ({problem}); remove the folder to start again.") from None
 
     def _file(self, key: str) -> Path:
         assert self.folder is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from ..analysis.lost import Lost
 from ..core.table import Table
 from .sensitivity import Sensitivity
 
-LARGE = 10  # from this share on, a factor is easier to read than per cent
+LARGE = 10  # from this ratio of perplexities on, a factor is easier to read than per cent
 HEADER = ("step", "layers", "lost", "KL", "same first choice", "tokens", "minutes")
 
 
@@ -24,7 +24,7 @@ class Step:
         name: what was done, in a few words.
         layers: the numbers of the layers that run the variant after this step.
         lost: what the model had lost after this step, on the held-out rows.
-        tokens: the tokens that this step trained on (rows, if the data are no text).
+        tokens: the tokens that this step trained on (patches of images, rows of other data; see the report's `unit`).
         seconds: the time of the step.
     """
 
@@ -45,7 +45,7 @@ class Step:
         return (
             self.name,
             str(len(self.layers)),
-            f"{lost.share:.2%}" if lost.share < LARGE else f"x {lost.share:,.0f}",
+            f"{lost.share:.2%}" if lost.ratio is None or lost.ratio < LARGE else f"x {lost.ratio:,.0f}",
             "-" if lost.divergence is None else f"{lost.divergence:.3g}",
             "-" if lost.agreement is None else f"{lost.agreement:.1%}",
             f"{self.tokens:,}" if self.tokens else "-",
@@ -64,7 +64,7 @@ class ConversionReport:
         kept: why a layer kept its own attention, by the layer's number.
         max_loss: the budget, as a share; None without a budget.
         sensitivity: what each layer alone costs; None if no layers had to be chosen.
-        unit: what the tokens of a step count: "tokens" or "rows".
+        unit: what the tokens of a step count: "tokens", "patches" or "rows".
         held_out: the number of held-out rows that the loss was measured on.
         row_length: the mean number of tokens of a training row; 0 if the data are no text.
         rows_per_step: the number of rows of a training step.
@@ -107,6 +107,11 @@ class ConversionReport:
     def summary(self) -> str:
         """The result in one sentence."""
         count = len(self.layers) + len(self.kept)
+        if not self.layers and self.max_loss is not None:
+            return (
+                f"{self.model}: no layer could run {self.variant} within the budget of {self.max_loss:.2%} "
+                f"({self.lost.measure}); the model is as it was."
+            )
         words = (
             f"{self.model}: {len(self.layers)} of {count} layers run {self.variant}; {self.lost.measure}: "
             f"{self.lost.share:.2%}, on {self.held_out} held-out rows"
@@ -117,13 +122,15 @@ class ConversionReport:
 
     def table(self) -> Table:
         """A row per step."""
-        return Table(summary=self.summary, header=HEADER, rows=[step.cells() for step in self.steps])
+        header = tuple(self.unit if name == "tokens" else name for name in HEADER)
+        return Table(summary=self.summary, header=header, rows=[step.cells() for step in self.steps])
 
     def __str__(self) -> str:
         lines = [self.table().text()]
         for reason in dict.fromkeys(self.kept.values()):
-            numbers = ", ".join(str(index) for index in sorted(self.kept) if self.kept[index] == reason)
-            lines.append(f"Layers {numbers} kept their own attention: {reason}.")
+            numbers = [str(index) for index in sorted(self.kept) if self.kept[index] == reason]
+            whose = f"Layer {numbers[0]} kept its" if len(numbers) == 1 else f"Layers {', '.join(numbers)} kept their"
+            lines.append(f"{whose} own attention: {reason}.")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -139,6 +146,19 @@ class ConversionReport:
             "measure": self.lost.measure,
             "loss": self.lost.share,
         }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ConversionReport:
+        """A record from its plain data, also after JSON."""
+        sensitivity = values["sensitivity"]
+        return cls(
+            **{field.name: values[field.name] for field in fields(cls)}
+            | {
+                "steps": tuple(Step.from_dict(step) for step in values["steps"]),
+                "kept": {int(index): reason for index, reason in values["kept"].items()},
+                "sensitivity": None if sensitivity is None else Sensitivity.from_dict(sensitivity),
+            }
+        )
 
     def save(self, folder: Path) -> Path:
         """Write conversion.json and conversion.html, and return the path of the page."""

@@ -18,24 +18,26 @@ class Bar(ProgressCallback):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.start = 0.0
+        self.start = self.seen = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draw the empty bar."""
-        super().on_train_begin(args, state, control, **kwargs)
+        super().on_train_begin(args, state, control, **kwargs)  # type: ignore[no-untyped-call]  # transformers' own
         self.start, self.seen = time.perf_counter(), float(state.num_input_tokens_seen or 0)
-        if self.training_bar is not None:
-            self.training_bar.set_description(self.name)
+        bar: Any = self.training_bar  # transformers types it as None
+        if bar is not None:
+            bar.set_description(self.name)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write the loss and the speed beside the bar."""
-        if self.training_bar is None or not logs or "loss" not in logs:
+        bar: Any = self.training_bar
+        if bar is None or "loss" not in (logs or {}):
             return
         words = f"loss {float(logs['loss']):.3g}"
         seconds = time.perf_counter() - self.start
         if state.num_input_tokens_seen and seconds > 0:
             words += f", {(float(state.num_input_tokens_seen) - self.seen) / seconds:,.0f} tokens/s"
-        self.training_bar.set_postfix_str(words)
+        bar.set_postfix_str(words)
 
 
 def quiet(trainer: Trainer, name: str, *, shown: bool) -> None:

@@ -5,21 +5,26 @@ Axes: L token.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Integral
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
-from transformers import DataCollatorWithPadding, PreTrainedModel, default_data_collator
+from transformers import PreTrainedModel, default_data_collator
 
 from ..analysis.lost import predicts_next
 from ..wiring.install import model_root
-from .batches import Batch
+from .batches import LABELS, Batch
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 SAMPLE = 256  # rows whose length tells how long the rows are
+TOKENS, PATCHES, ROWS = "tokens", "patches", "rows"
+UNEQUAL = "the rows have different lengths; pass the tokenizer as processor, which pads them."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +34,21 @@ class Rows:
     Attributes:
         rows: a sequence of mappings, without a batch axis.
         collate: makes a batch of some rows.
-        length: the mean number of tokens of a row; 0 if the rows hold no token ids.
+        length: the mean number of tokens of a row, or of patches of an image; 0 if the rows hold neither.
+        unit: what `length` counts: "tokens", "patches" or, if it is 0, "rows".
     """
 
     rows: Any
     collate: Collator
     length: float
+    unit: str = TOKENS
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def some(self, indices: Sequence[int]) -> Rows:
         """Some of the rows."""
-        return Rows(rows=select(self.rows, indices), collate=self.collate, length=self.length)
+        return replace(self, rows=select(self.rows, indices))
 
     def batches(self, size: int) -> Iterator[Batch]:
         """All rows in batches, those of like length together so that there is little padding."""
@@ -87,20 +94,74 @@ def as_rows(model: nn.Module, data: Any, processor: Any = None, *, length: int =
         rows = _images(root, data, processor)
     else:
         raise ValueError(f"a row must be a text, an image or a mapping, got {type(first).__name__}.")
-    lengths = [_length(rows[index]) for index in range(min(SAMPLE, len(rows)))]
-    if len(set(lengths)) == 1:
-        collate: Collator = default_data_collator
-    elif processor is None:
-        raise ValueError("the rows have different lengths; pass the tokenizer as processor, which pads them.")
-    else:
-        collate = DataCollatorWithPadding(processor)
-    return Rows(rows=rows, collate=collate, length=fmean(lengths))
+    collate = _Collate(names=frozenset(inspect.signature(root.forward).parameters) - {*LABELS}, pads=processor)
+    step = max(1, len(rows) // SAMPLE)
+    some = [rows[index] for index in range(0, len(rows), step)]
+    lengths = [_length(row) for row in some]
+    if len(set(lengths)) > 1 and processor is None:
+        raise ValueError(UNEQUAL)
+    if any(lengths):
+        return Rows(rows=rows, collate=collate, length=fmean(lengths))
+    patches = _patches(root, collate([dict(some[0])]).get("pixel_values"))
+    return Rows(rows=rows, collate=collate, length=patches, unit=PATCHES if patches else ROWS)
+
+
+@dataclass(frozen=True)
+class _Collate:
+    """Makes a batch of rows: only what the model takes, and labels only if they are the numbers of classes.
+
+    Other columns, such as the text itself, and labels of another kind never come near the model.
+
+    Attributes:
+        names: the inputs of the model.
+        pads: the tokenizer, which pads rows of unequal length; or an image processor, or None.
+    """
+
+    names: frozenset[str]
+    pads: Any = None
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Batch:
+        """A batch of some rows.
+
+        Raises:
+            ValueError: the rows have different lengths, and there is no tokenizer.
+        """
+        inputs = [{name: value for name, value in row.items() if name in self.names} for row in rows]
+        if len({_length(row) for row in inputs}) == 1:
+            batch: Batch = default_data_collator(inputs)
+        elif not hasattr(self.pads, "pad"):
+            raise ValueError(UNEQUAL)
+        else:
+            batch = dict(self.pads.pad(inputs, return_tensors="pt"))
+        classes = [_class(row) for row in rows]
+        if all(each is not None for each in classes):
+            batch["labels"] = torch.tensor(classes)
+        return batch
+
+
+def _class(row: Mapping[str, Any]) -> int | None:
+    """The number of the row's class, or None if it has no label or a label of another kind (-1 is no label)."""
+    value = next((row[name] for name in LABELS if row.get(name) is not None), None)
+    if isinstance(value, Tensor) and value.dim() == 0:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return None
+    return int(value) if int(value) >= 0 else None
 
 
 def _length(row: Mapping[str, Any]) -> int:
     """The number of tokens of a row; 0 without token ids."""
     ids = row.get("input_ids", ())
     return ids.numel() if isinstance(ids, Tensor) else len(ids)
+
+
+def _patches(root: PreTrainedModel, pixels: Any) -> float:
+    """The number of patches of an image; 0 if the model has no patches of one size."""
+    size = getattr(root.config, "patch_size", None)
+    if size is None or not isinstance(pixels, Tensor):
+        return 0
+    height, width = (size, size) if isinstance(size, int) else size
+    return (pixels.shape[-2] // height) * (pixels.shape[-1] // width)
 
 
 def _ready(root: PreTrainedModel, data: Any, first: Mapping[str, Any]) -> Any:

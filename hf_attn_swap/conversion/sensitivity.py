@@ -40,7 +40,7 @@ class Sensitivity:
     @property
     def order(self) -> tuple[int, ...]:
         """The layers, from the cheapest to the costliest."""
-        return tuple(sorted(self.layers, key=lambda index: (_cost(self.layers[index]), index)))
+        return tuple(sorted(self.layers, key=lambda index: (self.layers[index].cost, index)))
 
     def table(self) -> Table:
         """A row per layer, from the cheapest."""
@@ -77,11 +77,6 @@ class Sensitivity:
         axes.bar([str(index) for index in indices], [self.layers[index].share for index in indices])
         axes.set(xlabel="layer", ylabel=self.together.measure, title=f"{self.variant}: what each layer alone costs")
         return figure
-
-
-def _cost(lost: Lost) -> float:
-    """What a layer costs, for comparing layers: KL where there is one, since it moves with every change."""
-    return lost.share if lost.divergence is None else lost.divergence
 
 
 def layer_sensitivity(

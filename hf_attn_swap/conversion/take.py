@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -148,7 +149,9 @@ def with_adapters(model: PreTrainedModel, rank: int) -> nn.Module:
         if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not name.startswith(inside or ("\0",))
     ]
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
-    wrapped: nn.Module = get_peft_model(model, config)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # PEFT sees by itself how Conv1D lies
+        wrapped: nn.Module = get_peft_model(model, config)
     for module in wrapped.modules():
         if isinstance(module, Variant):
             module.requires_grad_(True)

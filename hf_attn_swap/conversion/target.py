@@ -108,7 +108,8 @@ class Target:
         left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
         damped = sizes / (sizes.square() + (DAMPING * sizes[0]) ** 2)
         constant = right.T @ (damped * (left.T @ bias.detach().cpu().double()))
-        return (self.factor - 1) * constant.to(bias)
+        found: Tensor = (self.factor - 1) * constant.to(bias)
+        return found
 
     def _through(self, heads_BLE: Tensor) -> Tensor:
         out: Tensor = self.projection(heads_BLE)

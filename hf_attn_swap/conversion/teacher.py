@@ -41,7 +41,7 @@ class Teacher:
         self.model = model
         self.frozen: dict[str, torch.Tensor] = {}
         if model is not None:
-            _check_fit(self.installation.root, model)
+            check_teacher(self.installation.root, model)
             model.eval().requires_grad_(False)
             return
         for index, swaps in self.installation.swaps().items():
@@ -156,7 +156,7 @@ def _set_flags(flags: list[tuple[nn.Parameter, bool]]) -> None:
         parameter.requires_grad_(flag)
 
 
-def _check_fit(student: PreTrainedModel, teacher: nn.Module) -> None:
+def check_teacher(student: PreTrainedModel, teacher: Any) -> None:
     """Refuse a teacher whose outputs have other sizes.
 
     Raises:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, cast
 
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from ..patch import need_installation
-from .teacher import note_retrained, trains_the_original
+from .teacher import is_sharded, note_retrained, trains_the_original
+
+BESIDE = "beside_adapters.safetensors"  # in a checkpoint: what trains and is no adapter
 
 
 class TrainerWithoutLabels(Trainer):
@@ -41,3 +49,34 @@ class TrainerWithoutLabels(Trainer):
         if changed:
             note_retrained(self.installation)
         return result
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As in `Trainer`, with what trains beside adapters: PEFT saves its adapters alone."""
+        super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir or ".")
+        if self.args.should_save and (beside := self._beside_adapters()):
+            save_file({name: each.detach().cpu().contiguous() for name, each in beside.items()}, folder / BESIDE)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As in `Trainer`, with what trains beside adapters."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        path = Path(resume_from_checkpoint) / BESIDE
+        if path.exists():
+            beside = self._beside_adapters()
+            with torch.no_grad():
+                for name, value in load_file(path).items():
+                    beside[name].copy_(value)
+
+    def _beside_adapters(self) -> dict[str, nn.Parameter]:
+        """What trains in a model with PEFT's adapters and is no adapter: the variant's own parameters."""
+        model = self.accelerator.unwrap_model(self.model)
+        if not isinstance(model, PeftModel) or is_sharded(model):
+            return {}
+        adapters = {
+            id(parameter)
+            for module in model.modules()
+            if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper))
+            for parameter in module.parameters()
+        }
+        named = model.named_parameters()
+        return {name: each for name, each in named if each.requires_grad and id(each) not in adapters}

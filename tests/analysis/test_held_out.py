@@ -1,0 +1,145 @@
+"""Held-out rows give what `lost` gives, whatever of the stock model they keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hf_attn_swap.analysis.held_out as module
+from hf_attn_swap import patch_model, set_strength
+from hf_attn_swap.analysis import Lost, lost
+from hf_attn_swap.analysis.held_out import HeldOut
+from tests import zoo
+from tests.contract.harness import batch_of, fresh, padding_side, refused
+
+
+def stock(name: str, **overrides: Any) -> Any:
+    return fresh(name, torch.float32, **overrides)
+
+
+def batches(name: str, **more: Any) -> list[dict[str, Any]]:
+    """Two batches, one of them with padding, and of unequal length."""
+    two = batch_of(name, torch.float32, seed=3)
+    if "input_ids" in two:
+        two = {key: value[:, :4] if value.dim() == 2 else value for key, value in two.items()}
+    return [batch_of(name, torch.float32, padded=padding_side(name)) | more, two | more]
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("llama", "belief"),
+        ("gpt2", "mha"),
+        ("bert", "simple_resl"),
+        ("vit", "mha"),
+        ("t5", "belief"),
+        ("gemma2", "mha"),
+    ],
+)
+@pytest.mark.parametrize("few", [1024, 8])
+def test_equals_lost(name: str, variant: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With logits; or with hidden states, where the logits are the head's output on them (not in gemma2 and bert)."""
+    monkeypatch.setattr(module, "FEW", few)
+    model = patch_model(stock(name), variant).train()
+    held = HeldOut(model, batches(name), progress=False)
+    hidden = [kept.hidden is not None for kept in held.kept]
+    assert hidden == [few == 8 and name in ("llama", "gpt2")] * 2
+    assert all((kept.logits is None) == (kept.hidden is not None) for kept in held.kept)
+    for _ in range(2):
+        assert held.lost(model) == lost(model, batches(name))
+    set_strength(model, 0.5)
+    assert held.lost(model) == lost(model, batches(name))
+    assert held.lost(model).cost > 0
+    assert model.training
+    set_strength(model, 0.0)
+    assert held.lost(model).cost == 0
+
+
+def test_of_a_model_without_head() -> None:
+    model = patch_model(stock("bert").base_model, "simple_resl")
+    held = HeldOut(model, batches("bert"), progress=False)
+    found = held.lost(model)
+    assert found == lost(model, batches("bert"))
+    assert (found.measure, found.share) == ("relative squared error of the outputs", found.relative_error)
+
+
+@pytest.mark.parametrize("few", [1024, 8])
+def test_the_logits_are_those_of_the_other_model(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second model with another head keeps its own head."""
+    monkeypatch.setattr(module, "FEW", few)
+    other = stock("llama")
+    with torch.no_grad():
+        other.lm_head.weight.mul_(-0.5)
+    model = patch_model(stock("llama"), "belief")
+    held = HeldOut(other, batches("llama"), progress=False)
+    assert (held.kept[0].hidden is None) == (few > 64)
+    assert held.lost(model) == lost(model, batches("llama"), stock=other)
+    assert held.lost(model) != lost(model, batches("llama"))
+
+
+def test_a_head_that_trains_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FEW", 8)
+    model = patch_model(stock("llama"), "belief")
+    held = HeldOut(model, batches("llama"), head_trains=True, progress=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    assert held.lost(model) == lost(model, batches("llama"), stock=stock("llama"))
+
+
+@pytest.mark.parametrize("name", ["label", "labels", "label_ids"])
+def test_accuracy_by_hand(name: str) -> None:
+    """Labels are read beside the model, and never given to it."""
+    model = patch_model(stock("vit"), "simple_resl")
+    plain = [batch_of("vit", torch.float32, seed=seed) for seed in range(6)]
+    logits = [torch.cat([one(**batch).logits.detach() for batch in plain]) for one in (model, stock("vit"))]
+    truth = torch.tensor([0, 1, 2] * 4)
+    labelled = [batch | {name: truth[2 * place : 2 * place + 2]} for place, batch in enumerate(plain)]
+    found = HeldOut(model, labelled, progress=False).lost(model)
+    ours, theirs = ((each.argmax(-1) == truth).float().mean().item() for each in logits)
+    assert (found.accuracy, found.stock_accuracy) == (pytest.approx(ours), pytest.approx(theirs))
+    assert ours != theirs
+    assert (found.share, found.measure) == (pytest.approx(theirs - ours), "accuracy lost")
+    assert (found.tokens, found.per_token) == (12, False)
+    unlabelled = HeldOut(model, plain, progress=False).lost(model)
+    assert unlabelled.share == 1 - unlabelled.agreement
+    assert unlabelled.measure == "rows with another first choice"
+    wrong = [batch | {name: torch.full((2,), float("nan"))} for batch in plain]
+    assert HeldOut(model, wrong, progress=False).lost(model) == unlabelled
+
+
+def test_predictions_of_tokens() -> None:
+    model = patch_model(stock("bert"), "simple_resl")
+    labels = torch.ones(2, dtype=torch.long)
+    found = HeldOut(model, [batches("bert")[0] | {"labels": labels}], progress=False).lost(model)
+    assert (found.per_token, found.tokens, found.accuracy) == (True, 10, None), "two of twelve tokens are padding"
+    assert (found.share, found.measure) == (found.divergence, "KL to the stock model, nats")
+
+
+def test_one_number_per_row() -> None:
+    model = patch_model(zoo.build("bert", head="classification", num_labels=1), "simple_resl")
+    other = zoo.build("bert", head="classification", num_labels=1)
+    batch = batches("bert")[0]
+    found = HeldOut(model, [batch | {"labels": torch.tensor([1, 3])}], progress=False).lost(model)
+    ours, theirs = (one(**batch).logits.detach() for one in (model, other))
+    assert found.relative_error == pytest.approx(float(((ours - theirs) / theirs).square().mean()), rel=1e-5)
+    assert (found.divergence, found.accuracy, found.tokens) == (None, None, 2)
+
+
+def test_figures_stay_numbers() -> None:
+    """A model that is broken altogether has a perplexity, and rounding gives no KL below 0."""
+    found = Lost(tokens=1, divergence=0.5, perplexity=8.0, stock_perplexity=2.0)
+    assert (found.ratio, found.share, found.cost) == (4, 3, 0.5)
+    sums = module.Sums(causal=True)
+    sums.logits, sums.tokens, sums.targets = True, 2, 1
+    sums.loss, sums.divergence = 5000.0, -1e-9
+    assert 1e300 < sums.result().perplexity < float("inf")
+    assert sums.result().divergence == 0
+
+
+def test_refusals() -> None:
+    with refused("there are no held-out rows to measure on"):
+        HeldOut(stock("bert"), [], progress=False)
+    with refused("a batch is a dict of tensors as the model takes them, got int"):
+        HeldOut(stock("bert"), [3], progress=False)

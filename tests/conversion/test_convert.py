@@ -1,0 +1,468 @@
+"""One call converts a model: what it trains, which layers it chooses, what it leaves, and what its report says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from hf_attn_swap import describe, patch_model, unpatch_model
+from hf_attn_swap.analysis import lost
+from hf_attn_swap.analysis.held_out import HeldOut
+from hf_attn_swap.conversion import convert as module
+from hf_attn_swap.conversion.convert import convert, default_distil
+from hf_attn_swap.conversion.outcome import ConversionReport
+from tests import zoo
+from tests.contract.harness import batch_of, forward, refused, swaps
+
+from .converting import BODY, converted, rows, same, stock, timeless, weights
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT
+    pytest.mark.filterwarnings("ignore:The clip cuts away"),  # few tokens, so a published gamma cuts much
+]
+
+
+def names(report: ConversionReport) -> list[str]:
+    return [step.name for step in report.steps]
+
+
+def spent(report: ConversionReport) -> int:
+    return sum(step.tokens for step in report.steps)
+
+
+def flags(model: Any) -> list[bool]:
+    return [parameter.requires_grad for parameter in model.parameters()]
+
+
+def modes(model: Any) -> list[bool]:
+    return [each.training for each in model.modules()]
+
+
+def assert_stock(model: Any, before: dict[str, torch.Tensor], config: Any) -> None:
+    assert same(weights(model), before)
+    assert not swaps(model)
+    assert model.config is config
+    assert not hasattr(config, "attn_swap")
+    assert not {"attn_swap_installation", "forward", "peft_config"} & set(vars(model))
+    assert not any("lora" in type(each).__module__ for each in model.modules())
+
+
+# -- The budget --------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_is_met_at_once_trains_nothing() -> None:
+    model, before = stock("llama"), weights(stock("llama"))
+    report = converted(model, "belief", rows("llama"), max_loss=10.0)
+    assert names(report)[0] == "swap"
+    assert len(report.steps) == 2
+    assert names(report)[1].startswith("fit: ")
+    assert (report.met, report.layers, report.kept, spent(report)) == (True, (0, 1, 2), {}, 0)
+    assert all(torch.equal(weights(model)[name], value) for name, value in before.items())
+    assert not any(swap.retrained for swap in swaps(model))
+    unpatch_model(model)
+    assert same(weights(model), before)
+
+
+def test_a_budget_that_is_met_after_training_stops_it() -> None:
+    whole = converted(stock("bert"), "simple_resl", rows("bert", 32), tokens=1200)
+    target = (whole.steps[1].lost.share + whole.lost.share) / 2
+    report = converted(stock("bert"), "simple_resl", rows("bert", 32), tokens=1200, max_loss=target, layers=[0, 1, 2])
+    assert whole.lost.share < target < whole.steps[1].lost.share
+    assert names(report)[2:] == ["distil 1"]
+    assert report.met
+    assert 0 < spent(report) < spent(whole) <= 1200
+    assert report.lost.share <= target
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [("bert", "outeffhop+gated"), ("llama", "belief"), ("albert", "mha"), ("t5", "belief")],
+)
+def test_an_impossible_budget_gives_the_stock_model_back(name: str, variant: str) -> None:
+    model = stock(name)
+    before, config, wanted = weights(model), model.config, forward(model, batch_of(name, torch.float32))
+    report = converted(model, variant, rows(name), max_loss=1e-12)
+    assert (report.met, report.layers) == (False, ())
+    assert report.lost.cost == 0
+    assert set(report.kept.values()) == {"the loss would be above the budget"}
+    assert names(report)[-1] == "last group taken back"
+    assert 0 < spent(report) <= 200
+    assert f"no layer could run {variant} within the budget" in report.summary
+    assert_stock(model, before, config)
+    assert torch.equal(forward(model, batch_of(name, torch.float32)), wanted)
+
+
+def test_an_impossible_budget_leaves_layers_that_were_named() -> None:
+    model = stock("bert")
+    report = converted(model, "simple_resl", rows("bert"), max_loss=1e-12, layers=[0, 2])
+    assert (report.met, report.layers, report.kept) == (False, (0, 2), {})
+    assert [row.attention for row in describe(model).rows] == ["simple_resl", "softmax (stock)", "simple_resl"]
+    assert "NOT within the budget" in report.summary
+    assert all(swap.retrained for swap in swaps(model))
+
+
+@pytest.mark.parametrize("tokens", [50, 97, 203])
+def test_the_steps_count_tokens_and_never_more_than_the_budget(tokens: int) -> None:
+    report = converted(stock("bert"), "mha", rows("bert"), tokens=tokens)
+    assert spent(report) == tokens // 6 * 6
+    assert report.unit == "tokens"
+
+
+def test_accumulated_steps_are_counted_whole(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), gradient_accumulation_steps=2, report_to="none")
+    assert spent(converted(stock("bert"), "mha", rows("bert", 40), tokens=192, args=args)) == 192
+
+
+def test_images_are_counted_in_patches() -> None:
+    report = converted(stock("vit"), "mha", rows("vit"), tokens=64)
+    assert (spent(report), report.unit) == (64, "patches")
+    assert "patches" in str(report).splitlines()[1]
+
+
+def test_a_budget_below_one_step_trains_nothing() -> None:
+    assert spent(converted(stock("bert"), "mha", rows("bert"), tokens=47)) == 0
+
+
+# -- The layers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "variant"), [("llama", "belief"), ("bert", "mha"), ("gpt2", "mha")])
+def test_a_share_is_kept_and_the_report_is_of_the_model_that_is_left(name: str, variant: str) -> None:
+    """The figures are those of the model as it is afterwards, also where scores are carried through kept layers."""
+    model, held = stock(name), rows(name, 8, first=50)
+    report = converted(model, variant, rows(name), eval_data=held, keep=0.5)
+    assert report.sensitivity is not None
+    order = report.sensitivity.order
+    assert report.layers == order[:1]
+    assert report.kept == dict.fromkeys(sorted(order[1:]), "its swap costs most")
+    assert report.held_out == 8
+    collated = [{key: torch.stack([row[key] for row in held]) for key in held[0]}]
+    found = lost(model, collated, stock=stock(name))
+    assert found.divergence == pytest.approx(report.lost.divergence, rel=1e-3, abs=1e-7)
+    strengths = [row.strength for row in describe(model).rows]
+    away = 0.0 if variant == "mha" else None  # a swap that carries scores stays, and passes them on
+    assert strengths == [1.0 if index in report.layers else away for index in range(3)]
+
+
+def test_groups_come_in_the_order_of_what_they_cost() -> None:
+    """The budget is what two of three layers cost, so that training decides about the third alone."""
+    data = rows("bert")
+    whole = converted(stock("bert"), "simple_resl", data, max_loss=1e-12, tokens=1)
+    assert whole.sensitivity is not None
+    order = whole.sensitivity.order
+    assert spent(whole) == 0
+    target = 1.01 * max(whole.sensitivity.layers[index].share for index in order[:2])
+    model = stock("bert")
+    report = converted(model, "simple_resl", data, max_loss=target, tokens=1)
+    groups = [step for step in report.steps if step.name.startswith("group ")]
+    assert [step.layers for step in groups] == [tuple(sorted(order[: n + 1])) for n in range(len(groups))]
+    assert len(groups) >= 2
+    assert report.met
+    assert report.lost.share <= target
+    assert {*report.layers} == {*order[: len(report.layers)]}
+    assert {*report.kept} == {*order[len(report.layers) :]}
+    assert [swap is not None for swap in map(attribute, model.bert.encoder.layer)] == [
+        n in report.layers for n in range(3)
+    ]
+
+
+def attribute(layer: Any) -> Any:
+    return getattr(layer.attention.self, "attn_swap", None)
+
+
+def test_a_later_group_that_fails_leaves_the_weights_of_the_groups_before() -> None:
+    """Nothing was trained for the first group, so the weights are the stock model's again."""
+    data, model, before = rows("bert"), stock("bert"), weights(stock("bert"))
+    first = converted(stock("bert"), "simple_resl", data, max_loss=1e-12, tokens=1).sensitivity
+    assert first is not None
+    target = 1.01 * first.layers[first.order[0]].share
+    report = converted(model, "simple_resl", data, max_loss=target, tokens=100)
+    assert report.met
+    assert report.layers == first.order[:1]
+    assert spent(report) > 0
+    assert all(torch.equal(weights(model)[name], value) for name, value in before.items())
+    assert not any(swap.retrained for swap in swaps(model))
+    assert "retrained" not in json.dumps(model.config.attn_swap)
+
+
+# -- What it leaves ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_modes_and_flags_are_as_before(name: str) -> None:
+    model = stock(name)
+    model.base_model.train()
+    model.get_input_embeddings().eval()
+    first = next(iter(model.parameters()))
+    first.requires_grad_(False)
+    before = {id(each): each.training for each in model.modules()}, {id(p): p.requires_grad for p in model.parameters()}
+    converted(model, "outeffhop+gated", rows(name))
+    for each in model.modules():
+        assert id(each) not in before[0] or each.training == before[0][id(each)]
+    assert all(parameter.requires_grad == before[1].get(id(parameter), True) for parameter in model.parameters())
+    assert all(module.training for swap in swaps(model) for module in swap.modules())
+
+
+def broken_at(call: int, problem: BaseException) -> Callable[..., Any]:
+    """`HeldOut.lost`, which fails at some call."""
+    real, calls = HeldOut.lost, []
+
+    def fails(self: HeldOut, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            raise problem
+        return real(self, *args, **kwargs)
+
+    return fails
+
+
+@pytest.mark.parametrize("call", [1, 3, 9])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_after_an_error_the_model_is_stock_to_the_bit(name: str, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first measurement, in the fit, and in the middle of a training."""
+    model = stock(name).train()
+    next(iter(model.parameters())).requires_grad_(False)
+    before, config, wanted = weights(model), model.config, (modes(model), flags(model))
+    monkeypatch.setattr(HeldOut, "lost", broken_at(call, KeyboardInterrupt()))
+    trained: list[int] = []
+    step = module._Check.on_step_end
+    monkeypatch.setattr(module._Check, "on_step_end", lambda *given, **more: (trained.append(1), step(*given, **more)))
+    with pytest.raises(KeyboardInterrupt):
+        converted(model, "outeffhop+gated", rows(name), max_loss=1e-12)
+    assert bool(trained) == (call == 9)
+    assert_stock(model, before, config)
+    assert (modes(model), flags(model)) == wanted
+    patch_model(model, "mha")
+
+
+def test_mixed_precision_leaves_no_wrapper(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), bf16=True, use_cpu=True, report_to="none")
+    for name in ("bert", "llama"):
+        model = stock(name)
+        before = {*vars(model)}
+        converted(model, "mha", rows(name), args=args)
+        assert {*vars(model)} - before <= {"attn_swap_installation", "attn_swap_configs"}
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert forward(model, batch_of(name, torch.float32)).dtype == torch.float32
+
+
+def test_a_model_in_half_precision() -> None:
+    model = stock("llama").to(torch.bfloat16)
+    report = converted(model, "outeffhop+gated", rows("llama"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert spent(report) > 0
+    assert math.isfinite(report.lost.share)
+
+
+def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    converted(stock("llama"), "mha", rows("llama"))
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().out == "", "nor printed, without progress"
+
+
+# -- The data ----------------------------------------------------------------------------------------------------------
+
+
+def test_labels_are_not_read() -> None:
+    """Nothing of them: not a wrong shape, not NaN, not the text beside them."""
+    plain = rows("bert")
+    odd = [row | {"labels": math.nan if n % 2 else [1] * n, "text": "x" * n} for n, row in enumerate(plain)]
+    models = [stock("bert"), stock("bert")]
+    found = [timeless(converted(model, "simple_resl", data)) for model, data in zip(models, (plain, odd), strict=True)]
+    assert found[0] == found[1]
+    assert same(weights(models[0]), weights(models[1]))
+
+
+def test_classes_of_held_out_rows_give_the_accuracy_and_train_nothing() -> None:
+    held = [row | {"label": n % 3} for n, row in enumerate(rows("vit", 12, first=50))]
+    models = [stock("vit"), stock("vit")]
+    labelled, plain = (
+        converted(one, "simple_resl", rows("vit"), eval_data=h, max_loss=None)
+        for one, h in zip(models, (held, [{"pixel_values": row["pixel_values"]} for row in held]), strict=True)
+    )
+    assert plain.lost.accuracy is None
+    assert labelled.lost.measure == "accuracy lost"
+    pixels, truth = torch.stack([row["pixel_values"] for row in held]), torch.arange(12) % 3
+    for model, got in ((models[0], labelled.lost.accuracy), (stock("vit"), labelled.lost.stock_accuracy)):
+        with torch.no_grad():
+            assert got == pytest.approx(float((model(pixels).logits.argmax(-1) == truth).float().mean()))
+    assert same(weights(models[0]), weights(models[1]))
+
+
+def test_rows_of_unequal_length() -> None:
+    from .test_rows import Words
+
+    data = [
+        {"input_ids": row["input_ids"][: 3 + n % 4].tolist(), "attention_mask": [1] * (3 + n % 4)}
+        for n, row in enumerate(rows("bert", 40))
+    ]
+    report = converted(stock("bert"), "simple_resl", data, processor=Words())
+    assert 0 < spent(report) <= 200
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "regression": lambda: zoo.build("bert", head="classification", num_labels=1),
+    "backbone": lambda: zoo.build("bert", head="base"),
+    "questions": lambda: zoo.build("bert", head="qa"),
+    "tokens": lambda: zoo.build("bert", head="token"),
+    "images": lambda: zoo.build("dinov2", patch_size=8),
+    "images without head": lambda: zoo.build("clip_vision", patch_size=8),
+    "grouped heads": lambda: zoo.build("mistral"),
+    "encoder and decoder": lambda: zoo.build("t5"),
+    "joined projections": lambda: zoo.build("gpt2"),
+    "speech": lambda: zoo.build("whisper"),
+}
+OF = {"images": "dinov2", "images without head": "clip_vision", "grouped heads": "mistral"}
+OF |= {"encoder and decoder": "t5", "joined projections": "gpt2", "speech": "whisper"}
+QUICK = ("regression", "questions", "images without head")
+
+
+@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+def test_kinds_of_models(kind: str) -> None:
+    """With the settings that are chosen for the kind, the report is of the model that is left, and it has trained."""
+    model, name = KINDS[kind](), OF.get(kind, "bert")
+    original = copy.deepcopy(model)
+    held = rows(name, 8, first=50)
+    report = convert(
+        model, "mha", rows(name, 40), eval_data=held, tokens=240 if name != "whisper" else 40, progress=False
+    )
+    assert spent(report) > 0
+    assert report.layers == tuple(range(len(swaps(model))))
+    assert all(swap.retrained for swap in swaps(model))
+    collated = [{key: torch.stack([row[key] for row in held]) for key in held[0]}]
+    found = lost(model, collated, stock=original)
+    assert found.share == pytest.approx(report.lost.share, rel=1e-3, abs=1e-5)
+    assert any(
+        not torch.equal(value, original.state_dict()[key]) for key, value in unpatch_model(model).state_dict().items()
+    )
+
+
+def test_settings_by_kind_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = [default_distil(each) for each in (stock("llama"), stock("bert"), zoo.build("bert", head="base"))]
+    assert [(each.rank, each.logits, each.hidden) for each in small] == [(32, 1, 0), (None, 1, 1), (None, 0, 1)]
+    assert default_distil(zoo.build("bert", head="qa")).logits == 0
+    assert default_distil(stock("vit")).rank == 16
+    monkeypatch.setattr(module, "SMALL", 100)
+    assert default_distil(stock("bert")).rank == 16
+
+
+def test_another_teacher() -> None:
+    """Losses are compared with the teacher, whose head and body are its own."""
+    teacher, held = zoo.build("llama", hidden_act="relu"), rows("llama", 8, first=50)
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(1.5)
+    before = weights(teacher)
+    model = stock("llama")
+    report = converted(model, "belief", rows("llama"), eval_data=held, teacher=teacher)
+    collated = [{"input_ids": torch.stack([row["input_ids"] for row in held])}]
+    assert report.lost.divergence == pytest.approx(lost(model, collated, stock=teacher).divergence, rel=1e-3)
+    assert report.steps[0].lost.stock_perplexity == lost(teacher_swapped(), collated, stock=teacher).stock_perplexity
+    assert same(weights(teacher), before)
+
+
+def teacher_swapped() -> Any:
+    return patch_model(stock("llama"), "belief")
+
+
+# -- The report --------------------------------------------------------------------------------------------------------
+
+
+class Text(HTMLParser):
+    """The text of a page, and its tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.tags = "", []
+
+    def handle_data(self, data: str) -> None:
+        self.words += data + " "
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+
+
+def test_the_report_as_text_html_and_json(tmp_path: Path) -> None:
+    report = converted(stock("llama"), "belief", rows("llama"), keep=0.5, tokens=100)
+    lines = str(report).splitlines()
+    assert lines[0] == report.summary
+    assert lines[0].startswith("LlamaForCausalLM: 1 of 3 layers run belief; perplexity above the stock model's: ")
+    assert [line.split("  ")[0] for line in lines[2:-1]] == names(report)
+    kept = ", ".join(str(index) for index in sorted(report.kept))
+    assert lines[-1] == f"Layers {kept} kept their own attention: its swap costs most."
+    page = report.save(tmp_path / "new")
+    text = Text()
+    text.feed(page.read_text())
+    assert all(cell in text.words for step in report.steps for cell in step.cells())
+    assert lines[-1] in text.words
+    assert "svg" in text.tags
+    again = ConversionReport.from_dict(json.loads((tmp_path / "new" / "conversion.json").read_text()))
+    assert again == report
+    data = report.to_dict()
+    assert (data["met"], data["layers"], data["loss"]) == (True, list(report.layers), report.lost.share)
+    assert data["measure"] == "perplexity above the stock model's"
+    whole = converted(stock("bert"), "mha", rows("bert"), tokens=1)
+    assert ConversionReport.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
+    assert "<svg" not in whole.save(tmp_path / "whole").read_text()
+
+
+# -- Refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"max_loss": 0}, "max_loss must be above 0 (0.02 is 2 %), got 0."),
+        ({"max_loss": math.nan}, "max_loss must be above 0"),
+        ({"keep": 1.0}, "keep is the share of layers that stay as they are, from 0 to below 1, got 1.0."),
+        ({"keep": -0.1}, "keep is the share"),
+        ({"tokens": 0}, "tokens must be at least 1, got 0."),
+        ({"layers": [7]}, "7"),
+        ({"layers": "first"}, "layers must be whole numbers such as [0, 3] or range(6), got 'first'."),
+        ({"layers": []}, "layers must be whole numbers"),
+        ({"data": []}, "there are no rows to convert on."),
+        ({"eval_data": []}, "there are no rows"),
+        ({"data": rows("bert", 1)}, "a single row cannot be both trained and measured on; bring more data."),
+        ({"variant": "believe"}, "believe"),
+        ({"alpha": {1, 2}}, "alpha"),
+        ({"teacher": "one"}, "the teacher must be a transformers model, got str."),
+        ({"teacher": zoo.build("bert", vocab_size=70)}, "the teacher has vocab_size = 70 and the model has 64"),
+    ],
+)
+def test_refusals_change_nothing(more: dict[str, Any], reason: str) -> None:
+    model = stock("bert")
+    before, config = weights(model), model.config
+    given = {"variant": "mha", "data": rows("bert", 8), "tokens": 100, "distil": BODY, "progress": False} | more
+    with refused(reason):
+        convert(model, given.pop("variant"), given.pop("data"), **given)
+    assert_stock(model, before, config)
+
+
+def test_a_converted_model_is_refused() -> None:
+    with refused("the model is already converted; load the stock model, or call unpatch_model first."):
+        converted(patch_model(stock("bert"), "mha"), "mha", rows("bert"))
+
+
+@pytest.mark.parametrize("other", [{"variant": "belief"}, {"model": "llama"}, {"data": 4}, {"tokens": 99}])
+def test_a_folder_of_another_conversion_is_refused(other: dict[str, Any], tmp_path: Path) -> None:
+    """Another variant, model, data or budget; also data of the same number, and weights of the same shapes."""
+    converted(stock("bert"), "mha", rows("bert"), tokens=1, output_dir=tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    model = stock("bert")
+    if "model" in other:
+        with torch.no_grad():
+            model.bert.encoder.layer[2].output.dense.weight.mul_(1.01)
+    data = rows("bert", first=other.get("data", 0))
+    with refused("holds another conversion", {"model": "weights"}.get(next(iter(other)), next(iter(other)))):
+        converted(model, other.get("variant", "mha"), data, tokens=other.get("tokens", 1), output_dir=tmp_path)
+    assert not swaps(model)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -1,0 +1,141 @@
+"""Texts, images and ready rows become rows of a model; labels and other columns never come near the model."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+
+from hf_attn_swap.conversion.rows import as_rows
+from tests.contract.harness import refused
+
+from .converting import rows, stock
+
+
+class Words:
+    """A tokenizer whose tokens are letters, with as much of the interface as rows need."""
+
+    pad_token: str | None = "_"
+    eos_token = "."
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        ids = [4 + ord(letter) % 50 for letter in text]
+        ids = ids[: options["max_length"]] if options.get("truncation") else ids
+        return {"input_ids": ids} | (
+            {} if options.get("add_special_tokens") is False else {"attention_mask": [1] * len(ids)}
+        )
+
+    def pad(self, given: list[dict[str, Any]], return_tensors: str) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in given)
+        return {
+            name: torch.tensor([list(row[name]) + [0] * (longest - len(row[name])) for row in given])
+            for name in given[0]
+        }
+
+
+class Pixels:
+    """An image processor."""
+
+    def __call__(self, image: Image.Image, return_tensors: str) -> dict[str, torch.Tensor]:
+        assert image.mode == "RGB"
+        return {"pixel_values": torch.full((1, 3, 16, 16), float(image.size[0]))}
+
+
+def test_texts_of_a_language_model_are_joined_and_cut() -> None:
+    words = Words()
+    words.pad_token = None
+    found = as_rows(stock("llama"), ["abcdefg", "", "  ", "hijkl"], words, length=5)
+    assert [row["input_ids"] for row in found.rows] == [words(part)["input_ids"] for part in ("abcde", "fghij")]
+    assert (len(found), found.length, found.unit) == (2, 5, "tokens")
+    assert words.pad_token == "."
+
+
+def test_texts_of_another_model_are_a_row_each() -> None:
+    found = as_rows(stock("bert"), ["abcdefg", "ab", " "], Words(), length=5)
+    assert (len(found), found.length) == (2, 3.5)
+    (batch,) = found.batches(8)
+    assert batch["input_ids"].shape == (2, 5)
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]], "those of like length together"
+
+
+def test_images() -> None:
+    images = [Image.new("L", (size, 4)) for size in (5, 6)]
+    found = as_rows(stock("vit"), images, Pixels())
+    (batch,) = found.batches(2)
+    assert batch["pixel_values"].shape == (2, 3, 16, 16)
+    assert batch["pixel_values"][1, 0, 0, 0] == 6
+    assert (found.length, found.unit) == (4, "patches"), "16 pixels in patches of 8, in two directions"
+
+
+def test_rows_without_tokens_or_patches() -> None:
+    found = as_rows(stock("whisper"), rows("whisper", 4))
+    assert (found.length, found.unit) == (0, "rows")
+    assert next(found.batches(4))["input_features"].shape == (4, 8, 20)
+
+
+def test_some_rows_of_a_dataset_and_of_a_list() -> None:
+    data = [{"input_ids": [4 + place, 5]} for place in range(6)]
+    for given in (data, Dataset.from_list(data)):
+        some = as_rows(stock("bert"), given).some([4, 1])
+        assert [row["input_ids"][0] for row in some.rows] == [8, 5]
+
+
+def test_rows_of_unequal_length_are_padded_wherever_they_lie() -> None:
+    """A sample of the rows may have one length, and the rows between them another."""
+    data = [{"input_ids": [4] * (5 if place == 1 else 3)} for place in range(600)]
+    found = as_rows(stock("bert"), data, Words())
+    assert found.collate(data[:1])["input_ids"].shape == (1, 3)
+    assert found.collate(data[:3])["input_ids"].shape == (3, 5)
+    with refused("the rows have different lengths; pass the tokenizer"):
+        as_rows(stock("bert"), data).collate(data[:3])
+
+
+@pytest.mark.parametrize("label", [math.nan, "no", [1, 2, 3], None, -1, True, torch.ones(2)])
+def test_a_label_that_is_no_class_is_left_out(label: Any) -> None:
+    data = [
+        {"input_ids": [4, 5], "labels": 1, "text": "a", "idx": 3},
+        {"input_ids": [4, 5], "labels": label, "text": "b"},
+    ]
+    found = as_rows(stock("bert"), data)
+    assert list(found.collate(data)) == ["input_ids"]
+    assert found.collate(data[:1])["labels"].tolist() == [1]
+
+
+@pytest.mark.parametrize("name", ["label", "labels", "label_ids"])
+def test_a_class_is_kept_for_the_accuracy(name: str) -> None:
+    data = [{"input_ids": [4, 5], name: torch.tensor(place)} for place in range(3)]
+    assert as_rows(stock("bert"), data).collate(data)["labels"].tolist() == [0, 1, 2]
+
+
+def generated() -> Iterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "processor", "reason"),
+    [
+        ("bert", "a text", None, "data must be a sequence of texts, images or rows that are ready, got str"),
+        ("bert", {"input_ids": [1]}, None, "got dict"),
+        ("bert", generated(), None, "got generator"),
+        ("bert", [], None, "there are no rows to convert on"),
+        ("bert", [3], None, "a row must be a text, an image or a mapping, got int"),
+        ("bert", [{"text": "a"}], None, "BertForMaskedLM takes input_ids, but the rows have text"),
+        ("bert", [{"input_ids": [1]}, {"input_ids": [1, 2]}], None, "the rows have different lengths"),
+        ("vit", ["a"], Words(), "ViTForImageClassification takes pixel_values, but the data are texts"),
+        ("bert", ["a"], None, "texts need a tokenizer"),
+        ("bert", [" ", ""], Words(), "every text is blank"),
+        ("llama", ["abcdefg"], Words(), "the texts have 7 tokens, less than two blocks of 5"),
+        ("bert", [Image.new("RGB", (4, 4))], Pixels(), "BertForMaskedLM takes input_ids, but the data are images"),
+        ("vit", [Image.new("RGB", (4, 4))], None, "images need an image processor"),
+    ],
+)
+def test_data_that_do_not_fit_end_in_one_line(name: str, data: Any, processor: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)) as caught:
+        as_rows(stock(name), data, processor, length=5)
+    assert "\n" not in str(caught.value)
