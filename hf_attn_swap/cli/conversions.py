@@ -1,4 +1,4 @@
-"""The command that converts: convert."""
+"""The command that converts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Convert a trained model with little loss.
+"""Convert a trained model with little loss, step by step; `hf_attn_swap.convert` takes all steps by one call.
 
-Neutral start, matched heads, calibration, a schedule of the strength, attention transfer, and distillation.
+The steps are a neutral start, matched heads, calibration, the choice of layers, a schedule of the strength, attention
+transfer, and distillation.
 """
 
 from .calibrate import calibrate

@@ -16,10 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
-from ..conversion import AttentionTransferTrainer, DistillationTrainer, calibrate
 from ..core.swap import Swap
 from ..variants.base import Variant
+from .calibrate import calibrate
+from .distillation import DistillationTrainer
 from .stages import Align, Calibrate, Distil, Stage
+from .transfer import AttentionTransferTrainer
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 SAMPLE = 256  # rows whose length tells how many rows a budget of tokens is
