@@ -141,7 +141,7 @@ class _Collate:
 
 def _class(row: Mapping[str, Any]) -> int | None:
     """The number of the row's class, or None if it has no label or a label of another kind (-1 is no label)."""
-    value = next((row[name] for name in LABELS if row.get(name) is not None), None)
+    value: Any = next((row[name] for name in LABELS if row.get(name) is not None), None)
     if isinstance(value, Tensor) and value.dim() == 0:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Integral):

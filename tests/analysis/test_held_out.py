@@ -34,7 +34,7 @@ def batches(name: str, **more: Any) -> list[dict[str, Any]]:
         ("gpt2", "mha"),
         ("bert", "simple_resl"),
         ("vit", "mha"),
-        ("t5", "belief"),
+        pytest.param("t5", "belief", marks=pytest.mark.slow),
         ("gemma2", "mha"),
     ],
 )

@@ -92,6 +92,7 @@ def test_killed_at_every_write(
     assert not writes["seen"], "a finished conversion is read, and nothing is computed again"
 
 
+@pytest.mark.slow
 def test_killed_after_a_training(writes: dict[str, Any], tmp_path: Path) -> None:
     """What was trained comes from the folder, with the note that strength 0 is no longer the original."""
     more = {"tokens": 100}

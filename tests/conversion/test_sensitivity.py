@@ -29,7 +29,14 @@ def state(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"), [("llama", "belief"), ("bert", "mha"), ("vit", "mha"), ("albert", "mha"), ("t5", "belief")]
+    ("name", "variant"),
+    [
+        ("llama", "belief"),
+        ("bert", "mha"),
+        ("vit", "mha"),
+        ("albert", "mha"),
+        pytest.param("t5", "belief", marks=pytest.mark.slow),
+    ],
 )
 def test_against_strengths_by_hand(name: str, variant: str) -> None:
     model = patch_model(stock(name), variant).train()
