@@ -3,7 +3,7 @@
 A mistake of the user becomes one line on stderr, `error: ...`, and exit code 2. `--debug` shows the traceback.
 """
 
-from . import conversions, models, studies
+from . import conversions, measures, models, studies
 from .app import app, main, run
 
-__all__ = ["app", "conversions", "main", "models", "run", "studies"]
+__all__ = ["app", "conversions", "main", "measures", "models", "run", "studies"]

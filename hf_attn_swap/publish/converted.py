@@ -100,7 +100,7 @@ def convert_checkpoint(
         model,
         variant,
         rows,
-        processor=_processor(model, source, hub),
+        processor=processor_of(model, source, hub),
         eval_data=held,
         output_dir=work,
         args=TrainingArguments(output_dir=str(work), report_to="none", use_cpu=where == "cpu"),
@@ -189,7 +189,7 @@ def results(
     )
 
 
-def _processor(model: PreTrainedModel, source: str, hub: dict[str, Any]) -> Any:
+def processor_of(model: PreTrainedModel, source: str, hub: dict[str, Any]) -> Any:
     """The tokenizer or image processor of a checkpoint.
 
     Raises:

@@ -147,3 +147,39 @@ def test_shares(text: str | None, share: float | None) -> None:
 def test_refused_shares(text: str) -> None:
     with refused("a share such as 2%"):
         parse_share(text)
+
+
+def test_compare_says_what_was_lost(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
+    stock = AutoModelForSequenceClassification.from_pretrained(tiny_bert).eval()
+    other = AutoModelForSequenceClassification.from_pretrained(tiny_bert).eval()
+    torch.nn.init.normal_(other.classifier.weight, generator=torch.Generator().manual_seed(0))
+    other.save_pretrained(tmp_path / "other")
+    outcome = command("compare", tiny_bert, tmp_path / "other", "--data", texts, "--rows", "20", "--json")
+    assert outcome.code == 0
+    found = json.loads(outcome.out)
+    rows = [line.split(",")[0] for line in texts.read_text().splitlines()[1:21]]
+    inputs = AutoTokenizer.from_pretrained(tiny_bert)(rows, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        ours, theirs = (each(**inputs).logits.log_softmax(-1) for each in (other, stock))
+    wanted = float((theirs.exp() * (theirs - ours)).sum(-1).mean())
+    assert wanted > 0.01
+    assert found["tokens"] == 20
+    assert found["divergence"] == pytest.approx(wanted, rel=1e-3)
+    assert found["time_ratio"] > 0
+    same = command("compare", tiny_bert, tiny_bert, "--data", texts)
+    assert "Same first choice as the stock model: 100.0%" in same.out
+
+
+def test_evaluate_gives_the_accuracy(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    data = tmp_path / "labelled.csv"
+    rows = [f"{word},{number % 2}" for number, word in enumerate(WORDS)]
+    data.write_text("\n".join(["text,label", *rows]) + "\n")
+    outcome = command("evaluate", tiny_bert, "--data", data, "--label", "label", "--json")
+    assert outcome.code == 0
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_bert).eval()
+    inputs = AutoTokenizer.from_pretrained(tiny_bert)(list(WORDS), padding=True, return_tensors="pt")
+    with torch.no_grad():
+        right = model(**inputs).logits.argmax(-1) == torch.arange(len(WORDS)) % 2
+    assert json.loads(outcome.out) == {"accuracy": pytest.approx(float(right.float().mean()))}
+    assert "neither a perplexity nor an accuracy" in command("evaluate", tiny_bert, "--data", data).err
+    assert "no column 'class'" in command("evaluate", tiny_bert, "--data", data, "--label", "class").err
