@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -20,8 +21,23 @@ from .app import app, console, notify
 
 
 @app.command()
-def variants() -> None:
-    """List the variants: name, options with their defaults, what changes, paper."""
+def variants(
+    name: Annotated[str | None, typer.Argument(help="One variant, to be shown in full.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the variants: name, options with their defaults, what changes, paper. Or show one variant in full."""
+    chosen = list_variants() if name is None else [name]
+    if as_json:
+        print(json.dumps([_in_full(each) for each in chosen], indent=2))
+        return
+    if name is not None:
+        for key, value in _in_full(name).items():
+            words = (
+                ", ".join(f"{option} = {default!r}" for option, default in value.items()) if key == "options" else value
+            )
+            print(f"{key:12}{words or 'none'}")
+        print(f"\n{inspect.getdoc(get_variant(name).Options)}")
+        return
     table = Table("name", "options", "what it changes", "adds", "paper", show_lines=True)
     for name in list_variants():
         variant = get_variant(name)
@@ -29,6 +45,21 @@ def variants() -> None:
         table.add_row(name, options or "-", variant.summary, variant.parameters_added, variant.paper)
     console().print(table)
     print('Variants that touch different places compose with "+", as in outeffhop+gated.')
+
+
+def _in_full(name: str) -> dict[str, Any]:
+    """What the registry knows of a variant."""
+    variant = get_variant(name)
+    return {
+        "name": variant.name,
+        "summary": variant.summary,
+        "formula": variant.formula,
+        "paper": variant.paper,
+        "fused": variant.fused,
+        "adds": variant.parameters_added,
+        "places": ", ".join(variant.places),
+        "options": {field.name: field.default for field in dataclasses.fields(variant.Options)},
+    }
 
 
 @app.command()
@@ -56,7 +87,7 @@ def patch(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
 ) -> None:
-    """Load a pretrained model, swap its attention, and save it with its tokenizer or image processor."""
+    """Swap the attention and save, without any training: for a look inside, or to fine-tune. `convert` loses less."""
     from ..publish.checkpoint import patch_checkpoint
 
     fresh = patch_checkpoint(

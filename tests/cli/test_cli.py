@@ -165,3 +165,21 @@ def test_patch_inside_some_modules(command: Command, tiny_bert: Path, tmp_path: 
     outcome = command("patch", tiny_bert, "belief", tmp_path / "other", "--modules", "vision_tower")
     assert outcome.code != 0
     assert "fits no swappable attention module" in outcome.err
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_one_variant_in_full(command: Command, name: str) -> None:
+    outcome = command("variants", name)
+    assert outcome.code == 0
+    variant = get_variant(name)
+    for text in (variant.formula, variant.paper, variant.summary, *variant.places):
+        assert text in outcome.out
+    for field in dataclasses.fields(variant.Options):
+        assert f"{field.name} = {field.default!r}" in outcome.out
+    (shown,) = json.loads(command("variants", name, "--json").out)
+    assert shown["options"] == {field.name: field.default for field in dataclasses.fields(variant.Options)}
+
+
+def test_all_variants_as_json(command: Command) -> None:
+    assert [each["name"] for each in json.loads(command("variants", "--json").out)] == list_variants()
+    assert is_one_error(command("variants", "bogus"))
