@@ -31,11 +31,11 @@ def variants(
         print(json.dumps([_in_full(each) for each in chosen], indent=2))
         return
     if name is not None:
-        for key, value in _in_full(name).items():
-            words = (
-                ", ".join(f"{option} = {default!r}" for option, default in value.items()) if key == "options" else value
-            )
-            print(f"{key:12}{words or 'none'}")
+        shown = _in_full(name)
+        pairs = (f"{option} = {default!r}" for option, default in shown["options"].items())
+        shown["options"] = ", ".join(pairs) or "none"
+        for key, value in shown.items():
+            print(f"{key:12}{value}")
         print(f"\n{inspect.getdoc(get_variant(name).Options)}")
         return
     table = Table("name", "options", "what it changes", "adds", "paper", show_lines=True)

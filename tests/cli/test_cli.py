@@ -181,5 +181,5 @@ def test_one_variant_in_full(command: Command, name: str) -> None:
 
 
 def test_all_variants_as_json(command: Command) -> None:
-    assert [each["name"] for each in json.loads(command("variants", "--json").out)] == list_variants()
+    assert [each["name"] for each in json.loads(command("variants", "--json").out)] == list(list_variants())
     assert is_one_error(command("variants", "bogus"))
