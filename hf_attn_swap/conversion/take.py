@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
 from ..core.swap import Swap
+from ..patch import need_installation
 from ..variants.base import Variant
 from .calibrate import calibrate
 from .distillation import DistillationTrainer
@@ -83,7 +84,18 @@ def _calibrate(
     size = args.train_batch_size
     batches = [collate(first[start : start + size]) for start in range(0, len(first), size)]
     report = calibrate(model, batches, fit=stage.fit, source=stage.source, neutral=stage.neutral_start)
-    return f"Calibrated: {report.summary()}"
+    return f"Calibrated: {report.summary()}{_starts(model)}"
+
+
+def _starts(model: PreTrainedModel) -> str:
+    """What a calibration chose before the fit, in words: the scale of the skip, and the order of the heads."""
+    swaps = [group[0] for group in need_installation(model).swaps().values()]
+    words = ""
+    if neutral := [swap for swap in swaps if swap.neutral is not None]:
+        words += f" The skip of {len(neutral)} layers starts at 2^-{neutral[0].neutral} of the input (neutral start)."
+    if matched := sum(swap.head_order is not None for swap in swaps):
+        words += f" The heads of {matched} layers meet the carried scores that are most like their own."
+    return words
 
 
 def _align(stage: Align, model: PreTrainedModel, rows: Dataset, collate: Collator, args: TrainingArguments) -> str:
