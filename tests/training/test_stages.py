@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification, TrainingArguments, default_data_collator
 
+from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import Losses
 from hf_attn_swap.conversion.stages import KINDS, Align, Calibrate, Distil, FineTune, read_stages
 from hf_attn_swap.conversion.take import take
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import parse
 from hf_attn_swap.training.arguments import ConversionArguments
+from tests.contract.harness import fresh, swaps
 
 from .conftest import options
 from .test_run import NO_SAVING, RECIPES, recipe
@@ -269,3 +272,15 @@ def test_every_distillation_has_the_original_as_its_teacher(tiny: Path, tmp_path
     for teacher in teachers[1:]:
         for name, value in teacher.state_dict().items():
             assert torch.equal(value, before[0][name]), name
+
+
+def test_a_calibration_says_where_it_started(tmp_path: Path) -> None:
+    """In a pre-norm model, mha starts neutrally and with matched heads; belief has no skip and carries no scores."""
+    rows = Dataset.from_dict({"input_ids": torch.arange(48).view(4, 12).tolist()})
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    for variant, words in (("mha", True), ("belief", False)):
+        model = patch_model(fresh("llama", torch.float32), variant)
+        _, sentence = take(Calibrate(fit="gain"), model, rows, default_data_collator, args)
+        count = len(swaps(model))
+        assert (f"The skip of {count} layers starts at 2^-10" in sentence) is words
+        assert (f"The heads of {count - 1} layers meet" in sentence) is words
