@@ -7,6 +7,7 @@ logits are the head's output on them. The head of the stock model must then not 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,13 @@ class HeldOut:
                 self.kept.append(_keep(root, batch, None if head_trains else self.head))
         if not self.kept:
             raise ValueError("there are no held-out rows to measure on.")
+
+    def part(self, batches: int) -> HeldOut:
+        """Some of the batches, at even distances, for measurements that are many."""
+        found = copy.copy(self)
+        count = min(max(1, batches), len(self.kept))
+        found.kept = [self.kept[place * len(self.kept) // count] for place in range(count)]
+        return found
 
     @torch.no_grad()
     def lost(self, model: nn.Module, *, progress: bool = False) -> Lost:

@@ -50,6 +50,7 @@ FITS = ("gain", "map")
 CHECKS = 4  # measurements within one group's distillation
 SAVE_EVERY = 100  # steps of a training between two checkpoints
 GROUPS = 6  # groups of layers, when a budget decides how many layers are converted
+FEWEST_HELD, MOST_HELD, HELD_TOKENS = 8, 64, 8192  # rows; rows of data without a length; tokens or patches
 SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters
 FEW_TOKENS = 256  # per step: a small batch makes more of every token
 
@@ -83,8 +84,9 @@ def convert(
         variant: the name of the variant, or a composition such as "outeffhop+gated".
         data: texts, images or rows that are ready, as in `as_rows`; labels are not read.
         processor: the tokenizer or image processor.
-        eval_data: held-out data of the same kind, to measure on. None takes a twentieth of `data` (8 to 64 rows), which
-            the conversion then does not see. If held-out rows have labels, a classifier's accuracy is the measure.
+        eval_data: held-out data of the same kind, to measure on. None takes a twentieth of `data` (at least 8 rows,
+            and at most some 8,000 tokens or patches), which the conversion then does not see. If held-out rows have
+            labels, a classifier's accuracy is the measure.
         tokens: the budget of the distillation, in tokens of text; in patches, for images; in rows, for other data. A
             budget below one step trains nothing.
         max_loss: the largest loss, as a share (0.02 is 2 %) of what `Lost.share` names for this kind of model, such as
@@ -425,7 +427,8 @@ def _groups(
     if (known := work.journal.recall("sensitivity")) is not None:
         sensitivity = Sensitivity.from_dict(known)
     else:
-        sensitivity = layer_sensitivity(work.model, work.held, progress=work.progress)
+        part = work.held.part(max(FEWEST_HELD // 2, len(work.held.kept) // 4))  # there is a pass per layer
+        sensitivity = layer_sensitivity(work.model, part, progress=work.progress)
         work.journal.record("sensitivity", sensitivity.to_dict())
     order = list(sensitivity.order)
     order = order[: len(order) - round(keep * len(order))] or order[:1]
@@ -482,7 +485,7 @@ def _split(root: PreTrainedModel, data: Any, eval_data: Any, processor: Any, len
     rows = as_rows(root, data, processor, length=length)
     if eval_data is not None:
         return rows, as_rows(root, eval_data, processor, length=length)
-    count = min(64, max(8, len(rows) // 20))
+    count = max(FEWEST_HELD, min(len(rows) // 20, round(HELD_TOKENS / (rows.length or HELD_TOKENS / MOST_HELD))))
     if len(rows) < 2 * count:
         count = len(rows) // 2
     if not count:

@@ -143,3 +143,17 @@ def test_refusals() -> None:
         HeldOut(stock("bert"), [], progress=False)
     with refused("a batch is a dict of tensors as the model takes them, got int"):
         HeldOut(stock("bert"), [3], progress=False)
+
+
+def test_a_part_is_some_of_the_batches() -> None:
+    """As many as asked for, at even distances, and measured alone."""
+    model = fresh("llama", torch.float32)
+    batches = [{"input_ids": torch.arange(6)[None] + start} for start in range(8)]
+    held = HeldOut(patch_model(model, "simple_resl"), batches, progress=False)
+    part = held.part(3)
+    assert [int(kept.batch["input_ids"][0, 0]) for kept in part.kept] == [0, 2, 5]
+    assert len(held.kept) == 8
+    alone = HeldOut(model, [batches[start] for start in (0, 2, 5)], progress=False)
+    assert part.lost(model) == alone.lost(model)
+    assert len(held.part(99).kept) == 8
+    assert len(held.part(0).kept) == 1
