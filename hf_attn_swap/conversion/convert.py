@@ -199,8 +199,8 @@ def default_distil(root: PreTrainedModel) -> Distil:
     headless = not any(part in name for part in ("For", "LMHead")) or "QuestionAnswering" in name  # gives no logits
     if root.main_input_name == "pixel_values" or root.num_parameters() > SMALL:
         if headless:
-            return Distil(rank=16, learning_rate=1e-3, logits=0.0, hidden=1.0, batch=16)
-        return Distil(rank=16, learning_rate=1e-3, hidden=1.0, batch=16)
+            return Distil(rank=16, learning_rate=5e-4, logits=0.0, hidden=1.0, batch=16)
+        return Distil(rank=16, learning_rate=5e-4, hidden=1.0, batch=16)
     return Distil(learning_rate=1e-4, logits=0.0 if headless else 1.0, hidden=1.0, batch=16)
 
 
