@@ -7,7 +7,7 @@ c', m' and Z' are those of the source, the attention that the weights were train
     post-LayerNorm:  LN(x + c x + m Z) = LN(x + c' x + m' Z'), so f = (1 + c) / (1 + c') m' / m
 
 Z and Z' both contain the bias b_o. So Z = f Z' holds for the heads R = f Y + (f - 1) W_o^-1 b_o, Y the source's heads.
-W_o^-1 is damped, see `Target.offset`. The method is this package's own; docs/mathematics.md, section Calibration.
+W_o^-1 may be damped, see `Target.offset`. The method is this package's own; docs/mathematics.md, section Calibration.
 Axes: B batch, L token, H head, D head width, E model width.
 """
 
@@ -23,6 +23,7 @@ from ..core.swap import Swap
 from ..families import Site
 from ..wiring.home import home
 
+WELL_CONDITIONED = 1e3  # up to this condition number, W_o is inverted exactly
 DAMPING = 0.01  # of the inverse of W_o, as a share of its largest singular value
 
 
@@ -96,8 +97,9 @@ class Target:
     def offset(self) -> Tensor | float:
         """(f - 1) W_o^-1 b_o, of width H D: the constant part of R; 0 for a gain, which has no constant.
 
-        The inverse is damped. W_o of a ViT has directions that are a million times weaker than others: a constant that
-        reached b_o through them would be thousands of times larger than the heads, and no training could move W_o.
+        The inverse is damped where W_o is not well conditioned. W_o of a ViT has directions that are a million times
+        weaker than others: a constant that reached b_o through them would be thousands of times larger than the heads,
+        and no training could move W_o.
         """
         if not self.constant or self.factor == 1:
             return 0.0
@@ -106,7 +108,8 @@ class Target:
             return 0.0
         weight = self._matrix[0].detach().cpu().double().T
         left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
-        damped = sizes / (sizes.square() + (DAMPING * sizes[0]) ** 2)
+        damping = DAMPING * sizes[0] if sizes[0] > WELL_CONDITIONED * sizes[-1] else 0.0
+        damped = sizes / (sizes.square() + damping**2)
         constant = right.T @ (damped * (left.T @ bias.detach().cpu().double()))
         found: Tensor = (self.factor - 1) * constant.to(bias)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate
+from hf_attn_swap.conversion.target import Target
+from hf_attn_swap.core.registry import parse
+from hf_attn_swap.patch import build_swap, swappable
 from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.cells import FAMILY_NAMES, SINGLES
 from tests.contract.harness import (
@@ -332,3 +336,26 @@ def test_a_skip_that_stays_is_said(name: str) -> None:
         report = calibrate(model, [batch_of(name)], neutral=neutral_, progress=False)
         assert report.left == left
         assert ("no fit can undo" in report.summary()) == (left == 0.5)
+
+
+@pytest.mark.parametrize("weakest", [1e-1, 1e-6])
+def test_the_constant_stays_moderate(weakest: float) -> None:
+    """A well conditioned W_o is inverted exactly. An ill conditioned W_o would give a constant of 10^5 times b_o."""
+    model = patch_model(fresh("vit", torch.float32), "mha")
+    site = swappable(model)[0]
+    projection = site.container.get_submodule(site.family.output)
+    left, _, right = torch.linalg.svd(projection.weight.detach().double())
+    sizes = torch.logspace(0, math.log10(weakest), left.shape[0], dtype=torch.float64)
+    with torch.no_grad():
+        projection.weight.copy_(left @ torch.diag(sizes) @ right)
+        projection.bias.copy_(left.sum(1))  # as much of b_o in every direction
+    target = Target(site, site.core.attn_swap, build_swap(site, parse("softmax"), {"softmax": {}}, 0))
+    bias = projection.bias.detach().double()
+    constant = target.offset.double() / (target.factor - 1)
+    assert target.factor != 1
+    if weakest == 1e-1:
+        assert torch.allclose(constant @ projection.weight.double().T, bias, atol=1e-4)
+    else:
+        assert constant.norm() < 100 * bias.norm()
+        reached, strong = (constant @ projection.weight.double().T) @ left, sizes > 0.1
+        assert torch.allclose(reached[strong], (bias @ left)[strong], rtol=0.02)
