@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from ..conversion.batches import LABELS, Batch, evaluating, forward, without_labels
 from ..conversion.head import last_hidden
 from ..wiring.install import installation_of, model_root
-from .lost import Lost, Sums, predicts_next
+from .lost import Lost, Sums, predicts_next, refuse_changed
 
 FEW = 1024  # logits of so few classes are kept as they are
 
@@ -52,23 +52,32 @@ class HeldOut:
     """Measures how much a model lost, on the same rows each time.
 
     Args:
-        model: the stock model; or a patched model, whose strength 0 is the stock model.
+        model: the model that others are measured against; a patched model counts at strength 0, unless `as_it_is`.
         batches: dicts of tensors as the model takes them, with or without labels.
         head_trains: True if the head of the stock model will change; its logits are then kept as they are.
+        as_it_is: measure against the model as it is, with its swaps if it has some.
         progress: show a progress bar.
 
     Raises:
-        ValueError: there is no batch, or a batch is no dict of tensors.
+        ValueError: there is no batch, a batch is no dict of tensors, or strength 0 is no longer the stock model.
     """
 
     def __init__(
-        self, model: nn.Module, batches: Iterable[Any], *, head_trains: bool = False, progress: bool = True
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        *,
+        head_trains: bool = False,
+        as_it_is: bool = False,
+        progress: bool = True,
     ) -> None:
         self.kept: list[_Kept] = []
         self.causal = predicts_next(model)
         root = model_root(model)
         self.head: nn.Module | None = root.get_output_embeddings()
-        installation = installation_of(root)
+        installation = None if as_it_is else installation_of(root)
+        if installation is not None:
+            refuse_changed(installation)
         with evaluating(model), torch.no_grad(), contextlib.ExitStack() as inside:
             if installation is not None:
                 inside.enter_context(installation.stock())
@@ -86,14 +95,26 @@ class HeldOut:
         return found
 
     @torch.no_grad()
+    def itself(self) -> Lost:
+        """The figures of the model that others are measured against, without another pass; it has lost nothing."""
+        sums = Sums(causal=self.causal)
+        for kept in self.kept:
+            own = self._output(kept)
+            sums.add(own, own, kept.batch, kept.labels)
+        return sums.result()
+
+    @torch.no_grad()
     def lost(self, model: nn.Module, *, progress: bool = False) -> Lost:
         """Compare the model as it is now with the stock model, in evaluation mode."""
         sums = Sums(causal=self.causal)
         with evaluating(model):
             for kept in tqdm(self.kept, desc="measure", unit="batch", disable=not progress, leave=False):
-                theirs = kept.logits if kept.hidden is None else self._logits(kept.hidden)
-                sums.add(forward(model, kept.batch), _Output(theirs, kept.first), kept.batch, kept.labels)
+                sums.add(forward(model, kept.batch), self._output(kept), kept.batch, kept.labels)
         return sums.result()
+
+    def _output(self, kept: _Kept) -> _Output:
+        """What the model gave for a batch."""
+        return _Output(kept.logits if kept.hidden is None else self._logits(kept.hidden), kept.first)
 
     def _logits(self, hidden_BLE: Tensor) -> Tensor:
         """What the stock model's head gives. A training may have moved the head to another device."""

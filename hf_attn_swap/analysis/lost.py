@@ -24,7 +24,7 @@ from ..conversion.batches import Batch, as_batches, evaluating, forward, token_m
 from ..conversion.divergence import divergence
 from ..conversion.transfer import relative_error
 from ..patch import need_installation
-from ..wiring.install import model_root
+from ..wiring.install import Installation, model_root
 
 LARGEST_EXPONENT = 709.0  # e to a larger power is no float any more
 
@@ -137,11 +137,7 @@ def lost(model: nn.Module, batches: Iterable[Any], *, stock: nn.Module | None = 
     """
     if stock is None:
         installation = need_installation(model)
-        installation.refuse_merged("compared with the model at strength 0 (pass the stock model)")
-        if any(swap.retrained for group in installation.swaps().values() for swap in group):
-            raise ValueError(
-                "a conversion trained weights of this model, so strength 0 is no longer the stock model; pass stock=."
-            )
+        refuse_changed(installation)
         beside: Callable[[], AbstractContextManager[None]] = installation.stock
     else:
         beside = contextlib.nullcontext
@@ -152,6 +148,20 @@ def lost(model: nn.Module, batches: Iterable[Any], *, stock: nn.Module | None = 
                 theirs = forward(stock or model, batch)
             sums.add(forward(model, batch), theirs, batch)
     return sums.result()
+
+
+def refuse_changed(installation: Installation) -> None:
+    """Refuse a model whose strength 0 is no longer the stock model.
+
+    Raises:
+        ValueError: a calibration was merged into weights, or a conversion trained weights.
+    """
+    installation.refuse_merged("compared with the model at strength 0 (pass the stock model)")
+    if any(swap.retrained for group in installation.swaps().values() for swap in group):
+        raise ValueError(
+            "a conversion trained weights of this model, so strength 0 is no longer the stock model; pass the stock "
+            "model beside this model."
+        )
 
 
 def predicts_next(model: nn.Module) -> bool:

@@ -23,7 +23,9 @@ def convert(
     config: Annotated[str | None, typer.Option(help="Configuration of the set, such as a GLUE task.")] = None,
     split: Annotated[str | None, typer.Option(help="Split to convert on; train if left out.")] = None,
     eval_data: Annotated[str | None, typer.Option(help="Held-out data; a part of --data if left out.")] = None,
-    tokens: Annotated[str, typer.Option(help="Budget of the distillation, such as 300k (rows, for images).")] = "300k",
+    tokens: Annotated[
+        str, typer.Option(help="Budget of the distillation, such as 300k (patches, for images).")
+    ] = "300k",
     max_loss: Annotated[
         str | None, typer.Option(help="Largest loss, such as 2%; the conversion stops when the loss is within.")
     ] = None,

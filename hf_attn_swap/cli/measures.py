@@ -47,7 +47,7 @@ def compare(
 
     models = [_load(name, task, device) for name in (first, second)]
     batches = _batches(models[0], first, data, column, label, config, split, rows, length)
-    found = HeldOut(models[0], batches).lost(models[1], progress=True)
+    found = HeldOut(models[0], batches, as_it_is=True).lost(models[1], progress=True)
     ratio = _ratio(models[1], models[0], batches[:8])
     if as_json:
         more = {"loss": found.share, "measure": found.measure, "time_ratio": ratio}
@@ -77,7 +77,7 @@ def evaluate(
 
     loaded = _load(model, task, device)
     batches = _batches(loaded, model, data, column, label, config, split, rows, length)
-    found = HeldOut(loaded, batches).lost(loaded, progress=True)
+    found = HeldOut(loaded, batches, as_it_is=True).itself()
     figures = {"perplexity": found.perplexity, "accuracy": found.accuracy}
     known = {name: value for name, value in figures.items() if value is not None}
     if not known:

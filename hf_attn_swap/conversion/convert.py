@@ -154,7 +154,7 @@ def convert(
         batches = held.batches(_rows_per_step(distil, held))
         work = _Work(
             model=model,
-            held=HeldOut(teacher or model, batches, head_trains=head_trains, progress=progress),
+            held=HeldOut(teacher or model, batches, head_trains=head_trains, as_it_is=True, progress=progress),
             train=train,
             distil=distil,
             teacher=teacher,
@@ -183,6 +183,7 @@ def convert(
         unit=train.unit,
         held_out=len(held),
         row_length=train.length,
+        train_rows=len(train),
         rows_per_step=_rows_per_step(distil, train),
         learning_rate=distil.learning_rate,
     )

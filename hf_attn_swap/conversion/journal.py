@@ -24,7 +24,9 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
         found.update(repr(tuple(tensor.shape)).encode())
         if not tensor.is_meta and tensor.numel():
             flat = tensor.detach().reshape(-1)
-            some = flat[torch.linspace(0, len(flat) - 1, min(SOME, len(flat))).long().to(flat.device)]
+            count = min(SOME, len(flat))
+            places = [place * (len(flat) - 1) // max(1, count - 1) for place in range(count)]
+            some = flat[torch.tensor(places, device=flat.device)]
             found.update(some.cpu().float().numpy().tobytes())
     return found.hexdigest()[:16]
 

@@ -66,7 +66,8 @@ class ConversionReport:
         sensitivity: what each layer alone costs; None if no layers had to be chosen.
         unit: what the tokens of a step count: "tokens", "patches" or "rows".
         held_out: the number of held-out rows that the loss was measured on.
-        row_length: the mean number of tokens of a training row; 0 if the data are no text.
+        row_length: the mean number of tokens, or of patches, of a training row; 0 for other data.
+        train_rows: the number of training rows.
         rows_per_step: the number of rows of a training step.
         learning_rate: the highest learning rate.
     """
@@ -80,6 +81,7 @@ class ConversionReport:
     unit: str
     held_out: int
     row_length: float
+    train_rows: int
     rows_per_step: int
     learning_rate: float
 

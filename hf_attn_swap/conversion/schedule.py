@@ -78,8 +78,8 @@ class StrengthSchedule(TrainerCallback):
             set_strength(model, self.strength(step, state.max_steps))
             return
         installation = need_installation(model)
-        swapped = sorted(installation.swaps(), reverse=self.order == "down")
-        for place, index in enumerate(swapped):
-            for swap in installation.swaps()[index]:
-                swap.strength = self.strength(step, state.max_steps, place, len(swapped))
+        swaps = installation.swaps()
+        for place, index in enumerate(sorted(swaps, reverse=self.order == "down")):
+            for swap in swaps[index]:
+                swap.strength = self.strength(step, state.max_steps, place, len(swaps))
         installation.refresh()

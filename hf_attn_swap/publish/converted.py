@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel, TrainingArguments
 
-from ..conversion.convert import convert
+from ..conversion.convert import FITS, convert
 from ..conversion.outcome import ConversionReport
 from ..core.registry import parse, parse_options
 from ..wiring.install import installation_of
@@ -20,13 +22,14 @@ from .checkpoint import copy_preprocessor, model_class, read_config, refuse_full
 from .results import RESULTS_FILE, BaseModel, Budget, DataSet, Measured, Metric, RunResult, read_swaps, versions
 
 TASKS = {
-    "ForCausalLM": "text-generation",
-    "LMHeadModel": "text-generation",
-    "ForMaskedLM": "fill-mask",
-    "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-    "ForImageClassification": "image-classification",
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForImageClassification": "image-classification",
 }
+LONGEST_NAME = 96  # characters of a name on the Hub
 WORK = ".part"  # ends the name of the folder that an unfinished conversion keeps beside its result
 
 
@@ -96,6 +99,7 @@ def convert_checkpoint(
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model.to(where)
     work = out.with_name(out.name + WORK)
+    training = TrainingArguments(output_dir=str(work), report_to="none", use_cpu=where == "cpu")
     report = convert(
         model,
         variant,
@@ -103,7 +107,7 @@ def convert_checkpoint(
         processor=processor_of(model, source, hub),
         eval_data=held,
         output_dir=work,
-        args=TrainingArguments(output_dir=str(work), report_to="none", use_cpu=where == "cpu"),
+        args=training,
         **arguments,
         **options,
     )
@@ -113,7 +117,13 @@ def convert_checkpoint(
     model.save_pretrained(out)
     copy_preprocessor(source, out)
     report.save(out)
-    record = results(report, model, source, revision, out.name, data_name, len(rows), where)
+    base = BaseModel(
+        name=_identifier(Path(source).name) if Path(source).is_dir() else source,
+        revision=revision,
+        relation="finetune",
+        auto_class=auto_class(type(model).__name__),
+    )
+    record = results(report, model, base, _identifier(out.name).lower(), _identifier(data_name), training)
     record.save(out / RESULTS_FILE)
     (out / "README.md").write_text(render(record), encoding="utf-8")
     shutil.rmtree(work, ignore_errors=True)
@@ -123,12 +133,10 @@ def convert_checkpoint(
 def results(
     report: ConversionReport,
     model: PreTrainedModel,
-    source: str,
-    revision: str | None,
+    base: BaseModel,
     name: str,
     data_name: str,
-    rows: int,
-    device: str,
+    training: TrainingArguments,
 ) -> RunResult:
     """The record of a conversion for the card: the converted model beside the stock model."""
     modules, swaps = read_swaps(model.config.attn_swap)
@@ -145,27 +153,21 @@ def results(
             converted.append(Metric(name=metric, higher_is_better=higher, values=(ours,)))
             stock.append(Metric(name=metric, higher_is_better=higher, values=(theirs,)))
     seconds = sum(step.seconds for step in report.steps)
-    kind = type(model).__name__
-    auto = next((f"AutoModel{ending}" for ending in TASKS if kind.endswith(ending)), "AutoModel")
+    fits = [fit for fit in FITS if any(step.name == f"fit: {fit}" for step in report.steps)]
     return RunResult(
-        name=name.lower().replace("_", "-"),
-        base=BaseModel(
-            name=Path(source).name if Path(source).is_dir() else source,
-            revision=revision,
-            relation="finetune",
-            auto_class="AutoModelForCausalLM" if auto == "AutoModelLMHeadModel" else auto,
-        ),
+        name=name,
+        base=base,
         modules=modules,
         swaps=swaps,
         parameters_added=sum(p.numel() for n, p in model.named_parameters() if "attn_swap" in n),
         conversion=(report.summary, *(f"{step.name}: {step.cells()[2]} lost." for step in report.steps)),
-        steps=("distil",) if report.training_steps else (),
-        task=next((tag for ending, tag in TASKS.items() if kind.endswith(ending)), "feature-extraction"),
+        steps=(*fits, "distil") if report.training_steps else tuple(fits),
+        task=TASKS.get(base.auto_class, "feature-extraction"),
         data=DataSet(
             name=data_name,
             config=None,
             revision=None,
-            rows={"train": rows, "held_out": report.held_out},
+            rows={"train": report.train_rows, "held_out": report.held_out},
             evaluated="held_out",
         ),
         converted=Measured(seeds=(0,), metrics=tuple(converted), outliers=None, wall_seconds=seconds),
@@ -177,16 +179,28 @@ def results(
             batch_size=report.rows_per_step,
             sequence_length=max(1, round(report.row_length)),
             learning_rate=report.learning_rate,
-            optimizer="adamw_torch_fused",
+            optimizer=str(getattr(training.optim, "value", training.optim)),
         ),
         versions=versions(),
-        hardware=f"{device} {platform.machine()}",
+        hardware=f"{training.device.type} {platform.machine()}",
         wall_seconds=seconds,
         intended_use="As the base model; the attention is another one.",
         limits=("The loss was measured on a few held-out rows of the same data; other data can lose more.",),
         license="other",
         language=(),
     )
+
+
+def auto_class(kind: str) -> str:
+    """The AutoModel class that loads a class of transformers, by their names."""
+    name = f"AutoModelFor{'CausalLM' if kind.endswith('LMHeadModel') else kind.rpartition('For')[2]}"
+    return name if hasattr(transformers, name) else "AutoModel"
+
+
+def _identifier(text: str) -> str:
+    """The same name with a dash in place of what a name on the Hub may not hold."""
+    dashed = re.sub(r"[^A-Za-z0-9._/-]+", "-", text)
+    return re.sub(r"([-.])[-.]+", r"\1", dashed).strip("-._/")[:LONGEST_NAME] or "unnamed"
 
 
 def processor_of(model: PreTrainedModel, source: str, hub: dict[str, Any]) -> Any:

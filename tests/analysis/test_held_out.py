@@ -12,7 +12,7 @@ from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.analysis import Lost, lost
 from hf_attn_swap.analysis.held_out import HeldOut
 from tests import zoo
-from tests.contract.harness import batch_of, fresh, padding_side, refused
+from tests.contract.harness import batch_of, fresh, padding_side, refused, swaps
 
 
 def stock(name: str, **overrides: Any) -> Any:
@@ -157,3 +157,18 @@ def test_a_part_is_some_of_the_batches() -> None:
     assert part.lost(model) == alone.lost(model)
     assert len(held.part(99).kept) == 8
     assert len(held.part(0).kept) == 1
+
+
+def test_as_it_is() -> None:
+    """A patched model counts at strength 0, or as it is; and at strength 0 only if that is the stock model still."""
+    model = patch_model(stock("llama"), "simple_resl")
+    assert HeldOut(model, batches("llama"), progress=False).lost(model).cost > 0
+    held = HeldOut(model, batches("llama"), as_it_is=True, progress=False)
+    assert held.lost(model).cost == 0
+    assert held.itself() == held.lost(model)
+    assert held.itself().perplexity == lost(model, batches("llama"), stock=model).perplexity
+    for swap in swaps(model):
+        swap.retrained = True
+    with refused("strength 0 is no longer the stock model"):
+        HeldOut(model, batches("llama"), progress=False)
+    assert HeldOut(model, batches("llama"), as_it_is=True, progress=False).lost(model).cost == 0

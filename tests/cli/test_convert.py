@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_attn_swap.core.typed import parse_count, parse_share
+from hf_attn_swap.publish.converted import auto_class
 from hf_attn_swap.publish.results import RunResult
 from tests.contract.harness import refused
 
@@ -168,6 +169,49 @@ def test_compare_says_what_was_lost(command: Command, tiny_bert: Path, texts: Pa
     assert found["time_ratio"] > 0
     same = command("compare", tiny_bert, tiny_bert, "--data", texts)
     assert "Same first choice as the stock model: 100.0%" in same.out
+
+
+def test_a_converted_model_is_compared_as_it_is(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
+    """The first model, too: not at strength 0, where it would be the stock model again."""
+    swapped = tmp_path / "swapped"
+    assert command("patch", tiny_bert, "simple", swapped, "--task", "AutoModel").code == 0
+    words = ("--data", texts, "--json", "--task", "AutoModel")
+    same, there, back = (
+        json.loads(command("compare", one, other, *words).out)["relative_error"]
+        for one, other in ((swapped, swapped), (tiny_bert, swapped), (swapped, tiny_bert))
+    )
+    assert same == 0
+    assert there > 1e-5
+    assert back == pytest.approx(there, rel=0.2)
+
+
+def test_names_that_the_hub_refuses(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
+    """A folder or a file of any name gives a card; the conversion before it may have taken hours."""
+    data, out = texts.rename(tmp_path / "my -- texts (1).csv"), tmp_path / "My out..(2)"
+    outcome = command("convert", tiny_bert, "belief", out, "--data", data, "--tokens", "200", "--device", "cpu")
+    assert outcome.code == 0
+    record = RunResult.load(out / "results.json")
+    assert (record.name, record.data.name) == ("my-out.2", "my-texts-1")
+    assert record.data.rows == {"train": 28, "held_out": 8}
+    assert record.base.auto_class == "AutoModelForSequenceClassification"
+    assert record.task == "text-classification"
+    assert record.steps[-1] == "distil"
+    assert record.budget.learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("GPT2LMHeadModel", "AutoModelForCausalLM"),
+        ("LlamaForCausalLM", "AutoModelForCausalLM"),
+        ("MaskFormerForInstanceSegmentation", "AutoModelForInstanceSegmentation"),
+        ("BertForQuestionAnswering", "AutoModelForQuestionAnswering"),
+        ("InformerForPrediction", "AutoModel"),
+        ("BertModel", "AutoModel"),
+    ],
+)
+def test_the_class_on_the_card(kind: str, name: str) -> None:
+    assert auto_class(kind) == name
 
 
 def test_evaluate_gives_the_accuracy(command: Command, tiny_bert: Path, tmp_path: Path) -> None:

@@ -380,6 +380,16 @@ def test_another_teacher() -> None:
     assert same(weights(teacher), before)
 
 
+def test_a_teacher_that_is_swapped_itself() -> None:
+    """It teaches, and is compared with, as it is, and not at strength 0."""
+    teacher, held = patch_model(stock("llama"), "simple_resl"), rows("llama", 8, first=50)
+    report = converted(stock("llama"), "belief", rows("llama"), eval_data=held, teacher=teacher, tokens=1)
+    collated = [{"input_ids": torch.stack([row["input_ids"] for row in held])}]
+    found = report.steps[0].lost.stock_perplexity
+    assert found == pytest.approx(lost(teacher, collated, stock=teacher).perplexity, rel=1e-5)
+    assert abs(found / lost(teacher, collated).stock_perplexity - 1) > 1e-3
+
+
 def teacher_swapped() -> Any:
     return patch_model(stock("llama"), "belief")
 
