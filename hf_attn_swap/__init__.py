@@ -9,16 +9,14 @@ from .patch import patch_model, set_strength, unpatch_model
 from .publish.hub import from_pretrained, push
 
 if TYPE_CHECKING:
-    from .conversion.convert import convert
-    from .conversion.sensitivity import layer_sensitivity
+    from .conversion.convert import convert as convert
+    from .conversion.sensitivity import layer_sensitivity as layer_sensitivity
 
 __version__ = "0.1.0"
 __all__ = [
-    "convert",
     "describe",
     "from_pretrained",
     "functional",
-    "layer_sensitivity",
     "list_variants",
     "patch_model",
     "push",
@@ -28,9 +26,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`convert` and `layer_sensitivity` need the extra `train`, so they are imported when they are first used."""
+    """Import `convert` and `layer_sensitivity` when they are first used: they need the extra `train`.
+
+    For this reason `__all__` leaves them out, so that `from hf_attn_swap import *` works without the extra.
+    """
     if name not in ("convert", "layer_sensitivity"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .conversion import convert, sensitivity
-
+    try:
+        from .conversion import convert, sensitivity
+    except ModuleNotFoundError as missing:
+        raise ImportError(f'{name} needs {missing.name}: pip install "hf-attn-swap[train]"') from missing
     return convert.convert if name == "convert" else sensitivity.layer_sensitivity

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, se
 
 from ..analysis.held_out import HeldOut
 from ..analysis.lost import predicts_next
+from ..core.swap import Swap
 from ..patch import need_installation, patch_model, set_strength, unpatch_model
 from ..wiring.install import Installation, installation_of, model_root
 from .as_before import as_before
@@ -50,7 +51,9 @@ FITS = ("gain", "map")
 CHECKS = 4  # measurements within one group's distillation
 SAVE_EVERY = 100  # steps of a training between two checkpoints
 GROUPS = 6  # groups of layers, when a budget decides how many layers are converted
-FEWEST_HELD, MOST_HELD, HELD_TOKENS = 8, 64, 8192  # rows; rows of data without a length; tokens or patches
+FEWEST_HELD = 8  # rows that the loss is measured on
+HELD_TOKENS = 8192  # tokens or patches that the loss is measured on, if there are many rows
+HELD_ROWS = 64  # the same, for data that have neither
 SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters
 FEW_TOKENS = 256  # per step: a small batch makes more of every token
 
@@ -399,21 +402,29 @@ def _fit(work: _Work) -> None:
         work.steps.append(Step.from_dict(known["step"]))
         return
     swaps = [swap for group in work.installation.swaps().values() for swap in group]
-    best, found = work.steps[-1].lost, [(each.calibration, each.neutral, each.head_order) for each in swaps]
     chosen = "no fit"
+    best = work.steps[-1].lost
+    fitted = [_fitted(swap) for swap in swaps]
     for fit in FITS:
         calibrate(work.model, batches, fit=fit, progress=work.progress)
         lost = work.held.lost(work.model, progress=work.progress)
         if lost.cost < best.cost:
-            best, chosen = lost, fit
-            found = [(each.calibration, each.neutral, each.head_order) for each in swaps]
-    for swap, (calibration, neutral, order) in zip(swaps, found, strict=True):
-        swap.calibration, swap.neutral, swap.head_order = calibration, neutral, order
+            chosen = fit
+            best = lost
+            fitted = [_fitted(swap) for swap in swaps]
+    for swap, values in zip(swaps, fitted, strict=True):
+        for name, value in values.items():
+            setattr(swap, name, value)
     work.installation.refresh()
     seconds = time.perf_counter() - start
     step = Step(name=f"fit: {chosen}", layers=work.layers, lost=best, seconds=seconds)
     work.steps.append(step)
     work.journal.record("fit", {"fit": chosen, "step": asdict(step)})
+
+
+def _fitted(swap: Swap) -> dict[str, Any]:
+    """What a calibration gave a swap."""
+    return {"calibration": swap.calibration, "neutral": swap.neutral, "head_order": swap.head_order}
 
 
 def _groups(
@@ -486,7 +497,8 @@ def _split(root: PreTrainedModel, data: Any, eval_data: Any, processor: Any, len
     rows = as_rows(root, data, processor, length=length)
     if eval_data is not None:
         return rows, as_rows(root, eval_data, processor, length=length)
-    count = max(FEWEST_HELD, min(len(rows) // 20, round(HELD_TOKENS / (rows.length or HELD_TOKENS / MOST_HELD))))
+    enough = round(HELD_TOKENS / rows.length) if rows.length else HELD_ROWS
+    count = max(FEWEST_HELD, min(enough, len(rows) // 20))
     if len(rows) < 2 * count:
         count = len(rows) // 2
     if not count:
