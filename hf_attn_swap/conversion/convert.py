@@ -3,7 +3,7 @@
 The steps, each measured on held-out rows:
 
     1. swap:       the variant in all layers that may be converted
-    2. fit:        a neutral start, and no fit, a gain or a map per head, whichever loses least
+    2. fit:        a neutral start, and no fit, a gain or a map per head, whichever loses least (or as `stages` say)
     3. layers:     with a budget or a share to keep, what each layer alone costs decides about the order
     4. distil:     the model before the swap teaches the swapped model, group of layers by group of layers
 
@@ -31,19 +31,20 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
 from ..analysis.held_out import HeldOut
-from ..analysis.lost import predicts_next
 from ..core.swap import Swap
 from ..patch import need_installation, patch_model, set_strength, unpatch_model
 from ..wiring.install import Installation, installation_of, model_root
 from .as_before import as_before
+from .batches import Batch
 from .calibrate import calibrate
 from .distillation import EVERYTHING, DistillationTrainer
 from .journal import Journal, fingerprint
 from .outcome import ConversionReport, Step
+from .plan import Plan, plan_of
 from .progress import quiet
 from .rows import TOKENS, Rows, as_rows
 from .sensitivity import Sensitivity, layer_sensitivity
-from .stages import Distil
+from .stages import Calibrate, Distil, Stage
 from .take import last_whole_checkpoint, with_adapters
 from .teacher import Teacher, check_teacher, note_retrained, trains_the_original
 
@@ -54,7 +55,6 @@ GROUPS = 6  # groups of layers, when a budget decides how many layers are conver
 FEWEST_HELD = 8  # rows that the loss is measured on
 HELD_TOKENS = 8192  # tokens or patches that the loss is measured on, if there are many rows
 HELD_ROWS = 64  # the same, for data that have neither
-SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters
 FEW_TOKENS = 256  # per step: a small batch makes more of every token
 
 
@@ -69,9 +69,10 @@ def convert(
     max_loss: float | None = None,
     layers: Literal["auto"] | int | Iterable[int] = "auto",
     keep: float = 0.0,
-    distil: Distil | None = None,
+    stages: Sequence[Stage] | None = None,
+    low_memory: bool = False,
     teacher: PreTrainedModel | None = None,
-    length: int = 512,
+    length: int = 256,
     output_dir: str | Path | None = None,
     args: TrainingArguments | None = None,
     progress: bool = True,
@@ -97,8 +98,12 @@ def convert(
         layers: the layers to convert: numbers, or "auto" for all; with `max_loss`, "auto" means as many as the budget
             allows, the cheapest first.
         keep: the share of layers that keep their own attention: the costliest layers.
-        distil: how to distil; None chooses by the kind and size of the model. Its `tokens`, `epochs` and schedule are
-            not read.
+        stages: how to convert; None chooses by the kind and size of the model. At most one `Calibrate` comes first
+            and names the fit. One or more `Distil` follow. The last takes what is left of `tokens`; each before it
+            takes its own `tokens`, in each group of layers. `Distil(layers=1.0, logits=0.0, tokens=...)` aligns the
+            swapped layers with the original ones. All train the same weights.
+        low_memory: trade time for memory: adapters instead of all weights, one row at a time, and activations that
+            are computed again in the backward pass. The steps have the same number of rows.
         teacher: another model that gives the targets, and that losses are compared with; None is the model itself.
         length: the number of tokens of a row, when `data` are texts.
         output_dir: a folder for checkpoints. The same call with the same folder goes on where the last one ended. None
@@ -132,7 +137,7 @@ def convert(
     with contextlib.ExitStack() as inside:
         inside.enter_context(as_before(model))
         train, held = _split(root, data, eval_data, processor, length)
-        distil = distil or default_distil(root)
+        plan = plan_of(root, stages, low_memory=low_memory)
         named = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers
         chosen: Any = None if named == "auto" else named
         settings = {
@@ -146,20 +151,22 @@ def convert(
             "max_loss": max_loss,
             "layers": chosen,
             "keep": keep,
-            "distil": asdict(distil),
+            "stages": [{"stage": stage.name, **asdict(stage)} for stage in plan.stages],
+            "low_memory": low_memory,
             "rows": len(train),
             "held_out": len(held),
             "length": train.length,
         }
         folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
         args = args or TrainingArguments(output_dir=str(folder), report_to="none")
-        head_trains = distil.rank is None and distil.trainable == (EVERYTHING,)
-        batches = held.batches(_rows_per_step(distil, held))
+        head_trains = plan.last.rank is None and plan.last.trainable == (EVERYTHING,)
+        batches = held.batches(1 if low_memory else _rows_per_step(plan.last, held))
         work = _Work(
             model=model,
             held=HeldOut(teacher or model, batches, head_trains=head_trains, as_it_is=True, progress=progress),
             train=train,
-            distil=distil,
+            plan=plan,
+            low_memory=low_memory,
             teacher=teacher,
             journal=Journal(None if output_dir is None else folder, settings, writes=args.should_save),
             folder=folder,
@@ -187,25 +194,9 @@ def convert(
         held_out=len(held),
         row_length=train.length,
         train_rows=len(train),
-        rows_per_step=_rows_per_step(distil, train),
-        learning_rate=distil.learning_rate,
+        rows_per_step=_rows_per_step(plan.last, train),
+        learning_rate=plan.last.learning_rate,
     )
-
-
-def default_distil(root: PreTrainedModel) -> Distil:
-    """How a model of this kind and size is distilled.
-
-    Measured on SmolLM2, ViT-S and MiniLM; docs/mathematics.md, section Conversion.
-    """
-    if predicts_next(root):
-        return Distil(rank=32, learning_rate=7e-4)
-    name = type(root).__name__
-    headless = not any(part in name for part in ("For", "LMHead")) or "QuestionAnswering" in name  # gives no logits
-    if root.main_input_name == "pixel_values" or root.num_parameters() > SMALL:
-        if headless:
-            return Distil(rank=16, learning_rate=5e-4, logits=0.0, hidden=1.0, batch=16)
-        return Distil(rank=16, learning_rate=5e-4, hidden=1.0, batch=16)
-    return Distil(learning_rate=1e-4, logits=0.0 if headless else 1.0, hidden=1.0, batch=16)
 
 
 @dataclass
@@ -213,7 +204,8 @@ class _Work:
     """A conversion in progress.
 
     Attributes:
-        model, held, train, distil, teacher, journal, folder, args, progress: as `convert` was given or has made them.
+        model, held, train, plan, low_memory, teacher, journal, folder, args, progress: as `convert` was given or has
+            made them.
         left: the tokens of the budget that are left.
         used: the training rows that were read so far.
         steps: the record so far.
@@ -226,7 +218,8 @@ class _Work:
     model: nn.Module
     held: HeldOut
     train: Rows
-    distil: Distil
+    plan: Plan
+    low_memory: bool
     teacher: PreTrainedModel | None
     journal: Journal
     folder: Path
@@ -280,11 +273,11 @@ class _Work:
             for name, value in values.items():
                 parameters[name].copy_(value)
 
-    def teach(self, budget: int, target: float | None, name: str) -> Step:
+    def teach(self, stage: Distil, budget: int, target: float | None, name: str) -> Step:
         """Distil for at most `budget` tokens, and stop when the loss is at most `target`."""
         start = time.perf_counter()
         if self.student is None:
-            rank = self.distil.rank
+            rank = stage.rank
             set_seed(self.args.seed)  # for the first numbers of the adapters
             self.student = self.model if rank is None else with_adapters(model_root(self.model), rank)
         each = self.train.length or 1
@@ -293,10 +286,10 @@ class _Work:
         check = _Check(self, target)
         trainer = DistillationTrainer(
             self.student,
-            self._arguments(name),
+            self._arguments(stage, name),
             teacher=self.taught or self.teacher,
-            losses=self.distil.losses,
-            trainable=None if self.distil.rank is not None else self.distil.trainable,
+            losses=stage.losses,
+            trainable=None if stage.rank is not None else stage.trainable,
             train_dataset=self.train.some(picked).rows,
             data_collator=self.train.collate,
             callbacks=[check],
@@ -325,20 +318,28 @@ class _Work:
     @property
     def exhausted(self) -> bool:
         """True if what is left of the budget is less than one step."""
-        return self.left < (self.train.length or 1) * _rows_per_step(self.distil, self.train)
+        return self.left < (self.train.length or 1) * _rows_per_step(self.plan.last, self.train)
 
-    def _arguments(self, name: str) -> TrainingArguments:
+    def _arguments(self, stage: Distil, name: str) -> TrainingArguments:
         """The arguments of one training."""
+        rows = _rows_per_step(stage, self.train)
+        memory: dict[str, Any] = {"per_device_train_batch_size": rows}
+        if self.low_memory:
+            memory = {
+                "per_device_train_batch_size": 1,
+                "gradient_accumulation_steps": rows,
+                "gradient_checkpointing": True,
+            }
         return replace(
             self.args,
             output_dir=str(self.folder / name.replace(" ", "-")),
             num_train_epochs=1,
             max_steps=-1,
-            learning_rate=self.distil.learning_rate,
+            learning_rate=stage.learning_rate,
             lr_scheduler_type="cosine",
             warmup_steps=0.05,
             weight_decay=0.0,
-            per_device_train_batch_size=_rows_per_step(self.distil, self.train),
+            **memory,
             save_strategy="no" if self.journal.folder is None else "steps",
             save_steps=SAVE_EVERY,
             save_total_limit=1,
@@ -392,21 +393,28 @@ class _Check(TrainerCallback):
 
 
 def _fit(work: _Work) -> None:
-    """Fit the swap by the way that loses least: no fit, a gain or a map per head."""
+    """Fit the swap as the plan says; or by the way that loses least: no fit, a gain or a map per head."""
     start = time.perf_counter()
-    rows = work.train.some(range(min(len(work.train), _calibration_rows(work.train))))
-    batches = list(rows.batches(8))
+    wanted = work.plan.calibrate
+    count = _calibration_rows(work.train) if wanted is None else wanted.rows
+    rows = work.train.some(range(min(len(work.train), count)))
+    batches = list(rows.batches(1 if work.low_memory else 8))
     if (known := work.journal.recall("fit")) is not None:
         if known["fit"] in FITS:
-            calibrate(work.model, batches, fit=known["fit"], progress=work.progress)
+            _calibrate(work, batches, known["fit"])
         work.steps.append(Step.from_dict(known["step"]))
+        return
+    if wanted is not None:
+        _calibrate(work, batches, wanted.fit)
+        step = work.note(f"fit: {wanted.fit}", since=start)
+        work.journal.record("fit", {"fit": wanted.fit, "step": asdict(step)})
         return
     swaps = [swap for group in work.installation.swaps().values() for swap in group]
     chosen = "no fit"
     best = work.steps[-1].lost
     fitted = [_fitted(swap) for swap in swaps]
     for fit in FITS:
-        calibrate(work.model, batches, fit=fit, progress=work.progress)
+        _calibrate(work, batches, fit)
         lost = work.held.lost(work.model, progress=work.progress)
         if lost.cost < best.cost:
             chosen = fit
@@ -420,6 +428,11 @@ def _fit(work: _Work) -> None:
     step = Step(name=f"fit: {chosen}", layers=work.layers, lost=best, seconds=seconds)
     work.steps.append(step)
     work.journal.record("fit", {"fit": chosen, "step": asdict(step)})
+
+
+def _calibrate(work: _Work, batches: Sequence[Batch], fit: str) -> None:
+    how = work.plan.calibrate or Calibrate()
+    calibrate(work.model, batches, fit=fit, source=how.source, neutral=how.neutral_start, progress=work.progress)
 
 
 def _fitted(swap: Swap) -> dict[str, Any]:
@@ -463,11 +476,18 @@ def _convert_groups(
         set_strength(work.model, 1.0, layers=group)
         known = len(group) == len(everything)  # these layers together have been measured already
         step = work.steps[-1] if known else work.note(f"group {number + 1} swapped" if choosing else "layers chosen")
-        part = 0
-        while not work.exhausted and not (max_loss is not None and step.lost.share <= max_loss):
-            part += 1
-            budget = work.left // (len(groups) - number) if part == 1 else work.left
-            step = work.teach(max(1, budget), max_loss, f"distil {number + 1}.{part}" if choosing else f"distil {part}")
+        stages = itertools.chain(work.plan.distil, itertools.repeat(work.plan.last))
+        for part, stage in enumerate(stages, 1):
+            if work.exhausted or (max_loss is not None and step.lost.share <= max_loss):
+                break
+            budget = work.left  # in a later part of the last stage, all that other groups would have had
+            if part == len(work.plan.distil):
+                budget = work.left // (len(groups) - number)
+            elif part < len(work.plan.distil):
+                budget = stage.tokens or work.left
+            what = "align" if stage.aligns else "distil"
+            name = f"{what} {number + 1}.{part}" if choosing else f"{what} {part}"
+            step = work.teach(stage, max(1, budget), max_loss, name)
         if choosing and max_loss is not None and step.lost.share > max_loss:
             _take_back(work, group, before)
             for later in groups[number:]:

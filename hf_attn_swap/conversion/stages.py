@@ -135,6 +135,11 @@ class Distil(Losses):
         return StrengthSchedule(share=self.schedule_share, order=self.schedule_order)
 
     @property
+    def aligns(self) -> bool:
+        """True if only the swapped layers are compared, each with the original attention."""
+        return not (self.logits or self.hidden)
+
+    @property
     def losses(self) -> Losses:
         """The weights of the terms of the loss."""
         return Losses(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Losses)})

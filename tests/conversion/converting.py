@@ -33,8 +33,9 @@ def rows(name: str, count: int = 24, first: int = 0) -> list[dict[str, Any]]:
 
 def converted(model: Any, variant: str, data: Any, **more: Any) -> ConversionReport:
     """A conversion of a few steps."""
-    name = model.config.model_type
-    return convert(model, variant, data, **({"tokens": 200, "progress": False, "distil": HOW.get(name)} | more))
+    how = HOW.get(model.config.model_type)
+    usual = {"tokens": 200, "progress": False, "stages": None if how is None else [how]}
+    return convert(model, variant, data, **(usual | more))
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

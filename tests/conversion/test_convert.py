@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.analysis import lost
 from hf_attn_swap.analysis.held_out import HeldOut
 from hf_attn_swap.conversion import convert as module
-from hf_attn_swap.conversion.convert import convert, default_distil
+from hf_attn_swap.conversion import plan
+from hf_attn_swap.conversion.convert import convert
 from hf_attn_swap.conversion.outcome import ConversionReport
+from hf_attn_swap.conversion.plan import default_distil
+from hf_attn_swap.conversion.stages import Align, Calibrate, FineTune
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
 
-from .converting import BODY, converted, rows, same, stock, timeless, weights
+from .converting import ADAPTERS, BODY, converted, rows, same, stock, timeless, weights
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT
@@ -362,8 +366,52 @@ def test_settings_by_kind_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(each.rank, each.logits, each.hidden) for each in small] == [(32, 1, 0), (None, 1, 1), (None, 0, 1)]
     assert default_distil(zoo.build("bert", head="qa")).logits == 0
     assert default_distil(stock("vit")).rank == 16
-    monkeypatch.setattr(module, "SMALL", 100)
+    monkeypatch.setattr(plan, "SMALL", 100)
     assert default_distil(stock("bert")).rank == 16
+
+
+def test_stages_of_the_user() -> None:
+    """The named fit alone, then an alignment with its own budget, then what is left."""
+    stages = [Calibrate(fit="gain", rows=8), replace(ADAPTERS, layers=1.0, logits=0.0, tokens=96), ADAPTERS]
+    report = converted(stock("llama"), "simple_resl", rows("llama", 40), stages=stages, tokens=288)
+    assert names(report) == ["swap", "fit: gain", "align 1", "distil 2", "adapters merged"]
+    assert [step.tokens for step in report.steps] == [0, 0, 96, 192, 0]
+    losses = [step.lost.cost for step in report.steps]
+    assert losses[2] != losses[1]
+    assert losses[3] < losses[2]
+
+
+STAGES = {
+    "convert has no stage Align": [Align(), BODY],
+    "reads no labels": [FineTune(), BODY],
+    "which comes first": [BODY, Calibrate()],
+    "need a Distil": [Calibrate()],
+    "the same rank and trainable": [replace(BODY, tokens=100), ADAPTERS],
+    "every Distil but the last needs its tokens": [BODY, BODY],
+    "the last takes what is left": [replace(BODY, tokens=100)],
+    "no strength schedule": [replace(BODY, schedule_share=0.5)],
+}
+
+
+@pytest.mark.parametrize("sentence", STAGES)
+def test_stages_that_cannot_be(sentence: str) -> None:
+    model = stock("bert")
+    before = weights(model)
+    with refused(sentence):
+        converted(model, "belief", rows("bert"), stages=STAGES[sentence])
+    assert same(weights(model), before)
+
+
+def test_low_memory() -> None:
+    """The steps have the same number of rows, one at a time; adapters train; the loss falls as before."""
+    data = rows("llama", 40)
+    reports = [converted(stock("llama"), "belief", data, tokens=288, low_memory=low) for low in (False, True)]
+    ends = [report.steps[-1].lost.cost for report in reports]
+    assert [report.training_steps for report in reports] == [reports[0].training_steps] * 2
+    assert ends[1] == pytest.approx(ends[0], rel=1e-3)
+    assert plan.plan_of(stock("bert"), low_memory=True).last.rank == plan.RANK
+    with refused("give the Distil stages a rank"):
+        converted(stock("bert"), "belief", rows("bert"), low_memory=True)
 
 
 def test_another_teacher() -> None:
@@ -461,7 +509,7 @@ def test_the_report_as_text_html_and_json(tmp_path: Path) -> None:
 def test_refusals_change_nothing(more: dict[str, Any], reason: str) -> None:
     model = stock("bert")
     before, config = weights(model), model.config
-    given = {"variant": "mha", "data": rows("bert", 8), "tokens": 100, "distil": BODY, "progress": False} | more
+    given = {"variant": "mha", "data": rows("bert", 8), "tokens": 100, "stages": [BODY], "progress": False} | more
     with refused(reason):
         convert(model, given.pop("variant"), given.pop("data"), **given)
     assert_stock(model, before, config)

@@ -1,0 +1,83 @@
+"""The stages of a conversion by one call: as the user names them, or chosen by the kind and size of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedModel
+
+from ..analysis.lost import predicts_next
+from .stages import Align, Calibrate, Distil, FineTune, Stage
+
+SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters
+RANK = 16  # of the adapters, where memory is short
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a model is converted.
+
+    Attributes:
+        calibrate: the fit; None tries several and takes the best.
+        distil: the distillations, in order. The last takes what is left of the budget.
+    """
+
+    calibrate: Calibrate | None
+    distil: tuple[Distil, ...]
+
+    @property
+    def last(self) -> Distil:
+        """The distillation that takes what is left of the budget."""
+        return self.distil[-1]
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """All stages that the plan names."""
+        return self.distil if self.calibrate is None else (self.calibrate, *self.distil)
+
+
+def plan_of(root: PreTrainedModel, stages: Sequence[Stage] | None = None, *, low_memory: bool = False) -> Plan:
+    """Check the stages that a user names, or choose them.
+
+    Raises:
+        ValueError: a stage is of another kind, or in another place, than a conversion by one call can take.
+    """
+    if stages is None:
+        chosen = default_distil(root)
+        return Plan(calibrate=None, distil=(replace(chosen, rank=chosen.rank or RANK) if low_memory else chosen,))
+    calibrate = stages[0] if stages and isinstance(stages[0], Calibrate) else None
+    distil = tuple(stage for stage in stages if isinstance(stage, Distil))
+    if any(isinstance(stage, Align) for stage in stages):
+        raise ValueError("convert has no stage Align; Distil(layers=1.0, logits=0.0, tokens=...) aligns the layers.")
+    if any(isinstance(stage, FineTune) for stage in stages):
+        raise ValueError("convert reads no labels; fine-tune the model before, or after with a Trainer of your own.")
+    if len(distil) + (calibrate is not None) != len(stages):
+        raise ValueError("stages are one Calibrate at most, which comes first, and then Distil stages.")
+    if not distil:
+        raise ValueError("stages need a Distil; for a fit without a training, call patch_model and calibrate.")
+    if len({(stage.rank, stage.trainable) for stage in distil}) > 1:
+        raise ValueError("all Distil stages train the same weights: give them the same rank and trainable.")
+    if any(stage.tokens is None for stage in distil[:-1]) or distil[-1].tokens is not None:
+        raise ValueError("every Distil but the last needs its tokens; the last takes what is left of convert's tokens.")
+    if any(stage.schedule_share for stage in distil):
+        raise ValueError("convert has no strength schedule; the recipes have one (schedule_share).")
+    if low_memory and distil[-1].rank is None:
+        raise ValueError("low_memory trains adapters; give the Distil stages a rank, such as 16.")
+    return Plan(calibrate=calibrate, distil=distil)
+
+
+def default_distil(root: PreTrainedModel) -> Distil:
+    """How a model of this kind and size is distilled.
+
+    Measured on SmolLM2, ViT-S and MiniLM; docs/mathematics.md, section Conversion.
+    """
+    if predicts_next(root):
+        return Distil(rank=32, learning_rate=7e-4)
+    name = type(root).__name__
+    headless = not any(part in name for part in ("For", "LMHead")) or "QuestionAnswering" in name  # gives no logits
+    if root.main_input_name == "pixel_values" or root.num_parameters() > SMALL:
+        if headless:
+            return Distil(rank=16, learning_rate=5e-4, logits=0.0, hidden=1.0, batch=16)
+        return Distil(rank=16, learning_rate=5e-4, hidden=1.0, batch=16)
+    return Distil(learning_rate=1e-4, logits=0.0 if headless else 1.0, hidden=1.0, batch=16)
