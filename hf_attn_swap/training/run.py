@@ -166,7 +166,8 @@ def _converted(
     layers = parse_layers(model.layers)
     patched = patch_model(stock, model.variant, layers=layers, modules=model.modules, **model.option_values)
     kept = f"on random weights: {task.scratch}" if task.scratch else "weights kept"
-    sentences.append(f"Attention replaced by {model.variant}, {kept}.")
+    precision = "" if model.dtype == DTYPES[0] else f", in {model.dtype}"
+    sentences.append(f"Attention replaced by {model.variant}, {kept}{precision}.")
     first: dict[str, float] = {}
     if task.before:
         first = scores(task.metrics, *task.predict(Trainer(patched, args, data_collator=task.collate), task.test))

@@ -106,5 +106,6 @@ def test_shorter_rows_to_train_on_and_another_precision(
     outcome = json.loads((tmp_path / "run/softmax/seed-0/outcome.json").read_text())
     assert outcome["rows"]["train"] == 10  # 80 tokens in rows of 8
     assert outcome["settings"]["dtype"] == "bfloat16"
+    assert outcome["conversion"][0] == "Attention replaced by softmax, weights kept, in bfloat16."
     model = LlamaForCausalLM.from_pretrained(tmp_path / "run/softmax/seed-0/model", dtype="auto")
     assert model.dtype == torch.bfloat16

@@ -116,3 +116,14 @@ def test_a_folder_may_be_called_like_a_file(tmp_path: Path) -> None:
     folder.mkdir()
     Dataset.from_dict({"text": ["a", "b"]}).to_parquet(str(folder / "part-0.parquet"))
     assert load_rows(str(folder), None, "train", "text")["text"][:] == ["a", "b"]
+
+
+def test_the_usual_split(tmp_path: Path) -> None:
+    """Without a name, the first of the usual splits that is there; else the first that is there."""
+    for split in ("test", "train", "more"):
+        Dataset.from_dict({"text": [split]}).to_parquet(str(tmp_path / f"{split}.parquet"))
+    assert load_rows(str(tmp_path), None, None, "text")["text"][:] == ["test"]
+    assert load_rows(str(tmp_path), None, None, "text", ("train",))["text"][:] == ["train"]
+    (tmp_path / "train.parquet").unlink()
+    (tmp_path / "more.parquet").unlink()
+    assert load_rows(str(tmp_path), None, None, "text", ("train",))["text"][:] == ["test"]

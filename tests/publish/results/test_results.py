@@ -15,7 +15,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from hf_attn_swap import __version__, list_variants, patch_model
-from hf_attn_swap.publish.results import Metric, RunResult, applied_swaps, versions
+from hf_attn_swap.publish.results import Metric, RunResult, applied_swaps, read_swaps, versions
 
 from .examples import FULL, full, metric, result, sparse
 
@@ -258,3 +258,16 @@ def test_applied_swaps_say_what_the_model_runs(variant: str) -> None:
     assert [(swap.variant, swap.layers, swap.strength) for swap in swaps] == [(variant, (1,), 1.0)]
     assert swaps[0].components[0].formula
     assert swaps[0].components[0].options == model.config.attn_swap["swaps"][0]["options"][variant]
+
+
+def test_layers_that_differ_only_in_the_order_of_their_heads_are_one_swap() -> None:
+    """And layers of another strength are another swap."""
+    options = {"mha": {"alpha": 0.5}}
+    entries: list[dict[str, Any]] = [
+        {"variant": "mha", "options": options, "layers": [1, 3], "strength": 1.0, "head_order": [1, 0]},
+        {"variant": "mha", "options": options, "layers": [2], "strength": 1.0, "head_order": [0, 1]},
+        {"variant": "mha", "options": options, "layers": [0], "strength": 0.5},
+    ]
+    modules, swaps = read_swaps({"modules": 4, "swaps": entries})
+    assert modules == 4
+    assert [(swap.layers, swap.strength) for swap in swaps] == [((1, 2, 3), 1.0), ((0,), 0.5)]
