@@ -4,7 +4,8 @@ The model is a Llama of the shape of SmolLM2-135M with random weights, or `--mod
 adapters on the swapped model with labels, as `Trainer` does. A distillation step trains the same adapters by KL to the
 model's own distribution before the swap. Both run in each round, in random order; the result is the median of the
 rounds' ratios with its bootstrap 95 % interval. Memory is the peak of three steps above the model at rest, in a process
-of its own (on Linux, or with CUDA).
+of its own (on Linux, or with CUDA). Two more rows give the peak of a whole call of `convert`, with the fit and all
+measurements: as it is, and with `low_memory=True`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from bench_figures import cell, in_child, markdown, megabytes, peak, summary, wr
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
-from hf_attn_swap import patch_model
+from hf_attn_swap import convert, patch_model
 from hf_attn_swap.conversion import DistillationTrainer
+from hf_attn_swap.conversion.stages import Calibrate, Distil
 from hf_attn_swap.conversion.take import with_adapters
 
 NAMES = ("ordinary", "distillation")
+CALLS = {"convert": False, "convert, low memory": True}
 KIND = "train"
 
 
@@ -49,22 +52,26 @@ class Options:
     child: str = ""
 
 
-def trainer(name: str, variant: str, options: Options) -> tuple[Trainer, dict[str, Any]]:
-    """A trainer of one kind around a new model, and a batch."""
+def stock_model(options: Options) -> Any:
+    """The model before any swap."""
     torch.manual_seed(0)
     if options.model:
-        stock = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    else:
-        config = LlamaConfig(
-            vocab_size=options.vocabulary,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=options.layers,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            tie_word_embeddings=True,
-        )
-        stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    config = LlamaConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=options.layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def trainer(name: str, variant: str, options: Options) -> tuple[Trainer, dict[str, Any]]:
+    """A trainer of one kind around a new model, and a batch."""
+    stock = stock_model(options)
     student = with_adapters(patch_model(stock, variant), options.rank)
     args = TrainingArguments(
         output_dir=tempfile.mkdtemp(), report_to="none", use_cpu=options.device == "cpu", bf16=options.bf16
@@ -90,12 +97,32 @@ def step(made: Trainer, batch: dict[str, Any]) -> float:
 
 def print_peak(options: Options) -> None:
     """Print the peak memory of three steps above the model at rest, in MB. Runs in a new process."""
-    name, variant = options.child.split(",")
-    made, batch = trainer(name, variant, options)
-    before = peak(options.device)
-    for _ in range(3):
-        step(made, batch)
+    variant, name = options.child.split(",", 1)
+    if name in CALLS:
+        model = stock_model(options).to(options.device)
+        before = peak(options.device)
+        call_convert(model, variant, options, low_memory=CALLS[name])
+    else:
+        made, batch = trainer(name, variant, options)
+        before = peak(options.device)
+        for _ in range(3):
+            step(made, batch)
     print((peak(options.device) - before) / 2**20)
+
+
+def call_convert(model: Any, variant: str, options: Options, *, low_memory: bool) -> None:
+    """Convert on random rows; three steps of the distillation, each of as many rows as an ordinary step."""
+    ids = torch.randint(0, model.config.vocab_size, (64, options.length))
+    convert(
+        model,
+        variant,
+        [{"input_ids": row} for row in ids],
+        tokens=3 * options.batch * options.length,
+        stages=[Calibrate(fit="gain", rows=16), Distil(rank=options.rank, batch=options.batch)],
+        low_memory=low_memory,
+        args=TrainingArguments(output_dir=tempfile.mkdtemp(), report_to="none", use_cpu=options.device == "cpu"),
+        progress=False,
+    )
 
 
 def measure(variant: str, options: Options) -> list[dict[str, Any]]:
@@ -110,9 +137,18 @@ def measure(variant: str, options: Options) -> list[dict[str, Any]]:
     for name in NAMES:
         row: dict[str, Any] = {"variant": variant, "step": name, **summary(KIND, times[name], times[NAMES[0]])}
         if options.memory:
-            row["peak_mb"] = in_child(__file__, options, f"{name},{variant}")
+            row["peak_mb"] = in_child(__file__, options, f"{variant},{name}")
         rows.append(row)
+    if options.memory:
+        rows += [
+            {"variant": variant, "step": name, "peak_mb": in_child(__file__, options, f"{variant},{name}")}
+            for name in CALLS
+        ]
     return rows
+
+
+def _time(row: dict[str, Any], first: dict[str, Any]) -> str:
+    return "" if row["step"] in CALLS else cell(row, KIND, first=row is first)
 
 
 def main() -> None:
@@ -125,9 +161,7 @@ def main() -> None:
     found = [measure(variant, options) for variant in options.variants.split(",")]
     write(options.out, options, rows=[row for rows in found for row in rows])
     lines = [
-        [row["variant"], row["step"], cell(row, KIND, first=row is rows[0]), megabytes(row, rows[0])]
-        for rows in found
-        for row in rows
+        [row["variant"], row["step"], _time(row, rows[0]), megabytes(row, rows[0])] for rows in found for row in rows
     ]
     print(markdown(["variant", "step with LoRA", "time", "peak memory"], lines))
 

@@ -1,0 +1,116 @@
+"""Decodes one token at a time onto long contexts: a stock model beside a converted one, or one that is only swapped.
+
+    python benchmarks/bench_decode.py --model HuggingFaceTB/SmolLM2-135M-Instruct --converted my-hybrid
+    python benchmarks/bench_decode.py --model HuggingFaceTB/SmolLM2-135M-Instruct --variant simple_resl --layers 0-21
+
+Both models read the same random tokens. At each context both decode the same tokens in turn, in random order; the
+result is the median of the rounds' ratios with its bootstrap 95 % interval. The memory of a cache is the sum of its
+tensors. Speed and memory do not depend on the values of the weights, so a swap without a conversion has the same.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from bench_figures import cell, markdown, summary, write
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.core.typed import parse_layers
+
+KIND = "decode"
+NAMES = ("stock", "converted")
+CHUNK = 1024  # tokens of the context that are read at once
+
+
+@dataclass
+class Options:
+    """What to measure."""
+
+    model: str = field(metadata={"help": "The stock model: a name on the Hub, or a folder."})
+    converted: str = field(default="", metadata={"help": "A converted model; or leave it out, and name a variant."})
+    variant: str = "simple_resl"
+    layers: str = field(default="", metadata={"help": 'Layers to swap, such as "0-21"; all if left out.'})
+    contexts: list[int] = field(default_factory=lambda: [1024, 4096, 16384])
+    batch: int = 1
+    rounds: int = 15
+    threads: int = 2
+    dtype: str = "float32"
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    out: str = "bench-decode.json"
+
+
+def load(name: str, options: Options) -> Any:
+    """One of the two models, in eval mode."""
+    source = options.converted if name == "converted" and options.converted else options.model
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=options.dtype).to(options.device).eval()
+    if name == "converted" and not options.converted:
+        patch_model(model, options.variant, layers=parse_layers(options.layers or None))
+    return model
+
+
+def seconds(model: Any, ids: Tensor, cache: Any) -> float:
+    """Seconds of one pass that extends the cache."""
+    start = time.perf_counter()
+    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    if ids.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def megabytes(cache: Any) -> float:
+    """The memory of all tensors of a cache."""
+    tensors = {}
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            if isinstance(value, Tensor):
+                tensors[value.data_ptr()] = value.numel() * value.element_size()
+    return sum(tensors.values()) / 2**20
+
+
+@torch.no_grad()
+def main() -> None:
+    (options,) = transformers.HfArgumentParser(Options).parse_args_into_dataclasses()  # type: ignore[arg-type]  # is one
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    models = {name: load(name, options) for name in NAMES}
+    caches: dict[str, Any] = dict.fromkeys(NAMES)
+    rows: list[dict[str, Any]] = []
+    vocabulary, read = models["stock"].config.vocab_size, 0
+    for context in sorted(options.contexts):
+        while read < context:
+            size = min(CHUNK, context - read)
+            ids = torch.randint(0, vocabulary, (options.batch, size), device=options.device)
+            for name, model in models.items():
+                out = model(input_ids=ids, past_key_values=caches[name], use_cache=True, logits_to_keep=1)
+                caches[name] = out.past_key_values
+            read += size
+        sizes = {name: megabytes(cache) for name, cache in caches.items()}
+        times: dict[str, list[float]] = {name: [] for name in NAMES}
+        for turn in tqdm(range(-2, options.rounds), desc=f"context {context}", unit="token"):
+            ids = torch.randint(0, vocabulary, (options.batch, 1), device=options.device)
+            for name in random.sample(NAMES, len(NAMES)):
+                taken = seconds(models[name], ids, caches[name])
+                times[name] += [taken] if turn >= 0 else []
+            read += 1
+        for name in NAMES:
+            measured = summary(KIND, times[name], times["stock"])
+            rows.append({"context": context, "model": name, **measured, "cache_mb": sizes[name]})
+    write(options.out, options, rows=rows)
+    lines = [
+        [str(row["context"]), row["model"], cell(row, KIND, first=row["model"] == "stock"), f"{row['cache_mb']:.2f} MB"]
+        for row in rows
+    ]
+    print(markdown(["context", "model", "a token", "cache"], lines))
+
+
+if __name__ == "__main__":
+    main()
