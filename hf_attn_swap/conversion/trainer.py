@@ -29,11 +29,16 @@ class TrainerWithoutLabels(Trainer):
         kwargs: the other arguments of `Trainer`.
 
     Raises:
-        ValueError: the model is not patched.
+        ValueError: the model is not patched, or one process would use several GPUs.
     """
 
     def __init__(self, model: nn.Module, args: TrainingArguments | None = None, **kwargs: Any) -> None:
         self.installation = need_installation(model)
+        if args is not None and args.n_gpu > 1:  # DataParallel's copies of the model share the swaps' state
+            raise ValueError(
+                f"this process sees {args.n_gpu} GPUs; start one process per GPU with accelerate launch, or set "
+                "CUDA_VISIBLE_DEVICES to one of them."
+            )
         if args is not None and args.ddp_find_unused_parameters is None:
             args = copy.copy(args)
             args.ddp_find_unused_parameters = False  # DDP searches the model's output, which has no losses

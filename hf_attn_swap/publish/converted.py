@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shutil
@@ -53,7 +54,8 @@ def convert_checkpoint(
 ) -> tuple[ConversionReport, bool]:
     """Load the model `source`, convert it, and save it in `out` unless the budget was missed.
 
-    An unfinished conversion keeps its work in a folder beside `out`, and the same call goes on from there.
+    An unfinished conversion keeps its work in a folder beside `out`, and the same call goes on from there. Under
+    `accelerate launch`, every process converts its share of each step, and the first process saves.
 
     Args:
         source: name on the Hub, or folder, of a stock model.
@@ -63,7 +65,7 @@ def convert_checkpoint(
         data_name: the name of the data for the card.
         options: the options of the variant.
         task: the AutoModel class; None takes the class that saved the model.
-        device: such as "cpu" or "cuda"; None takes the accelerator if there is one.
+        device: such as "cpu" or "cuda"; None takes the accelerator if there is one, and each process its own.
         dtype: the precision of the weights; "auto" is that of the checkpoint.
         revision: branch, tag or commit on the Hub.
         token: of the Hub, for a private model.
@@ -96,10 +98,9 @@ def convert_checkpoint(
         notify(f"note: not in the checkpoint, so newly initialised: {', '.join(fresh)}")
     if installation_of(model) is not None:
         raise ValueError(f"{source} is converted already; convert the stock model.")
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model.to(where)
     work = out.with_name(out.name + WORK)
-    training = TrainingArguments(output_dir=str(work), report_to="none", use_cpu=where == "cpu")
+    training = _training(work, device)
+    model.to(device or training.device)
     report = convert(
         model,
         variant,
@@ -113,6 +114,8 @@ def convert_checkpoint(
     )
     if not report.layers or not (report.met or keep_anyway):
         return report, False
+    if not training.should_save:
+        return report, True
     notify(f"saving in {out}")
     model.save_pretrained(out)
     copy_preprocessor(source, out)
@@ -188,6 +191,15 @@ def results(
         limits=("The loss was measured on a few held-out rows of the same data; other data can lose more.",),
         license="other",
         language=(),
+    )
+
+
+def _training(work: Path, device: str | None) -> TrainingArguments:
+    """The arguments of the training. They also start the processes' connection, if there are several."""
+    on_cpu = device == "cpu" or not torch.accelerator.is_available()
+    several = "WORLD_SIZE" in os.environ
+    return TrainingArguments(
+        output_dir=str(work), report_to="none", use_cpu=on_cpu, ddp_backend="gloo" if on_cpu and several else None
     )
 
 
