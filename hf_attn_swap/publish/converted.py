@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel, TrainingArguments
 
@@ -18,7 +17,15 @@ from ..conversion.outcome import ConversionReport
 from ..core.registry import parse, parse_options
 from ..wiring.install import installation_of
 from .card import render
-from .checkpoint import copy_preprocessor, model_class, read_config, refuse_full
+from .checkpoint import (
+    check_dtype,
+    copy_preprocessor,
+    find_device,
+    hub_arguments,
+    model_class,
+    read_config,
+    refuse_full,
+)
 from .results import RESULTS_FILE, BaseModel, Budget, DataSet, Measured, Metric, RunResult, read_swaps, versions
 
 TASKS = {
@@ -63,7 +70,7 @@ def convert_checkpoint(
         data_name: the name of the data for the card.
         options: the options of the variant.
         task: the AutoModel class; None takes the class that saved the model.
-        device: such as "cpu" or "cuda"; None takes the accelerator if there is one.
+        device: such as "cpu" or "cuda"; None takes CUDA if there is one.
         dtype: the precision of the weights; "auto" is that of the checkpoint.
         revision: branch, tag or commit on the Hub.
         token: of the Hub, for a private model.
@@ -82,7 +89,9 @@ def convert_checkpoint(
     """
     refuse_full(out, overwrite)
     parse_options(parse(variant), options)
-    hub = {name: value for name, value in (("revision", revision), ("token", token)) if value is not None}
+    check_dtype(dtype)
+    where = find_device(device)
+    hub = hub_arguments(revision, token)
     auto = model_class(read_config(source, **hub), task)
     rows, held = data()
     notify(f"loading {source} as {auto.__name__}")
@@ -96,7 +105,6 @@ def convert_checkpoint(
         notify(f"note: not in the checkpoint, so newly initialised: {', '.join(fresh)}")
     if installation_of(model) is not None:
         raise ValueError(f"{source} is converted already; convert the stock model.")
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model.to(where)
     work = out.with_name(out.name + WORK)
     training = TrainingArguments(output_dir=str(work), report_to="none", use_cpu=where == "cpu")
@@ -115,7 +123,7 @@ def convert_checkpoint(
         return report, False
     notify(f"saving in {out}")
     model.save_pretrained(out)
-    copy_preprocessor(source, out)
+    copy_preprocessor(source, out, **hub)
     report.save(out)
     base = BaseModel(
         name=_identifier(Path(source).name) if Path(source).is_dir() else source,
