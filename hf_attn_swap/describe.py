@@ -62,7 +62,7 @@ class Description:
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        return self._table().text()
+        return self.table().text()
 
     def summary(self) -> str:
         """One sentence that says how many modules are swapped and how many parameters were added."""
@@ -76,9 +76,10 @@ class Description:
         )
 
     def _repr_html_(self) -> str:
-        return self._table().html()
+        return self.table().html()
 
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """The rows as text, below the summary."""
         return Table(summary=self.summary(), header=HEADER, rows=[row.cells() for row in self.rows])
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,12 +6,14 @@ Axes: B batch, T token, S side of an image.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
 
 Batch = dict[str, Any]
@@ -50,6 +52,7 @@ def prepare(
     max_length: int = 128,
     shown: int = 0,
     shown_tokens: int = 32,
+    hub: Mapping[str, Any] | None = None,
 ) -> Inputs:
     """Make the batches for a text or an image model, with the tokenizer or image processor of the model.
 
@@ -63,6 +66,7 @@ def prepare(
         max_length: number of tokens that are kept of a text.
         shown: index of the row whose attention is drawn.
         shown_tokens: number of tokens of that row that are drawn.
+        hub: `revision` and `token`, for `source` on the Hub.
 
     Raises:
         ValueError: the model takes neither text nor images, there is no processor, the row to draw does not exist, or
@@ -76,22 +80,21 @@ def prepare(
         raise ValueError(f"column {column!r} holds no text: every row is blank.")
     if not 0 <= shown < len(values):
         raise ValueError(f"row {shown} cannot be shown: there are {len(values)} rows, counted from 0.")
-    device = next(model.parameters()).device
+    like = next(model.parameters())
     if model.main_input_name == "pixel_values":
-        return _images(source, values, batch_size, shown, device)
-    return _texts(source, values, batch_size, shown, device, max_length, shown_tokens)
+        return _images(_processor(AutoImageProcessor, source, "image processor", hub), values, batch_size, shown, like)
+    tokenizer = _processor(AutoTokenizer, source, "tokenizer", hub)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        # transformers makes up an empty tokenizer for a folder without a tokenizer
+        raise ValueError(NOTHING.format(source, "tokenizer"))
+    return _texts(tokenizer, values, batch_size, shown, like.device, max_length, shown_tokens)
 
 
 def _texts(
-    source: str, values: list[Any], size: int, shown: int, device: torch.device, max_length: int, shown_tokens: int
+    tokenizer: Any, values: list[Any], size: int, shown: int, device: torch.device, max_length: int, shown_tokens: int
 ) -> Inputs:
     if not all(isinstance(value, str) for value in values):
         raise ValueError("this model takes text; name the column that holds it.")
-    tokenizer = _processor(AutoTokenizer, source, "tokenizer")
-    if len(tokenizer) <= len(
-        tokenizer.all_special_ids
-    ):  # transformers makes up an empty tokenizer for a folder without a tokenizer
-        raise ValueError(NOTHING.format(source, "tokenizer"))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     options = {"return_tensors": "pt", "truncation": True, "padding": True}
@@ -113,16 +116,15 @@ def _texts(
     )
 
 
-def _images(source: str, values: list[Any], size: int, shown: int, device: torch.device) -> Inputs:
+def _images(processor: Any, values: list[Any], size: int, shown: int, like: Tensor) -> Inputs:
     if not all(hasattr(value, "convert") for value in values):
         raise ValueError("this model takes images; name the column that holds them.")
-    processor = _processor(AutoImageProcessor, source, "image processor")
     images = [value.convert("RGB") for value in values]
     batches = [
-        {"pixel_values": processor(images[start : start + size], return_tensors="pt")["pixel_values"].to(device)}
+        {"pixel_values": processor(images[start : start + size], return_tensors="pt")["pixel_values"].to(like)}
         for start in range(0, len(images), size)
     ]
-    sample = {"pixel_values": processor([images[shown]], return_tensors="pt")["pixel_values"].to(device)}
+    sample = {"pixel_values": processor([images[shown]], return_tensors="pt")["pixel_values"].to(like)}
     pixels = sample["pixel_values"][0].permute(1, 2, 0).float().cpu().numpy()
     low, high = pixels.min(), pixels.max()
     return Inputs(
@@ -135,8 +137,8 @@ def _images(source: str, values: list[Any], size: int, shown: int, device: torch
     )
 
 
-def _processor(auto: Any, source: str, what: str) -> Any:
+def _processor(auto: Any, source: str, what: str, hub: Mapping[str, Any] | None) -> Any:
     try:
-        return auto.from_pretrained(source)
+        return auto.from_pretrained(source, **(hub or {}))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise ValueError(NOTHING.format(source, what)) from problem

@@ -127,17 +127,20 @@ class ConversionReport:
         header = tuple(self.unit if name == "tokens" else name for name in HEADER)
         return Table(summary=self.summary, header=header, rows=[step.cells() for step in self.steps])
 
-    def __str__(self) -> str:
-        lines = [self.table().text()]
+    def reasons(self) -> list[str]:
+        """Why layers kept their own attention: a sentence per reason."""
+        lines = []
         for reason in dict.fromkeys(self.kept.values()):
             numbers = [str(index) for index in sorted(self.kept) if self.kept[index] == reason]
             whose = f"Layer {numbers[0]} kept its" if len(numbers) == 1 else f"Layers {', '.join(numbers)} kept their"
             lines.append(f"{whose} own attention: {reason}.")
-        return "\n".join(lines)
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join([self.table().text(), *self.reasons()])
 
     def _repr_html_(self) -> str:
-        words = str(self).split("\n")[len(self.steps) + 2 :]
-        return self.table().html() + "".join(f"<p>{escape(line)}</p>" for line in words)
+        return self.table().html() + "".join(f"<p>{escape(line)}</p>" for line in self.reasons())
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain data."""

@@ -29,6 +29,7 @@ PREPROCESSOR_FILES = (
     "vocab.*",
 )
 PREFIX = "AutoModelFor"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def patch_checkpoint(
@@ -43,6 +44,9 @@ def patch_checkpoint(
     task: str | None,
     overwrite: bool,
     notify: Callable[[str], None],
+    dtype: str = "auto",
+    revision: str | None = None,
+    token: str | None = None,
 ) -> list[str]:
     """Load the model `source`, swap its attention, and save it in `out`. `notify` receives a line before each step.
 
@@ -50,19 +54,21 @@ def patch_checkpoint(
         The names of the parameters that the checkpoint did not hold, such as those of a new task head.
 
     Raises:
-        ValueError: the class, variant, option or layer is unknown, or `out` is not an empty folder.
+        ValueError: the class, variant, option, layer or dtype is unknown, or `out` is not an empty folder.
         OSError: `source` cannot be read.
     """
     refuse_full(out, overwrite)
     parse_options(parse(variant), options)  # checked before the weights load, which may take minutes
-    auto = model_class(read_config(source), task)
+    check_dtype(dtype)
+    hub = hub_arguments(revision, token)
+    auto = model_class(read_config(source, **hub), task)
     notify(f"loading {source} as {auto.__name__}")
-    model, info = auto.from_pretrained(source, output_loading_info=True)
+    model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
     fresh = sorted(info["missing_keys"])
     patch_model(model, variant, layers=layers, modules=modules, strength=strength, **options)
     notify(f"saving in {out}")
     model.save_pretrained(out)
-    copied = copy_preprocessor(source, out)
+    copied = copy_preprocessor(source, out, **hub)
     notify(f"saved {variant} with {', '.join(copied) or 'no tokenizer or image processor (the source has none)'}")
     return fresh
 
@@ -77,9 +83,74 @@ def refuse_full(out: Path, overwrite: bool) -> None:
         raise ValueError(f"{out} exists and is not an empty folder; name another one, or pass --overwrite.")
 
 
-def skeleton(source: str, task: str | None = None) -> PreTrainedModel:
+def load_checkpoint(
+    source: str,
+    task: str | None = None,
+    *,
+    device: str | None = None,
+    dtype: str = "auto",
+    revision: str | None = None,
+    token: str | None = None,
+) -> PreTrainedModel:
+    """A saved model, stock or swapped, in evaluation mode.
+
+    Args:
+        source: name on the Hub, or folder.
+        task: the AutoModel class; None takes the class that saved the model.
+        device: such as "cpu" or "cuda"; None takes CUDA if there is one.
+        dtype: the precision of the weights, one of `DTYPES`; "auto" is that of the checkpoint.
+        revision: branch, tag or commit on the Hub.
+        token: of the Hub, for a private model.
+
+    Raises:
+        ValueError: the class, device or dtype is unknown, or there is no such folder.
+        OSError: `source` cannot be read.
+    """
+    check_dtype(dtype)
+    where = find_device(device)
+    hub = hub_arguments(revision, token)
+    auto = model_class(read_config(source, **hub), task)
+    model: PreTrainedModel = auto.from_pretrained(source, dtype=dtype, **hub).to(where).eval()
+    return model
+
+
+def hub_arguments(revision: str | None, token: str | None) -> dict[str, Any]:
+    """The arguments of `from_pretrained` that say what is read on the Hub, and as whom; those that are not None."""
+    given = {"revision": revision, "token": token}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def find_device(name: str | None) -> str:
+    """The device of this name; without a name CUDA, or the CPU where there is no CUDA.
+
+    Raises:
+        ValueError: this machine, or this build of torch, has no such device.
+    """
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).cpu()  # refuses "meta", too, which holds no values
+    except (RuntimeError, AssertionError) as problem:  # a torch without CUDA raises an AssertionError
+        reason = str(problem).strip().split("\n")[0]
+        raise ValueError(f"the device {name!r} cannot be used here: {reason}") from problem
+    return name
+
+
+def check_dtype(name: str) -> None:
+    """Refuse a precision that is not one of `DTYPES`.
+
+    Raises:
+        ValueError: names those that there are.
+    """
+    if name not in DTYPES:
+        raise ValueError(f"--dtype takes {', '.join(DTYPES)}; got {name!r}.")
+
+
+def skeleton(
+    source: str, task: str | None = None, *, revision: str | None = None, token: str | None = None
+) -> PreTrainedModel:
     """The model that a config describes, on the meta device: its modules without its weights."""
-    config = read_config(source)
+    config = read_config(source, **hub_arguments(revision, token))
     auto = model_class(config, task)
     with torch.device("meta"):
         model = auto.from_config(config) if hasattr(auto, "from_config") else auto._from_config(config)
@@ -124,11 +195,14 @@ def _auto_classes() -> list[Any]:
     return [getattr(transformers, name) for name in names]
 
 
-def copy_preprocessor(source: str, out: Path) -> list[str]:
-    """Copy the files of the tokenizer and of the image or audio processor into `out`, and return their names."""
+def copy_preprocessor(source: str, out: Path, **hub: Any) -> list[str]:
+    """Copy the files of the tokenizer and of the image or audio processor into `out`, and return their names.
+
+    `hub` may hold `revision` and `token`.
+    """
     folder = Path(source)
     if not folder.is_dir():
-        folder = Path(snapshot_download(source, allow_patterns=list(PREPROCESSOR_FILES)))
+        folder = Path(snapshot_download(source, allow_patterns=list(PREPROCESSOR_FILES), **hub))
     files = sorted({path for pattern in PREPROCESSOR_FILES for path in folder.glob(pattern)})
     for path in files:
         shutil.copyfile(path, out / path.name)

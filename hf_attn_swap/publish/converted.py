@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel, TrainingArguments
 
@@ -19,7 +18,15 @@ from ..conversion.outcome import ConversionReport
 from ..core.registry import parse, parse_options
 from ..wiring.install import installation_of
 from .card import render
-from .checkpoint import copy_preprocessor, model_class, read_config, refuse_full
+from .checkpoint import (
+    check_dtype,
+    copy_preprocessor,
+    find_device,
+    hub_arguments,
+    model_class,
+    read_config,
+    refuse_full,
+)
 from .results import RESULTS_FILE, BaseModel, Budget, DataSet, Measured, Metric, RunResult, read_swaps, versions
 
 TASKS = {
@@ -65,14 +72,14 @@ def convert_checkpoint(
         data_name: the name of the data for the card.
         options: the options of the variant.
         task: the AutoModel class; None takes the class that saved the model.
-        device: such as "cpu" or "cuda"; None takes the accelerator if there is one, and each process its own.
+        device: such as "cpu" or "cuda"; None takes CUDA if there is one, and each process its own device.
         dtype: the precision of the weights; "auto" is that of the checkpoint.
         revision: branch, tag or commit on the Hub.
         token: of the Hub, for a private model.
         keep_anyway: save a model whose loss is above the budget, too.
         overwrite: write into a folder that is not empty.
         notify: receives a line before each step.
-        arguments: more arguments of `convert`: tokens, max_loss, layers, keep, length.
+        arguments: more arguments of `convert`: tokens, max_loss, layers, keep, length, low_memory.
 
     Returns:
         The report, and True if the model was saved.
@@ -84,7 +91,9 @@ def convert_checkpoint(
     """
     refuse_full(out, overwrite)
     parse_options(parse(variant), options)
-    hub = {name: value for name, value in (("revision", revision), ("token", token)) if value is not None}
+    check_dtype(dtype)
+    where = find_device(device)
+    hub = hub_arguments(revision, token)
     auto = model_class(read_config(source, **hub), task)
     rows, held = data()
     notify(f"loading {source} as {auto.__name__}")
@@ -99,8 +108,8 @@ def convert_checkpoint(
     if installation_of(model) is not None:
         raise ValueError(f"{source} is converted already; convert the stock model.")
     work = out.with_name(out.name + WORK)
-    training = _training(work, device)
-    model.to(device or training.device)
+    training = _training(work, on_cpu=where == "cpu")
+    model.to(training.device if device is None else where)
     report = convert(
         model,
         variant,
@@ -109,6 +118,7 @@ def convert_checkpoint(
         eval_data=held,
         output_dir=work,
         args=training,
+        progress=training.should_save,
         **arguments,
         **options,
     )
@@ -118,7 +128,7 @@ def convert_checkpoint(
         return report, True
     notify(f"saving in {out}")
     model.save_pretrained(out)
-    copy_preprocessor(source, out)
+    copy_preprocessor(source, out, **hub)
     report.save(out)
     base = BaseModel(
         name=_identifier(Path(source).name) if Path(source).is_dir() else source,
@@ -194,13 +204,10 @@ def results(
     )
 
 
-def _training(work: Path, device: str | None) -> TrainingArguments:
-    """The arguments of the training. They also start the processes' connection, if there are several."""
-    on_cpu = device == "cpu" or not torch.accelerator.is_available()
-    several = "WORLD_SIZE" in os.environ
-    return TrainingArguments(
-        output_dir=str(work), report_to="none", use_cpu=on_cpu, ddp_backend="gloo" if on_cpu and several else None
-    )
+def _training(work: Path, *, on_cpu: bool) -> TrainingArguments:
+    """The arguments of the training. They also connect the processes, if there are several."""
+    backend = "gloo" if on_cpu and "WORLD_SIZE" in os.environ else None
+    return TrainingArguments(output_dir=str(work), report_to="none", use_cpu=on_cpu, ddp_backend=backend)
 
 
 def auto_class(kind: str) -> str:

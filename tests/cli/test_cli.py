@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from typer.main import get_command
 
 import hf_attn_swap
 from hf_attn_swap import cli, list_variants
 from hf_attn_swap.core.registry import get_variant
+from hf_attn_swap.demo.options import DemoOptions
 from hf_attn_swap.publish import checkpoint
 
 from .conftest import Outcome
@@ -80,13 +83,125 @@ def test_errors_are_one_line(
 
 
 def test_an_unforeseen_error_names_its_type(command: Command, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise KeyError("hidden_size")
 
     monkeypatch.setattr(checkpoint, "skeleton", broken)
     assert "error: KeyError: 'hidden_size' (run again with --debug" in command("describe", tiny_bert).err
     with pytest.raises(KeyError):
         cli.run(["--debug", "describe", str(tiny_bert)])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("two\nlines"),
+        AssertionError(),
+        ZeroDivisionError("division by zero"),
+        MemoryError(),
+        RecursionError("too deep"),
+        StopIteration(),
+        OSError(28, "No space left on device"),
+        UnicodeDecodeError("utf-8", b"x", 0, 1, "no text"),
+        ImportError("no such library"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_every_error_is_one_line(
+    command: Command, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint, "skeleton", broken)
+    outcome = command("describe", tiny_bert)
+    assert is_one_error(
+        Outcome(outcome.code, outcome.out, outcome.err.removeprefix(f"reading the config of {tiny_bert}\n"))
+    )
+
+
+def test_an_interrupt_is_one_word(command: Command, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "skeleton", broken)
+    outcome = command("describe", tiny_bert)
+    assert (outcome.code, outcome.out) == (130, "")
+    assert outcome.err.splitlines()[1:] == ["interrupted"]
+
+
+def test_debug_stands_before_the_command(command: Command) -> None:
+    """Anywhere else it is no option, and shows no traceback."""
+    assert is_one_error(command("describe", "./nowhere", "--debug"))
+    assert is_one_error(command("patch", "--debug"))
+
+
+def test_only_debug_shows_a_traceback() -> None:
+    """No variable of the environment does. The traceback is Python's own, which shows no values of variables."""
+    names = ("DEBUG", "HF_ATTN_SWAP_DEBUG", "_TYPER_STANDARD_TRACEBACK", "TYPER_STANDARD_TRACEBACK", "HF_DEBUG")
+    environment = os.environ | dict.fromkeys(names, "1")
+    command = [sys.executable, "-m", "hf_attn_swap.cli"]
+    words = ["describe", "./nowhere", "--token", "hf_secret"]
+    quiet, loud = (
+        subprocess.run([*command, *more, *words], capture_output=True, text=True, check=False, env=environment)
+        for more in ([], ["--debug"])
+    )
+    assert quiet.returncode == 2
+    assert quiet.stderr.splitlines()[-1] == "error: There is no folder './nowhere'."
+    assert "Traceback" not in quiet.stderr
+    assert loud.returncode == 1
+    assert "Traceback (most recent call last):" in loud.stderr
+    assert "hf_secret" not in loud.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--device", "nothing"), "the device 'nothing' cannot be used here"),
+        (("--dtype", "int7"), "--dtype takes auto"),
+    ],
+)
+@pytest.mark.parametrize("name", ["evaluate", "compare", "report", "convert", "patch"])
+def test_devices_and_precisions_that_there_are_not(
+    command: Command,
+    tiny_bert: Path,
+    labelled_texts: Path,
+    tmp_path: Path,
+    name: str,
+    words: tuple[str, ...],
+    reason: str,
+) -> None:
+    data = ("--data", labelled_texts, "--column", "sentence")
+    arguments: dict[str, tuple[object, ...]] = {
+        "evaluate": (tiny_bert, *data),
+        "compare": (tiny_bert, tiny_bert, *data),
+        "report": (tiny_bert, "--variant", "belief", *data),
+        "convert": (tiny_bert, "belief", tmp_path / "out", *data),
+        "patch": (tiny_bert, "belief", tmp_path / "out"),
+    }
+    if (name, words[0]) == ("patch", "--device"):
+        reason = "No such option"  # a patch computes nothing, so it needs no device
+    errors = [line for line in command(name, *arguments[name], *words).err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert reason in errors[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_patch_saves_in_another_precision(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    assert command("patch", tiny_bert, "gated", tmp_path / "out", "--dtype", "bfloat16").code == 0
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+
+
+def test_the_demo_has_the_defaults_of_its_options() -> None:
+    """The command repeats them, so that its help need not load the package."""
+    wanted = DemoOptions()
+    for parameter in get_command(cli.app).commands["demo"].params:  # type: ignore[attr-defined]  # a group
+        given = parameter.default
+        assert parameter.name is not None
+        if parameter.name != "help":
+            own = getattr(wanted, parameter.name)
+            assert given == (",".join(own) if parameter.name == "variants" else own), parameter.name
 
 
 def test_patch_saves_what_plain_from_pretrained_loads(command: Command, tiny_bert: Path, tmp_path: Path) -> None:

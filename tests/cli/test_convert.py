@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -227,3 +230,34 @@ def test_evaluate_gives_the_accuracy(command: Command, tiny_bert: Path, tmp_path
     assert json.loads(outcome.out) == {"accuracy": pytest.approx(float(right.float().mean()))}
     assert "neither a perplexity nor an accuracy" in command("evaluate", tiny_bert, "--data", data).err
     assert "no column 'class'" in command("evaluate", tiny_bert, "--data", data, "--label", "class").err
+
+
+def test_low_memory_trains_adapters(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
+    """This model is small, so without the option its own weights train, and nothing is merged."""
+    words = ("--data", texts, "--tokens", "100", "--device", "cpu")
+    for name, more in (("usual", ()), ("small", ("--low-memory",))):
+        assert command("convert", tiny_bert, "belief", tmp_path / name, *words, *more).code == 0
+    usual, small = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("usual", "small"))
+    assert usual["steps"][-1]["name"] == "distil 1"
+    assert small["steps"][-1]["name"] == "adapters merged"
+
+
+@pytest.mark.slow
+def test_two_processes_convert_one_model(tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
+    """As accelerate launch starts them: one result, written and printed once."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29783"]
+    words = ["-m", "hf_attn_swap.cli", "convert", str(tiny_bert), "belief", "out", "--data", str(texts)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launch, *words, "--tokens", "200"],
+        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("2 of 2 layers run belief") == 1
+    assert done.stderr.count("saving in out") == 1
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.config.attn_swap["swaps"][0]["retrained"] is True

@@ -12,6 +12,7 @@ import hf_attn_swap
 
 PACKAGE = Path(hf_attn_swap.__file__).parent
 ROOT = PACKAGE.parent
+CLI = ROOT / "hf_attn_swap_cli"
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAME = PACKAGE.name
 VARIANT_BASE, FAMILY_BASE, DISPATCH = "variants.base", "families.base", "kernels.dispatch"
@@ -139,6 +140,7 @@ def test_import_direction(path: Path) -> None:
         assert not heads & (BELOW_PATCH | {"patch"}), "reads results, never a model"
     if group != "cli":
         assert "cli" not in heads
+        assert not any(name.split(".")[0] == CLI.name for name in foreign), "the command line is above the package"
     if module != "wiring.seam":
         assert not any(part in name.split(".") for name in foreign for part in INTERFACES), "the seam is one file"
     assert not any(name.split(".")[0] in ("recipes", "tests") for name in foreign)
@@ -170,7 +172,7 @@ def test_one_place_changes_a_transformers_class() -> None:
     assert set(changed) == {"loading"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@pytest.mark.parametrize("path", [*FILES, *sorted(CLI.glob("*.py"))], ids=lambda path: str(path.relative_to(ROOT)))
 def test_modules_start_with_a_docstring_and_swallow_nothing(path: Path) -> None:
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree), "a module starts with one sentence"

@@ -33,7 +33,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "hf_attn_swap"
-COPIED = (PACKAGE, "tests", "recipes")
+COPIED = (PACKAGE, f"{PACKAGE}_cli", "tests", "recipes")
 LIMIT = 150.0  # seconds; a fault that makes a loop endless counts as caught
 PASSED, HUNG = 0, -1
 

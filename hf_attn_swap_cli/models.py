@@ -9,23 +9,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from .. import describe, list_variants
-from ..core.registry import get_variant
-from ..core.typed import parse_layers, parse_options
-from ..publish.card import render, table
-from ..publish.hub import push_folder
-from ..publish.results import RunResult
-from .app import app, console, notify
+from .app import Command, app, console, notify, show
+from .options import AsJson, Dtype, Model, Options, Overwrite, Revision, Task, Token
 
 
-@app.command()
+@app.command(cls=Command)
 def variants(
     name: Annotated[str | None, typer.Argument(help="One variant, to be shown in full.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the variants: name, options with their defaults, what changes, paper. Or show one variant in full."""
+    from rich.table import Table
+
+    from hf_attn_swap import list_variants
+    from hf_attn_swap.core.registry import get_variant
+
     chosen = list_variants() if name is None else [name]
     if as_json:
         print(json.dumps([_in_full(each) for each in chosen], indent=2))
@@ -38,7 +37,9 @@ def variants(
             print(f"{key:12}{value}")
         print(f"\n{inspect.getdoc(get_variant(name).Options)}")
         return
-    table = Table("name", "options", "what it changes", "adds", "paper", show_lines=True)
+    table = Table(show_lines=True)
+    for heading in ("name", "options", "what it changes", "adds", "paper"):
+        table.add_column(heading, overflow="fold")
     for name in list_variants():
         variant = get_variant(name)
         options = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(variant.Options))
@@ -49,6 +50,8 @@ def variants(
 
 def _in_full(name: str) -> dict[str, Any]:
     """What the registry knows of a variant."""
+    from hf_attn_swap.core.registry import get_variant
+
     variant = get_variant(name)
     return {
         "name": variant.name,
@@ -62,9 +65,9 @@ def _in_full(name: str) -> dict[str, Any]:
     }
 
 
-@app.command()
+@app.command(cls=Command)
 def patch(
-    model: Annotated[str, typer.Argument(help="Name on the Hub, or folder of a saved model.")],
+    model: Model,
     variant: Annotated[str, typer.Argument(help='Name from `variants`, or a composition such as "mha+belief".')],
     out: Annotated[Path, typer.Argument(help="Folder for the result.")],
     strength: Annotated[float, typer.Option(help="0 is the pretrained model, 1 the paper's formula.")] = 1.0,
@@ -74,21 +77,16 @@ def patch(
     modules: Annotated[
         str | None, typer.Option(help='Only inside these modules, as "language_model"; --layers counts inside them.')
     ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="key=value; component.key=value in a composition.")
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            "--task",
-            "--auto-class",
-            help="AutoModel class, such as AutoModelForCausalLM or causal-lm; by default the class that was saved.",
-        ),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
+    option: Options = None,
+    task: Task = None,
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    token: Token = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Swap the attention and save, without any training: for a look inside, or to fine-tune. `convert` loses less."""
-    from ..publish.checkpoint import patch_checkpoint
+    from hf_attn_swap.core.typed import parse_layers, parse_options
+    from hf_attn_swap.publish.checkpoint import patch_checkpoint
 
     fresh = patch_checkpoint(
         model,
@@ -99,6 +97,9 @@ def patch(
         modules=modules,
         options=parse_options(option or [], composed="+" in variant),
         task=task,
+        dtype=dtype,
+        revision=revision,
+        token=token,
         overwrite=overwrite,
         notify=notify,
     )
@@ -106,50 +107,64 @@ def patch(
         notify(f"note: not in the checkpoint, so newly initialised: {', '.join(fresh)}")
 
 
-@app.command(name="describe")
+@app.command(name="describe", cls=Command)
 def describe_command(
-    model: Annotated[str, typer.Argument(help="Name on the Hub, or folder of a saved model.")],
-    task: Annotated[str | None, typer.Option("--task", "--auto-class", help="As for `patch`.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    model: Model,
+    task: Task = None,
+    revision: Revision = None,
+    token: Token = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say what is swapped in a saved model, or what could be swapped in a stock model.
 
     The command reads the config and no weights.
     """
-    from ..publish.checkpoint import skeleton
+    from hf_attn_swap import describe
+    from hf_attn_swap.publish.checkpoint import skeleton
 
     notify(f"reading the config of {model}")
-    description = describe(skeleton(model, task))
-    print(json.dumps(description.to_dict(), indent=2) if as_json else description)
+    description = describe(skeleton(model, task, revision=revision, token=token))
+    if as_json:
+        print(json.dumps(description.to_dict(), indent=2))
+        return
+    show(description.table())
     layers = [row.layer for row in description.rows if row.layer is not None]
-    if layers and not as_json and all(row.strength is None for row in description.rows):
+    if layers and all(row.strength is None for row in description.rows):
         print(f"Layers 0 to {layers[-1]} can be swapped: hf-attn-swap patch {model} VARIANT OUT")
 
 
-@app.command()
+@app.command(cls=Command)
 def card(
     results: Annotated[Path, typer.Argument(help="A results.json.")],
     out: Annotated[Path | None, typer.Option(help="File to write the card into; printed if left out.")] = None,
     repo: Annotated[str | None, typer.Option(help="Name on the Hub, for the lines that load the model.")] = None,
 ) -> None:
     """Render the model card of a run from its results.json alone."""
+    from hf_attn_swap.publish.card import render
+    from hf_attn_swap.publish.results import RunResult
+
     text = render(RunResult.load(results), repo)
     print(text) if out is None else out.write_text(text, encoding="utf-8")
 
 
-@app.command()
+@app.command(cls=Command)
 def push(
     folder: Annotated[Path, typer.Argument(help="Folder of a saved converted model.")],
     repo: Annotated[str, typer.Argument(help="Name on the Hub, such as me/bert-belief.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch.")] = None,
+    token: Token = None,
 ) -> None:
     """Publish a saved model with its card, in one commit; a results.json in the folder becomes the card."""
+    from hf_attn_swap.publish.hub import push_folder
+
     notify(f"pushing {folder} to {repo}")
-    print(push_folder(folder, repo, private=private, revision=revision).commit_url)
+    print(push_folder(folder, repo, private=private, revision=revision, token=token).commit_url)
 
 
-@app.command(name="table")
+@app.command(name="table", cls=Command)
 def table_command(folder: Annotated[Path, typer.Argument(help="Folder of runs, such as model_cards/.")]) -> None:
     """One Markdown table of all runs in a folder."""
-    print(table(folder))
+    from hf_attn_swap.publish.card import table
+
+    print(table(folder), end="")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
 import sys
 import warnings
-from typing import Annotated
+from importlib.metadata import version as installed_version
+from typing import TYPE_CHECKING, Annotated, Any
 
-import huggingface_hub
-import transformers
 import typer
-from rich.console import Console
+from typer.core import TyperCommand
 
-from .. import __version__
+if TYPE_CHECKING:
+    from rich.console import Console
 
-WIDE = 160  # columns of a table that is written to a file or a pipe
+    from hf_attn_swap.core.table import Table
+
+WIDE = 160  # columns of a table of Rich that is written to a file or a pipe
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
@@ -22,7 +27,17 @@ app = typer.Typer(
     help="Swap the attention of a loaded pretrained Transformers model, exactly.",
     add_completion=False,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,  # it would show the values of local variables, a token among them
 )
+
+
+class Command(TyperCommand):
+    """A command that quietens the libraries before it runs, and not before its help, which loads no library."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        _quiet()
+        return super().invoke(ctx)
 
 
 def main() -> None:
@@ -34,16 +49,17 @@ def run(arguments: list[str]) -> int:
     """Run one command and return the exit code. An error is printed as one line."""
     try:
         with warnings.catch_warnings():
-            _quiet()
-            return int(app(args=arguments, standalone_mode=False) or 0)
+            code = int(app(args=arguments, standalone_mode=False) or 0)
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        code = INTERRUPTED
     except Exception as error:  # the outermost boundary: the user gets one line for every error
-        if "--debug" in arguments:
+        if "--debug" in itertools.takewhile(lambda word: word.startswith("-"), arguments):  # before the command
             raise
         print(f"error: {_one_line(error)}", file=sys.stderr)
         return USAGE_ERROR
+    if code == INTERRUPTED:  # some releases of Typer return it
+        print("interrupted", file=sys.stderr)
+    return code
 
 
 @app.callback(invoke_without_command=True)
@@ -54,7 +70,7 @@ def root(
 ) -> None:
     """Swap the attention of a loaded pretrained Transformers model, exactly."""
     if version:
-        print(f"hf-attn-swap {__version__}")
+        print(f"hf-attn-swap {installed_version('hf-attn-swap')}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -74,19 +90,52 @@ def _one_line(error: Exception) -> str:
     )
 
 
+def first_process() -> bool:
+    """False in all processes but the first of those that accelerate or torchrun started together."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def notify(message: str) -> None:
-    """Print one line on stderr."""
-    print(message, file=sys.stderr)
+    """Print one line on stderr, in the first process."""
+    if first_process():
+        print(message, file=sys.stderr)
+
+
+def columns() -> int | None:
+    """The width of the terminal, or of the variable COLUMNS; None for a file or a pipe."""
+    return shutil.get_terminal_size((0, 0)).columns or None
 
 
 def console() -> Console:
     """A console as wide as the terminal, or 160 columns wide for a file or a pipe."""
-    found = Console()
-    return found if found.is_terminal else Console(width=WIDE)
+    from rich.console import Console
+
+    return Console(width=columns() or WIDE)
+
+
+def show(table: Table) -> None:
+    """Print a table; if it is wider than the terminal, long cells go on in the next line."""
+    text, width = table.text(), columns()
+    if width is None or all(len(line) <= width for line in text.split("\n")[1:]):
+        print(text)
+        return
+    from rich.table import Table as Folded
+    from rich.text import Text
+
+    folded = Folded(box=None, pad_edge=False, header_style=None)
+    for name in table.header:
+        folded.add_column(name, overflow="fold")
+    for row in table.rows:
+        folded.add_row(*map(Text, row))  # as text: a cell such as "[0]" would be read as markup
+    print(table.summary)
+    console().print(folded)
 
 
 def _quiet() -> None:
     """Hide the messages of the libraries, and print each warning of this package in one line."""
+    import huggingface_hub
+    import transformers
+
     transformers.utils.logging.set_verbosity_error()
     huggingface_hub.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", module=r"(transformers|torch|huggingface_hub|accelerate)\b")

@@ -5,36 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import transformers
 import typer
 
-from ..core.typed import parse_options
-from ..demo.data import require_packages
-from ..demo.options import DEFAULT_VARIANTS, DemoOptions
-from .app import app, console, notify
+from .app import Command, app, console, notify
+from .options import Column, Config, Data, Device, Dtype, Model, Options, Revision, Split, Task, Token
 
 
-@app.command()
+@app.command(cls=Command)
 def demo(
-    variants: Annotated[str, typer.Option(help="Names, separated by commas; the control always runs.")] = ",".join(
-        DEFAULT_VARIANTS
-    ),
+    variants: Annotated[
+        str, typer.Option(help="Names, separated by commas; the control always runs.")
+    ] = "outeffhop,outeffhop+gated,belief,mha,simple_resl",
     model: Annotated[str | None, typer.Option(help="Hub name or folder; by default the extra's MiniLM.")] = None,
     dataset: Annotated[str | None, typer.Option(help="Hub name or folder; by default rotten_tomatoes.")] = None,
     text_column: Annotated[str, typer.Option(help="Column of --dataset with the text.")] = "text",
     label_column: Annotated[str, typer.Option(help="Column of --dataset with the class.")] = "label",
-    train_size: Annotated[int, typer.Option(help="Number of sentences to train on.")] = DemoOptions.train_size,
-    test_size: Annotated[int, typer.Option(help="Number of held-out sentences.")] = DemoOptions.test_size,
-    batch_size: Annotated[int, typer.Option(help="Number of sentences per step.")] = DemoOptions.batch_size,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = DemoOptions.learning_rate,
-    max_length: Annotated[
-        int, typer.Option(help="Number of tokens that are kept of a sentence.")
-    ] = DemoOptions.max_length,
-    ramp: Annotated[float, typer.Option(help="Share of the steps in which strength rises.")] = DemoOptions.ramp,
-    seed: Annotated[int, typer.Option(help="Seed, the same for every model.")] = DemoOptions.seed,
-    out: Annotated[Path, typer.Option(help="Folder for the result.")] = DemoOptions.out,
+    train_size: Annotated[int, typer.Option(help="Number of sentences to train on.")] = 1600,
+    test_size: Annotated[int, typer.Option(help="Number of held-out sentences.")] = 1000,
+    batch_size: Annotated[int, typer.Option(help="Number of sentences per step.")] = 16,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-4,
+    max_length: Annotated[int, typer.Option(help="Number of tokens that are kept of a sentence.")] = 64,
+    ramp: Annotated[float, typer.Option(help="Share of the steps in which strength rises.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Seed, the same for every model.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("attn-swap-demo"),
 ) -> None:
     """Fine-tune a pretrained BERT with several attentions on real text, compare them, save and reload the best."""
+    import transformers
+
+    from hf_attn_swap.demo.data import require_packages
+    from hf_attn_swap.demo.options import DemoOptions
+
     options = DemoOptions(
         variants=tuple(name.strip() for name in variants.split(",") if name.strip()),
         model=model,
@@ -51,27 +51,31 @@ def demo(
         out=out,
     )
     require_packages(options)  # before the import, which needs them
-    from ..demo.run import run_demo
+    from hf_attn_swap.demo.run import run_demo
 
     transformers.utils.logging.disable_progress_bar()  # loading takes a moment and would draw six bars
     run_demo(options, console())
 
 
-@app.command()
+@app.command(cls=Command)
 def report(
-    model: Annotated[str, typer.Argument(help="Name on the Hub, or folder of a saved model, stock or swapped.")],
-    data: Annotated[str, typer.Option(help="Set on the Hub, folder, or file of text or images.")],
+    model: Model,
+    data: Data,
     variant: Annotated[str | None, typer.Option(help="Variant to swap into a stock model, as for `patch`.")] = None,
-    option: Annotated[list[str] | None, typer.Option("--option", "-o", help="As for `patch`.")] = None,
+    option: Options = None,
     calibrate: Annotated[str | None, typer.Option(help='"gain" or "map": fit the swap on the rows first.')] = None,
-    column: Annotated[str, typer.Option(help="Column of the text or the image.")] = "text",
-    config: Annotated[str | None, typer.Option(help="Configuration of the set, such as a GLUE task.")] = None,
-    split: Annotated[str | None, typer.Option(help="Split of the set; the held-out split if left out.")] = None,
+    column: Column = "text",
+    config: Config = None,
+    split: Split = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows, from the first.")] = 64,
     show: Annotated[int, typer.Option(help="Row whose attention is drawn, from 0.")] = 0,
     max_length: Annotated[int, typer.Option(min=2, help="Number of tokens that are kept of a row.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Number of rows per batch.")] = 16,
-    task: Annotated[str | None, typer.Option("--task", "--auto-class", help="As for `patch`.")] = None,
+    task: Task = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    token: Token = None,
     processor: Annotated[str | None, typer.Option(help="Tokenizer or image processor, if not the model's.")] = None,
     base: Annotated[
         str | None, typer.Option(help="The stock model, to say what was lost; the model at strength 0 if left out.")
@@ -79,18 +83,27 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder to write report.html and report.json into.")] = Path("report"),
 ) -> None:
     """Report what a swap does to a model, beside the unswapped model: outliers, similarity, entropy, attention maps."""
-    from ..analysis.comparison import compare
-    from ..analysis.inputs import prepare
-    from ..publish.checkpoint import model_class, read_config
-    from ..training import load_rows
+    from hf_attn_swap.analysis.comparison import compare
+    from hf_attn_swap.analysis.inputs import prepare
+    from hf_attn_swap.core.typed import parse_options
+    from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint
+    from hf_attn_swap.training import load_rows
 
     chosen = parse_options(option or [], composed="+" in (variant or ""))
     found = load_rows(data, config, split, column)
-    loaded = model_class(read_config(model), task).from_pretrained(model)
+    loaded = load_checkpoint(model, task, device=device, dtype=dtype, revision=revision, token=token)
     inputs = prepare(
-        loaded, processor or model, found, column, limit=rows, batch_size=batch_size, max_length=max_length, shown=show
+        loaded,
+        processor or model,
+        found,
+        column,
+        limit=rows,
+        batch_size=batch_size,
+        max_length=max_length,
+        shown=show,
+        hub=hub_arguments(revision if processor is None else None, token),
     )
-    stock = None if base is None else model_class(read_config(base), task).from_pretrained(base)
+    stock = None if base is None else load_checkpoint(base, task, device=device, dtype=dtype, token=token)
     made = compare(loaded, inputs, Path(data).name, variant, fit=calibrate, stock=stock, **chosen)
     if made.lost is not None:
         print(made.lost)
@@ -99,7 +112,7 @@ def report(
     print(made.save(out))
 
 
-@app.command()
+@app.command(cls=Command)
 def dynamics(
     figure: Annotated[str, typer.Argument(help='A figure, "all", or "list".')] = "list",
     model: Annotated[
@@ -114,7 +127,7 @@ def dynamics(
     """Draw the figures of the clusters paper and of the multi-head report: attention as a system of particles."""
     from transformers import AutoModel, AutoTokenizer
 
-    from ..dynamics.figures import FIGURES, TRAINED, Settings
+    from hf_attn_swap.dynamics.figures import FIGURES, TRAINED, Settings
 
     if figure == "list":
         for name, draw in FIGURES.items():

@@ -7,20 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
-from ..core.typed import parse_count, parse_layers, parse_options, parse_share
-from .app import app, notify
+from .app import Command, app, first_process, notify, show
+from .options import Column, Config, Data, Device, Dtype, Options, Overwrite, Revision, Task, Token
 
 MISSED = 1  # the exit code of a conversion that missed its budget
 
 
-@app.command()
+@app.command(cls=Command)
 def convert(
     model: Annotated[str, typer.Argument(help="Name on the Hub, or folder, of a stock model.")],
     variant: Annotated[str, typer.Argument(help='Name from `variants`, or a composition such as "outeffhop+gated".')],
     out: Annotated[Path, typer.Argument(help="Folder for the converted model.")],
-    data: Annotated[str, typer.Option(help="Set on the Hub, folder, or file of text or images; labels are not read.")],
-    column: Annotated[str, typer.Option(help="Column of the text or the image.")] = "text",
-    config: Annotated[str | None, typer.Option(help="Configuration of the set, such as a GLUE task.")] = None,
+    data: Data,
+    column: Column = "text",
+    config: Config = None,
     split: Annotated[str | None, typer.Option(help="Split to convert on; train if left out.")] = None,
     eval_data: Annotated[str | None, typer.Option(help="Held-out data; a part of --data if left out.")] = None,
     tokens: Annotated[
@@ -31,27 +31,32 @@ def convert(
     ] = None,
     layers: Annotated[str, typer.Option(help='Layers, such as "0-5,7"; auto takes all, or as many as fit.')] = "auto",
     keep: Annotated[float, typer.Option(help="Share of layers that keep their attention: the costliest.")] = 0.0,
-    option: Annotated[list[str] | None, typer.Option("--option", "-o", help="As for `patch`.")] = None,
-    length: Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")] = 512,
-    task: Annotated[str | None, typer.Option("--task", "--auto-class", help="As for `patch`.")] = None,
-    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda; the accelerator if left out.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: the checkpoint's.")] = "auto",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model.")] = None,
-    token: Annotated[str | None, typer.Option(help="Token of the Hub, for a private model.")] = None,
+    option: Options = None,
+    length: Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")] = 256,
+    low_memory: Annotated[
+        bool, typer.Option("--low-memory", help="Slower, with less memory: adapters, and one row at a time.")
+    ] = False,
+    task: Task = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    token: Token = None,
     push: Annotated[str | None, typer.Option(help="Publish the result there, such as me/smollm2-belief.")] = None,
     keep_anyway: Annotated[
         bool, typer.Option("--keep-anyway", help="Save the model, too, if its loss is above the budget.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Convert a model with little loss: swap, fit, distil from the model itself, measure, and save.
 
-    The folder gets the model, its tokenizer, a card, results.json and conversion.html. The same command goes on with a
-    conversion that was interrupted. If the loss is above --max-loss, nothing is saved and the exit code is 1.
+    Labels are not read. The folder gets the model, its tokenizer, a card, results.json and conversion.html. The same
+    command goes on with a conversion that was interrupted. If the loss is above --max-loss, nothing is saved and the
+    exit code is 1. On several GPUs: accelerate launch -m hf_attn_swap.cli convert, with the same arguments.
     """
-    from ..publish.converted import convert_checkpoint
-    from ..publish.hub import push_folder
-    from ..training import load_rows
+    from hf_attn_swap.core.typed import parse_count, parse_layers, parse_options, parse_share
+    from hf_attn_swap.publish.converted import convert_checkpoint
+    from hf_attn_swap.publish.hub import push_folder
+    from hf_attn_swap.training import load_rows
 
     def read() -> tuple[list[Any], list[Any] | None]:
         train = load_rows(data, config, split, column, ("train",))[column]
@@ -70,6 +75,7 @@ def convert(
         keep=keep,
         options=parse_options(option or [], composed="+" in variant),
         length=length,
+        low_memory=low_memory,
         task=task,
         device=device,
         dtype=dtype,
@@ -79,7 +85,11 @@ def convert(
         overwrite=overwrite,
         notify=notify,
     )
-    print(report)
+    if not first_process():
+        return
+    show(report.table())
+    for line in report.reasons():
+        print(line)
     if not saved:
         notify(f"nothing was saved: {report.lost.measure} is above the budget; --keep-anyway saves the model.")
         raise typer.Exit(MISSED)

@@ -1,5 +1,8 @@
 """The command line `hf-attn-swap`: lists variants, converts and describes checkpoints, reports, and runs the demo.
 
+This is a package of its own, because `import hf_attn_swap` loads torch and transformers, which takes seconds. Here a
+command imports them when it runs, so `--version` and every `--help` answer at once.
+
 A mistake of the user becomes one line on stderr, `error: ...`, and exit code 2. `--debug` shows the traceback.
 """
 

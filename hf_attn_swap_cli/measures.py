@@ -1,0 +1,178 @@
+"""The commands that measure saved models: evaluate and compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .app import Command, app, notify, show
+from .options import AsJson, Column, Config, Data, Device, Dtype, Model, Revision, Split, Task, Token
+
+if TYPE_CHECKING:
+    from hf_attn_swap.analysis.cost import Cost
+    from hf_attn_swap.analysis.outliers import Outliers
+    from hf_attn_swap.core.table import Table
+
+Label = Annotated[str | None, typer.Option(help="Column of the class (a number), for the accuracy of a classifier.")]
+RowCount = Annotated[int, typer.Option(min=1, help="Number of rows, or blocks of text, from the first.")]
+Length = Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")]
+ROWS = (  # the rows of the table that `compare` prints: words, name of the figure, unit
+    ("milliseconds per batch", "milliseconds", 1),
+    ("MB of parameters", "parameter_bytes", 1e6),
+    ("MB that a pass adds, at its peak", "peak_bytes", 1e6),
+    ("kurtosis of the hidden states", "kurtosis", 1),
+    ("infinity norm of the hidden states", "max_infinity_norm", 1),
+)
+
+
+@app.command(cls=Command)
+def compare(
+    first: Model,
+    second: Model,
+    data: Data,
+    column: Column = "text",
+    label: Label = None,
+    config: Config = None,
+    split: Split = None,
+    rows: RowCount = 64,
+    length: Length = 512,
+    task: Task = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two saved models, such as a base and the model that was converted from it, on the same rows.
+
+    The first model is the one that the second is measured against: KL, equal first choices, and perplexity or accuracy.
+    Below stand the time of a pass, the memory, and the outliers in the hidden states of both. The models take turns,
+    and the time is the median of nine passes. The peak of the memory is told on CUDA alone.
+    """
+    from hf_attn_swap.analysis.cost import beside
+    from hf_attn_swap.analysis.held_out import HeldOut
+    from hf_attn_swap.analysis.outliers import outliers
+
+    models = [_load(name, task, device=device, dtype=dtype, token=token) for name in (first, second)]
+    batches = _batches(models[0], first, data, column, label, config, split, rows, length, token=token)
+    found = HeldOut(models[0], batches, as_it_is=True).lost(models[1], progress=True)
+    costs, ratio = beside(models[0], models[1], batches)
+    states = [outliers(model, batches) for model in models]
+    if as_json:
+        more = {"loss": found.share, "measure": found.measure, "time_ratio": ratio}
+        both = dict(zip(("first", "second"), map(_figures, costs, states), strict=True))
+        print(json.dumps({**found.to_dict(), **more, **both}, indent=1))
+        return
+    print(f"{second} beside {first}, {sum(map(_rows, batches))} rows of {data}")
+    print(found)
+    show(_table(costs, states, ratio))
+    if costs[0].peak_bytes is None:
+        print("The memory of a pass is measured on CUDA alone; here it is the parameters' memory.")
+
+
+@app.command(cls=Command)
+def evaluate(
+    model: Model,
+    data: Data,
+    column: Column = "text",
+    label: Label = None,
+    config: Config = None,
+    split: Split = None,
+    rows: RowCount = 64,
+    length: Length = 512,
+    task: Task = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    token: Token = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure one saved model: the perplexity of a causal language model, the accuracy of a classifier."""
+    from hf_attn_swap.analysis.held_out import HeldOut
+
+    loaded = _load(model, task, device=device, dtype=dtype, revision=revision, token=token)
+    batches = _batches(loaded, model, data, column, label, config, split, rows, length, revision=revision, token=token)
+    found = HeldOut(loaded, batches, as_it_is=True).itself()
+    figures = {"perplexity": found.perplexity, "accuracy": found.accuracy}
+    known = {name: value for name, value in figures.items() if value is not None}
+    if not known:
+        raise ValueError(
+            "this model has neither a perplexity nor an accuracy here; name the classes of a classifier's rows with "
+            "--label, or compare the model with another model (hf-attn-swap compare)."
+        )
+    print(json.dumps(known) if as_json else "\n".join(f"{name}: {value:.4g}" for name, value in known.items()))
+
+
+def _load(name: str, task: str | None, **where: Any) -> Any:
+    """A saved model in evaluation mode."""
+    from hf_attn_swap.publish.checkpoint import load_checkpoint
+
+    notify(f"loading {name}")
+    return load_checkpoint(name, task, **where)
+
+
+def _batches(
+    model: Any,
+    name: str,
+    data: str,
+    column: str,
+    label: str | None,
+    config: str | None,
+    split: str | None,
+    rows: int,
+    length: int,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+) -> list[dict[str, Any]]:
+    """The first rows of the data as the model takes them, in batches."""
+    from hf_attn_swap.conversion.rows import as_rows
+    from hf_attn_swap.publish.checkpoint import hub_arguments
+    from hf_attn_swap.publish.converted import processor_of
+    from hf_attn_swap.training import load_rows
+
+    found = load_rows(data, config, split, column)
+    if label is not None and label not in found.column_names:
+        raise ValueError(f"the data have no column {label!r}; they have {', '.join(found.column_names)}.")
+    filled = found.filter(lambda row: not isinstance(row[column], str) or bool(row[column].strip()))
+    if not len(filled):
+        raise ValueError(f"every row of column {column!r} is blank.")
+    processor = processor_of(model, name, hub_arguments(revision, token))
+    prepared = as_rows(model, filled[column][:], processor, length=length)
+    if label is not None:
+        if len(prepared) != len(filled):
+            raise ValueError("a language model has no use for --label: its rows are blocks of joined text.")
+        for row, value in zip(prepared.rows, filled[label], strict=True):
+            row["labels"] = value
+    return list(prepared.some(range(min(rows, len(prepared)))).batches(8))
+
+
+def _rows(batch: dict[str, Any]) -> int:
+    """The number of rows of a batch."""
+    return len(next(iter(batch.values())))
+
+
+def _figures(cost: Cost, found: Outliers | None) -> dict[str, Any]:
+    """The cost and the outliers of one model as plain data; None stands for a figure that was not measured."""
+    from hf_attn_swap.analysis.recording import plain
+
+    measured = {} if found is None else asdict(found)
+    return {**asdict(cost), **{name: plain(measured.get(name)) for name in ("kurtosis", "max_infinity_norm")}}
+
+
+def _table(costs: Sequence[Cost], states: Sequence[Outliers | None], ratio: float) -> Table:
+    """Time, memory and outliers of both models."""
+    from hf_attn_swap.core.table import Table
+
+    figures = list(map(_figures, costs, states))
+    rows = []
+    for name, key, unit in ROWS:
+        first, second = (each[key] for each in figures)
+        if first is not None and second is not None:
+            over = ratio if key == "milliseconds" else second / first
+            rows.append((name, f"{first / unit:.4g}", f"{second / unit:.4g}", f"{over:.2f}"))
+    summary = "What a pass costs, and its outliers; the ratio is the second model's figure to the first's."
+    return Table(summary=summary, header=("", "first", "second", "ratio"), rows=rows)

@@ -1,0 +1,36 @@
+"""The arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+Model = Annotated[str, typer.Argument(help="Name on the Hub, or folder of a saved model, stock or converted.")]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", "-o", help="key=value; component.key=value in a composition.")
+]
+Task = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        "--auto-class",
+        help="AutoModel class, such as AutoModelForCausalLM or causal-lm; by default the class that was saved.",
+    ),
+]
+Device = Annotated[str | None, typer.Option(help="Such as cpu or cuda; CUDA if left out, or the CPU without CUDA.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: the checkpoint's.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the model.")]
+Token = Annotated[str | None, typer.Option(help="Token of the Hub, for a private model; the stored one if left out.")]
+Data = Annotated[str, typer.Option(help="Set on the Hub, folder, or file of text or images.")]
+Column = Annotated[str, typer.Option(help="Column of the text or the image.")]
+Config = Annotated[str | None, typer.Option(help="Configuration of the set, such as a GLUE task.")]
+Split = Annotated[str | None, typer.Option(help="Split of the set; the held-out split if left out.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")]
+
+
+def hub(revision: str | None, token: str | None) -> dict[str, Any]:
+    """What the Hub is told: the options that the user gave."""
+    given = {"revision": revision, "token": token}
+    return {name: value for name, value in given.items() if value is not None}
