@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..conversion.batches import LABELS, Batch, evaluating, forward, without_labels
+from ..conversion.batches import LABELS, Batch, evaluating, forward, gives_numbers, without_labels
 from ..conversion.head import last_hidden
 from ..wiring.install import installation_of, model_root
 from .lost import Lost, Sums, predicts_next, refuse_changed
@@ -73,11 +73,12 @@ class HeldOut:
     ) -> None:
         self.kept: list[_Kept] = []
         self.causal = predicts_next(model)
+        self.numbers = gives_numbers(model)
         root = model_root(model)
         self.head: nn.Module | None = root.get_output_embeddings()
         installation = None if as_it_is else installation_of(root)
         if installation is not None:
-            refuse_changed(installation)
+            refuse_changed(installation, "make HeldOut of the stock model, or say as_it_is=True")
         with evaluating(model), torch.no_grad(), contextlib.ExitStack() as inside:
             if installation is not None:
                 inside.enter_context(installation.stock())
@@ -97,7 +98,7 @@ class HeldOut:
     @torch.no_grad()
     def itself(self) -> Lost:
         """The figures of the model that others are measured against, without another pass; it has lost nothing."""
-        sums = Sums(causal=self.causal)
+        sums = Sums(causal=self.causal, numbers=self.numbers)
         for kept in self.kept:
             own = self._output(kept)
             sums.add(own, own, kept.batch, kept.labels)
@@ -106,7 +107,7 @@ class HeldOut:
     @torch.no_grad()
     def lost(self, model: nn.Module, *, progress: bool = False) -> Lost:
         """Compare the model as it is now with the stock model, in evaluation mode."""
-        sums = Sums(causal=self.causal)
+        sums = Sums(causal=self.causal, numbers=self.numbers)
         with evaluating(model):
             for kept in tqdm(self.kept, desc="measure", unit="batch", disable=not progress, leave=False):
                 sums.add(forward(model, kept.batch), self._output(kept), kept.batch, kept.labels)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
-from ..conversion.batches import Batch, as_batches, evaluating, forward, token_mask
+from ..conversion.batches import Batch, as_batches, evaluating, forward, gives_numbers, token_mask
 from ..conversion.divergence import divergence
 from ..conversion.transfer import relative_error
 from ..patch import need_installation
@@ -39,7 +40,8 @@ class Lost:
         agreement: the share of tokens whose likeliest class is the stock model's, from 0 to 1.
         perplexity: of the next token, after the swap; causal language models only.
         stock_perplexity: the same for the stock model.
-        relative_error: of the last hidden states, for models without logits; of the outputs, for one number per row.
+        relative_error: of the last hidden states, for models without logits; of the outputs, for a regression or for
+            labels that do not exclude each other.
         accuracy: the share of rows whose likeliest class is the label; classifiers on rows with labels only.
         stock_accuracy: the same for the stock model.
         per_token: True if a prediction belongs to a token, False if it belongs to a row.
@@ -61,7 +63,8 @@ class Lost:
 
         With labels: the accuracy that was lost, as a share of all rows. A causal language model: the rise of
         perplexity, as a share of the stock model's. Another model of tokens: KL, in nats. A classifier: the share of
-        rows whose first choice changed. A model without logits, or with one number per row: the relative squared error.
+        rows whose first choice changed. A model without logits, or with outputs that are numbers: the relative squared
+        error.
         """
         if self.accuracy is not None and self.stock_accuracy is not None:
             return self.stock_accuracy - self.accuracy
@@ -137,11 +140,11 @@ def lost(model: nn.Module, batches: Iterable[Any], *, stock: nn.Module | None = 
     """
     if stock is None:
         installation = need_installation(model)
-        refuse_changed(installation)
+        refuse_changed(installation, "pass stock=")
         beside: Callable[[], AbstractContextManager[None]] = installation.stock
     else:
         beside = contextlib.nullcontext
-    sums = Sums(causal=predicts_next(model))
+    sums = Sums(causal=predicts_next(model), numbers=gives_numbers(model))
     with evaluating(model, stock):
         for batch in tqdm(as_batches(batches), desc="compare", unit="batch", disable=not progress):
             with beside():
@@ -150,17 +153,16 @@ def lost(model: nn.Module, batches: Iterable[Any], *, stock: nn.Module | None = 
     return sums.result()
 
 
-def refuse_changed(installation: Installation) -> None:
-    """Refuse a model whose strength 0 is no longer the stock model.
+def refuse_changed(installation: Installation, advice: str) -> None:
+    """Refuse a model whose strength 0 is no longer the stock model, and say what to do.
 
     Raises:
         ValueError: a calibration was merged into weights, or a conversion trained weights.
     """
-    installation.refuse_merged("compared with the model at strength 0 (pass the stock model)")
+    installation.refuse_merged(f"compared with the model at strength 0 ({advice})")
     if any(swap.retrained for group in installation.swaps().values() for swap in group):
         raise ValueError(
-            "a conversion trained weights of this model, so strength 0 is no longer the stock model; pass the stock "
-            "model beside this model."
+            f"a conversion trained weights of this model, so strength 0 is no longer the stock model; {advice}."
         )
 
 
@@ -170,13 +172,20 @@ def predicts_next(model: nn.Module) -> bool:
 
 
 class Sums:
-    """Sums over tokens, from which the figures are made."""
+    """Sums over tokens, from which the figures are made.
 
-    def __init__(self, *, causal: bool) -> None:
+    Args:
+        causal: the logits are of the next token.
+        numbers: the outputs of a row are compared as numbers, and not as logits of classes.
+    """
+
+    def __init__(self, *, causal: bool, numbers: bool) -> None:
         self.causal = causal
+        self.numbers = numbers
         self.tokens = self.targets = 0
         self.same = self.divergence = self.loss = self.stock_loss = 0.0
         self.errors: list[float] = []
+        self.square_error = self.square = 0.0
         self.right = self.stock_right = self.labelled = 0
         self.logits = False
         self.per_token = True
@@ -186,8 +195,8 @@ class Sums:
         if not isinstance(getattr(ours, "logits", None), Tensor):
             mine, stock = (each[0] if each[0].dim() > 2 else each[0][..., None] for each in (ours, theirs))
             self.add_errors(mine, stock, token_mask(batch, mine))  # question answering gives one number per token
-        elif ours.logits.dim() == 2 and ours.logits.shape[1] == 1:
-            self.add_errors(ours.logits[..., None], theirs.logits[..., None], torch.ones_like(ours.logits).bool())
+        elif self.numbers:
+            self.add_numbers(ours.logits.float(), theirs.logits.float())
         else:
             self.add_logits(ours.logits, theirs.logits, batch, labels_B)
 
@@ -196,6 +205,13 @@ class Sums:
         error = float(relative_error(ours_BLE, theirs_BLE.to(ours_BLE.device), real_BL))
         self.errors.append(error * len(real_BL))
         self.tokens += len(real_BL)
+
+    def add_numbers(self, ours_BN: Tensor, theirs_BN: Tensor) -> None:
+        """Add outputs of rows that are no logits of classes. One of them may be 0, so the squares are summed first."""
+        theirs_BN = theirs_BN.to(ours_BN.device)
+        self.square_error += float((ours_BN - theirs_BN).square().sum())
+        self.square += float(theirs_BN.square().sum())
+        self.tokens += len(ours_BN)
 
     def add_logits(self, ours: Tensor, theirs: Tensor, batch: Batch, labels_B: Tensor | None) -> None:
         """Add logits (B,L,V) of tokens or (B,V) of rows."""
@@ -222,6 +238,8 @@ class Sums:
 
     def result(self) -> Lost:
         """The figures of all batches so far."""
+        if self.numbers:
+            return Lost(tokens=self.tokens, relative_error=self.square_error / max(self.square, sys.float_info.min))
         if not self.logits:
             return Lost(tokens=self.tokens, relative_error=sum(self.errors) / self.tokens)
         mean = self.divergence / self.tokens

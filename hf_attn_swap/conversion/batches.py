@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..wiring.install import model_root
+
 Batch = dict[str, Any]
 LABELS = ("labels", "label", "label_ids")
 MASKS = ("attention_mask", "decoder_attention_mask")
@@ -82,3 +84,15 @@ def token_mask(batch: Batch, tokens_BL: Tensor) -> Tensor:
             "pass the 2-D mask that the tokenizer gives."
         )
     return torch.ones(shape, dtype=torch.bool, device=tokens_BL.device)
+
+
+def gives_numbers(model: nn.Module) -> bool:
+    """True if a row's outputs are no logits of classes: a regression, or labels that do not exclude each other.
+
+    A softmax over them would mean nothing; over a single number it is always 1.
+    """
+    root = model_root(model)
+    if not type(root).__name__.endswith(("SequenceClassification", "ImageClassification")):
+        return False
+    kind = getattr(root.config, "problem_type", None)
+    return root.config.num_labels == 1 or kind in ("regression", "multi_label_classification")

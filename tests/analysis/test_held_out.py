@@ -14,6 +14,12 @@ from hf_attn_swap.analysis.held_out import HeldOut
 from tests import zoo
 from tests.contract.harness import batch_of, fresh, padding_side, refused, swaps
 
+NUMBERS: dict[str, dict[str, Any]] = {
+    "one number": {"num_labels": 1},
+    "regression": {"num_labels": 3, "problem_type": "regression"},
+    "several labels at once": {"num_labels": 3, "problem_type": "multi_label_classification"},
+}
+
 
 def stock(name: str, **overrides: Any) -> Any:
     return fresh(name, torch.float32, **overrides)
@@ -117,21 +123,25 @@ def test_predictions_of_tokens() -> None:
     assert (found.share, found.measure) == (found.divergence, "KL to the stock model, nats")
 
 
-def test_one_number_per_row() -> None:
-    model = patch_model(zoo.build("bert", head="classification", num_labels=1), "simple_resl")
-    other = zoo.build("bert", head="classification", num_labels=1)
-    batch = batches("bert")[0]
-    found = HeldOut(model, [batch | {"labels": torch.tensor([1, 3])}], progress=False).lost(model)
-    ours, theirs = (one(**batch).logits.detach() for one in (model, other))
-    assert found.relative_error == pytest.approx(float(((ours - theirs) / theirs).square().mean()), rel=1e-5)
-    assert (found.divergence, found.accuracy, found.tokens) == (None, None, 2)
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_outputs_that_are_numbers(kind: str) -> None:
+    """The squares are summed over all rows, since one output may be close to 0."""
+    model = patch_model(zoo.build("bert", head="classification", **NUMBERS[kind]), "simple_resl")
+    other = zoo.build("bert", head="classification", **NUMBERS[kind])
+    given = batches("bert")
+    found = HeldOut(model, [batch | {"labels": torch.tensor([1, 3])} for batch in given], progress=False).lost(model)
+    ours, theirs = (torch.cat([one(**batch).logits.detach() for batch in given]) for one in (model, other))
+    wanted = float((ours - theirs).square().sum() / theirs.square().sum())
+    assert found.relative_error == pytest.approx(wanted, rel=1e-5)
+    assert (found.divergence, found.accuracy, found.tokens) == (None, None, 2 * len(given))
+    assert lost(model, given, stock=other).relative_error == pytest.approx(wanted, rel=1e-5)
 
 
 def test_figures_stay_numbers() -> None:
     """A model that is broken altogether has a perplexity, and rounding gives no KL below 0."""
     found = Lost(tokens=1, divergence=0.5, perplexity=8.0, stock_perplexity=2.0)
     assert (found.ratio, found.share, found.cost) == (4, 3, 0.5)
-    sums = module.Sums(causal=True)
+    sums = module.Sums(causal=True, numbers=False)
     sums.logits, sums.tokens, sums.targets = True, 2, 1
     sums.loss, sums.divergence = 5000.0, -1e-9
     assert 1e300 < sums.result().perplexity < float("inf")

@@ -234,7 +234,7 @@ def test_evaluate_gives_the_accuracy(command: Command, tiny_bert: Path, tmp_path
 
 def test_low_memory_trains_adapters(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
     """This model is small, so without the option its own weights train, and nothing is merged."""
-    words = ("--data", texts, "--tokens", "100", "--device", "cpu")
+    words = ("--data", texts, "--tokens", "300", "--device", "cpu")
     for name, more in (("usual", ()), ("small", ("--low-memory",))):
         assert command("convert", tiny_bert, "belief", tmp_path / name, *words, *more).code == 0
     usual, small = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("usual", "small"))

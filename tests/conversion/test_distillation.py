@@ -14,6 +14,7 @@ from hf_attn_swap.conversion import Losses, StrengthSchedule, calibrate
 from hf_attn_swap.conversion import divergence as divergence_module
 from hf_attn_swap.conversion.distillation import DistillationTrainer
 from tests import zoo
+from tests.analysis.test_held_out import NUMBERS
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import (
     CAUSAL_FAMILIES,
@@ -186,6 +187,18 @@ def test_each_term_is_learned(name: str, losses: Losses, tmp_path: Path) -> None
     first = loss_of(trainer, batch)
     trainer.train()
     assert loss_of(trainer, batch) < 0.95 * first
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_outputs_that_are_numbers_are_learned(kind: str, tmp_path: Path) -> None:
+    """A softmax over a single number is always 1, so its KL would teach nothing."""
+    model = patch_model(zoo.build("bert", head="classification", **NUMBERS[kind]), "simple_resl")
+    trainer, batch = distiller(model, tmp_path, trainable="body"), batch_of("bert", torch.float32)
+    before = loss_of(trainer, batch)
+    ours, theirs = zoo.output(model(**batch)).detach(), teacher_of(trainer, batch)
+    assert before == pytest.approx(float((ours - theirs).square().sum() / theirs.square().sum()), rel=1e-4)
+    trainer.train()
+    assert loss_of(trainer, batch) < 0.5 * before
 
 
 @pytest.mark.parametrize("name", TEXT_FAMILIES)
