@@ -11,50 +11,60 @@ import typer
 from ..core.typed import parse_options
 from ..demo.data import require_packages
 from ..demo.options import DEFAULT_VARIANTS, DemoOptions
-from .app import app, console, notify
+from .app import app, notify
 
 
 @app.command()
 def demo(
-    variants: Annotated[str, typer.Option(help="Names, separated by commas; the control always runs.")] = ",".join(
+    variants: Annotated[str, typer.Option(help="Names, separated by commas; the first is saved.")] = ",".join(
         DEFAULT_VARIANTS
     ),
     model: Annotated[str | None, typer.Option(help="Hub name or folder; by default the extra's MiniLM.")] = None,
     dataset: Annotated[str | None, typer.Option(help="Hub name or folder; by default rotten_tomatoes.")] = None,
-    text_column: Annotated[str, typer.Option(help="Column of --dataset with the text.")] = "text",
-    label_column: Annotated[str, typer.Option(help="Column of --dataset with the class.")] = "label",
-    train_size: Annotated[int, typer.Option(help="Number of sentences to train on.")] = DemoOptions.train_size,
+    config: Annotated[str | None, typer.Option(help="Configuration of --dataset, such as a GLUE task.")] = None,
+    text_column: Annotated[str, typer.Option(help="Column of --dataset with the text.")] = DemoOptions.text_column,
+    label_column: Annotated[str, typer.Option(help="Column of --dataset with the class.")] = DemoOptions.label_column,
+    test_split: Annotated[str, typer.Option(help="Split of --dataset to measure on.")] = DemoOptions.test_split,
+    train_size: Annotated[int, typer.Option(help="Number of sentences to fine-tune on.")] = DemoOptions.train_size,
     test_size: Annotated[int, typer.Option(help="Number of held-out sentences.")] = DemoOptions.test_size,
-    batch_size: Annotated[int, typer.Option(help="Number of sentences per step.")] = DemoOptions.batch_size,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = DemoOptions.learning_rate,
+    tokens: Annotated[int, typer.Option(help="Budget of each conversion, in tokens.")] = DemoOptions.tokens,
+    max_loss: Annotated[
+        float | None, typer.Option(help="Largest loss, as a share; the budget then chooses the layers.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Sentences per step of the fine-tuning.")] = DemoOptions.batch_size,
+    learning_rate: Annotated[
+        float, typer.Option(help="Peak learning rate of the fine-tuning.")
+    ] = DemoOptions.learning_rate,
     max_length: Annotated[
         int, typer.Option(help="Number of tokens that are kept of a sentence.")
     ] = DemoOptions.max_length,
-    ramp: Annotated[float, typer.Option(help="Share of the steps in which strength rises.")] = DemoOptions.ramp,
-    seed: Annotated[int, typer.Option(help="Seed, the same for every model.")] = DemoOptions.seed,
+    seed: Annotated[int, typer.Option(help="Seed of the sample and of the fine-tuning.")] = DemoOptions.seed,
     out: Annotated[Path, typer.Option(help="Folder for the result.")] = DemoOptions.out,
 ) -> None:
-    """Fine-tune a pretrained BERT with several attentions on real text, compare them, save and reload the best."""
+    """Fine-tune a pretrained BERT on real text, convert it to several attentions, compare them, save and reload one."""
     options = DemoOptions(
         variants=tuple(name.strip() for name in variants.split(",") if name.strip()),
         model=model,
         dataset=dataset,
+        config=config,
         text_column=text_column,
         label_column=label_column,
+        test_split=test_split,
         train_size=train_size,
         test_size=test_size,
+        tokens=tokens,
+        max_loss=max_loss,
         batch_size=batch_size,
         learning_rate=learning_rate,
         max_length=max_length,
-        ramp=ramp,
         seed=seed,
         out=out,
     )
     require_packages(options)  # before the import, which needs them
     from ..demo.run import run_demo
 
-    transformers.utils.logging.disable_progress_bar()  # loading takes a moment and would draw six bars
-    run_demo(options, console())
+    transformers.utils.logging.disable_progress_bar()  # loading takes a moment and would draw a bar per model
+    run_demo(options)
 
 
 @app.command()
