@@ -150,8 +150,9 @@ def test_default_demo_as_a_user_runs_it(command: Callable[..., Outcome], tmp_pat
     assert command("demo", "--out", tmp_path / "demo").code == 0
     result = json.loads((tmp_path / "demo/demo.json").read_text())
     assert result["reload"]["max_difference"] == 0
+    error = DemoOptions.test_size**-0.5  # two standard errors of an accuracy, at most
     for row in result["rows"]:
         assert row["control"] > 0.7  # two balanced classes: 0.5 is chance
         assert row["layers"] == row["of_layers"]
-        assert row["converted"] >= row["patched"] or row["difference_95"][1] > 0, row["variant"]
-        assert row["converted"] > 0.6, row["variant"]
+        lost, left = row["control"] - row["patched"], row["control"] - row["converted"]
+        assert left < max(lost / 2, error), row["variant"]
