@@ -14,22 +14,27 @@ from .options import Column, Config, Data, Device, Dtype, Model, Options, Revisi
 @app.command(cls=Command)
 def demo(
     variants: Annotated[
-        str, typer.Option(help="Names, separated by commas; the control always runs.")
-    ] = "outeffhop,outeffhop+gated,belief,mha,simple_resl",
+        str, typer.Option(help="Names, separated by commas; the first is saved.")
+    ] = "belief,outeffhop,mha,simple_resl",
     model: Annotated[str | None, typer.Option(help="Hub name or folder; by default the extra's MiniLM.")] = None,
     dataset: Annotated[str | None, typer.Option(help="Hub name or folder; by default rotten_tomatoes.")] = None,
+    config: Annotated[str | None, typer.Option(help="Configuration of --dataset, such as a GLUE task.")] = None,
     text_column: Annotated[str, typer.Option(help="Column of --dataset with the text.")] = "text",
     label_column: Annotated[str, typer.Option(help="Column of --dataset with the class.")] = "label",
-    train_size: Annotated[int, typer.Option(help="Number of sentences to train on.")] = 1600,
+    test_split: Annotated[str, typer.Option(help="Split of --dataset to measure on.")] = "test",
+    train_size: Annotated[int, typer.Option(help="Number of sentences to fine-tune on.")] = 1600,
     test_size: Annotated[int, typer.Option(help="Number of held-out sentences.")] = 1000,
-    batch_size: Annotated[int, typer.Option(help="Number of sentences per step.")] = 16,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-4,
+    tokens: Annotated[int, typer.Option(help="Budget of each conversion, in tokens.")] = 32_000,
+    max_loss: Annotated[
+        float | None, typer.Option(help="Largest loss, as a share; the budget then chooses the layers.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Sentences per step of the fine-tuning.")] = 16,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate of the fine-tuning.")] = 1e-4,
     max_length: Annotated[int, typer.Option(help="Number of tokens that are kept of a sentence.")] = 64,
-    ramp: Annotated[float, typer.Option(help="Share of the steps in which strength rises.")] = 0.5,
-    seed: Annotated[int, typer.Option(help="Seed, the same for every model.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sample and of the fine-tuning.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("attn-swap-demo"),
 ) -> None:
-    """Fine-tune a pretrained BERT with several attentions on real text, compare them, save and reload the best."""
+    """Fine-tune a pretrained BERT on real text, convert it to several attentions, compare them, save and reload one."""
     import transformers
 
     from hf_attn_swap.demo.data import require_packages
@@ -39,22 +44,25 @@ def demo(
         variants=tuple(name.strip() for name in variants.split(",") if name.strip()),
         model=model,
         dataset=dataset,
+        config=config,
         text_column=text_column,
         label_column=label_column,
+        test_split=test_split,
         train_size=train_size,
         test_size=test_size,
+        tokens=tokens,
+        max_loss=max_loss,
         batch_size=batch_size,
         learning_rate=learning_rate,
         max_length=max_length,
-        ramp=ramp,
         seed=seed,
         out=out,
     )
     require_packages(options)  # before the import, which needs them
     from hf_attn_swap.demo.run import run_demo
 
-    transformers.utils.logging.disable_progress_bar()  # loading takes a moment and would draw six bars
-    run_demo(options, console())
+    transformers.utils.logging.disable_progress_bar()  # loading takes a moment and would draw a bar per model
+    run_demo(options)
 
 
 @app.command(cls=Command)

