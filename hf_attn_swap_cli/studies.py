@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import Command, app, console, notify
+from .app import Command, app, notify
 from .options import Column, Config, Data, Device, Dtype, Model, Options, Revision, Split, Task, Token
 
 
