@@ -27,7 +27,7 @@ from ..core.swap import Phase
 from ..patch import need_installation
 from ..wiring.install import model_root
 from .batches import MASKS, gives_numbers, token_mask, without_labels
-from .divergence import divergence
+from .divergence import divergence, divergence_of_numbers
 from .head import first_of, head_alone, keeps_logits, last_hidden, logits_of
 from .parts import PARTS, part_of
 from .teacher import Teacher, is_sharded, note_retrained
@@ -42,8 +42,8 @@ class Losses:
     """The weights of the terms of the loss. A term of weight 0 is not computed.
 
     Attributes:
-        logits: of the divergence of the output distributions; of the relative squared error, if the outputs are those
-            of a regression or of labels that do not exclude each other.
+        logits: of the divergence of the output distributions: of classes; of each label alone, if labels do not
+            exclude each other; or of normal distributions around the outputs, for a regression.
         temperature: T, which divides the logits.
         hidden: of the relative squared error of the hidden states.
         hidden_layers: the hidden states of which layers, "all" or the "last".
@@ -186,7 +186,7 @@ class DistillationTrainer(TrainerWithoutLabels):
             yield losses.layers * torch.stack([each.to(student.device) for each in student.errors]).mean()
 
     def _divergence(self, student: _Seen, teacher: _Seen, batch: dict[str, Any]) -> Tensor:
-        """The mean over rows of a row's mean divergence; the relative squared error of outputs that are numbers."""
+        """The mean over rows of a row's mean divergence."""
         heads: dict[str, nn.Module] = {}
         if self.split_head:
             root = self.installation.root
@@ -198,7 +198,7 @@ class DistillationTrainer(TrainerWithoutLabels):
         if ours.shape != theirs.shape:
             raise ValueError(f"the teacher's outputs {tuple(theirs.shape)} are not the model's {tuple(ours.shape)}.")
         if gives_numbers(self.installation.root):
-            return (ours - theirs).float().square().sum() / theirs.float().square().sum()
+            return divergence_of_numbers(self.installation.root, ours, theirs, self.losses.temperature)
         weight = _token_weights(batch, ours)
         return divergence(
             ours.reshape(-1, ours.shape[-1]),

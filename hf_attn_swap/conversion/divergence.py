@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import binary_cross_entropy_with_logits
+from transformers import PreTrainedModel
 
 CHUNK = 2**24  # numbers of logits at a time; the head is read once per chunk
 
@@ -41,6 +43,22 @@ def divergence(
         student, teacher, weight_N, temperature, head, teacher_head
     )
     return loss
+
+
+def divergence_of_numbers(root: PreTrainedModel, student_BN: Tensor, teacher_BN: Tensor, temperature: float) -> Tensor:
+    """The mean over rows of KL(teacher || student), () in fp32, for outputs that are no logits of classes.
+
+    The outputs of a regression count as means of normal distributions of variance 1, so KL is half the squared error.
+    Labels that do not exclude each other are one yes or no each, with logits / T; KL is summed over them, times T^2.
+    """
+    ours, theirs = student_BN.float(), teacher_BN.float()
+    if getattr(root.config, "problem_type", None) != "multi_label_classification":
+        return (ours - theirs).square().sum(-1).mean() / 2
+    ours, theirs = ours / temperature, theirs / temperature
+    target = theirs.sigmoid()
+    cross = binary_cross_entropy_with_logits(ours, target, reduction="none")
+    own = binary_cross_entropy_with_logits(theirs, target, reduction="none")
+    return (cross - own).sum(-1).mean() * temperature**2
 
 
 class _Divergence(torch.autograd.Function):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributions import Bernoulli, Normal, kl_divergence
 from torch.nn import functional as F
 
 from hf_attn_swap import describe, patch_model, set_strength
@@ -193,10 +194,16 @@ def test_each_term_is_learned(name: str, losses: Losses, tmp_path: Path) -> None
 def test_outputs_that_are_numbers_are_learned(kind: str, tmp_path: Path) -> None:
     """A softmax over a single number is always 1, so its KL would teach nothing."""
     model = patch_model(zoo.build("bert", head="classification", **NUMBERS[kind]), "simple_resl")
-    trainer, batch = distiller(model, tmp_path, trainable="body"), batch_of("bert", torch.float32)
+    temperature, batch = 2.0, batch_of("bert", torch.float32)
+    trainer = distiller(model, tmp_path, losses=Losses(temperature=temperature), trainable="body")
     before = loss_of(trainer, batch)
     ours, theirs = zoo.output(model(**batch)).detach(), teacher_of(trainer, batch)
-    assert before == pytest.approx(float((ours - theirs).square().sum() / theirs.square().sum()), rel=1e-4)
+    if model.config.problem_type == "multi_label_classification":
+        pairs = [Bernoulli(logits=logits / temperature) for logits in (theirs, ours)]
+        wanted = kl_divergence(*pairs).sum(-1).mean() * temperature**2
+    else:
+        wanted = kl_divergence(Normal(theirs, 1.0), Normal(ours, 1.0)).sum(-1).mean()
+    assert before == pytest.approx(float(wanted), rel=1e-4)
     trainer.train()
     assert loss_of(trainer, batch) < 0.5 * before
 
