@@ -5,7 +5,7 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 .PHONY: help setup demo lint test test-all test-matrix bench clean
-.PHONY: test-oldest test-newest cross-load wheel try-wheel
+.PHONY: test-oldest test-newest cross-load wheel
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -90,10 +90,7 @@ wheel:
 	work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
 	.venv-build/bin/python -m build --wheel --outdir "$$work"; \
 	cmp dist/*.whl "$$work"/*.whl; \
-	.venv-build/bin/python tests/wheel/files.py dist/*.whl; \
-	$(MAKE) try-wheel
-
-try-wheel:
+	.venv-build/bin/python tests/wheel/files.py dist/*.whl
 	$(call new_venv,.venv-wheel)
 	.venv-wheel/bin/python -m pip install --quiet dist/*.whl
 	.venv-wheel/bin/python -I tests/wheel/smoke.py
