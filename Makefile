@@ -5,6 +5,7 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 .PHONY: help setup demo lint test test-all test-matrix bench clean
+.PHONY: test-oldest test-newest cross-load wheel
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,6 +28,7 @@ help:
 	@echo "make demo         convert a pretrained BERT, fine-tuned on real text, to four attentions and compare them (minutes)"
 	@echo "make test         the fast tests                 make test-all     also the slow ones"
 	@echo "make lint         ruff and mypy --strict        make test-matrix  oldest and newest transformers"
+	@echo "make wheel        build the package, and try the wheel in an environment of its own"
 	@echo "make bench        speed and memory against stock attention"
 
 setup: $(VENV)/.installed
@@ -64,19 +66,38 @@ test-all: $(VENV)/.installed
 	.venv-newest/bin/python -m pip install --quiet --upgrade -e ".[test]" "$(NEWEST)" -c .venv-newest/constraints.txt
 	touch $@
 
-test-matrix: .venv-oldest/.installed .venv-newest/.installed
-	for venv in .venv-oldest .venv-newest; do \
-	    $$venv/bin/python -c 'import sys, torch, transformers as t; print(f"transformers {t.__version__}, torch {torch.__version__}")'; \
-	    $(PYTEST) $$venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(PYTEST_ARGS); \
-	done
+test-oldest test-newest: test-%: .venv-%/.installed
+	.venv-$*/bin/python -c 'import torch, transformers as t; print(f"transformers {t.__version__}, torch {torch.__version__}")'
+	$(PYTEST) .venv-$*/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(PYTEST_ARGS)
+
+# Each of the two loads the checkpoints that the other one saves.
+cross-load: .venv-oldest/.installed .venv-newest/.installed
 	work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
 	.venv-oldest/bin/python tests/matrix/cross_load.py save "$$work/oldest"; \
 	.venv-newest/bin/python tests/matrix/cross_load.py load "$$work/oldest"; \
 	.venv-newest/bin/python tests/matrix/cross_load.py save "$$work/newest"; \
 	.venv-oldest/bin/python tests/matrix/cross_load.py load "$$work/newest"
 
+test-matrix: test-oldest test-newest cross-load
+
+# `build` makes the wheel from the source distribution; a wheel made from this folder has to be the same, byte for byte,
+# and to hold every file of the package. The environment that tries it has no extras and no pinned versions.
+wheel:
+	rm -rf dist .venv-build .venv-wheel
+	$(PYTHON) -m venv .venv-build
+	.venv-build/bin/python -m pip install --quiet build
+	.venv-build/bin/python -m build
+	work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
+	.venv-build/bin/python -m build --wheel --outdir "$$work"; \
+	cmp dist/*.whl "$$work"/*.whl; \
+	.venv-build/bin/python tests/wheel/files.py dist/*.whl
+	$(call new_venv,.venv-wheel)
+	.venv-wheel/bin/python -m pip install --quiet dist/*.whl
+	.venv-wheel/bin/python -I tests/wheel/smoke.py
+	.venv-wheel/bin/hf-attn-swap variants
+
 bench: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/bench.py $(BENCH_ARGS)
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .mypy_cache .ruff_cache .pytest_cache
+	rm -rf dist .venv .venv-build .venv-wheel .venv-oldest .venv-newest .mypy_cache .ruff_cache .pytest_cache
