@@ -4,7 +4,7 @@ SHELL := /bin/sh
 .SHELLFLAGS := -ec
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-all test-matrix bench clean
+.PHONY: help setup demo lint docs test test-all test-matrix bench clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,6 +28,7 @@ help:
 	@echo "make test         the fast tests                 make test-all     also the slow ones"
 	@echo "make lint         ruff and mypy --strict        make test-matrix  oldest and newest transformers"
 	@echo "make bench        speed and memory against stock attention"
+	@echo "make docs         the documentation, as a site in site/"
 
 setup: $(VENV)/.installed
 
@@ -75,8 +76,12 @@ test-matrix: .venv-oldest/.installed .venv-newest/.installed
 	.venv-newest/bin/python tests/matrix/cross_load.py save "$$work/newest"; \
 	.venv-oldest/bin/python tests/matrix/cross_load.py load "$$work/newest"
 
+# NO_MKDOCS_2_WARNING silences a notice of the theme on a later MkDocs; --strict stops at a broken link or reference.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict $(DOCS_ARGS)
+
 bench: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/bench.py $(BENCH_ARGS)
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .mypy_cache .ruff_cache .pytest_cache
+	rm -rf site .venv .venv-oldest .venv-newest .mypy_cache .ruff_cache .pytest_cache
