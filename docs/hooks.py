@@ -10,13 +10,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File, Files
+
 from docs.tables import CARDS, TABLES, published
 from docs.tables.families import families_table
 from docs.tables.papers import claims_table
 from docs.tables.seeds import LEGEND, MARK, with_marks
 from docs.tables.variants import variant_page
 from hf_attn_swap import list_variants
-from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 MARKER = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The pages of docs: Python runs as written, on tiny local models; commands, options and files of console lines exist."""
+"""The pages of docs: Python runs as written, on tiny models; commands, options and files of console lines exist."""
 
 from __future__ import annotations
 
