@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from docs.tables import CARDS, TABLES, published
 from docs.tables.families import families_table
 from docs.tables.papers import claims_table
-from docs.tables.seeds import LEGEND, MARK, with_marks
+from docs.tables.seeds import LEGEND, MARK, figures, with_marks
 from docs.tables.variants import variant_page
 from hf_attn_swap import list_variants
 
@@ -54,14 +54,21 @@ def site_table(name: str) -> str:
     Raises:
         ValueError: no table has this name.
     """
+    if name not in TABLES and name != "families":
+        raise ValueError(f"no table is named {name!r}; known are families, {', '.join(TABLES)}.")
     if name == "families":
         return families_table()
-    if name not in TABLES:
-        raise ValueError(f"no table is named {name!r}; known are families, {', '.join(TABLES)}.")
     if name == "papers":
         return f"{claims_table({run.name: run for run in published()}, mark=MARK)}\n\n{LEGEND}"
     table = TABLES[name]()
-    return with_marks(table) if name in ("conversion", "scratch") else table
+    if name == "variants":
+        return _with_links(table)
+    return figures(with_marks(table) if name in ("conversion", "scratch") else table)
+
+
+def _with_links(table: str) -> str:
+    """The table of variants, whose names lead to their pages."""
+    return re.sub(r"^\| `(\w+)`", r"| [`\1`](\1.md)", table, flags=re.MULTILINE)
 
 
 def _card_page(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -72,14 +73,20 @@ def scratch_table(variant: str | None = None) -> str:
 
 def published(variant: str | None = None) -> list[RunResult]:
     """All runs with a control, or those of one variant, by study (one model on one data set), the best first."""
+    return [run for run in _controlled() if variant is None or variant in _components(run)]
+
+
+@functools.cache
+def _controlled() -> tuple[RunResult, ...]:
+    """All runs with a control, in the order of `published`. The records are read once: reading them takes seconds."""
     runs = []
     for path in CARDS.glob(f"*/{RESULTS_FILE}"):
         run = RunResult.load(path)
         if run.name != path.parent.name:
             raise ValueError(f"{path.parent} holds the run {run.name}; a folder has its run's name.")
-        if run.control is not None and (variant is None or variant in _components(run)):
+        if run.control is not None:
             runs.append(run)
-    return sorted(runs, key=lambda run: (_order(run.study or run.name), -_gain(run)))
+    return tuple(sorted(runs, key=lambda run: (_order(run.study or run.name), -_gain(run))))
 
 
 def _components(run: RunResult) -> set[str]:

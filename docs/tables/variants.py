@@ -11,10 +11,10 @@ from typing import Any
 
 from hf_attn_swap.core.registry import get_variant
 from hf_attn_swap.publish.citations import bibtex
-from hf_attn_swap.variants.base import PLACES, Variant
+from hf_attn_swap.variants.base import Variant
 
 from . import conversion_table, scratch_table
-from .seeds import with_marks
+from .seeds import figures, with_marks
 from .speed import speed_of
 
 MATHEMATICS = Path(__file__).parents[1] / "mathematics.md"
@@ -62,23 +62,27 @@ def variant_page(name: str) -> str:
 def layer_picture(cls: type[Variant]) -> str:
     """The steps of a layer in their order; those that the variant changes stand out.
 
-    A variant that replaces the scores and the weights changes every step, and has none of these three.
+    A variant that replaces the scores and the weights changes the product with V, and leaves out what comes before.
     """
     boxes = []
     for step, title in STEPS.items():
-        kind = "changed" if step in cls.places else ""
-        if cls.replaces and step in ("normaliser", "weights"):
-            kind = "gone"
-        if step == "projection" and not cls.keeps_projection:
-            kind = "gone"
+        kind = _kind(cls, step)
         boxes.append(f'<li><span class="{kind}">{title}</span></li>' if kind else f"<li><span>{title}</span></li>")
-    assert set(PLACES) <= set(STEPS)
     caption = "One attention layer. The filled steps change"
     if cls.replaces:
         caption += ", and the crossed-out steps are left out"
     if not cls.places:
         caption = "One attention layer. No step changes"
     return f'<ol class="layer" aria-label="{caption}">\n' + "\n".join(boxes) + f"\n</ol>\n\n{caption}."
+
+
+def _kind(cls: type[Variant], step: str) -> str:
+    """What happens to one step: "changed", "gone", or nothing."""
+    if step == "projection":
+        return "" if cls.keeps_projection else "gone"
+    if cls.replaces and step in ("scores", "normaliser", "weights"):
+        return "gone"
+    return "changed" if step in cls.places or (cls.replaces and step == "values") else ""
 
 
 def _where_the_formula_is(cls: type[Variant]) -> str:
@@ -138,10 +142,10 @@ def _cost(name: str) -> str:
     """The rows of the table of speed, or where the cost is told."""
     table = speed_of(name)
     if table is None:
-        return "Not measured yet as a whole model. [Speed and memory](../results/speed.md) has what was measured."
+        return "Not measured yet in whole models. [Speed and memory](../results/speed.md) has what was measured."
     return (
         "Ratios to stock attention, in two BERT-base layers; 1 is the time or memory of stock. "
-        f"[Speed and memory](../results/speed.md) says how this was measured.\n\n{table}"
+        f"[Speed and memory](../results/speed.md) says how this was measured.\n\n{figures(table)}"
     )
 
 
@@ -151,7 +155,9 @@ def _results(name: str) -> str:
         "Converted from pretrained weights": conversion_table(name),
         "From random weights": scratch_table(name),
     }
-    parts = [f"**{title}**\n\n{with_marks(table)}" for title, table in tables.items() if "](model_cards/" in table]
+    parts = [
+        f"**{title}**\n\n{figures(with_marks(table))}" for title, table in tables.items() if "](model_cards/" in table
+    ]
     if not parts:
         return "No published run yet."
     return "\n\n".join([*parts, "[Results](../results/index.md) says how to read these tables."])

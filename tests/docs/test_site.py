@@ -35,6 +35,8 @@ def test_a_variant_has_its_page(name: str) -> None:
 def test_the_picture_shows_the_places() -> None:
     assert layer_picture(get_variant("mha")).count('class="changed"') == 2
     assert 'class="gone">W' in layer_picture(get_variant("simple"))
+    assert 'class="gone">softmax' in layer_picture(get_variant("simple"))
+    assert 'class="changed">product with V' in layer_picture(get_variant("simple"))
     assert 'class="gone">W' not in layer_picture(get_variant("simple_resl"))
     assert "No step changes" in layer_picture(get_variant("softmax"))
 
@@ -57,7 +59,7 @@ def test_every_marker_has_a_table_and_links_to_cards_lead_to_their_pages() -> No
     assert "<!-- table" not in "".join(MARKER.sub("", text) for text in PAGES.values())
     for name in markers:
         made = on_page_markdown(f"<!-- table: {name} -->", _Page())
-        assert made.startswith("| ")
+        assert re.search(r"^\| .+ \|$", made, re.M)
         assert "model_cards/" not in made
     with pytest.raises(ValueError, match="no table is named 'sped'"):
         on_page_markdown("<!-- table: sped -->", _Page())
