@@ -4,7 +4,7 @@ SHELL := /bin/sh
 .SHELLFLAGS := -ec
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-all test-matrix bench clean
+.PHONY: help setup demo lint docs test test-all test-matrix bench clean
 .PHONY: test-oldest test-newest cross-load wheel
 
 PYTHON ?= python3
@@ -30,6 +30,7 @@ help:
 	@echo "make lint         ruff and mypy --strict        make test-matrix  oldest and newest transformers"
 	@echo "make wheel        build the package, and try the wheel in an environment of its own"
 	@echo "make bench        speed and memory against stock attention"
+	@echo "make docs         the documentation, as a site in site/"
 
 setup: $(VENV)/.installed
 
@@ -96,8 +97,12 @@ wheel:
 	.venv-wheel/bin/python -I tests/wheel/smoke.py
 	.venv-wheel/bin/hf-attn-swap variants
 
+# NO_MKDOCS_2_WARNING silences a notice of the theme on a later MkDocs; --strict stops at a broken link or reference.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict $(DOCS_ARGS)
+
 bench: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/bench.py $(BENCH_ARGS)
 
 clean:
-	rm -rf dist .venv .venv-build .venv-wheel .venv-oldest .venv-newest .mypy_cache .ruff_cache .pytest_cache
+	rm -rf dist site .venv .venv-build .venv-wheel .venv-oldest .venv-newest .mypy_cache .ruff_cache .pytest_cache

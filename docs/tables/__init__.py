@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -44,30 +45,40 @@ def variants_table() -> str:
     return "\n".join(lines)
 
 
-def conversion_table() -> str:
-    """One Markdown row per published run with a paired interval, the best difference first within a data set."""
+def conversion_table(variant: str | None = None) -> str:
+    """One Markdown row per published run with a paired interval, the best difference first within a data set.
+
+    Args:
+        variant: only runs of this variant, alone or in a composition; None means all runs.
+    """
     lines = [
         "| run | attention | conversion | metric | converted | control | difference [95 %] | seeds |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for run in published():
+    for run in published(variant):
         if run.base.relation != SCRATCH:
             lines.append("| " + " | ".join([*_what(run), _steps(run), *_figures(run)]) + " |")
     return "\n".join(lines)
 
 
-def scratch_table() -> str:
+def scratch_table(variant: str | None = None) -> str:
     """The same for models from random weights."""
     lines = [
         "| run | attention | metric | swapped | control | difference [95 %] | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
-    found = (run for run in published() if run.base.relation == SCRATCH)
+    found = (run for run in published(variant) if run.base.relation == SCRATCH)
     return "\n".join([*lines, *("| " + " | ".join([*_what(run), *_figures(run)]) + " |" for run in found)])
 
 
-def published() -> list[RunResult]:
-    """All runs with a control, by study (one model on one data set), the best difference first."""
+def published(variant: str | None = None) -> list[RunResult]:
+    """All runs with a control, or those of one variant, by study (one model on one data set), the best first."""
+    return [run for run in _controlled() if variant is None or variant in _components(run)]
+
+
+@functools.cache
+def _controlled() -> tuple[RunResult, ...]:
+    """All runs with a control, in the order of `published`. The records are read once: reading them takes seconds."""
     runs = []
     for path in CARDS.glob(f"*/{RESULTS_FILE}"):
         run = RunResult.load(path)
@@ -75,7 +86,12 @@ def published() -> list[RunResult]:
             raise ValueError(f"{path.parent} holds the run {run.name}; a folder has its run's name.")
         if run.control is not None:
             runs.append(run)
-    return sorted(runs, key=lambda run: (_order(run.study or run.name), -_gain(run)))
+    return tuple(sorted(runs, key=lambda run: (_order(run.study or run.name), -_gain(run))))
+
+
+def _components(run: RunResult) -> set[str]:
+    """The names of all variants of a run."""
+    return {component.name for swap in run.swaps for component in swap.components}
 
 
 def _what(run: RunResult) -> list[str]:

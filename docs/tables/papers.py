@@ -111,16 +111,17 @@ CLAIMS = (
 )
 
 
-def claims_table(runs: Mapping[str, RunResult]) -> str:
+def claims_table(runs: Mapping[str, RunResult], *, mark: str = "") -> str:
     """One row per claim; per run the swapped model's figure and the control's, * as `_clear` says.
 
     Args:
         runs: the published ones, by name; what is missing is said to be.
+        mark: what stands behind a run of one seed.
     """
     lines = ["| paper | it says | measured, swapped (softmax) | scale |", "|---|---|---|---|"]
     for claim in CLAIMS:
         known = {label: runs[name] for label, name in claim.runs.items() if name in runs}
-        found = "; ".join(f"{label} {_beside(run)}" for label, run in known.items())
+        found = "; ".join(f"{label} {_beside(run)}{_alone(run, mark)}" for label, run in known.items())
         if len(known) < len(claim.runs):
             found += "; the rest not measured yet" if known else "not measured yet"
         lines.append(f"| {claim.paper} | {claim.says} | {found} | {claim.scale} |")
@@ -132,6 +133,11 @@ def _beside(run: RunResult) -> str:
     ours, theirs = run.converted.metrics[0], run.control.metrics[0]
     unit, digits = (100, 1) if ours.higher_is_better else (1, 3)
     return f"{unit * ours.mean:.{digits}f} ({unit * theirs.mean:.{digits}f}){' *' if _clear(run) else ''}"
+
+
+def _alone(run: RunResult, mark: str) -> str:
+    """The mark, if the run has one seed."""
+    return f" {mark}" if mark and len(run.converted.seeds) == 1 else ""
 
 
 def _clear(run: RunResult) -> bool:

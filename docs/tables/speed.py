@@ -27,6 +27,17 @@ def speed_table() -> str:
     return "\n".join(lines)
 
 
+def speed_of(variant: str) -> str | None:
+    """One variant's ratios to stock, one row per shape; None if the variant was not measured."""
+    rows = json.loads((FIGURES / "bench-bert.json").read_text("utf-8"))["rows"]
+    first = {row["shape"]: row for row in rows if row["variant"] == "stock"}
+    lines = ["| batch × tokens | forward | training step | peak memory |", "|---|---|---|---|"]
+    for row in (row for row in rows if row["variant"] == variant):
+        cells = [_ratio(row, first[row["shape"]], kind) for kind in ("forward", "train", "peak_mb")]
+        lines.append(f"| {row['shape'].replace('x', ' × ')} | {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else None
+
+
 def operator_table() -> str:
     """The attention operator alone against SDPA, from `benchmarks/bench_operator.py`; slopes where they were fitted."""
     lines = ["| length | attention | forward | forward and backward | peak memory |", "|---|---|---|---|---|"]

@@ -30,7 +30,8 @@ class StrengthSchedule(TrainerCallback):
     model recompiles where the strength enters or leaves 0 and 1, and nowhere else.
 
     Args:
-        start, end: the first and the last strength, in [0, 1].
+        start: the first strength, in [0, 1].
+        end: the last strength, in [0, 1].
         share: the share of the steps over which the strength moves, in [0, 1]; 0 sets `end` at once.
         shape: "linear" or "cosine".
         order: "together"; or one layer after another, "up" from the first layer or "down" from the last.

@@ -2,7 +2,8 @@
 
 delta_i = y_i - s (<y_i, v_i> / <v_i, v_i>) v_i; s = 0 is ordinary attention.
 belief_star: out = delta W_o + b_o + s delta^s W_s, where delta^s is the same for each head alone.
-BeliefFormer, eq. 10, 13 and 15. Axes: B batch, L token, H head, D head width, E model width.
+BeliefFormer, eq. 10, 13 and 15. docs/mathematics.md, section Belief attention.
+Axes: B batch, L token, H head, D head width, E model width.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class ClippedOptions(Options):
         gamma: the lower end of the stretched weights, at most 0. None means the gamma of `PUBLISHED` for the kind of
             the attention module; a swap that is in a model holds this number.
         zeta: the upper end of the stretched weights, at least 1.
-        alpha, length: if given, gamma is -alpha / length, whatever `gamma` says. `length` is a constant, such as
-            the training length.
+        alpha: if given, gamma is -alpha / length, whatever `gamma` says.
+        length: goes with `alpha`; a constant, such as the training length.
 
     Raises:
         ValueError: a number lies outside its range, or only one of `alpha` and `length` is given.

@@ -1,0 +1,141 @@
+"""The pages of docs: Python runs as written, on tiny models; commands, options and files of console lines exist."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+import yaml
+from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast, LlamaConfig, LlamaForCausalLM
+
+import hf_attn_swap
+from hf_attn_swap import analysis, conversion, dynamics, functional, memory, quantization
+from hf_attn_swap.cli.app import app
+from hf_attn_swap.conversion.stages import read_stages
+from hf_attn_swap.variants.base import VARIANTS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(DOCS)): path.read_text("utf-8") for path in sorted(DOCS.rglob("*.md"))}
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "film", "was", "fine", "and", "dull"]
+# What the pages name, and what stands for it here.
+TINY = {"bert-base-uncased": "tiny-bert", "HuggingFaceTB/SmolLM2-135M": "tiny-llama", "tokens=300_000": "tokens=96"}
+
+
+def blocks(language: str) -> dict[str, list[str]]:
+    """The code blocks of one language, by page."""
+    found = {name: re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.M) for name, text in PAGES.items()}
+    return {name: texts for name, texts in found.items() if texts}
+
+
+def commands() -> list[str]:
+    """Every line of a console block that starts with the prompt, without its comment."""
+    lines = [line for texts in blocks("console").values() for text in texts for line in text.splitlines()]
+    return [re.sub(r"\s{2,}#.*", "", line[2:]) for line in lines if line.startswith("$ ")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny classifier and a tiny language model, each with its tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    BertForSequenceClassification(BertConfig(**sizes, intermediate_size=48)).save_pretrained(folder / "tiny-bert")
+    LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=48, pad_token_id=0)).save_pretrained(folder / "tiny-llama")
+    tokenizer = BertTokenizerFast(vocab={word: place for place, word in enumerate(WORDS)}, model_max_length=512)
+    for name in ("tiny-bert", "tiny-llama"):
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@contextlib.contextmanager
+def without_new_variants() -> Iterator[None]:
+    """Forget the variants that an example registers."""
+    before = dict(VARIANTS)
+    try:
+        yield
+    finally:
+        VARIANTS.clear()
+        VARIANTS.update(before)
+
+
+@pytest.mark.parametrize("page", blocks("python"))
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # no accelerator here
+def test_python_runs_as_written(page: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tiny-bert", "tiny-llama"):
+        (tmp_path / name).symlink_to(models / name)
+    monkeypatch.chdir(tmp_path)
+    batch = torch.arange(48).view(4, 12)
+    names: dict[str, object] = {
+        "batches": [{"input_ids": batch}],
+        "rows": [{"input_ids": row} for row in batch],
+        "labelled": [{"input_ids": row, "labels": place % 2} for place, row in enumerate(batch)],
+        "texts": ["the film was fine and dull " * 20] * 20,
+    }
+    with without_new_variants():
+        for block in blocks("python")[page]:
+            for there, here in TINY.items():
+                block = block.replace(there, here)
+            exec(compile(block, page, "exec"), names)
+
+
+def test_every_block_has_a_language_that_is_held() -> None:
+    """A block of another language would be held by no test. `bibtex` and `text` are no programs."""
+    opened = {(page, line) for page, text in PAGES.items() for line in re.findall(r"^```(\w*)$\n", text, re.M) if line}
+    assert {language for _, language in opened} <= {"python", "console", "yaml"}
+    assert opened
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if "hf-attn-swap" in shlex.split(line)[0]])
+def test_the_command_line_takes_these_arguments(line: str) -> None:
+    _, name, *arguments = shlex.split(line)[:3] if line.endswith("-swap demo") else shlex.split(line)
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    command.make_context(name, list(arguments))
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if re.search(r"\b(recipes|benchmarks)/\w+\.py", line)])
+def test_scripts_configurations_and_options_exist(line: str) -> None:
+    words = shlex.split(line)
+    start = next(place for place, word in enumerate(words) if word.endswith(".py"))
+    script, arguments = ROOT / words[start], words[start + 1 :]
+    assert script.is_file()
+    for word in arguments:
+        if word.endswith(".yaml"):
+            assert (ROOT / word).is_file()
+    sources = [script, *script.parent.glob("*.py"), *(ROOT / "hf_attn_swap" / "training").glob("*.py")]
+    text = "\n".join(path.read_text("utf-8") for path in sources)
+    for word in arguments:
+        if word.startswith("--"):
+            option = word[2:].partition("=")[0]
+            assert re.search(rf'^ +{option}: |"--{option}"', text, re.M), option
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("make ")])
+def test_make_has_these_targets(line: str) -> None:
+    target = shlex.split(line)[1]
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text("utf-8"), re.M)
+
+
+def test_lists_of_stages_are_stages() -> None:
+    found = [yaml.safe_load(text) for texts in blocks("yaml").values() for text in texts]
+    assert found
+    for each in found:
+        assert read_stages([json.dumps(stage) for stage in each["stages"]])
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = "\n".join(text for page, text in PAGES.items() if page.startswith("api/"))
+    shown = set(re.findall(r"^(?:::: .*\.| +- )(\w+)$", text, re.M))
+    wanted = {"convert", "layer_sensitivity", "ConversionReport"}
+    for module in (hf_attn_swap, conversion, analysis, dynamics, memory, quantization):
+        wanted |= set(module.__all__)
+    wanted |= {name for name in functional.__all__ if callable(getattr(functional, name))}
+    assert wanted <= shown

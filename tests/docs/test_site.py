@@ -1,0 +1,79 @@
+"""The generated pages of the site: each variant has its options, its section and its paper; each marker has a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from docs.tables.families import families_table
+from docs.tables.seeds import LEGEND, MARK, with_marks
+from docs.tables.variants import layer_picture, slug, variant_page
+from hf_attn_swap import list_variants
+from hf_attn_swap.core.registry import get_variant
+from hf_attn_swap.families import FAMILIES
+
+from .test_pages import DOCS, PAGES
+
+ANCHORS = {slug(heading) for heading in re.findall(r"^#+ (.+)$", PAGES["mathematics.md"], re.M)}
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_a_variant_has_its_page(name: str) -> None:
+    page, cls = variant_page(name), get_variant(name)
+    assert cls.formula in page
+    for field in dataclasses.fields(cls.Options):
+        meaning = re.search(rf"^\| `{field.name}` \| `(.*)` \| (.+) \|$", page, re.M)
+        assert meaning is not None, f"the docstring of {cls.Options.__name__} says nothing of {field.name}"
+        assert meaning[1] == repr(field.default)
+    linked = set(re.findall(r"mathematics\.md#([\w-]+)", page))
+    assert linked <= ANCHORS
+    assert name == "softmax" or len(linked) == 2
+
+
+def test_the_picture_shows_the_places() -> None:
+    assert layer_picture(get_variant("mha")).count('class="changed"') == 2
+    assert 'class="gone">W' in layer_picture(get_variant("simple"))
+    assert 'class="gone">softmax' in layer_picture(get_variant("simple"))
+    assert 'class="changed">product with V' in layer_picture(get_variant("simple"))
+    assert 'class="gone">W' not in layer_picture(get_variant("simple_resl"))
+    assert "No step changes" in layer_picture(get_variant("softmax"))
+
+
+def test_runs_of_one_seed_are_marked() -> None:
+    table = "| run | seeds |\n|---|---|\n| a | 1 |\n| b | 13 |"
+    assert with_marks(table) == f"| run | seeds |\n|---|---|\n| a | 1 {MARK} |\n| b | 13 |\n\n{LEGEND}"
+    assert with_marks("| b | 13 |") == "| b | 13 |"
+
+
+def test_every_family_is_in_the_table() -> None:
+    assert all(f"`{family.core}`" in families_table() for family in FAMILIES.values())
+
+
+def test_every_marker_has_a_table_and_links_to_cards_lead_to_their_pages() -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra docs)")
+    from docs.hooks import MARKER, on_page_markdown
+
+    markers = {name for text in PAGES.values() for name in MARKER.findall(text)}
+    assert "<!-- table" not in "".join(MARKER.sub("", text) for text in PAGES.values())
+    for name in markers:
+        made = on_page_markdown(f"<!-- table: {name} -->", _Page())
+        assert re.search(r"^\| .+ \|$", made, re.M)
+        assert "model_cards/" not in made
+    with pytest.raises(ValueError, match="no table is named 'sped'"):
+        on_page_markdown("<!-- table: sped -->", _Page())
+
+
+class _Page:
+    """As much of a page as the hook reads."""
+
+    class file:  # noqa: N801
+        src_uri = "results/conversion.md"
+
+
+def test_no_page_is_a_copy_of_a_table_of_results() -> None:
+    """Tables come from the records, by markers; a copied one would go stale."""
+    for page, text in PAGES.items():
+        assert "](model_cards/" not in text, page
+    assert (DOCS / "index.md").is_file()
