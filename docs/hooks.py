@@ -33,7 +33,9 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for each variant and for each card."""
+    """Add a page for each variant and for each card, and the changelog."""
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8").replace("](docs/", "](")
+    files.append(File.generated(config, "changelog.md", content=changelog))
     for name in list_variants():
         files.append(File.generated(config, f"variants/{name}.md", content=variant_page(name)))
     for path in sorted(CARDS.glob("*/README.md")):

@@ -1,4 +1,4 @@
-"""README's tables, made from what they are about: `python -m docs.tables` puts them there."""
+"""The tables of the documentation, made from what they are about. `docs/hooks.py` puts them into the pages."""
 
 from __future__ import annotations
 
@@ -239,15 +239,3 @@ def _gain(run: RunResult) -> float:
 def _figure(metric: Metric, unit: int, digits: int) -> str:
     spread = "" if metric.spread is None else f" ± {unit * metric.spread:.{digits}f}"
     return f"{unit * metric.mean:.{digits}f}{spread}"
-
-
-def written(text: str) -> str:
-    """README with every table anew; the words between the same markers stay."""
-    for name, table in TABLES.items():
-        head, start, rest = text.partition(f"<!-- {name} -->\n")
-        body, end, tail = rest.partition(f"<!-- /{name} -->")
-        if not start or not end:
-            raise ValueError(f"README.md has no markers <!-- {name} --> and <!-- /{name} -->.")
-        words = "\n".join(line for line in body.splitlines() if not line.startswith("|")).strip("\n")
-        text = f"{head}{start}{table()}\n" + (f"\n{words}\n" if words else "") + end + tail
-    return text

@@ -1,4 +1,4 @@
-"""README's tables of Hopfield memories, made from what the two recipes wrote under `recipes/figures`."""
+"""The tables of Hopfield memories, made from what the two recipes wrote under `recipes/figures`."""
 
 from __future__ import annotations
 

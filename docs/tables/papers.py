@@ -1,4 +1,4 @@
-"""README's table of what the papers say beside what the published runs measured."""
+"""The table of what the papers say beside what the published runs measured."""
 
 from __future__ import annotations
 

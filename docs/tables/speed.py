@@ -1,4 +1,4 @@
-"""README's tables of speed and memory, made from what the benchmarks wrote under `benchmarks/figures`."""
+"""The tables of speed and memory, made from what the benchmarks wrote under `benchmarks/figures`."""
 
 from __future__ import annotations
 

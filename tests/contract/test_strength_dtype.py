@@ -17,7 +17,7 @@ NAME = "plainest"
 
 
 def plainest(place: str, seen: list[tuple[torch.dtype, torch.dtype]]) -> None:
-    """Halves what it is given at full strength, as README's example does."""
+    """Halves what it is given at full strength, as the documentation's example does."""
 
     def halved(self: Any, tensor: torch.Tensor, call: Any) -> torch.Tensor:
         if isinstance(call.strength, torch.Tensor):

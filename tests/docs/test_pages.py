@@ -1,4 +1,4 @@
-"""The pages of docs: Python runs as written, on tiny models; commands, options and files of console lines exist."""
+"""README and the pages of docs: Python runs as written, on tiny models; commands, options and files exist."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import typer
@@ -17,16 +18,23 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 
 import hf_attn_swap
 from hf_attn_swap import analysis, conversion, dynamics, functional, memory, quantization
-from hf_attn_swap.cli.app import app
 from hf_attn_swap.conversion.stages import read_stages
 from hf_attn_swap.variants.base import VARIANTS
+from hf_attn_swap_cli.app import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text("utf-8") for path in sorted(DOCS.rglob("*.md"))}
+PAGES["README.md"] = (ROOT / "README.md").read_text("utf-8")
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "film", "was", "fine", "and", "dull"]
 # What the pages name, and what stands for it here.
-TINY = {"bert-base-uncased": "tiny-bert", "HuggingFaceTB/SmolLM2-135M": "tiny-llama", "tokens=300_000": "tokens=96"}
+TINY = {
+    "bert-base-uncased": "tiny-bert",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "tiny-llama",
+    "HuggingFaceTB/SmolLM2-135M": "tiny-llama",
+    "tokens=300_000": "tokens=96",
+    "tokens=10_000": "tokens=96",
+}
 
 
 def blocks(language: str) -> dict[str, list[str]]:
@@ -80,6 +88,7 @@ def test_python_runs_as_written(page: str, models: Path, tmp_path: Path, monkeyp
         "labelled": [{"input_ids": row, "labels": place % 2} for place, row in enumerate(batch)],
         "texts": ["the film was fine and dull " * 20] * 20,
     }
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"text": names["texts"]})
     with without_new_variants():
         for block in blocks("python")[page]:
             for there, here in TINY.items():

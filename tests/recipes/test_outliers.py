@@ -1,4 +1,4 @@
-"""The recipes behind README's figures of outliers, rank collapse and simulations, on small inputs."""
+"""The recipes behind the published figures of outliers, rank collapse and simulations, on small inputs."""
 
 from __future__ import annotations
 
