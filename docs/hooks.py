@@ -1,6 +1,7 @@
 """What MkDocs calls while it builds the site: generated pages, tables in the place of their markers, links to cards.
 
-A page asks for a table by a line of its own, `<!-- table: NAME -->`. The names are those of `TABLES` below.
+A page asks for a table by a line of its own, `<!-- table: NAME -->`. The names are those of `OF_THE_SITE` below, and of
+`TABLES` in docs/tables.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from docs.tables import CARDS, TABLES, published
 from docs.tables.families import families_table
 from docs.tables.papers import claims_table
 from docs.tables.seeds import LEGEND, MARK, figures, with_marks
-from docs.tables.variants import variant_page
+from docs.tables.variants import names_table, variant_page
 from hf_attn_swap import list_variants
 
 ROOT = Path(__file__).parents[1]
@@ -56,21 +57,19 @@ def site_table(name: str) -> str:
     Raises:
         ValueError: no table has this name.
     """
-    if name not in TABLES and name != "families":
-        raise ValueError(f"no table is named {name!r}; known are families, {', '.join(TABLES)}.")
-    if name == "families":
-        return families_table()
-    if name == "papers":
-        return f"{claims_table({run.name: run for run in published()}, mark=MARK)}\n\n{LEGEND}"
+    if name in OF_THE_SITE:
+        return OF_THE_SITE[name]()
+    if name not in TABLES:
+        raise ValueError(f"no table is named {name!r}; known are {', '.join({**OF_THE_SITE, **TABLES})}.")
     table = TABLES[name]()
-    if name == "variants":
-        return _with_links(table)
     return figures(with_marks(table) if name in ("conversion", "scratch") else table)
 
 
-def _with_links(table: str) -> str:
-    """The table of variants, whose names lead to their pages."""
-    return re.sub(r"^\| `(\w+)`", r"| [`\1`](\1.md)", table, flags=re.MULTILINE)
+def _claims() -> str:
+    return f"{claims_table({run.name: run for run in published()}, mark=MARK)}\n\n{LEGEND}"
+
+
+OF_THE_SITE = {"families": families_table, "papers": _claims, "variants": names_table}
 
 
 def _card_page(path: Path) -> str:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_attn_swap.core.registry import get_variant
+from hf_attn_swap.core.registry import get_variant, list_variants
 from hf_attn_swap.publish.citations import bibtex
 from hf_attn_swap.variants.base import Variant
 
@@ -57,6 +57,15 @@ def variant_page(name: str) -> str:
         "      members: false",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def names_table() -> str:
+    """One row per variant, in few words; the names lead to the pages."""
+    lines = ["| name | what changes | formula | paper |", "|---|---|---|---|"]
+    for name in list_variants():
+        cls = get_variant(name)
+        lines.append(f"| [`{name}`]({name}.md) | {cls.summary} | `{cls.formula}` | {cls.paper} |")
+    return "\n".join(lines)
 
 
 def layer_picture(cls: type[Variant]) -> str:

@@ -41,7 +41,7 @@ def unset_linear(width: int, out: int, *, bias: bool) -> nn.Linear:
 class Variant(nn.Module):
     """The base class of all variants. A subclass names its places, overrides their methods, and uses `@register`.
 
-    Class attributes:
+    Attributes:
         name: the variant's name; `register` sets this attribute.
         summary: what the variant changes, in a few words.
         formula: the formula at full strength.

@@ -9,7 +9,7 @@ import pytest
 
 from docs.tables.families import families_table
 from docs.tables.seeds import LEGEND, MARK, with_marks
-from docs.tables.variants import layer_picture, slug, variant_page
+from docs.tables.variants import layer_picture, names_table, slug, variant_page
 from hf_attn_swap import list_variants
 from hf_attn_swap.core.registry import get_variant
 from hf_attn_swap.families import FAMILIES
@@ -45,6 +45,10 @@ def test_runs_of_one_seed_are_marked() -> None:
     table = "| run | seeds |\n|---|---|\n| a | 1 |\n| b | 13 |"
     assert with_marks(table) == f"| run | seeds |\n|---|---|\n| a | 1 {MARK} |\n| b | 13 |\n\n{LEGEND}"
     assert with_marks("| b | 13 |") == "| b | 13 |"
+
+
+def test_every_variant_is_in_the_table_and_leads_to_its_page() -> None:
+    assert all(f"| [`{name}`]({name}.md) |" in names_table() for name in list_variants())
 
 
 def test_every_family_is_in_the_table() -> None:
