@@ -71,10 +71,13 @@ class Sensitivity:
         """A bar per layer, in the order of the model."""
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(7, 3), layout="constrained")
+        from ..analysis.plots import COLOURS, HEIGHT, WIDTH
+
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.subplots()
         indices = sorted(self.layers)
-        axes.bar([str(index) for index in indices], [self.layers[index].share for index in indices])
+        shares = [self.layers[index].share for index in indices]
+        axes.bar([str(index) for index in indices], shares, color=COLOURS[0])
         axes.set(xlabel="layer", ylabel=self.together.measure, title=f"{self.variant}: what each layer alone costs")
         return figure
 

