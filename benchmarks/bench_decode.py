@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,13 +67,20 @@ def seconds(model: Any, ids: Tensor, cache: Any) -> float:
 
 
 def megabytes(cache: Any) -> float:
-    """The memory of all tensors of a cache."""
-    tensors = {}
-    for layer in cache.layers:
-        for value in vars(layer).values():
-            if isinstance(value, Tensor):
-                tensors[value.data_ptr()] = value.numel() * value.element_size()
-    return sum(tensors.values()) / 2**20
+    """The memory of all tensors of a cache, also of those inside the state of linear attention."""
+    sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors(cache.layers)}
+    return sum(sizes.values()) / 2**20
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors inside an object, its lists and the objects of this package and of transformers that it holds."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors(each)
+    elif type(value).__module__.startswith(("hf_attn_swap", "transformers")) and hasattr(value, "__dict__"):
+        yield from tensors(list(vars(value).values()))
 
 
 @torch.no_grad()
