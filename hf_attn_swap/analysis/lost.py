@@ -27,6 +27,8 @@ from ..conversion.transfer import relative_error
 from ..patch import need_installation
 from ..wiring.install import Installation, model_root
 
+PIECE = 2**22  # numbers of logits that are compared at a time
+UNKNOWN = -100  # in the place of a class: no label, or no next token
 LARGEST_EXPONENT = 709.0  # e to a larger power is no float any more
 
 
@@ -214,27 +216,45 @@ class Sums:
         self.tokens += len(ours_BN)
 
     def add_logits(self, ours: Tensor, theirs: Tensor, batch: Batch, labels_B: Tensor | None) -> None:
-        """Add logits (B,L,V) of tokens or (B,V) of rows."""
+        """Add logits (B,L,V) of tokens or (B,V) of rows, a piece at a time: those of a large vocabulary are large."""
         self.logits = True
-        mine = ours.float()
-        self.per_token = mine.dim() == 3
-        stock = theirs.float().to(mine.device)  # the stock model may be on another device
+        self.per_token = ours.dim() == 3
+        real = token_mask(batch, ours) if self.per_token else torch.ones(ours.shape[:1], dtype=torch.bool)
+        real_N = real.to(ours.device).flatten()
+        target_N = self._targets(ours, real_N, batch, labels_B)
+        ours_NV, theirs_NV = ours.flatten(0, -2), theirs.flatten(0, -2)
+        size = max(1, PIECE // ours.shape[-1])
+        for first in range(0, len(ours_NV), size):
+            some = slice(first, first + size)
+            theirs_V = theirs_NV[some].to(ours.device)  # the stock model may be on another device
+            self._add_piece(ours_NV[some].float(), theirs_V.float(), real_N[some], target_N[some])
+
+    def _targets(self, ours: Tensor, real_N: Tensor, batch: Batch, labels_B: Tensor | None) -> Tensor:
+        """The class that each prediction is compared with: a row's label or the next token; UNKNOWN without one."""
         if labels_B is not None and not self.per_token:
-            labels = labels_B.to(mine.device)
-            self.labelled += labels.numel()
-            self.right += int((mine.argmax(-1) == labels).sum())
-            self.stock_right += int((stock.argmax(-1) == labels).sum())
-        real = token_mask(batch, mine) if mine.dim() == 3 else torch.ones(mine.shape[:1], dtype=torch.bool)
-        real = real.to(mine.device)
-        self.tokens += int(real.sum())
-        self.divergence += float(divergence(mine[real], stock[real], mine.new_ones(int(real.sum()))))
-        self.same += float((mine.argmax(-1) == stock.argmax(-1))[real].sum())
+            return labels_B.to(ours.device)
+        target_BL = torch.full(ours.shape[:-1], UNKNOWN, device=ours.device)
         if self.causal and "input_ids" in batch:
-            both = real[:, :-1] & real[:, 1:]
-            target = batch["input_ids"].to(mine.device)[:, 1:][both]
-            self.targets += target.numel()
-            self.loss += float(cross_entropy(mine[:, :-1][both], target, reduction="sum"))
-            self.stock_loss += float(cross_entropy(stock[:, :-1][both], target, reduction="sum"))
+            real_BL = real_N.view(target_BL.shape)
+            both = real_BL[:, :-1] & real_BL[:, 1:]
+            target_BL[:, :-1][both] = batch["input_ids"].to(ours.device)[:, 1:][both]
+        return target_BL.flatten()
+
+    def _add_piece(self, mine_NV: Tensor, stock_NV: Tensor, real_N: Tensor, target_N: Tensor) -> None:
+        """Add some predictions."""
+        self.tokens += int(real_N.sum())
+        self.divergence += float(divergence(mine_NV, stock_NV, real_N.float()))
+        mine_N, stock_N = mine_NV.argmax(-1), stock_NV.argmax(-1)
+        self.same += float((mine_N == stock_N)[real_N].sum())
+        count = int((target_N != UNKNOWN).sum())
+        if not self.per_token:
+            self.labelled += count
+            self.right += int((mine_N == target_N).sum())
+            self.stock_right += int((stock_N == target_N).sum())
+        elif count:
+            self.targets += count
+            self.loss += float(cross_entropy(mine_NV, target_N, ignore_index=UNKNOWN, reduction="sum"))
+            self.stock_loss += float(cross_entropy(stock_NV, target_N, ignore_index=UNKNOWN, reduction="sum"))
 
     def result(self) -> Lost:
         """The figures of all batches so far."""

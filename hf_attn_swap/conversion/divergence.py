@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
-CHUNK = 2**24  # numbers of logits at a time; the head is read once per chunk
+CHUNK = 2**23  # numbers of logits at a time; the head is read once per chunk
 
 
 def divergence(
