@@ -231,7 +231,7 @@ def main() -> None:
             record["versions"] = versions()
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             print(f"{rule}, {count} layers: {same['measure']} {same['loss']:.2%}")
-    print(table(record["runs"], options.counts, options.rules))
+    print(table(record["runs"], options.counts, options.rules).text())
     picture(record["runs"], options.rules).savefig(path.with_suffix(".png"), dpi=120)
 
 

@@ -48,7 +48,9 @@ def test_rules_are_compared(words: list[str], tmp_path: Path, monkeypatch: pytes
     assert found["auto", 2]["layers"] == sorted(sorted(costs, key=lambda index: costs[index])[:2])
     assert all(run["tokens"] == 512 and run["of"] == 4 for run in found.values())
     assert out.with_suffix(".png").stat().st_size > 5_000
-    assert "last, 2 layers" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "last, 2 layers" in said
+    assert "layers  auto" in said
     recipe("which_layers.py", [*words, "--counts", "2", "4", "--rules", "auto", "--out", str(out)], monkeypatch)
     again = json.loads(out.read_text())["runs"]
     assert again[:2] == record["runs"]
