@@ -103,7 +103,9 @@ def notify(message: str) -> None:
 
 def columns() -> int | None:
     """The width of the terminal, or of the variable COLUMNS; None for a file or a pipe."""
-    return shutil.get_terminal_size((0, 0)).columns or None
+    if "COLUMNS" not in os.environ and not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns
 
 
 def console() -> Console:

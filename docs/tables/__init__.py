@@ -13,7 +13,7 @@ from hf_attn_swap import list_variants
 from hf_attn_swap.core.registry import get_variant
 from hf_attn_swap.publish.results import RESULTS_FILE, SCRATCH, Metric, RunResult
 
-from .conversions import curve_table, layers_table
+from .conversions import curve_table, hybrid_table, layers_table
 from .memory import bags_table, recall_table
 from .papers import claims_table
 from .speed import compile_table, decode_table, lra_table, operator_table, speed_table
@@ -198,6 +198,7 @@ TABLES = {
     "papers": lambda: claims_table({run.name: run for run in published()}),
     "curve": curve_table,
     "layers": layers_table,
+    "hybrid": hybrid_table,
     "rank": rank_table,
     "outliers": outlier_table,
     "reports": report_table,

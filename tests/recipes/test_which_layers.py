@@ -67,3 +67,7 @@ def test_published_tables() -> None:
     assert all(f"| `{name}` |" in conversions.curve_table() for name in runs)
     rows = json.loads(conversions.LAYERS.read_text())["runs"]
     assert len(conversions.layers_table().splitlines()) == 2 + len(rows)
+    contexts = json.loads(conversions.DECODE.read_text())["options"]["contexts"]
+    assert [line.split(" | ")[0] for line in conversions.hybrid_table().splitlines()[2:]] == [
+        f"| {context:,}" for context in contexts
+    ]
