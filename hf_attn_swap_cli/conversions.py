@@ -91,7 +91,8 @@ def convert(
     for line in report.reasons():
         print(line)
     if not saved:
-        notify(f"nothing was saved: {report.lost.measure} is above the budget; --keep-anyway saves the model.")
+        why = f"the loss ({report.lost.measure}) is above the budget" if report.layers else "no layer fits the budget"
+        notify(f"nothing was saved: {why}; --keep-anyway saves a model with converted layers.")
         raise typer.Exit(MISSED)
     if push is not None:
         print(push_folder(out, push, token=token).commit_url)

@@ -35,7 +35,8 @@ def variants(
         shown["options"] = ", ".join(pairs) or "none"
         for key, value in shown.items():
             print(f"{key:12}{value}")
-        print(f"\n{inspect.getdoc(get_variant(name).Options)}")
+        if shown["options"] != "none":
+            print(f"\n{inspect.getdoc(get_variant(name).Options)}")
         return
     table = Table(show_lines=True)
     for heading in ("name", "options", "what it changes", "adds", "paper"):
