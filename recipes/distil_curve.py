@@ -20,14 +20,14 @@ import torch
 import transformers
 from datasets import load_dataset
 from matplotlib.figure import Figure
-from memory_figures import STYLES  # memory_figures.py lies beside this recipe
+from memory_figures import STYLES  # memory_figures.py and records.py lie beside this recipe
+from records import open_record, save_record
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.analysis import lost
 from hf_attn_swap.conversion import DistillationTrainer, calibrate
 from hf_attn_swap.core.typed import parse_layers
-from hf_attn_swap.publish.results import versions
 
 FITS = {"mha": "gain", "simple": "gain", "simple_res": "gain", "simple_resl": "map"}
 
@@ -132,16 +132,12 @@ def main() -> None:
     (options,) = transformers.HfArgumentParser(Options).parse_args_into_dataclasses()  # type: ignore[arg-type]  # is one
     transformers.utils.logging.set_verbosity_error()
     path = Path(options.out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"runs": {}}
+    given = {name: value for name, value in asdict(options).items() if name not in ("variants", "out")}
+    record = open_record(path, given, {})
     for variant in options.variants:
         if variant not in record["runs"]:
             record["runs"][variant] = run(variant, options)
-        given = {
-            key: value for key, value in asdict(options).items() if key not in ("variants", "out", "model", "data")
-        }
-        record |= {"options": given, "versions": versions()}
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        save_record(path, record)
         last = record["runs"][variant][-1]
         print(f"{variant}: KL {last['kl']:.4f}, agreement {last['agreement']:.1%} after {last['tokens']:,} tokens")
     picture(record["runs"]).savefig(path.with_suffix(".png"), dpi=120)

@@ -11,7 +11,6 @@ accuracy is the measure. A run that is in the file already is not run again, and
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ import torch
 import transformers
 from datasets import Dataset
 from matplotlib.figure import Figure
-from memory_figures import STYLES  # memory_figures.py lies beside this recipe
+from memory_figures import STYLES  # memory_figures.py and records.py lie beside this recipe
+from records import open_record, save_record
 from transformers import TrainingArguments
 
 from hf_attn_swap import convert, layer_sensitivity, patch_model
@@ -33,11 +33,9 @@ from hf_attn_swap.conversion.stages import Calibrate, Distil
 from hf_attn_swap.core.table import Table
 from hf_attn_swap.publish.checkpoint import model_class, read_config
 from hf_attn_swap.publish.converted import processor_of
-from hf_attn_swap.publish.results import versions
 from hf_attn_swap.training import load_rows
 
 RULES = ("auto", "first", "last", "spread")
-WHERE = ("counts", "rules", "out", "model", "data")  # options that no figure of a run depends on
 SENSITIVITY_ROWS = 8  # rows of the pass per layer
 
 
@@ -195,17 +193,13 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(options.seed)
     path = Path(options.out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    given = {
-        key: value for key, value in asdict(options).items() if key not in ("counts", "rules", "out", "model", "data")
-    }
-    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"options": given, "runs": []}
-    if record["options"] != given:
-        raise SystemExit(f"error: {path} was made with other options; name another file with --out.")
+    apart = ("counts", "rules", "out")
+    given = {name: value for name, value in asdict(options).items() if name not in apart}
+    record = open_record(path, given, [])
     study = Study.read(options)
     if "sensitivity" not in record:
         record["sensitivity"] = study.sensitivity().to_dict()
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        save_record(path, record)
     found = Sensitivity.from_dict(record["sensitivity"])
     print(found)
     every = len(found.layers)
@@ -228,8 +222,7 @@ def main() -> None:
                     "tokens": sum(step["tokens"] for step in done["steps"]),
                 }
             record["runs"].append({**same, "rule": rule, "count": count, "of": every})
-            record["versions"] = versions()
-            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            save_record(path, record)
             print(f"{rule}, {count} layers: {same['measure']} {same['loss']:.2%}")
     print(table(record["runs"], options.counts, options.rules).text())
     picture(record["runs"], options.rules).savefig(path.with_suffix(".png"), dpi=120)

@@ -22,10 +22,8 @@ WIDTH, HEIGHT, GAP = 1.5, 0.95, 0.28
 
 
 def variants_at(place: str) -> list[str]:
-    """The variants that change one step and are not a new whole."""
-    return [
-        name for name in list_variants() if place in (places := get_variant(name).places) and len(places) < len(STEPS)
-    ]
+    """The variants that change this step, but not all steps."""
+    return [name for name in list_variants() if place in get_variant(name).places and name not in whole()]
 
 
 def whole() -> list[str]:

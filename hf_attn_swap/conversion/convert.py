@@ -134,10 +134,10 @@ def convert(
         raise ValueError(f"tokens must be at least 1, got {tokens!r}.")
     if teacher is not None:
         check_teacher(root, teacher)
+    plan = plan_of(root, stages, low_memory=low_memory)
     with contextlib.ExitStack() as inside:
         inside.enter_context(as_before(model))
         train, held = _split(root, data, eval_data, processor, length)
-        plan = plan_of(root, stages, low_memory=low_memory)
         named = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers
         chosen: Any = None if named == "auto" else named
         settings = {

@@ -68,6 +68,8 @@ def test_curve(tiny_lm: Path, samples: Path, tmp_path: Path, monkeypatch: Any) -
     before = out.read_text()
     recipe("distil_curve.py", [*words, "--variants", "belief"], monkeypatch)
     assert json.loads(out.read_text())["runs"] == json.loads(before)["runs"], "what is there is not run again"
+    with pytest.raises(SystemExit, match="made with another rows"):
+        recipe("distil_curve.py", [*words[:-1], str(out), "--rows", "4", "--variants", "belief"], monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT

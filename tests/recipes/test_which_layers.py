@@ -55,7 +55,7 @@ def test_rules_are_compared(words: list[str], tmp_path: Path, monkeypatch: pytes
     again = json.loads(out.read_text())["runs"]
     assert again[:2] == record["runs"]
     assert [(run["rule"], run["count"]) for run in again[2:]] == [("auto", 4)]
-    with pytest.raises(SystemExit, match="made with other options"):
+    with pytest.raises(SystemExit, match="made with another hidden"):
         recipe("which_layers.py", [*words, "--hidden", "1", "--out", str(out)], monkeypatch)
     monkeypatch.setattr(conversions, "LAYERS", out)
     assert conversions.layers_table().count("| 2 of 4 |") == 2
