@@ -36,7 +36,7 @@ WARM_UPS = 3  # rounds that do not count: a compiler may compile again in the se
 class Options:
     """What to measure. `compile` needs torch 2.13 or newer. Only this script itself sets `child`."""
 
-    variants: str = ",".join((*list_variants(), "outeffhop+gated", "mha+belief"))
+    variants: str = ",".join((*list_variants(), "outeffhop+gated", "modern_hopfield+belief"))
     models: str = "bert"
     kinds: str = "forward,train"
     shapes: str = "8x128,2x512,1x2048"

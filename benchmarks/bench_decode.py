@@ -1,7 +1,8 @@
 """Decodes one token at a time onto long contexts: a stock model beside a converted one, or one that is only swapped.
 
     python benchmarks/bench_decode.py --model HuggingFaceTB/SmolLM2-135M-Instruct --converted my-hybrid
-    python benchmarks/bench_decode.py --model HuggingFaceTB/SmolLM2-135M-Instruct --variant simple_resl --layers 0-21
+    python benchmarks/bench_decode.py --model HuggingFaceTB/SmolLM2-135M-Instruct --variant simpletron_resl \
+        --layers 0-21
 
 Both models read the same random tokens. At each context both decode the same tokens in turn, in random order; the
 result is the median of the rounds' ratios with its bootstrap 95 % interval. The memory of a cache is the sum of its
@@ -37,7 +38,7 @@ class Options:
 
     model: str = field(metadata={"help": "The stock model: a name on the Hub, or a folder."})
     converted: str = field(default="", metadata={"help": "A converted model; or leave it out, and name a variant."})
-    variant: str = "simple_resl"
+    variant: str = "simpletron_resl"
     layers: str = field(default="", metadata={"help": 'Layers to swap, such as "0-21"; all if left out.'})
     contexts: list[int] = field(default_factory=lambda: [1024, 4096, 16384])
     batch: int = 1

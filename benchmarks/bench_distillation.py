@@ -36,7 +36,7 @@ KIND = "train"
 class Options:
     """What to measure. Only this script itself sets `child`."""
 
-    variants: str = "belief,mha"
+    variants: str = "belief,modern_hopfield"
     model: str = ""
     layers: int = 30
     vocabulary: int = 49152

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .core.calibration import check_fit
-from .core.registry import Options, parse, parse_options
+from .core.registry import Options, canonical_keys, parse, parse_options
 from .core.swap import LARGEST_EXPONENT, Swap
 from .families import sites
 from .patch import build_swap, check_strength
@@ -106,6 +106,7 @@ def _read_swap(entry: Any, modules: int) -> Planned:
         raise _damaged("a layer is swapped twice")
     try:
         classes = parse(entry["variant"])
+        options = canonical_keys(options) if isinstance(options, dict) else options
         _keys(options, {cls.name for cls in classes}, "the options")
         for cls in classes:
             _keys(

@@ -19,7 +19,7 @@ def variants(
     name: Annotated[str | None, typer.Argument(help="One variant, to be shown in full.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the variants: name, options with their defaults, what changes, paper. Or show one variant in full."""
+    """List the variants: name, aliases, options with their defaults, what changes, paper. Or show one in full."""
     from rich.table import Table
 
     from hf_attn_swap import list_variants
@@ -33,18 +33,20 @@ def variants(
         shown = _in_full(name)
         pairs = (f"{option} = {default!r}" for option, default in shown["options"].items())
         shown["options"] = ", ".join(pairs) or "none"
+        shown["aliases"] = ", ".join(shown["aliases"]) or "none"
         for key, value in shown.items():
             print(f"{key:12}{value}")
         if shown["options"] != "none":
             print(f"\n{inspect.getdoc(get_variant(name).Options)}")
         return
     table = Table(show_lines=True)
-    for heading in ("name", "options", "what it changes", "adds", "paper"):
+    for heading in ("name", "aliases", "options", "what it changes", "adds", "paper"):
         table.add_column(heading, overflow="fold")
     for name in list_variants():
         variant = get_variant(name)
         options = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(variant.Options))
-        table.add_row(name, options or "-", variant.summary, variant.parameters_added, variant.paper)
+        aliases = ", ".join(variant.aliases)
+        table.add_row(name, aliases or "-", options or "-", variant.summary, variant.parameters_added, variant.paper)
     console().print(table)
     print('Variants that touch different places compose with "+", as in outeffhop+gated.')
 
@@ -56,6 +58,7 @@ def _in_full(name: str) -> dict[str, Any]:
     variant = get_variant(name)
     return {
         "name": variant.name,
+        "aliases": list(variant.aliases),
         "summary": variant.summary,
         "formula": variant.formula,
         "paper": variant.paper,
@@ -69,7 +72,9 @@ def _in_full(name: str) -> dict[str, Any]:
 @app.command(cls=Command)
 def patch(
     model: Model,
-    variant: Annotated[str, typer.Argument(help='Name from `variants`, or a composition such as "mha+belief".')],
+    variant: Annotated[
+        str, typer.Argument(help='Name from `variants`, or a composition such as "modern_hopfield+belief".')
+    ],
     out: Annotated[Path, typer.Argument(help="Folder for the result.")],
     strength: Annotated[float, typer.Option(help="0 is the pretrained model, 1 the paper's formula.")] = 1.0,
     layers: Annotated[

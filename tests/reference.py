@@ -21,12 +21,12 @@ CAUSAL = ("GPT2Attention", "LlamaAttention", "OPTAttention", "Qwen2Attention")
 CORES = ("AlbertAttention", "BertAttention", "ViTAttention", *CAUSAL)
 GAMMAS = {"ViTAttention": -1e-5} | dict.fromkeys(CAUSAL, -12 / 512)  # of the papers; BERT and ALBERT: -0.025
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "clipped": {"gamma": None, "zeta": 1.0, "alpha": None, "length": None},
+    "clipped_softmax": {"gamma": None, "zeta": 1.0, "alpha": None, "length": None},
     "gated": {"kind": "linear", "pi_init": 0.25},
-    "simple": {"length": "true"},
-    "simple_res": {"length": "true", "skip": "inner"},
-    "simple_resl": {"length": "true"},
-    "mha": {
+    "simpletron": {"length": "true"},
+    "simpletron_res": {"length": "true", "skip": "inner"},
+    "simpletron_resl": {"length": "true"},
+    "modern_hopfield": {
         "alpha": 0.5,
         "alpha_prime": 0.5,
         "init": "zero",
@@ -148,10 +148,10 @@ class SlowLayer(nn.Module):
             full = mask.expand_as(scores)
             allowed = full > torch.finfo(full.dtype).min / 2
             bias = torch.where(allowed, full, torch.zeros_like(full))
-        linear = [name for name in self.chosen if name.startswith("simple")]
+        linear = [name for name in self.chosen if name.startswith("simpletron")]
         if linear:
             return self.simple(linear[0], x, (q, k, v), scores + bias, allowed)
-        if "mha" in self.chosen:
+        if "modern_hopfield" in self.chosen:
             scores = self.hopfield(scores)
         weights = self.weights(scores + bias, allowed)
         heads = torch.einsum("bhqk,bhkd->bqhd", weights, v)
@@ -159,14 +159,14 @@ class SlowLayer(nn.Module):
         out = self.output_projection(heads.flatten(2))
         if added is not None:
             out = out + added
-        if "mha" in self.chosen:
-            options = self.chosen["mha"]
+        if "modern_hopfield" in self.chosen:
+            options = self.chosen["modern_hopfield"]
             skip = x if options["skip"] == "input" else self.shared.residual[id(self)]
             out = self.s * options["alpha"] * skip + (1 - self.s * options["alpha"]) * out
         return out
 
     def hopfield(self, scores: Tensor) -> Tensor:
-        options = self.chosen["mha"]
+        options = self.chosen["modern_hopfield"]
         below, raw = self.shared.hidden, self.shared.scores
         if options["scheme"] == "forward_backward":
             share = self.s * options["alpha_prime"]
@@ -188,11 +188,11 @@ class SlowLayer(nn.Module):
         weights = plain
         if "outeffhop" in self.chosen and self.s > 0:
             weights = slow_softmax_n(scores, self.s, allowed)
-        for name, formula in (("sparse_hopfield", slow_sparsemax), ("entmax", slow_entmax15)):
+        for name, formula in (("sparsemax", slow_sparsemax), ("entmax15", slow_entmax15)):
             if name in self.chosen:
                 weights = (1 - self.s) * plain + self.s * formula(scores, allowed)
-        if "clipped" in self.chosen:
-            options = self.chosen["clipped"]
+        if "clipped_softmax" in self.chosen:
+            options = self.chosen["clipped_softmax"]
             given = options["gamma"] if options["gamma"] is not None else GAMMAS.get(self.kind, -0.025)
             gamma = given if options["alpha"] is None else -options["alpha"] / options["length"]
             gamma, zeta = self.s * gamma, 1 + self.s * (options["zeta"] - 1)
@@ -238,10 +238,10 @@ class SlowLayer(nn.Module):
         causal = self.kind in CAUSAL
         linear = slow_simple_attention(q, k, v, causal=causal, length=options["length"], allowed=allowed)
         joined = linear.transpose(1, 2).flatten(2)
-        if name == "simple_resl":
+        if name == "simpletron_resl":
             layer = x + self.output_projection(joined)
         else:
-            layer = x + joined if name == "simple_res" and options["skip"] == "inner" else joined
+            layer = x + joined if name == "simpletron_res" and options["skip"] == "inner" else joined
         return (1 - self.s) * self.output_projection(ordinary.flatten(2)) + self.s * layer
 
 

@@ -15,18 +15,22 @@ from hf_attn_swap.publish.results import RESULTS_FILE, RunResult
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REPOSITORY = "https://github.com/hf-attn-swap/hf-attn-swap"
-CONVERTED = ("outeffhop", "outeffhop-gated", "belief", "mha")  # those whose figure README gives
+CONVERTED = {  # the variants whose figure README gives, and their runs
+    "outeffhop": "smollm2-distilled-outeffhop",
+    "outeffhop+gated": "smollm2-distilled-outeffhop-gated",
+    "belief": "smollm2-distilled-belief",
+    "modern_hopfield": "smollm2-distilled-mha",
+}
 
 
 def row(variant: str) -> str:
     """The row of README's table that recommends this attention."""
-    name = f"`{variant.replace('-', '+')}`"
-    return next(line for line in README.splitlines() if line.startswith("| ") and name in line)
+    return next(line for line in README.splitlines() if line.startswith("| ") and f"`{variant}`" in line)
 
 
 @pytest.mark.parametrize("variant", CONVERTED)
 def test_figures_are_those_of_the_records(variant: str) -> None:
-    run = RunResult.load(CARDS / f"smollm2-distilled-{variant}" / RESULTS_FILE)
+    run = RunResult.load(CARDS / CONVERTED[variant] / RESULTS_FILE)
     assert run.control is not None
     ratio = run.converted.metrics[0].mean / run.control.metrics[0].mean
     assert f"{ratio:.3f} ×" in row(variant)

@@ -19,18 +19,24 @@ PARAMETERS = {"gated": {"gated.gate.weight": (4, 8), "gated.gate.bias": (4,)}, "
 PARAMETERS["belief_star"]["belief_star.w_s.weight"] = (32, 32)
 AT_ZERO = (
     "outeffhop",
-    "clipped",
+    "clipped_softmax",
     "gated",
-    "sparse_hopfield",
-    "entmax",
-    "simple",
-    "simple_res",
-    "simple_resl",
+    "sparsemax",
+    "entmax15",
+    "simpletron",
+    "simpletron_res",
+    "simpletron_resl",
     "belief",
 )
-AT_ZERO += ("belief_star", "mha", "mha+outeffhop+clipped+gated", "mha+entmax+belief", "outeffhop+belief_star")
+AT_ZERO += (
+    "belief_star",
+    "modern_hopfield",
+    "modern_hopfield+outeffhop+clipped_softmax+gated",
+    "modern_hopfield+entmax15+belief",
+    "outeffhop+belief_star",
+)
 
-SHOWN = {"clipped": {"gamma": -0.025}}  # the gamma of the papers for images hardly moves a tiny model
+SHOWN = {"clipped_softmax": {"gamma": -0.025}}  # the gamma of the papers for images hardly moves a tiny model
 
 
 def tensor(*values: Any, grad: bool = False) -> Tensor:
@@ -101,7 +107,7 @@ def test_strength_zero_is_the_stock_model(family: str, variant: str) -> None:
 @pytest.mark.parametrize("init", ["zero", "first"])
 def test_forward_forward_at_strength_zero(init: str) -> None:
     slow_model = reference_model(
-        stock("gpt2"), "mha", options={"scheme": "forward_forward", "init": init}, strength=0.0
+        stock("gpt2"), "modern_hopfield", options={"scheme": "forward_forward", "init": init}, strength=0.0
     )
     assert_same(run(slow_model, batch_of("gpt2")), run(stock("gpt2"), batch_of("gpt2")))
 
@@ -127,8 +133,8 @@ def test_the_carry_starts_from_zero() -> None:
         for parameter in halved.bert.encoder.layer[1].attention.self.query.parameters():
             parameter.mul_(0.25)
     options = {"alpha": 0.0, "alpha_prime": 0.75}
-    close(run(reference_model(model, "mha", options=options, layers={1}), batch)[0], run(halved, batch)[0])
-    first = reference_model(model, "mha", options=options | {"init": "first"}, layers={1})
+    close(run(reference_model(model, "modern_hopfield", options=options, layers={1}), batch)[0], run(halved, batch)[0])
+    first = reference_model(model, "modern_hopfield", options=options | {"init": "first"}, layers={1})
     close(run(first, batch)[0], run(stock("bert"), batch)[0])
 
 
@@ -140,7 +146,7 @@ def test_the_skip_rescales_a_post_norm_layer() -> None:
         for layer in scaled.bert.encoder.layer:
             for parameter in layer.attention.output.dense.parameters():
                 parameter.mul_((1 - 0.5) / (1 + 0.5))
-    close(run(reference_model(model, "mha", options={"alpha_prime": 0.0}), batch)[0], run(scaled, batch)[0])
+    close(run(reference_model(model, "modern_hopfield", options={"alpha_prime": 0.0}), batch)[0], run(scaled, batch)[0])
 
 
 def test_a_gate_at_its_start_is_open() -> None:

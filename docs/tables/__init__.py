@@ -15,6 +15,7 @@ from hf_attn_swap.publish.results import RESULTS_FILE, SCRATCH, Metric, RunResul
 
 from .conversions import curve_table, hybrid_table, layers_table
 from .memory import bags_table, recall_table
+from .names import canonical_label
 from .papers import claims_table
 from .speed import compile_table, decode_table, lra_table, operator_table, speed_table
 
@@ -148,7 +149,7 @@ def outlier_table() -> str:
             integer = f"{unit * row['int8_dynamic']:.2f}" if "int8_dynamic" in row else "–"
             cells = (
                 where,
-                f"`{run}`",
+                f"`{canonical_label(run)}`",
                 f"{row['kurtosis']:.0f}",
                 f"{row['max_infinity_norm']:.1f}",
                 f"{unit * row[name]:.2f}",
@@ -174,8 +175,9 @@ def report_table() -> str:
         for run, row in study["summary"].items():
             if (study["model"], run) not in done:
                 done.add((study["model"], run))
+                where = f"{study['model']}, {study['data']} ({study['rows']} rows)"
                 values = " | ".join(f"{row[name]:,.4g}" if row[name] < 1000 else f"{row[name]:,.0f}" for name in names)
-                lines.append(f"| {study['model']}, {study['data']} ({study['rows']} rows) | {run} | {values} |")
+                lines.append(f"| {where} | {canonical_label(run)} | {values} |")
     return "\n".join(lines)
 
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .names import canonical_label
+
 ROOT = Path(__file__).parents[2]
 CURVE = ROOT / "recipes" / "figures" / "distil-curve-stories260k.json"
 LAYERS = ROOT / "recipes" / "figures" / "which-layers-smollm2-simple-resl.json"
@@ -20,7 +22,7 @@ def curve_table() -> str:
     lines = [f"| attention | {' | '.join(tokens)} |", "|---|" + "---|" * len(first)]
     for name, points in runs.items():
         cells = (f"{point['kl']:.3g} ({point['perplexity_ratio']:.3g})" for point in points)
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        lines.append(f"| `{canonical_label(name)}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

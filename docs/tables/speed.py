@@ -8,6 +8,8 @@ from typing import Any
 
 from hf_attn_swap import list_variants
 
+from .names import canonical_label
+
 FIGURES = Path(__file__).parents[2] / "benchmarks" / "figures"
 
 
@@ -22,7 +24,8 @@ def speed_table() -> str:
         found = {row["shape"]: row for row in rows if row["variant"] == name}
         first = {row["shape"]: row for row in rows if row["variant"] == "stock"}
         cells = [_ratio(found[shape], first[shape], kind) for shape in shapes for kind in kinds]
-        shown = f"`{name}`" if name in list_variants() else name
+        label = canonical_label(name)
+        shown = f"`{label}`" if label in list_variants() else label
         lines.append(f"| {shown} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -32,7 +35,7 @@ def speed_of(variant: str) -> str | None:
     rows = json.loads((FIGURES / "bench-bert.json").read_text("utf-8"))["rows"]
     first = {row["shape"]: row for row in rows if row["variant"] == "stock"}
     lines = ["| batch × tokens | forward | training step | peak memory |", "|---|---|---|---|"]
-    for row in (row for row in rows if row["variant"] == variant):
+    for row in (row for row in rows if canonical_label(row["variant"]) == variant):
         cells = [_ratio(row, first[row["shape"]], kind) for kind in ("forward", "train", "peak_mb")]
         lines.append(f"| {row['shape'].replace('x', ' × ')} | {' | '.join(cells)} |")
     return "\n".join(lines) if len(lines) > 2 else None
@@ -65,7 +68,7 @@ def lra_table() -> str:
     for name in dict.fromkeys(row["variant"] for row in rows):
         pairs = [(found[name, length], found["stock", length]) for length in lengths]
         cells = [_ratio(row, first, kind) for row, first in pairs for kind in ("train", "peak_mb")]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {canonical_label(name)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -76,7 +79,7 @@ def decode_table() -> str:
     lines = [f"| attention | {' | '.join(f'{n:,} tokens' for n in lengths)} |", "|---|" + "---|" * len(lengths)]
     for name in dict.fromkeys(row["variant"] for row in rows):
         found = {row["tokens"]: row["decode_ms"] for row in rows if row["variant"] == name}
-        lines.append(f"| {name} | {' | '.join(f'{found[n]:.1f} ms' for n in lengths)} |")
+        lines.append(f"| {canonical_label(name)} | {' | '.join(f'{found[n]:.1f} ms' for n in lengths)} |")
     return "\n".join(lines)
 
 
@@ -87,7 +90,7 @@ def compile_table() -> str:
     lines = ["| attention | forward, compiled / eager | training step, compiled / eager |", "|---|---|---|"]
     for name in (name for name in found if f"{name}, compiled" in found):
         ratios = [found[f"{name}, compiled"][kind] / found[name][kind] for kind in ("forward", "train")]
-        lines.append(f"| {name} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+        lines.append(f"| {canonical_label(name)} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
     return "\n".join(lines)
 
 

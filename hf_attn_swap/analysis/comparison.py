@@ -109,7 +109,7 @@ def _both(
         with _at_zero(model):
             found[BEFORE] = _run(model, inputs, BEFORE)
         notes.append(f"“{BEFORE}” is the same checkpoint at strength 0: its weights as they are, ordinary attention.")
-    label = variant or "+".join(_names(model))
+    label = "+".join(_names(model))
     found[label] = _run(model, inputs, label)
     return found, notes
 

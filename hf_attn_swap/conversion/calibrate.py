@@ -9,7 +9,8 @@ squares, in one of two ways:
 The normal equations are summed in fp64, and padding is left out. Every layer reads the activations of the original
 model, so one pass over the batches fits all layers. The alternative is to fit the layers in order, each on the output
 of the fitted layers below. That takes a pass per layer, and it was not better on MiniLM. The squared error of the last
-hidden states, in order and in one pass: 0.463 and 0.445 (simple_resl), 0.171 and 0.178 (mha), 0.106 and 0.116 (belief).
+hidden states, in order and in one pass: 0.463 and 0.445 (simpletron_resl), 0.171 and 0.178 (modern_hopfield), 0.106 and
+0.116 (belief).
 The method is this package's own; docs/mathematics.md, section Calibration. The gain supplies the scale that SimpleTRON
 leaves out. Axes: B batch, L token, H head, D head width, E model width.
 """
@@ -60,10 +61,11 @@ def calibrate(
 
     Nothing is trained. A new calibration replaces an earlier calibration. docs/mathematics.md, section Calibration.
 
-    `simple_resl` and `mha` add a multiple of the layer's input to its output (a skip). In a post-LayerNorm block (BERT,
-    ALBERT) the fit undoes this skip: the target is multiplied by a factor, and LayerNorm removes the factor. In a
-    pre-norm block no fit can undo the skip, so a neutral start comes first; the report says what it left.
-    The heads of `simple*` grow with the number of tokens, so calibrate at the length at which you use the model.
+    `simpletron_resl` and `modern_hopfield` add a multiple of the layer's input to its output (a skip). In a
+    post-LayerNorm block (BERT, ALBERT) the fit undoes this skip: the target is multiplied by a factor, and LayerNorm
+    removes the factor. In a pre-norm block no fit can undo the skip, so a neutral start comes first; the report says
+    what it left. The heads of `simpletron*` grow with the number of tokens, so calibrate at the length at which you use
+    the model.
 
     Args:
         model: a model that `patch_model` has patched, at any strength; the strength does not change.
@@ -71,20 +73,20 @@ def calibrate(
             there is padding, a 2-D attention mask (B,L) marks the real tokens.
         fit: "gain" fits one number per head; "map" fits a (D,D) matrix and a bias (D,) per head.
         ridge: the penalty on large values, as a share of the mean square of the variant's heads.
-        source: the attention that the weights were trained with. It is "simple_resl", for example, for a model that was
-            fine-tuned with "simple_resl" and is now patched with "softmax". The source must have no parameters.
+        source: the attention that the weights were trained with. It is "simpletron_resl", for example, for a model that
+            was fine-tuned with "simpletron_resl" and is now patched with "softmax". The source must have no parameters.
         neutral: let the skip of pre-norm layers start at almost nothing first, as `neutral_start` does. Layers whose
             norm has no free scale are left alone, and so are all layers if the source has a skip too.
-        match: let the heads of a variant that carries scores (`mha`) first meet the carried scores that are most like
-            their own, as `match_heads` does, on the first batches. If the source is not "softmax", they stay as they
-            are, and so does every head with `match=False`.
+        match: let the heads of a variant that carries scores (`modern_hopfield`) first meet the carried scores that
+            are most like their own, as `match_heads` does, on the first batches. If the source is not "softmax", they
+            stay as they are, and so does every head with `match=False`.
         progress: show a progress bar.
         options: the options of `source`.
 
     Returns:
         R^2 per layer and head before and after the fit, the fitted gains, the share of the attention that a variant
-        such as `clipped` cuts away, and the shortest and longest row in tokens. A warning says so if this share is
-        above a tenth in a layer.
+        such as `clipped_softmax` cuts away, and the shortest and longest row in tokens. A warning says so if this share
+        is above a tenth in a layer.
 
     Raises:
         ValueError: the model is not patched or has merged layers, there is no batch, there are too few real tokens, the

@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
 from ..analysis.held_out import HeldOut
+from ..core.registry import canonical_keys, parse
 from ..core.swap import Swap
 from ..patch import need_installation, patch_model, set_strength, unpatch_model
 from ..wiring.install import Installation, installation_of, model_root
@@ -116,8 +117,8 @@ def convert(
     Returns:
         The loss after every step, and what was converted. If `met` is False, the budget was missed: the model then
         runs the variant in no layer, or in the layers that were named (or left by `keep`), with the loss that the
-        report gives. A layer that keeps its own attention loses its swap; if the variant carries scores (`mha`), the
-        swap stays at strength 0, since the converted layers above read what it carries.
+        report gives. A layer that keeps its own attention loses its swap; if the variant carries scores
+        (`modern_hopfield`), the swap stays at strength 0, since the converted layers above read what it carries.
 
     Raises:
         ValueError: the model is already patched, the data do not fit the model, an argument is out of range, or the
@@ -126,6 +127,7 @@ def convert(
     root = model_root(model)
     if installation_of(root) is not None:
         raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
+    variant = "+".join(cls.name for cls in parse(variant))
     if max_loss is not None and not max_loss > 0:
         raise ValueError(f"max_loss must be above 0 (0.02 is 2 %), got {max_loss!r}.")
     if not 0 <= keep < 1:
@@ -146,7 +148,7 @@ def convert(
             "teacher": None if teacher is None else fingerprint(teacher.parameters()),
             "data": fingerprint(_ends(train) + _ends(held)),
             "variant": variant,
-            "options": options,
+            "options": canonical_keys(options) if "+" in variant else options,
             "tokens": tokens,
             "max_loss": max_loss,
             "layers": chosen,

@@ -1,9 +1,9 @@
-"""Measures how much of the attention `clipped` cuts away, and chooses gamma by this share.
+"""Measures how much of the attention `clipped_softmax` cuts away, and chooses gamma by this share.
 
 With zeta = 1, the clip turns a weight p into max(p - |gamma| (1 - p), 0), so p loses min(p, |gamma| (1 - p)). The share
 of a layer is what its weights lose, as a part of their sum. Both sums run over all heads and over the queries that are
 real tokens. A row of K weights that sum to 1 loses at most |gamma| (K - 1).
-docs/mathematics.md, section `clipped`. Axes: B batch, H head, Q query, K key, E model width.
+docs/mathematics.md, section `clipped_softmax`. Axes: B batch, H head, Q query, K key, E model width.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def cut_shares(
         progress: show a progress bar.
 
     Returns:
-        One share per gamma, in [0, 1], by the layer's number. Layers without weights (`simple*`) are left out.
+        One share per gamma, in [0, 1], by the layer's number. Layers without weights (`simpletron*`) are left out.
 
     Raises:
         ValueError: a gamma is above 0, there is no batch, nothing in the model can be swapped, or a mask does not say
@@ -119,10 +119,10 @@ class _Counted:
 def choose_gamma(model: nn.Module, batches: Iterable[Any], *, share: float = SHARE, progress: bool = True) -> float:
     """Choose the gamma that is farthest from 0 among `GAMMAS` and cuts at most a share of the attention of any layer.
 
-    Give the result to `patch_model(model, "clipped", gamma=...)`.
+    Give the result to `patch_model(model, "clipped_softmax", gamma=...)`.
 
     Args:
-        model: as in `cut_shares`. For a composition such as "outeffhop+clipped", patch the other variant first.
+        model: as in `cut_shares`. For a composition such as "outeffhop+clipped_softmax", patch the other variant first.
         batches: as in `cut_shares`. The weights get smaller as rows get longer, so use the length of your task.
         share: the largest share, between 0 and 1.
         progress: show a progress bar.

@@ -1,9 +1,9 @@
 """Lets the heads of a layer meet the carried scores of the heads that are most like them.
 
-`mha` mixes the scores of head h with those that the layers below left under the number h. But the numbers of the heads
-of a layer have no meaning: the rows of W_q, W_k and W_v and the columns of W_o can be exchanged, head by head, and the
-function stays the same. So which heads meet is free. `match_heads` exchanges no weights. Each layer gets an order: the
-list that says which own head meets each head of the carried scores.
+`modern_hopfield` mixes the scores of head h with those that the layers below left under the number h. But the numbers
+of the heads of a layer have no meaning: the rows of W_q, W_k and W_v and the columns of W_o can be exchanged, head by
+head, and the function stays the same. So which heads meet is free. `match_heads` exchanges no weights. Each layer gets
+an order: the list that says which own head meets each head of the carried scores.
 
 Layer after layer, the order is chosen that makes sum_h <S^order(h), H^h> largest: a linear assignment. S are the
 layer's own scores in the stock model, and H are the carried scores of the layers below in their orders. The mean of
@@ -69,7 +69,7 @@ def match_heads(model: nn.Module, batches: Iterable[Any], *, progress: bool = Tr
     itself. docs/mathematics.md, section Matched heads.
 
     Args:
-        model: a model that is patched with a variant that carries scores (`mha`).
+        model: a model that is patched with a variant that carries scores (`modern_hopfield`).
         batches: dicts of tensors as the model takes them. The first batches are read, until they have four rows; the
             first four rows of a batch and the first 256 tokens of a row decide.
         progress: show a progress bar.
@@ -82,7 +82,9 @@ def match_heads(model: nn.Module, batches: Iterable[Any], *, progress: bool = Tr
     installation = need_installation(model)
     carrying = {index: swaps for index, swaps in installation.swaps().items() if swaps[0].carries}
     if not carrying:
-        raise ValueError("no swapped layer carries scores, so there are no heads to match; mha does, by default.")
+        raise ValueError(
+            "no swapped layer carries scores, so there are no heads to match; modern_hopfield does, by default."
+        )
     _refuse_trained(installation, carrying)
     layers = {index: swaps for index, swaps in carrying.items() if _number(swaps[0]) is not None}
     scores = _scores(model, installation, list(layers), batches, progress=progress)

@@ -60,10 +60,10 @@ class NeutralStart:
 def neutral_start(model: nn.Module, batch: Any = None, *, exponent: int = EXPONENT) -> NeutralStart:
     """Scale the skip of every swapped pre-norm layer by 2^-exponent, in place.
 
-    Only variants that add their input have a skip (`mha`, `simple_res`, `simple_resl`). No weight changes, and the
-    model at strength 0 does not change. `config.attn_swap` records the exponent, and `unpatch_model` removes it with
-    the swap. A layer is left alone, and named in the result, where the scale of the norm is not free: in a post-norm
-    block, and where the norm feeds something else than the projections of this attention.
+    Only variants that add their input have a skip (`modern_hopfield`, `simpletron_res`, `simpletron_resl`). No weight
+    changes, and the model at strength 0 does not change. `config.attn_swap` records the exponent, and `unpatch_model`
+    removes it with the swap. A layer is left alone, and named in the result, where the scale of the norm is not free:
+    in a post-norm block, and where the norm feeds something else than the projections of this attention.
     docs/mathematics.md, section Neutral start.
 
     Args:

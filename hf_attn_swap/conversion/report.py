@@ -104,8 +104,8 @@ class CalibrationReport:
             return ""
         return (
             f"The swap adds {self.left:g} times the input in every layer, which no fit can undo in a pre-norm block: "
-            "choose neutral=True where the norm's scale is free, or options without this skip (mha: alpha=0), or train "
-            "the model for long."
+            "choose neutral=True where the norm's scale is free, or options without this skip (modern_hopfield: "
+            "alpha=0), or train the model for long."
         )
 
     def summary(self) -> str:

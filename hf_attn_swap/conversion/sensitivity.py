@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from ..analysis.held_out import HeldOut
 from ..analysis.lost import Lost
+from ..core.registry import canonical_name
 from ..core.table import Table
 from ..patch import need_installation, set_strength
 
@@ -61,7 +62,8 @@ class Sensitivity:
     def from_dict(cls, values: dict[str, Any]) -> Sensitivity:
         """The figures from their plain data, also after JSON."""
         layers = {int(index): Lost(**lost) for index, lost in values["layers"].items()}
-        return cls(variant=values["variant"], layers=layers, together=Lost(**values["together"]))
+        variant = ", ".join(map(canonical_name, values["variant"].split(", ")))
+        return cls(variant=variant, layers=layers, together=Lost(**values["together"]))
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data."""

@@ -50,7 +50,7 @@ class Target:
         if _shares(self.swap)[1] == 0:
             raise ValueError(
                 f"{'+'.join(self.swap.names)} with these options drops the read-out, so nothing can be calibrated; "
-                "choose other options (mha: alpha below 1)."
+                "choose other options (modern_hopfield: alpha below 1)."
             )
 
     @property

@@ -93,7 +93,7 @@ class Carried:
 
     Attributes:
         scores: the carried scores H of each layer, by the layer's number among the layers that carry scores.
-        raw: each layer's own scores S, by the same number; filled only if the scheme of `mha` needs S.
+        raw: each layer's own scores S, by the same number; filled only if the scheme of `modern_hopfield` needs S.
         calls: how many times a shared module was called so far (ALBERT has one module for all layers).
         closed: True after the pass. A call that comes later belongs to a re-computation.
         want_weights: True if the caller asked for the attention weights.

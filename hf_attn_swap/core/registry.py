@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,32 +16,51 @@ Options = dict[str, dict[str, Any]]
 
 
 def list_variants() -> tuple[str, ...]:
-    """The names of all single variants, in the order of registration.
+    """The canonical names of all single variants, in the order of registration.
 
     A name such as "a+b" composes two variants that change different places of a layer.
     """
     return tuple(VARIANTS)
 
 
+def canonical_name(variant: str) -> str:
+    """The same variant or composition in canonical names. A name that no variant has stays as it is."""
+    canonical = {alias: cls.name for cls in VARIANTS.values() for alias in cls.aliases}
+    names = (name.strip() for name in variant.split("+"))
+    return "+".join(canonical.get(name, name) for name in names)
+
+
 def get_variant(name: str) -> type[Variant]:
-    """The class registered under `name`.
+    """The class registered under `name`, which is a canonical name or an alias.
 
     Raises:
         ValueError: no variant has this name.
     """
-    if name not in VARIANTS:
+    found = VARIANTS.get(canonical_name(name))
+    if found is None:
         raise ValueError(
-            f"unknown variant {name!r}; known: {', '.join(VARIANTS)}, and compositions such as 'mha+belief'."
+            f"unknown variant {name!r}{_proposal(name)}; known: {', '.join(VARIANTS)}, and compositions such as "
+            "'modern_hopfield+belief'."
         )
-    return VARIANTS[name]
+    return found
+
+
+def _proposal(name: str) -> str:
+    """A question that names the variant with the most similar name or alias; empty if none is similar."""
+    names = [each for cls in VARIANTS.values() for each in (cls.name, *cls.aliases)]
+    nearest = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {canonical_name(nearest[0])!r}?)" if nearest else ""
 
 
 def parse(variant: str) -> tuple[type[Variant], ...]:
-    """The classes that a variant's name stands for: one class, or several for a composition such as "mha+belief".
+    """The classes that a variant's name stands for: one class, or several for a composition.
+
+    Args:
+        variant: a canonical name or an alias, or several joined by "+", as in "modern_hopfield+belief".
 
     Raises:
-        ValueError: `variant` is no string, a name is unknown, a variant in a composition composes with nothing, or two
-            variants change the same place.
+        ValueError: `variant` is no string, a name is unknown, a variant in a composition composes with nothing, or the
+            same place is taken twice: by two variants, or by one variant under two names.
     """
     if not isinstance(variant, str):
         raise ValueError(f"the variant must be a name such as 'belief', got {variant!r}.")
@@ -64,22 +84,40 @@ def parse_options(classes: tuple[type[Variant], ...], options: Mapping[str, Any]
 
     Args:
         classes: the variants, from `parse`.
-        options: option by name for a single variant; one dict of options per variant for a composition.
+        options: option by name for a single variant; one dict of options per variant for a composition, under any
+            name of the variant.
 
     Raises:
-        ValueError: a variant or an option is unknown, or a value has the wrong type or lies outside its range.
+        ValueError: a variant or an option is unknown, a variant gets options under two of its names, or a value has
+            the wrong type or lies outside its range.
     """
     if len(classes) == 1:
         nested: dict[str, Any] = {classes[0].name: dict(options)}
     else:
         names = [cls.name for cls in classes]
         for key, value in options.items():
-            if key not in names or not isinstance(value, Mapping):
+            if canonical_name(key) not in names or not isinstance(value, Mapping):
                 raise ValueError(
                     f"options of a composition are one dict per component ({', '.join(names)}), got {key}={value!r}."
                 )
-        nested = {name: dict(options.get(name, {})) for name in names}
+        given = canonical_keys(options)
+        nested = {name: dict(given.get(name, {})) for name in names}
     return {cls.name: dataclasses.asdict(build_options(cls, nested[cls.name])) for cls in classes}
+
+
+def canonical_keys(by_variant: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values by canonical names.
+
+    Raises:
+        ValueError: two keys are names of the same variant.
+    """
+    found: dict[str, Any] = {}
+    for key, value in by_variant.items():
+        name = canonical_name(key)
+        if name in found:
+            raise ValueError(f"{name!r} is given twice, under two of its names; give it once.")
+        found[name] = value
+    return found
 
 
 def fit_options(classes: tuple[type[Variant], ...], options: Options, kind: Kind) -> Options:

@@ -166,7 +166,7 @@ class Swap(nn.Module):
             raise ValueError(
                 "a module that serves several layers was computed again after the pass (activation checkpointing), so "
                 "hf_attn_swap cannot know which layer this call is; train this model without checkpointing, or use a "
-                "variant that does not carry scores across layers (mha does)."
+                "variant that does not carry scores across layers (modern_hopfield does)."
             )
         carried.calls += 1
         return carried.calls - 1

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.registry import canonical_name
+
 CONTROL = "softmax"
-DEFAULT_VARIANTS = ("belief", "outeffhop", "mha", "simple_resl")
+DEFAULT_VARIANTS = ("belief", "outeffhop", "modern_hopfield", "simpletron_resl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +14,8 @@ class DemoOptions:
     """What one demo converts, on which data, and for how long.
 
     Args:
-        variants: names as `patch_model` takes them; the first of them is saved and loaded again.
+        variants: names as `patch_model` takes them, kept as canonical names; the first variant is saved and loaded
+            again.
         model: name on the Hub or folder of a pretrained encoder; None takes the MiniLM that the extra installs.
         dataset: name on the Hub or folder of a labelled text set; None takes rotten_tomatoes from the extra.
         config: configuration of `dataset`, such as a GLUE task.
@@ -58,6 +61,7 @@ class DemoOptions:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}.")
         if self.max_loss is not None and not self.max_loss > 0:
             raise ValueError(f"max_loss must be above 0 (0.02 is 2 %), got {self.max_loss}.")
+        object.__setattr__(self, "variants", tuple(map(canonical_name, self.variants)))
         if not self.variants or CONTROL in self.variants:
             raise ValueError(f"Name at least one variant, and not {CONTROL!r}: the control always runs.")
         if len(set(self.variants)) < len(self.variants):

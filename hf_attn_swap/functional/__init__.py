@@ -99,7 +99,7 @@ def check_clip(gamma: float | Tensor, zeta: float | Tensor) -> None:
     wrong_gamma = isinstance(gamma, (int, float)) and not gamma <= 0
     wrong_zeta = isinstance(zeta, (int, float)) and not zeta >= 1
     if wrong_gamma or wrong_zeta:
-        raise ValueError(f"clipped softmax needs gamma <= 0 and zeta >= 1, got gamma={gamma}, zeta={zeta}.")
+        raise ValueError(f"clipped_softmax needs gamma <= 0 and zeta >= 1, got gamma={gamma}, zeta={zeta}.")
 
 
 def clip(weights: Tensor, gamma: float | Tensor, zeta: float | Tensor) -> Tensor:

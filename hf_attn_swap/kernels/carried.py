@@ -124,7 +124,7 @@ def _moved_here(below: Hidden | None, query: Tensor, blocked: Tensor | None) -> 
     if below.blocked is None:
         return scores, blocked
     if blocked is None or not (blocked is below.blocked or torch.equal(blocked, below.blocked)):
-        raise ValueError("mha: the layers of one pass have different masks; give every layer the same.")
+        raise ValueError("modern_hopfield: the layers of one pass have different masks; give every layer the same.")
     return scores, None
 
 

@@ -12,7 +12,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..core.registry import parse, parse_options
+from ..core.registry import canonical_name, parse, parse_options
 from ..patch import patch_model
 
 # Files of tokenizers and processors. They are copied unchanged, so no tokenizer or processor class has to load.
@@ -69,7 +69,8 @@ def patch_checkpoint(
     notify(f"saving in {out}")
     model.save_pretrained(out)
     copied = copy_preprocessor(source, out, **hub)
-    notify(f"saved {variant} with {', '.join(copied) or 'no tokenizer or image processor (the source has none)'}")
+    words = ", ".join(copied) or "no tokenizer or image processor (the source has none)"
+    notify(f"saved {canonical_name(variant)} with {words}")
     return fresh
 
 

@@ -55,7 +55,9 @@ class ModelArguments:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
         if len(set(self.seeds)) != len(self.seeds) or not self.seeds:
             raise ValueError(f"seeds must be one or more, all different, got {self.seeds}.")
-        parse_options(parse_variant(self.variant), self.option_values)
+        classes = parse_variant(self.variant)
+        parse_options(classes, self.option_values)
+        self.variant = "+".join(cls.name for cls in classes)
         parse_layers(self.layers)
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from ..core.registry import canonical_name
 from ..publish.results.record import Record, read_record
 
 OUTCOME_FILE = "outcome.json"
@@ -56,7 +57,7 @@ class Outcome(Record):
 
     @classmethod
     def find(cls, folder: Path, settings: dict[str, Any]) -> Outcome | None:
-        """The outcome in a folder, or None if the run has not ended.
+        """The outcome in a folder, or None if the run has not ended. The name of a variant may be an alias.
 
         Raises:
             ValueError: the folder holds a run of other settings.
@@ -66,11 +67,14 @@ class Outcome(Record):
             return None
         outcome = read_record(cls, json.loads(path.read_text(encoding="utf-8")), "")
         wanted = {key: str(value) for key, value in settings.items()}
-        for key in sorted(wanted.keys() | outcome.settings.keys()):
-            if wanted.get(key) != outcome.settings.get(key):
+        found = dict(outcome.settings)
+        if "variant" in found:
+            found["variant"] = canonical_name(found["variant"])
+        for key in sorted(wanted.keys() | found.keys()):
+            if wanted.get(key) != found.get(key):
                 raise ValueError(
-                    f"{folder} holds a run with {key} = {outcome.settings.get(key)}, not {wanted.get(key)}; choose "
-                    "another --output_dir."
+                    f"{folder} holds a run with {key} = {found.get(key)}, not {wanted.get(key)}; choose another "
+                    "--output_dir."
                 )
         return outcome
 

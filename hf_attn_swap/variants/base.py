@@ -42,7 +42,8 @@ class Variant(nn.Module):
     """The base class of all variants. A subclass names its places, overrides their methods, and uses `@register`.
 
     Attributes:
-        name: the variant's name; `register` sets this attribute.
+        name: the variant's canonical name; `register` sets this attribute.
+        aliases: other names of the variant, which older files and users may give; `register` sets this attribute.
         summary: what the variant changes, in a few words.
         formula: the formula at full strength.
         paper: the paper, by words that find its entry in `publish.citations`.
@@ -67,6 +68,7 @@ class Variant(nn.Module):
     """
 
     name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
     summary: ClassVar[str]
     formula: ClassVar[str]
     paper: ClassVar[str]
@@ -207,21 +209,31 @@ METHODS = {"scores": "carry", "normaliser": "normalise", "weights": "adjust", "r
 REPLACING = ("linear", "products", "read", "read_between", "write")
 
 
-def register(name: str) -> Callable[[V], V]:
+def register(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[V], V]:
     """Register a variant under `name`. Tests, command line and documentation find the variant in `VARIANTS`.
 
+    A variant that gets a better name keeps the old name as an alias, so that saved models still load. The keys of a
+    variant's parameters start with its name, so a variant with parameters cannot get another name.
+
+    Args:
+        name: the canonical name, under which everything is shown and saved.
+        aliases: other names that users and older files may give.
+
     Raises:
-        ValueError: the name is taken or is no identifier, or the class's methods and its declared places disagree.
+        ValueError: a name is taken or is no identifier, or the class's methods and its declared places disagree.
     """
 
     def add(cls: V) -> V:
-        if name in VARIANTS:
-            raise ValueError(f"variant {name!r} is registered already; choose another name.")
-        if not name.isidentifier():
-            raise ValueError(f"{name!r} cannot be the name of a variant; use letters, digits and underscores.")
+        taken = {each for variant in VARIANTS.values() for each in (variant.name, *variant.aliases)}
+        for each in (name, *aliases):
+            if each in taken:
+                raise ValueError(f"variant {each!r} is registered already; choose another name.")
+            if not each.isidentifier():
+                raise ValueError(f"{each!r} cannot be the name of a variant; use letters, digits and underscores.")
+            taken.add(each)
         for problem in _disagreements(cls):
             raise ValueError(f"variant {name!r} ({cls.__name__}): {problem}")
-        cls.name = name
+        cls.name, cls.aliases = name, aliases
         VARIANTS[name] = cls
         return cls
 

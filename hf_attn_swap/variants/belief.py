@@ -18,7 +18,7 @@ from ..functional import belief_projection
 from .base import Variant, mix, register, unset_linear
 
 
-@register("belief")
+@register("belief", aliases=("beliefformer",))
 class Belief(Variant):
     """Subtracts the projection of all heads, as one vector, on the token's own value (no parameters)."""
 
@@ -34,7 +34,7 @@ class Belief(Variant):
         return mix(heads_BLHD, belief_projection(heads_BLHD, own_BLHD), call.strength)
 
 
-@register("belief_star")
+@register("belief_star", aliases=("beliefformer_star",))
 class BeliefStar(Belief):
     """Adds a second output projection W_s, which reads the heads after each head was projected alone."""
 

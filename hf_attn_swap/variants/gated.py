@@ -82,7 +82,7 @@ class Constant(nn.Module):
         return self.bias.to(x_BLE.dtype)
 
 
-@register("gated")
+@register("gated", aliases=("gated_attention",))
 class Gated(Variant):
     """Scales each head of each token by a learned gate, before W_o."""
 

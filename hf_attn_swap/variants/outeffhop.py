@@ -19,7 +19,7 @@ from ..kernels.dispatch import Form, Setting, softmax_n_form
 from .base import Variant, register
 
 
-@register("outeffhop")
+@register("outeffhop", aliases=("softmax1", "softmax_1"))
 class OutEffHop(Variant):
     """Adds 1 to the softmax denominator (no parameters)."""
 

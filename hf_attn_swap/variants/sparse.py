@@ -34,8 +34,8 @@ class SparseNormaliser(Variant):
         return mix(torch.softmax(scores_BHQK, -1), sparse, call.strength)
 
 
-@register("sparse_hopfield")
-class SparseHopfield(SparseNormaliser):
+@register("sparsemax", aliases=("sparse_hopfield",))
+class Sparsemax(SparseNormaliser):
     """Softmax becomes sparsemax (no parameters)."""
 
     summary = "softmax becomes sparsemax"
@@ -46,8 +46,8 @@ class SparseHopfield(SparseNormaliser):
         return sparsemax(scores_BHQK)
 
 
-@register("entmax")
-class Entmax(SparseNormaliser):
+@register("entmax15", aliases=("entmax",))
+class Entmax15(SparseNormaliser):
     """Softmax becomes 1.5-entmax (no parameters)."""
 
     summary = "softmax becomes 1.5-entmax"

@@ -54,7 +54,7 @@ def before_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         function = getattr(module, "_gradient_checkpointing_func", None)
         if getattr(function, "keywords", {}).get("use_reentrant", True):
             raise ValueError(
-                "mha under re-entrant activation checkpointing would lose gradients; call "
+                "modern_hopfield under re-entrant activation checkpointing would lose gradients; call "
                 "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
             )
     residual = args[0] if args else kwargs.get("hidden_states")

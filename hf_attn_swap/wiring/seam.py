@@ -21,8 +21,8 @@ from transformers.utils.import_utils import is_tracing
 from ..core.call import Call, Carried, Inputs
 from ..core.compute import Places, ordinary, reference
 from ..core.masks import Masks
+from ..core.registry import parse
 from ..core.swap import STOCK, Phase, Swap
-from ..variants.base import VARIANTS
 
 NAME = "hf_attn_swap"
 # The same functions. This name marks the config of a stack that is a part of a model and contains linear attention.
@@ -314,7 +314,7 @@ def _has_linear(config: Any) -> bool:
     if getattr(config, "_attn_implementation", None) == LINEAR_NAME:
         return True
     swaps = (getattr(config, "attn_swap", None) or {}).get("swaps", ())
-    return any(VARIANTS[name].replaces for swap in swaps for name in swap["variant"].split("+"))
+    return any(cls.replaces for swap in swaps for cls in parse(swap["variant"]))
 
 
 for _name in NAMES:

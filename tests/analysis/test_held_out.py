@@ -37,11 +37,11 @@ def batches(name: str, **more: Any) -> list[dict[str, Any]]:
     ("name", "variant"),
     [
         ("llama", "belief"),
-        ("gpt2", "mha"),
-        ("bert", "simple_resl"),
-        ("vit", "mha"),
+        ("gpt2", "modern_hopfield"),
+        ("bert", "simpletron_resl"),
+        ("vit", "modern_hopfield"),
         pytest.param("t5", "belief", marks=pytest.mark.slow),
-        ("gemma2", "mha"),
+        ("gemma2", "modern_hopfield"),
     ],
 )
 @pytest.mark.parametrize("few", [1024, 8])
@@ -64,7 +64,7 @@ def test_equals_lost(name: str, variant: str, few: int, monkeypatch: pytest.Monk
 
 
 def test_of_a_model_without_head() -> None:
-    model = patch_model(stock("bert").base_model, "simple_resl")
+    model = patch_model(stock("bert").base_model, "simpletron_resl")
     held = HeldOut(model, batches("bert"), progress=False)
     found = held.lost(model)
     assert found == lost(model, batches("bert"))
@@ -97,7 +97,7 @@ def test_a_head_that_trains_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["label", "labels", "label_ids"])
 def test_accuracy_by_hand(name: str) -> None:
     """Labels are read beside the model, and never given to it."""
-    model = patch_model(stock("vit"), "simple_resl")
+    model = patch_model(stock("vit"), "simpletron_resl")
     plain = [batch_of("vit", torch.float32, seed=seed) for seed in range(6)]
     logits = [torch.cat([one(**batch).logits.detach() for batch in plain]) for one in (model, stock("vit"))]
     truth = torch.tensor([0, 1, 2] * 4)
@@ -116,7 +116,7 @@ def test_accuracy_by_hand(name: str) -> None:
 
 
 def test_predictions_of_tokens() -> None:
-    model = patch_model(stock("bert"), "simple_resl")
+    model = patch_model(stock("bert"), "simpletron_resl")
     labels = torch.ones(2, dtype=torch.long)
     found = HeldOut(model, [batches("bert")[0] | {"labels": labels}], progress=False).lost(model)
     assert (found.per_token, found.tokens, found.accuracy) == (True, 10, None), "two of twelve tokens are padding"
@@ -126,7 +126,7 @@ def test_predictions_of_tokens() -> None:
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_outputs_that_are_numbers(kind: str) -> None:
     """The squares are summed over all rows, since one output may be close to 0."""
-    model = patch_model(zoo.build("bert", head="classification", **NUMBERS[kind]), "simple_resl")
+    model = patch_model(zoo.build("bert", head="classification", **NUMBERS[kind]), "simpletron_resl")
     other = zoo.build("bert", head="classification", **NUMBERS[kind])
     given = batches("bert")
     found = HeldOut(model, [batch | {"labels": torch.tensor([1, 3])} for batch in given], progress=False).lost(model)
@@ -159,7 +159,7 @@ def test_a_part_is_some_of_the_batches() -> None:
     """As many as asked for, at even distances, and measured alone."""
     model = fresh("llama", torch.float32)
     batches = [{"input_ids": torch.arange(6)[None] + start} for start in range(8)]
-    held = HeldOut(patch_model(model, "simple_resl"), batches, progress=False)
+    held = HeldOut(patch_model(model, "simpletron_resl"), batches, progress=False)
     part = held.part(3)
     assert [int(kept.batch["input_ids"][0, 0]) for kept in part.kept] == [0, 2, 5]
     assert len(held.kept) == 8
@@ -171,7 +171,7 @@ def test_a_part_is_some_of_the_batches() -> None:
 
 def test_as_it_is() -> None:
     """A patched model counts at strength 0, or as it is; and at strength 0 only if that is the stock model still."""
-    model = patch_model(stock("llama"), "simple_resl")
+    model = patch_model(stock("llama"), "simpletron_resl")
     assert HeldOut(model, batches("llama"), progress=False).lost(model).cost > 0
     held = HeldOut(model, batches("llama"), as_it_is=True, progress=False)
     assert held.lost(model).cost == 0

@@ -41,14 +41,14 @@ def test_language_model(name: str) -> None:
 
 
 def test_nothing_is_lost_at_strength_0() -> None:
-    model = set_strength(patch_model(fresh("llama", torch.float32, head="lm"), "mha"), 0.0)
+    model = set_strength(patch_model(fresh("llama", torch.float32, head="lm"), "modern_hopfield"), 0.0)
     found = lost(model, padded("llama"))
     assert (found.divergence, found.agreement, found.ratio) == (pytest.approx(0, abs=1e-6), 1.0, 1.0)
 
 
 def test_model_without_head() -> None:
     batch = padded("bert")
-    model = patch_model(fresh("bert", torch.float32).base_model, "simple_resl").train()
+    model = patch_model(fresh("bert", torch.float32).base_model, "simpletron_resl").train()
     found = lost(model, [batch])
     assert (found.divergence, found.perplexity) == (None, None)
     assert found.relative_error is not None

@@ -15,7 +15,7 @@ from tests.contract.harness import batch_of, forward, fresh, perturb
 def recordings() -> dict[str, Recording]:
     model, batch = fresh("bert", torch.float32), batch_of("bert", torch.float32, padded="right")
     found = {}
-    for label in ("unswapped", "simple_resl"):
+    for label in ("unswapped", "simpletron_resl"):
         if label != "unswapped":
             perturb(patch_model(model, label))
         with record(model) as found[label]:
@@ -42,7 +42,7 @@ def test_entropy_and_sinks(recordings: dict[str, Recording]) -> None:
     assert lines["unswapped"] == pytest.approx(
         [float(recordings["unswapped"].layers[p].entropy.value.mean()) for p in range(3)]
     )
-    assert np.isnan(lines["simple_resl"]).all()
+    assert np.isnan(lines["simpletron_resl"]).all()
     shares = {line.get_label(): line.get_ydata() for line in plots.sinks(recordings).axes[0].lines}
     for label, recording in recordings.items():
         assert shares[label] == pytest.approx([float(recording.layers[p].sinks.value.mean()) for p in range(3)])

@@ -54,7 +54,7 @@ def test_close_while_inside_and_gone_afterwards(name: str, variant: str | None) 
     with fake_w8a8(model, [batch, batch]) as quantized:
         inside = forward(model, batch)
     assert not torch.equal(inside, wanted)
-    linear = variant is not None and variant.startswith("simple")
+    linear = variant is not None and variant.startswith("simpletron")
     assert 0.5 < quantized.flops_covered <= 1
     kinds = {each.name.rpartition(".")[2] for each in quantized.points}
     assert {"weight", "output", "input", "context"} <= kinds
@@ -113,7 +113,7 @@ def test_everything_lies_on_its_grid(name: str) -> None:
     assert all(len(value.unique()) <= 256 for value in seen.values())
 
 
-@pytest.mark.parametrize(("variant", "own"), [("belief_star", 3), ("gated", 0), ("mha+gated", 0)])
+@pytest.mark.parametrize(("variant", "own"), [("belief_star", 3), ("gated", 0), ("modern_hopfield+gated", 0)])
 def test_the_head_and_gates_stay_as_they_are(variant: str, own: int) -> None:
     """A second output projection is quantised in each of three layers, a gate and a tied head are not."""
     model, batch = fresh("bert", torch.float32, head="lm"), batch_of("bert", torch.float32)
@@ -148,7 +148,7 @@ def test_flops_of_a_linear_attention_on_its_way() -> None:
     layers = zoo.LAYERS * 2 * tokens * (4 * width * width + 2 * width * inner) + 2 * rows * width * width  # the pooler
     product, ordinary = 2 * tokens * width * head_dim * zoo.LAYERS, 2 * 2 * tokens * width * length * zoo.LAYERS
     for strength, rest in ((1.0, product), (0.5, product + ordinary)):
-        patch_model(model, "simple_resl", strength=strength)
+        patch_model(model, "simpletron_resl", strength=strength)
         with fake_w8a8(model, [batch]) as quantized:
             pass
         covered = layers + product

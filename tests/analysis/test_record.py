@@ -43,7 +43,7 @@ def test_changes_nothing(name: str, variant: str | None, strength: float) -> Non
     assert all(len(layer.similarity) == recording.samples for layer in recording.layers.values())
     assert recording.max_infinity_norm > 0
     heads = 4
-    linear = variant is not None and variant.startswith("simple") and strength == 1
+    linear = variant is not None and variant.startswith("simpletron") and strength == 1
     for layer in recording.layers.values():
         assert layer.entropy.value.shape == (heads,)
         assert layer.entropy.value.isfinite().all() or linear
@@ -137,7 +137,7 @@ def test_outliers_of_a_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", [None, "outeffhop", "mha"])
+@pytest.mark.parametrize("variant", [None, "outeffhop", "modern_hopfield"])
 def test_updates_are_those_of_each_layers_own_input(name: str, variant: str | None) -> None:
     """Norm and angle of what W_o gives, against what the same layer's queries are made of; by hand."""
     model = fresh(name)
@@ -169,7 +169,7 @@ def test_updates_are_those_of_each_layers_own_input(name: str, variant: str | No
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", TEXT_FAMILIES)
-@pytest.mark.parametrize("variant", ["softmax", "outeffhop", "clipped"])
+@pytest.mark.parametrize("variant", ["softmax", "outeffhop", "clipped_softmax"])
 def test_the_first_real_token_is_the_sink(name: str, variant: str, side: str) -> None:
     """Under left padding that is not column 0: rows by hand from the weights that the model hands out."""
     model, batch = patch_model(fresh(name), variant), batch_of(name, padded=side)
@@ -191,7 +191,7 @@ def test_the_first_real_token_is_the_sink(name: str, variant: str, side: str) ->
         assert (wanted > 0).any()
 
 
-@pytest.mark.parametrize("variant", [None, "mha", "belief"])
+@pytest.mark.parametrize("variant", [None, "modern_hopfield", "belief"])
 def test_generation(variant: str | None) -> None:
     model = fresh("llama", torch.float32)
     if variant is not None:
@@ -208,7 +208,7 @@ def test_generation(variant: str | None) -> None:
 
 def test_generation_with_a_state() -> None:
     """Keys that a linear state has taken in are gone: attention is recorded for the prompt, the rest for all tokens."""
-    model = patch_model(fresh("llama", torch.float32), "simple_resl")
+    model = patch_model(fresh("llama", torch.float32), "simpletron_resl")
     ids = batch_of("llama")["input_ids"]
     settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     wanted = model.generate(ids, **settings)

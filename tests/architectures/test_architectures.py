@@ -174,7 +174,7 @@ def test_cross_attention_by_the_call(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["siglip_vision_model", "aimv2_vision_model", "sam3_vit_model"])
-@pytest.mark.parametrize("variant", ["mha", "gated", "belief_star", "simple_resl"])
+@pytest.mark.parametrize("variant", ["modern_hopfield", "gated", "belief_star", "simpletron_resl"])
 def test_context_arrives_without_keywords(model_type: str, variant: str) -> None:
     """The layer's input, the carried scores and what comes after W_o, where only the mask is handed on."""
     stock, probes, wanted = stock_and_probes(model_type)

@@ -27,7 +27,7 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_model_and_kind(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     out = tmp_path / "bench.json"
     flags = ["--models=bert,gpt2,llama,vit", f"--kinds={','.join(sorted(KINDS))}", "--shapes=1x16,1x32,1x64"]
-    run([*flags, "--variants=simple", "--memory=false", f"--out={out}"], monkeypatch)
+    run([*flags, "--variants=simpletron", "--memory=false", f"--out={out}"], monkeypatch)
     found, text = json.loads(out.read_text()), capsys.readouterr().out
     assert len(found["rows"]) == 4 * 3 * 3
     assert len(found["slopes"]) == 4 * 3
@@ -42,7 +42,7 @@ def test_every_model_and_kind(tmp_path: Path, monkeypatch: Any, capsys: Any) -> 
         assert fit["lengths"] == ([17, 37, 65] if fit["model"] == "vit" else [16, 32, 64])
         assert all(math.isfinite(fit[kind]) for kind in KINDS & set(fit))
     assert "| llama 1x64 | stock again |" in text
-    assert "| vit 1 x 17-65 | simple |" in text
+    assert "| vit 1 x 17-65 | simpletron |" in text
 
 
 def test_lengths_of_different_batches_have_no_slope(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

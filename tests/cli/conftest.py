@@ -93,7 +93,7 @@ def labelled_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(tiny_bert: Path, labelled_texts: Path) -> DemoOptions:
     """A demo of two variants on the model and the texts above."""
     return DemoOptions(
-        variants=("outeffhop+gated", "simple_resl"),
+        variants=("outeffhop+gated", "simpletron_resl"),
         model=str(tiny_bert),
         dataset=str(labelled_texts),
         text_column="sentence",

@@ -26,14 +26,21 @@ def test_options_of_one_variant_are_flat() -> None:
 
 
 def test_options_of_a_composition_belong_to_components() -> None:
-    pairs = ["mha.alpha=0.5", "mha.init=first", "gated.kind=mlp"]
-    expected = {"mha": {"alpha": 0.5, "init": "first"}, "gated": {"kind": "mlp"}}
+    pairs = ["modern_hopfield.alpha=0.5", "modern_hopfield.init=first", "gated.kind=mlp"]
+    expected = {"modern_hopfield": {"alpha": 0.5, "init": "first"}, "gated": {"kind": "mlp"}}
     assert parse_options(pairs, composed=True) == expected
 
 
 @pytest.mark.parametrize(
     ("pair", "composed"),
-    [("alpha", False), ("=1", False), ("a.b=1", False), ("alpha=1", True), ("mha.=1", True), (".alpha=1", True)],
+    [
+        ("alpha", False),
+        ("=1", False),
+        ("a.b=1", False),
+        ("alpha=1", True),
+        ("modern_hopfield.=1", True),
+        (".alpha=1", True),
+    ],
 )
 def test_options_of_another_form_are_refused(pair: str, composed: bool) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(pair))):

@@ -55,14 +55,14 @@ def test_variants_lists_every_variant_with_its_options(command: Command) -> None
         ("patch", "/no/such/folder", "belief", "out"),
         ("describe", "./nowhere"),
         ("patch", "MODEL", "bogus", "out"),
-        ("patch", "MODEL", "mha", "out", "-o", "alpha=2"),
-        ("patch", "MODEL", "mha", "out", "-o", "nonsense"),
-        ("patch", "MODEL", "mha", "out", "--layers", "1-"),
-        ("patch", "MODEL", "mha", "out", "--layers", "7"),
-        ("patch", "MODEL", "mha", "out", "--strength", "2"),
-        ("patch", "MODEL", "mha", "out", "--task", "image-classification"),
-        ("patch", "MODEL", "mha+clipped", "out", "-o", "alpha=0.1"),
-        ("patch", "MODEL", "simple+belief", "out"),
+        ("patch", "MODEL", "modern_hopfield", "out", "-o", "alpha=2"),
+        ("patch", "MODEL", "modern_hopfield", "out", "-o", "nonsense"),
+        ("patch", "MODEL", "modern_hopfield", "out", "--layers", "1-"),
+        ("patch", "MODEL", "modern_hopfield", "out", "--layers", "7"),
+        ("patch", "MODEL", "modern_hopfield", "out", "--strength", "2"),
+        ("patch", "MODEL", "modern_hopfield", "out", "--task", "image-classification"),
+        ("patch", "MODEL", "modern_hopfield+clipped_softmax", "out", "-o", "alpha=0.1"),
+        ("patch", "MODEL", "simpletron+belief", "out"),
         ("describe", "MODEL", "--task", "bogus"),
         ("demo", "--max-loss", "0"),
         ("demo", "--variants", "softmax"),
@@ -248,10 +248,10 @@ def test_describe_stock_and_converted(command: Command, tiny_bert: Path, tmp_pat
     assert stock.code == 0
     assert "0 of 2 self-attention modules swapped" in stock.out
     assert "Layers 0 to 1 can be swapped" in stock.out
-    command("patch", tiny_bert, "mha", tmp_path / "out", "--layers", "0", "--strength", "0.25")
+    command("patch", tiny_bert, "modern_hopfield", tmp_path / "out", "--layers", "0", "--strength", "0.25")
     converted = command("describe", tmp_path / "out")
     assert "1 of 2 self-attention modules swapped" in converted.out
-    assert "mha" in converted.out
+    assert "modern_hopfield" in converted.out
     assert "can be swapped" not in converted.out
     rows = json.loads(command("describe", tmp_path / "out", "--json").out)["rows"]
     assert [row["strength"] for row in rows] == [0.25, None]
@@ -287,11 +287,14 @@ def test_one_variant_in_full(command: Command, name: str) -> None:
     outcome = command("variants", name)
     assert outcome.code == 0
     variant = get_variant(name)
-    for text in (variant.formula, variant.paper, variant.summary, *variant.places):
+    for text in (variant.formula, variant.paper, variant.summary, *variant.places, *variant.aliases):
         assert text in outcome.out
     for field in dataclasses.fields(variant.Options):
         assert f"{field.name} = {field.default!r}" in outcome.out
+    for alias in variant.aliases:
+        assert command("variants", alias) == outcome
     (shown,) = json.loads(command("variants", name, "--json").out)
+    assert (shown["name"], shown["aliases"]) == (name, list(variant.aliases))
     assert shown["options"] == {field.name: field.default for field in dataclasses.fields(variant.Options)}
 
 

@@ -65,7 +65,7 @@ def test_convert_saves_a_model_that_loads(command: Command, tiny_bert: Path, tex
 
 def test_a_missed_budget_saves_nothing(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ("convert", tiny_bert, "simple", out, "--data", texts, "--tokens", "300", "--task", "AutoModel")
+    words = ("convert", tiny_bert, "simpletron", out, "--data", texts, "--tokens", "300", "--task", "AutoModel")
     words += ("--device", "cpu", "--max-loss", "0.0000001%", "--layers", "0-1")
     outcome = command(*words)
     assert outcome.code == 1
@@ -100,7 +100,7 @@ def test_a_budget_that_is_met_at_once(command: Command, tiny_bert: Path, texts: 
         (("MODEL", "belief", "out", "--data", "TEXTS", "--layers", "0-9"), "layers"),
         (("MODEL", "belief", "out", "--data", "TEXTS", "--keep", "1"), "keep is the share of layers"),
         (("MODEL", "belief", ".", "--data", "TEXTS"), "exists and is not an empty folder"),
-        (("CONVERTED", "mha", "out", "--data", "TEXTS"), "is converted already"),
+        (("CONVERTED", "modern_hopfield", "out", "--data", "TEXTS"), "is converted already"),
         (("MODEL", "belief", "out", "--data", "TEXTS", "--task", "image-classification"), "does not fit"),
         (("MODEL", "belief", "out", "--data", "TEXTS", "--task", "causal-lm"), "no head to keep"),
     ],
@@ -177,7 +177,7 @@ def test_compare_says_what_was_lost(command: Command, tiny_bert: Path, texts: Pa
 def test_a_converted_model_is_compared_as_it_is(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
     """The first model, too: not at strength 0, where it would be the stock model again."""
     swapped = tmp_path / "swapped"
-    assert command("patch", tiny_bert, "simple", swapped, "--task", "AutoModel").code == 0
+    assert command("patch", tiny_bert, "simpletron", swapped, "--task", "AutoModel").code == 0
     words = ("--data", texts, "--json", "--task", "AutoModel")
     same, there, back = (
         json.loads(command("compare", one, other, *words).out)["relative_error"]

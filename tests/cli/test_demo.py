@@ -92,7 +92,7 @@ def test_demo_end_to_end(
     result = run.run_demo(replace(options, out=out, max_loss=0.5))
     assert json.loads((out / "demo.json").read_text()) == json.loads(json.dumps(result))
     rows = [report.Row(**row) for row in result["rows"]]
-    assert [row.variant for row in rows] == ["outeffhop+gated", "simple_resl"]
+    assert [row.variant for row in rows] == ["outeffhop+gated", "simpletron_resl"]
     for row in rows:
         assert row.difference == pytest.approx(row.converted - row.control)
         assert row.difference_95[0] <= row.difference <= row.difference_95[1]
@@ -139,7 +139,7 @@ def row(**changes: Any) -> report.Row:
 
 
 def test_the_table_is_in_per_cent_and_fits_into_80_columns() -> None:
-    text = report.make_table([row(), row(variant="mha")], "Accuracy").text()
+    text = report.make_table([row(), row(variant="modern_hopfield")], "Accuracy").text()
     assert "outeffhop+gated  50.0        75.0       80.0     -5.0 [-10.0, +0.4]  5 of 12" in text
     assert max(map(len, text.splitlines())) <= 80
 

@@ -31,7 +31,7 @@ def test_it_renders(
     from playwright.sync_api import sync_playwright
 
     data = ("--data", labelled_texts, "--column", "sentence", "--out", tmp_path)
-    assert command("report", tiny_bert, "--variant", "mha", *data).code == 0
+    assert command("report", tiny_bert, "--variant", "modern_hopfield", *data).code == 0
     said: list[str] = []
     asked: list[str] = []
     with sync_playwright() as playwright:
@@ -47,7 +47,7 @@ def test_it_renders(
         browser.close()
     assert not said
     assert asked == [(tmp_path / "report.html").as_uri()]
-    assert title == "mha in BertForSequenceClassification"
+    assert title == "modern_hopfield in BertForSequenceClassification"
     assert len(pictures) == 6
     assert all(done and natural > 100 and 100 < shown <= width for done, natural, shown in pictures)
     assert scrolled <= width, "the page must not scroll sideways"

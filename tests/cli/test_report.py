@@ -38,16 +38,18 @@ def words(data: Path, out: Path, *more: str) -> list[str]:
 
 
 def test_a_stock_model_with_a_variant(command: Command, tiny_bert: Path, labelled_texts: Path, tmp_path: Path) -> None:
-    done = command("report", tiny_bert, *words(labelled_texts, tmp_path, "--variant", "mha", "-o", "alpha=0.25"))
+    done = command(
+        "report", tiny_bert, *words(labelled_texts, tmp_path, "--variant", "modern_hopfield", "-o", "alpha=0.25")
+    )
     assert done.code == 0, done.err
     html, figures = page(tmp_path)
-    assert list(figures["recordings"]) == ["unswapped", "mha"] == list(figures["attention"])
-    assert figures["rows"] == figures["recordings"]["mha"]["samples"] == 32
-    assert figures["summary"]["mha"]["entropy"] != figures["summary"]["unswapped"]["entropy"]
-    assert np.shape(figures["attention"]["mha"]) == (2, len(figures["tokens"]), len(figures["tokens"]))
+    assert list(figures["recordings"]) == ["unswapped", "modern_hopfield"] == list(figures["attention"])
+    assert figures["rows"] == figures["recordings"]["modern_hopfield"]["samples"] == 32
+    assert figures["summary"]["modern_hopfield"]["entropy"] != figures["summary"]["unswapped"]["entropy"]
+    assert np.shape(figures["attention"]["modern_hopfield"]) == (2, len(figures["tokens"]), len(figures["tokens"]))
     assert figures["tokens"][0] == "[CLS]"
     assert figures["swap"]["rows"][0]["options"] == {
-        "mha": {**figures["swap"]["rows"][0]["options"]["mha"], "alpha": 0.25}
+        "modern_hopfield": {**figures["swap"]["rows"][0]["options"]["modern_hopfield"], "alpha": 0.25}
     }
     assert html.count("data:image/png;base64,") == 6
     assert not re.findall(r"(?:src|href)=.(?!data:)", html), "the page must not need anything else"
@@ -56,11 +58,11 @@ def test_a_stock_model_with_a_variant(command: Command, tiny_bert: Path, labelle
 
 @pytest.mark.parametrize("fit", ["gain", "map"])
 def test_calibrated(command: Command, tiny_bert: Path, labelled_texts: Path, tmp_path: Path, fit: str) -> None:
-    chosen = ("--variant", "simple_resl", "--calibrate", fit)
+    chosen = ("--variant", "simpletron_resl", "--calibrate", fit)
     done = command("report", tiny_bert, *words(labelled_texts, tmp_path, *chosen))
     assert done.code == 0, done.err
     assert "Calibrated on the same rows" in done.err
-    assert page(tmp_path)[1]["summary"]["simple_resl"]["entropy"] is None
+    assert page(tmp_path)[1]["summary"]["simpletron_resl"]["entropy"] is None
 
 
 def test_a_swapped_checkpoint(command: Command, tiny_bert: Path, labelled_texts: Path, tmp_path: Path) -> None:
@@ -78,7 +80,9 @@ def test_a_swapped_checkpoint(command: Command, tiny_bert: Path, labelled_texts:
     )
     assert wanted.code == 0, wanted.err
     assert page(tmp_path / "stock")[1]["summary"]["unswapped"] == figures["summary"]["unswapped"]
-    refused = command("report", tmp_path / "model", *words(labelled_texts, tmp_path / "out", "--variant", "mha"))
+    refused = command(
+        "report", tmp_path / "model", *words(labelled_texts, tmp_path / "out", "--variant", "modern_hopfield")
+    )
     assert refused.code == 2
     assert "error: this model is swapped already" in refused.err
 
@@ -87,7 +91,7 @@ def test_a_merged_checkpoint_stands_alone(
     command: Command, tiny_bert: Path, labelled_texts: Path, tmp_path: Path
 ) -> None:
     model = BertModel.from_pretrained(tiny_bert)
-    patch_model(model, "simple_resl")
+    patch_model(model, "simpletron_resl")
     calibrate(
         model, [{"input_ids": torch.randint(5, 17, (8, 9), generator=torch.Generator().manual_seed(0))}], fit="gain"
     )
@@ -95,7 +99,7 @@ def test_a_merged_checkpoint_stands_alone(
     model.save_pretrained(tmp_path / "model")
     done = command("report", tmp_path / "model", *words(labelled_texts, tmp_path, "--processor", str(tiny_bert)))
     assert done.code == 0, done.err
-    assert list(page(tmp_path)[1]["recordings"]) == ["simple_resl"]
+    assert list(page(tmp_path)[1]["recordings"]) == ["simpletron_resl"]
     assert "merged into the weights" in done.err
 
 
@@ -125,14 +129,23 @@ def test_an_image_model(command: Command, tmp_path: Path) -> None:
         Image.fromarray(rng.integers(0, 255, (20, 20, 3), dtype=np.uint8)).save(
             tmp_path / "images" / "test" / f"{index}.png"
         )
-    data = ("--data", tmp_path / "images", "--column", "image", "--out", tmp_path / "out", "--variant", "clipped")
+    data = (
+        "--data",
+        tmp_path / "images",
+        "--column",
+        "image",
+        "--out",
+        tmp_path / "out",
+        "--variant",
+        "clipped_softmax",
+    )
     done = command("report", tmp_path / "model", *data)
     assert done.code == 0, done.err
     html, figures = page(tmp_path / "out")
-    assert np.shape(figures["attention"]["clipped"]) == (2, 4, 4)
+    assert np.shape(figures["attention"]["clipped_softmax"]) == (2, 4, 4)
     assert "Where the first token looks" in html
     refused = command(
-        "report", tmp_path / "model", *words(texts(tmp_path / "t.csv", ["x"]), tmp_path, "--variant", "mha")
+        "report", tmp_path / "model", *words(texts(tmp_path / "t.csv", ["x"]), tmp_path, "--variant", "modern_hopfield")
     )
     assert "takes images" in refused.err
 
@@ -148,10 +161,10 @@ def test_one_row_is_said(command: Command, tiny_bert: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("rows", "more", "message"),
     [
-        ([], ["--variant", "mha"], "holds no rows"),
-        (["", "  "], ["--variant", "mha"], "every row is blank"),
-        (["a film"], ["--variant", "mha", "--column", "text"], "no column 'text'"),
-        (["a film"], ["--variant", "mha", "--show", "3"], "row 3 cannot be shown"),
+        ([], ["--variant", "modern_hopfield"], "holds no rows"),
+        (["", "  "], ["--variant", "modern_hopfield"], "every row is blank"),
+        (["a film"], ["--variant", "modern_hopfield", "--column", "text"], "no column 'text'"),
+        (["a film"], ["--variant", "modern_hopfield", "--show", "3"], "row 3 cannot be shown"),
         (["a film"], ["--variant", "no_such"], "no_such"),
         (["a film"], [], "name a variant"),
     ],
@@ -171,14 +184,16 @@ def test_a_model_without_a_tokenizer_and_one_with_nan(command: Command, tiny_ber
     data = texts(tmp_path / "rows.csv", ["the film was great", "the plot was dull"])
     model = BertModel.from_pretrained(tiny_bert)
     model.save_pretrained(tmp_path / "bare")
-    done = command("report", tmp_path / "bare", *words(data, tmp_path, "--variant", "mha"))
+    done = command("report", tmp_path / "bare", *words(data, tmp_path, "--variant", "modern_hopfield"))
     assert done.code == 2
     assert "no tokenizer" in done.err
     assert "--processor" in done.err
     with torch.no_grad():
         model.encoder.layer[0].output.dense.weight[0, 0] = torch.nan
     model.save_pretrained(tmp_path / "nan")
-    done = command("report", tmp_path / "nan", *words(data, tmp_path, "--variant", "mha", "--processor", tiny_bert))
+    done = command(
+        "report", tmp_path / "nan", *words(data, tmp_path, "--variant", "modern_hopfield", "--processor", tiny_bert)
+    )
     assert done.code == 2
     assert "not finite" in done.err
 

@@ -46,7 +46,7 @@ def whole(lines: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[s
 
 
 def test_describe(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
-    assert command("patch", tiny_bert, "mha+gated", tmp_path / "out", "--layers", "1").code == 0
+    assert command("patch", tiny_bert, "modern_hopfield+gated", tmp_path / "out", "--layers", "1").code == 0
     lines = command("describe", tmp_path / "out").out.splitlines()[1:]
     rows = [row.cells() for row in describe(skeleton(str(tmp_path / "out"))).rows]
     assert any(len(cell) > WIDTH for cells in rows for cell in cells)
@@ -64,13 +64,13 @@ def test_a_pipe_gets_whole_lines(
     command: Command, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS")
-    assert command("patch", tiny_bert, "mha+gated", tmp_path / "out").code == 0
+    assert command("patch", tiny_bert, "modern_hopfield+gated", tmp_path / "out").code == 0
     assert str(describe(skeleton(str(tmp_path / "out")))) in command("describe", tmp_path / "out").out
 
 
 def test_variants(command: Command) -> None:
     lines = [line for line in command("variants").out.splitlines() if line.startswith("│")]
-    found = ["".join("".join(line.split("│")[place].split()) for line in lines) for place in range(1, 6)]
+    found = ["".join("".join(line.split("│")[place].split()) for line in lines) for place in range(1, 7)]
     variants = [get_variant(name) for name in list_variants()]
     options = [
         ",".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(variant.Options)) or "-"
@@ -78,6 +78,7 @@ def test_variants(command: Command) -> None:
     ]
     wanted = [
         list_variants(),
+        [", ".join(variant.aliases) or "-" for variant in variants],
         options,
         [variant.summary for variant in variants],
         [variant.parameters_added for variant in variants],

@@ -46,7 +46,7 @@ MAY = {
     "wiring.blocks": set(),
     "wiring.cache": set(),
     FAMILY_BASE: {"core.call"},
-    "wiring.seam": {"core.call", "core.compute", "core.masks", "core.swap", VARIANT_BASE},
+    "wiring.seam": {"core.call", "core.compute", "core.masks", "core.registry", "core.swap"},
     "wiring.hooks": {"core.call", "core.swap", "wiring.cache", "wiring.seam"},
     "wiring.plan": {"core.swap", "families", "wiring", "wiring.seam"},
     **{

@@ -108,7 +108,7 @@ def test_fused_equals_reference(
 def test_most_variants_have_a_fused_form() -> None:
     fused = [name for name in EVERY if not is_reference(model_of("bert", (name, {})))]
     assert len(fused) >= len(EVERY) // 3
-    assert {"outeffhop", "belief", "gated", "mha", "simple_resl"} <= set(fused)
+    assert {"outeffhop", "belief", "gated", "modern_hopfield", "simpletron_resl"} <= set(fused)
     assert {"belief+outeffhop", "gated+outeffhop"} <= set(fused)
 
 
@@ -182,7 +182,7 @@ def test_weights_on_request(family: str, padded: bool, cell: Cell, strength: flo
         assert weights.masked_select(mask).any()
         if not is_linear(cell[0]) or strength == 0:
             assert (weights >= 0).all()
-            assert float(weights.sum(-1).max()) <= (1.2 if "clipped" in cell[0] else 1) + 1e-12
+            assert float(weights.sum(-1).max()) <= (1.2 if "clipped_softmax" in cell[0] else 1) + 1e-12
     again = forward(model, batch, output_attentions=True)
     assert (again - wanted).abs().max() <= 1e-12 * wanted.abs().max().clamp_min(1)
     assert model(**batch).get("attentions") is None

@@ -23,7 +23,7 @@ from .test_generation import NEW, PROMPT, assert_equal_generation, generate, pro
 LINEAR = [name for name in list_variants() if is_linear(name)]
 
 
-def model_of(family: str, name: str = "simple_resl", layers: Any = None, **options: Any) -> Any:
+def model_of(family: str, name: str = "simpletron_resl", layers: Any = None, **options: Any) -> Any:
     model = patch_model(fresh(family), name, layers=layers, **options)
     model.generation_config.eos_token_id = None
     return perturb(model)
@@ -327,7 +327,7 @@ def test_gradients_keep_keys_and_values() -> None:
 
 @torch.no_grad()
 def test_the_state_of_half_precision_is_held_in_fp32() -> None:
-    model = patch_model(fresh("llama", torch.bfloat16), "simple_resl")
+    model = patch_model(fresh("llama", torch.bfloat16), "simpletron_resl")
     last, cache = prefilled(model, "llama")
     assert state_of(cache).state_BGDD.dtype == torch.float32
     assert model(**last, past_key_values=cache).logits.dtype == torch.bfloat16

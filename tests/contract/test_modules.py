@@ -97,7 +97,7 @@ def test_no_pattern(modules: Any, reason: str) -> None:
 
 
 def test_a_tower_that_cannot_be_swapped_no_longer_stops_the_model() -> None:
-    """Qwen3-VL's vision attention hands W_o's output on in a way that mha cannot follow; its text tower can."""
+    """Qwen3-VL's vision attention hands W_o's output on where the variant cannot follow; its text tower does not."""
     vision: dict[str, Any] = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=4, out_hidden_size=32)
     vision |= dict(patch_size=4, spatial_merge_size=1, temporal_patch_size=1, num_position_embeddings=16)
     text: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
@@ -106,9 +106,9 @@ def test_a_tower_that_cannot_be_swapped_no_longer_stops_the_model() -> None:
     config = T.Qwen3VLConfig(vision_config=vision | {"deepstack_visual_indexes": [0]}, text_config=text)
     model = T.Qwen3VLModel(config).eval()
     with refused("visual"):
-        patch_model(model, "mha")
-    patch_model(model, "mha", modules="language_model")
-    assert rows(model)[-2:] == ["mha", "mha"]
+        patch_model(model, "modern_hopfield")
+    patch_model(model, "modern_hopfield", modules="language_model")
+    assert rows(model)[-2:] == ["modern_hopfield", "modern_hopfield"]
     assert set(rows(model)[:-2]) == {STOCK}
     assert model(torch.arange(4, 12)[None]).last_hidden_state.isfinite().all()
 
@@ -159,10 +159,10 @@ def test_linear_attention_in_a_part_of_a_model_stays_linear(variant: str, padded
 
 def test_a_stack_inside_another_keeps_its_own_name() -> None:
     """transformers sets the implementation of inner models together with the outer model's."""
-    model = patch_model(nested(), "simple")
+    model = patch_model(nested(), "simpletron")
     text = model.model.language_model
     tower = text.embed_tokens.vision_tower
     patch_model(model, "belief", modules=r"language_model\.layers")
-    assert rows(model) == ["simple"] * 2 + ["belief"] * 3
+    assert rows(model) == ["simpletron"] * 2 + ["belief"] * 3
     assert text.config._attn_implementation == "hf_attn_swap"
     assert tower.config._attn_implementation == "hf_attn_swap_linear"

@@ -12,7 +12,7 @@ from hf_attn_swap import describe, from_pretrained, patch_model
 from hf_attn_swap.core.kind import Kind
 from hf_attn_swap.core.registry import fit_options, parse, parse_options
 from hf_attn_swap.families import sites
-from hf_attn_swap.variants import clipped
+from hf_attn_swap.variants import clipped_softmax
 from tests import zoo
 
 from .cells import EVERY, EXTRA_CELLS, FAMILY_NAMES, Cell, label
@@ -31,8 +31,8 @@ def kind_of(name: str) -> Kind:
 def gammas(model: Any) -> set[float]:
     """The gamma of every layer as the config says it, and as the swaps hold it."""
     entries = model.config.attn_swap["swaps"]
-    return {entry["options"]["clipped"]["gamma"] for entry in entries} | {
-        swap.clipped.options.stretch for swap in swaps(model)
+    return {entry["options"]["clipped_softmax"]["gamma"] for entry in entries} | {
+        swap.clipped_softmax.options.stretch for swap in swaps(model)
     }
 
 
@@ -46,8 +46,8 @@ def test_the_kind_of_every_architecture(name: str) -> None:
 def test_each_part_of_a_model_has_its_own_kind() -> None:
     speech = {site.path.split(".")[1]: site.kind for site in sites(zoo.build("whisper")) if site.usable}
     assert speech == {"encoder": Kind.ENCODER, "decoder": Kind.DECODER}
-    model = patch_model(llava(), "clipped")
-    words = {row.module.split(".")[1]: row.options["clipped"]["gamma"] for row in describe(model).rows}
+    model = patch_model(llava(), "clipped_softmax")
+    words = {row.module.split(".")[1]: row.options["clipped_softmax"]["gamma"] for row in describe(model).rows}
     assert words == {"vision_tower": PUBLISHED[Kind.IMAGE], "language_model": PUBLISHED[Kind.DECODER]}
 
 
@@ -70,19 +70,19 @@ def test_fitted_options_are_complete(cell: Cell, kind: Kind) -> None:
 def test_gamma_is_the_published_one(name: str) -> None:
     """The config, the swaps and `describe` hold the number, and the model computes with it."""
     wanted, batch = PUBLISHED[kind_of(name)], batch_of(name)
-    model = patch_model(fresh(name), "clipped")
+    model = patch_model(fresh(name), "clipped_softmax")
     assert gammas(model) == {wanted}
     assert f"gamma={wanted}" in str(describe(model))
-    assert_identical(run(model, batch), run(patch_model(fresh(name), "clipped", gamma=wanted), batch))
+    assert_identical(run(model, batch), run(patch_model(fresh(name), "clipped_softmax", gamma=wanted), batch))
 
 
 def test_a_given_gamma_stays() -> None:
     for options, wanted in (({"gamma": -0.3}, -0.3), ({"gamma": 0.0}, 0.0), ({"alpha": 3.0, "length": 12}, -0.25)):
-        assert gammas(patch_model(fresh("vit"), "clipped", **options)) == {wanted}
-    composed = patch_model(fresh("vit"), "outeffhop+clipped", clipped={"gamma": -0.3})
+        assert gammas(patch_model(fresh("vit"), "clipped_softmax", **options)) == {wanted}
+    composed = patch_model(fresh("vit"), "outeffhop+clipped_softmax", clipped_softmax={"gamma": -0.3})
     assert gammas(composed) == {-0.3}
     with refused("gamma <= 0"):
-        patch_model(fresh("vit"), "clipped", gamma=0.3, alpha=1.0, length=2)
+        patch_model(fresh("vit"), "clipped_softmax", gamma=0.3, alpha=1.0, length=2)
 
 
 @pytest.mark.parametrize("name", ["llama", "vit"])
@@ -90,10 +90,10 @@ def test_a_checkpoint_keeps_its_gamma(name: str, tmp_path: Path, monkeypatch: py
     """-0.025 was the gamma of every model once, and the numbers of today may change: a checkpoint does not."""
     for options, wanted in (({"gamma": -0.025}, -0.025), ({}, PUBLISHED[kind_of(name)])):
         folder = tmp_path / str(wanted)
-        made = patch_model(fresh(name, torch.float32), "clipped", **options)
+        made = patch_model(fresh(name, torch.float32), "clipped_softmax", **options)
         made.save_pretrained(folder)
         with monkeypatch.context() as later:
-            later.setattr(clipped, "PUBLISHED", dict.fromkeys(Kind, -0.5))
+            later.setattr(clipped_softmax, "PUBLISHED", dict.fromkeys(Kind, -0.5))
             loaded = from_pretrained(folder)
         assert gammas(loaded) == {wanted}
         batch = batch_of(name, torch.float32)

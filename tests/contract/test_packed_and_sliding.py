@@ -78,7 +78,7 @@ def band() -> Tensor:
 @pytest.mark.parametrize(("strength", "explicit"), [(0.0, False), (0.5, False), (1.0, False), (1.0, True)])
 @pytest.mark.parametrize("cell", TRUE_LENGTH, ids=label)
 def test_sliding_window(cell: Cell, strength: float, explicit: bool) -> None:
-    """Fused and explicit; simple counts the keys inside the window."""
+    """Fused and explicit; simpletron counts the keys inside the window."""
     sliding, full = (
         perturb(swap_in(fresh(SLIDING, sliding_window=window), cell[0], strength=strength, **cell[1]))
         for window in (WINDOW, None)

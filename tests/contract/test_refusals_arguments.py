@@ -44,7 +44,9 @@ def refuse(*reasons: str, variant: Any, **arguments: Any) -> None:
     assert not any("swap" in name for name, _ in model.named_modules())
 
 
-@pytest.mark.parametrize("variant", ["no_such", "", "mha+no_such", "mha+", None, 3, ("mha", "belief")])
+@pytest.mark.parametrize(
+    "variant", ["no_such", "", "modern_hopfield+no_such", "modern_hopfield+", None, 3, ("modern_hopfield", "belief")]
+)
 def test_unknown_variant(variant: Any) -> None:
     refuse(*SINGLES if isinstance(variant, str) else (repr(variant),), variant=variant)
 
@@ -112,20 +114,20 @@ def test_numbers_must_be_numbers(name: str, option: str, value: Any) -> None:
 
 
 OUT_OF_RANGE = [
-    ("mha", {"alpha": -0.1}, "alpha must lie in [0, 1]"),
-    ("mha", {"alpha": 1.1}, "alpha must lie in [0, 1]"),
-    ("mha", {"alpha_prime": 1.1}, "alpha_prime must lie in [0, 1]"),
-    ("mha", {"scheme": "central"}, "The central scheme grows without bound"),
-    ("mha", {"scheme": "backward_forward"}, "not feed-forward"),
+    ("modern_hopfield", {"alpha": -0.1}, "alpha must lie in [0, 1]"),
+    ("modern_hopfield", {"alpha": 1.1}, "alpha must lie in [0, 1]"),
+    ("modern_hopfield", {"alpha_prime": 1.1}, "alpha_prime must lie in [0, 1]"),
+    ("modern_hopfield", {"scheme": "central"}, "The central scheme grows without bound"),
+    ("modern_hopfield", {"scheme": "backward_forward"}, "not feed-forward"),
     ("gated", {"pi_init": 0.0}, "pi_init must lie between 0 and 1"),
     ("gated", {"pi_init": 1.0}, "pi_init must lie between 0 and 1"),
-    ("clipped", {"gamma": 0.1}, "gamma <= 0"),
-    ("clipped", {"zeta": 0.9}, "zeta >= 1"),
-    ("clipped", {"alpha": 12.0}, "alpha and length go together"),
-    ("clipped", {"length": 512}, "alpha and length go together"),
-    ("clipped", {"alpha": -1.0, "length": 512}, "alpha must be >= 0"),
-    ("clipped", {"alpha": 1.0, "length": 0}, "length >= 1"),
-    ("clipped", {"alpha": 1.0, "length": 2.5}, "length must be"),
+    ("clipped_softmax", {"gamma": 0.1}, "gamma <= 0"),
+    ("clipped_softmax", {"zeta": 0.9}, "zeta >= 1"),
+    ("clipped_softmax", {"alpha": 12.0}, "alpha and length go together"),
+    ("clipped_softmax", {"length": 512}, "alpha and length go together"),
+    ("clipped_softmax", {"alpha": -1.0, "length": 512}, "alpha must be >= 0"),
+    ("clipped_softmax", {"alpha": 1.0, "length": 0}, "length >= 1"),
+    ("clipped_softmax", {"alpha": 1.0, "length": 2.5}, "length must be"),
 ]
 
 
@@ -182,7 +184,7 @@ WIDTH = Geometry(heads=4, kv_heads=4, head_dim=8, hidden=30)
 
 @pytest.mark.parametrize("name", SINGLES)
 def test_sizes_that_do_not_fit(name: str) -> None:
-    """H * D = 32 is not E = 30, and 4 heads do not divide it: simple without W_o and the slices of gated refuse."""
+    """H * D = 32 is not E = 30, and 4 heads do not divide it: simpletron without W_o and the slices of gated refuse."""
     cls = VARIANTS[name]
     for value in choices(cls.Options, "kind") if "kind" in typing.get_type_hints(cls.Options) else (None,):
         options = cls.Options() if value is None else cls.Options(kind=value)

@@ -73,7 +73,7 @@ def test_a_shared_module_cannot_be_checkpointed(cell: Cell) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_layer_drop(seed: int) -> None:
     """Dropped layers below one that stays leave a hole; dropping the last ones does not."""
-    model = patch_model(fresh("opt", layerdrop=0.5), "mha").train()
+    model = patch_model(fresh("opt", layerdrop=0.5), "modern_hopfield").train()
     torch.manual_seed(seed)
     stays = [float(torch.rand([])) >= 0.5 for _ in range(model.config.num_hidden_layers)]
     torch.manual_seed(seed)
@@ -100,8 +100,8 @@ def layer_alone(model: Any, index: int, **kwargs: Any) -> Any:
 
 def test_layer_without_its_model() -> None:
     with refused("does not pass keyword arguments", "alpha_prime=0"):
-        layer_alone(patch_model(fresh("bert"), "mha"), 0)
-    layer_alone(patch_model(fresh("bert"), "mha", alpha_prime=0.0), 0)
+        layer_alone(patch_model(fresh("bert"), "modern_hopfield"), 0)
+    layer_alone(patch_model(fresh("bert"), "modern_hopfield", alpha_prime=0.0), 0)
 
 
 def test_layer_without_the_one_below() -> None:
@@ -109,11 +109,11 @@ def test_layer_without_the_one_below() -> None:
     from hf_attn_swap.wiring.seam import CARRIED
 
     with refused("scores of carrying layer 0 are missing", "run alone"):
-        layer_alone(patch_model(fresh("bert"), "mha"), 1, **{CARRIED: Carried()})
+        layer_alone(patch_model(fresh("bert"), "modern_hopfield"), 1, **{CARRIED: Carried()})
 
 
 def test_no_residual_stream() -> None:
-    model = swap_in(fresh("bert"), "mha", alpha_prime=0.0, skip="residual")
+    model = swap_in(fresh("bert"), "modern_hopfield", alpha_prime=0.0, skip="residual")
     with refused("no residual stream", "skip='input'"):
         layer_alone(model, 0)
 
@@ -128,7 +128,7 @@ def hybrid_cache(**config: Any) -> Any:
 
 
 def test_layers_with_different_keys() -> None:
-    model = patch_model(hybrid_cache(), "mha")
+    model = patch_model(hybrid_cache(), "modern_hopfield")
     prompt = torch.ones(1, 6, dtype=torch.long)
     length = {"max_new_tokens": 3, "do_sample": False}
     with refused("the layers do not see the same keys", "use_cache=False"):
@@ -169,4 +169,4 @@ def test_the_residual_skip_says_what_it_is_for() -> None:
     with pytest.warns(
         UserWarning, match=r"grow by \(1 \+ alpha\) per layer; it is meant for models trained from scratch"
     ):
-        patch_model(fresh("bert"), "mha", skip="residual")
+        patch_model(fresh("bert"), "modern_hopfield", skip="residual")

@@ -83,7 +83,7 @@ def test_without_w_o_the_heads_must_fill_the_width(name: str) -> None:
         patch_model(model, name)
         assert forward(model, batch_of("llama")).isfinite().all()
     else:
-        with refused("self_attn", "leaves out W_o", "use simple_resl"):
+        with refused("self_attn", "leaves out W_o", "use simpletron_resl"):
             patch_model(model, name)
         assert not swaps(model)
 
@@ -194,4 +194,4 @@ def test_container_whose_forward_is_wrapped() -> None:
     attention = model.base_model.encoder.layer[1].attention
     attention.forward = attention.forward
     with refused("layer.1.attention", "already wrapped"):
-        patch_model(model, "mha")
+        patch_model(model, "modern_hopfield")

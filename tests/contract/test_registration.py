@@ -99,3 +99,20 @@ def test_unknown_places_and_taken_or_impossible_names() -> None:
         register("belief")(variant(("read",), "read"))
     with refused("'no name'", "letters"):
         register("no name")(variant(("read",), "read"))
+
+
+@pytest.mark.parametrize("taken", [name for cls in VARIANTS.values() for name in (cls.name, *cls.aliases)])
+def test_a_taken_name_is_refused_as_name_and_as_alias(taken: str) -> None:
+    before = dict(VARIANTS)
+    with refused(f"{taken!r} is registered already"):
+        register(taken)(variant(("read",), "read"))
+    with refused(f"{taken!r} is registered already"):
+        register(NAME, aliases=("another", taken))(variant(("read",), "read"))
+    assert before == VARIANTS
+
+
+@pytest.mark.parametrize(("aliases", "why"), [((NAME,), "already"), (("a", "a"), "already"), (("a b",), "letters")])
+def test_impossible_aliases(aliases: tuple[str, ...], why: str) -> None:
+    with refused(repr(aliases[-1]), why):
+        register(NAME, aliases=aliases)(variant(("read",), "read"))
+    assert NAME not in VARIANTS

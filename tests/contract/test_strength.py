@@ -98,7 +98,7 @@ def test_neutral_start_of_single_variants(family: str, name: str) -> None:
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_a_schedule_comes_back_to_the_stock_model(family: str) -> None:
     batch = batch_of(family)
-    model = patch_model(fresh(family), "mha")
+    model = patch_model(fresh(family), "modern_hopfield")
     for strength in (0.5, 1.0, 0.0):
         set_strength(model, strength)
         assert {swap.strength for swap in swaps(model)} == {strength}
@@ -108,8 +108,8 @@ def test_a_schedule_comes_back_to_the_stock_model(family: str) -> None:
 
 
 def test_a_layer_at_zero_below_one_that_reads_its_scores() -> None:
-    """mha: a layer switched off still carries its scores upwards, so it must not take the shortcut."""
-    model = patch_model(fresh("bert"), "mha")
+    """modern_hopfield: a layer switched off still carries its scores upwards, so it must not take the shortcut."""
+    model = patch_model(fresh("bert"), "modern_hopfield")
     set_strength(model, 0.0, layers=[0])
     assert [swap.phase for swap in swaps(model)] == ["between", "full", "full"]
     set_strength(model, 0.0)

@@ -82,7 +82,7 @@ def test_unpatch_after_hybrids_and_repeats(family: str) -> None:
     model, batch = fresh(family), batch_of(family)
     config, text = model.config, model.config.to_json_string()
     wanted, parts, weights = run(model, batch), anatomy(model), tensors(model)
-    for variant in ("mha", "belief_star", "simple", "outeffhop+gated"):
+    for variant in ("modern_hopfield", "belief_star", "simpletron", "outeffhop+gated"):
         patch_model(model, variant)
         patch_model(model, "belief", layers=[0])
     unpatch_model(model)
@@ -138,15 +138,15 @@ def attentions(model: nn.Module) -> list[str]:
 
 
 def test_hybrids_and_the_last_call_wins() -> None:
-    model = patch_model(fresh("bert"), "mha", layers=range(2))
-    assert attentions(model) == ["mha", "mha", "softmax (stock)"]
+    model = patch_model(fresh("bert"), "modern_hopfield", layers=range(2))
+    assert attentions(model) == ["modern_hopfield", "modern_hopfield", "softmax (stock)"]
     patch_model(model, "belief", layers=[1, 2], strength=0.5)
-    assert attentions(model) == ["mha", "belief", "belief"]
+    assert attentions(model) == ["modern_hopfield", "belief", "belief"]
     patch_model(model, "gated", layers=1, kind="mlp")
-    assert attentions(model) == ["mha", "gated", "belief"]
+    assert attentions(model) == ["modern_hopfield", "gated", "belief"]
     assert [row.strength for row in describe(model).rows] == [1.0, 1.0, 0.5]
-    patch_model(model, "simple")
-    assert attentions(model) == ["simple"] * 3
+    patch_model(model, "simpletron")
+    assert attentions(model) == ["simpletron"] * 3
     assert not [name for name, _ in model.named_parameters() if "attn_swap" in name]
 
 
@@ -155,7 +155,7 @@ def test_a_second_call_equals_only_that_call(family: str, cell: Cell) -> None:
     """Nothing of the first swap stays: classes, hooks, scores."""
     once, twice, batch = fresh(family), fresh(family), batch_of(family)
     patch_model(once, cell[0])
-    patch_model(patch_model(twice, "mha+belief", strength=0.5), cell[0])
+    patch_model(patch_model(twice, "modern_hopfield+belief", strength=0.5), cell[0])
     parts = [anatomy(model) for model in (once, twice)]
     for part in (part for parts_of in parts for part in parts_of.values()):
         part.pop("config")
@@ -170,13 +170,18 @@ def test_a_failed_patch_leaves_the_model_unchanged(family: str) -> None:
     model, batch = fresh(family), batch_of(family)
     config, text = model.config, model.config.to_json_string()
     wanted, parts, weights = run(model, batch), anatomy(model), tensors(model)
-    wrong = [("belief", {"layers": [99]}), ("mha", {"alpha": 2}), ("belief+gated", {}), ("gated", {"strength": 2})]
+    wrong = [
+        ("belief", {"layers": [99]}),
+        ("modern_hopfield", {"alpha": 2}),
+        ("belief+gated", {}),
+        ("gated", {"strength": 2}),
+    ]
     for variant, arguments in wrong:
         with pytest.raises(ValueError):  # noqa: PT011  # reasons: test_refusals_arguments
             patch_model(model, variant, **arguments)
         assert_stock_again(model, parts, weights, config, text)
     assert_identical(run(model, batch), wanted)
-    patch_model(model, "mha", strength=0.5)
+    patch_model(model, "modern_hopfield", strength=0.5)
     wanted, parts, block = run(model, batch), anatomy(model), copy.deepcopy(model.config.attn_swap)
     for variant, arguments in wrong:
         with pytest.raises(ValueError):  # noqa: PT011  # as above
@@ -193,7 +198,7 @@ def test_a_patch_that_fails_while_it_wires_leaves_the_model_unchanged() -> None:
     attention.forward = attention.forward
     parts, config = anatomy(model), model.config
     with pytest.raises(ValueError, match="already wrapped"):
-        patch_model(model, "mha")
+        patch_model(model, "modern_hopfield")
     assert anatomy(model) == parts
     assert model.config is config
 

@@ -27,7 +27,7 @@ from .harness import (
 )
 from .test_unpatch import anatomy, assert_stock_again, attentions, tensors
 
-VARIANTS = ("belief_star", "simple_res", "mha", "outeffhop+gated")
+VARIANTS = ("belief_star", "simpletron_res", "modern_hopfield", "outeffhop+gated")
 SEVERAL = [name for name in FAMILY_NAMES if name != "albert"]  # ALBERT has one module for all layers
 
 
@@ -81,16 +81,16 @@ def test_all_layers_one_after_another_is_unpatching(family: str, variant: str) -
 
 
 def test_a_layer_can_be_patched_again() -> None:
-    model, batch = patch_model(fresh("bert"), "mha"), batch_of("bert")
+    model, batch = patch_model(fresh("bert"), "modern_hopfield"), batch_of("bert")
     unpatch_model(model, layers=[0, 2])
     patch_model(model, "belief", layers=[2])
-    assert attentions(model) == ["softmax (stock)", "mha", "belief"]
-    other = patch_model(patch_model(fresh("bert"), "mha", layers=[1]), "belief", layers=[2])
+    assert attentions(model) == ["softmax (stock)", "modern_hopfield", "belief"]
+    other = patch_model(patch_model(fresh("bert"), "modern_hopfield", layers=[1]), "belief", layers=[2])
     assert_same(run(model, batch), run(other, batch))
 
 
 def test_refusals_change_nothing() -> None:
-    model, batch = patch_model(fresh("bert"), "mha", layers=[0, 2]), batch_of("bert")
+    model, batch = patch_model(fresh("bert"), "modern_hopfield", layers=[0, 2]), batch_of("bert")
     parts, block, wanted = anatomy(model), copy.deepcopy(model.config.attn_swap), forward(model, batch)
     wrong: list[tuple[Any, str]] = [
         ([1], "layers [1] are not swapped; swapped are [0, 2]."),
@@ -111,9 +111,9 @@ def test_refusals_change_nothing() -> None:
 
 
 def test_a_merged_layer_cannot_be_taken_out() -> None:
-    model = patch_model(fresh("bert"), "simple_resl", layers=[0, 1])
+    model = patch_model(fresh("bert"), "simpletron_resl", layers=[0, 1])
     calibrate(model, [batch_of("bert", seed=seed) for seed in range(12)], progress=False)
     merge_calibration(model)
     with refused("layers [0] cannot be unpatched: a calibration was merged into their weights"):
         unpatch_model(model, layers=[0])
-    assert attentions(model) == ["simple_resl", "simple_resl", "softmax (stock)"]
+    assert attentions(model) == ["simpletron_resl", "simpletron_resl", "softmax (stock)"]

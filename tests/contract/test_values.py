@@ -46,7 +46,13 @@ from .harness import (
     swaps,
 )  # fmt: skip
 
-ISSUE = ("outeffhop+clipped", "outeffhop+gated", "outeffhop+belief", "mha+belief", "mha+outeffhop")
+ISSUE = (
+    "outeffhop+clipped_softmax",
+    "outeffhop+gated",
+    "outeffhop+belief",
+    "modern_hopfield+belief",
+    "modern_hopfield+outeffhop",
+)
 EVERY_OPTION: tuple[FamilyCell, ...] = tuple((family, cell) for family in FAMILY_NAMES for cell in EXTRA_CELLS)
 EVERY_SET: tuple[FamilyCell, ...] = tuple((family, (name, {})) for family in DEEP for name in COMPOSITIONS)
 REST = tuple(family for family in FAMILY_NAMES if family not in DEEP)

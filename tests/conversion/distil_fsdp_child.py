@@ -25,7 +25,7 @@ from .distilling import EVERY, adapted, distiller, teacher_of
 
 
 def student() -> Any:
-    return adapted(patch_model(fresh("bert", torch.float32), "simple_resl"))
+    return adapted(patch_model(fresh("bert", torch.float32), "simpletron_resl"))
 
 
 def shard(model: Any, mesh: Any) -> None:
@@ -69,7 +69,7 @@ def main(rank: str, size: str, port: str) -> None:
     for key, parameter in whole.named_parameters():
         assert torch.allclose(sharded[key].full_tensor(), parameter, atol=1e-5), key
 
-    plain = patch_model(fresh("bert", torch.float32), "simple_resl")
+    plain = patch_model(fresh("bert", torch.float32), "simpletron_resl")
     trainer = distiller(plain, folder, trainable="body")
     shard(plain, mesh)
     for _ in range(2):

@@ -21,7 +21,7 @@ def main() -> None:
         port = free.getsockname()[1]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo")
-    whole, sharded = (patch_model(fresh("bert", torch.float32), "simple_resl", strength=0.0) for _ in range(2))
+    whole, sharded = (patch_model(fresh("bert", torch.float32), "simpletron_resl", strength=0.0) for _ in range(2))
     mesh = init_device_mesh("cpu", (1,))
     for layer in sharded.bert.encoder.layer:
         fully_shard(layer, mesh=mesh)

@@ -88,14 +88,14 @@ def test_a_skip_is_undone_behind_layer_norm(name: str, alpha: float) -> None:
         if isinstance(module, torch.nn.LayerNorm):
             module.eps = 0.0  # it would see the factor
     wanted = forward(stock, batch_of(name))
-    model = patch_model(stock, "mha", alpha=alpha, alpha_prime=0.0)
+    model = patch_model(stock, "modern_hopfield", alpha=alpha, alpha_prime=0.0)
     assert distance(forward(model, batch_of(name)), wanted) > 1e-3
     fit(model, name, ridge=0.0)
     assert distance(forward(model, batch_of(name)), wanted) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "opt", "vit"])
-@pytest.mark.parametrize("variant", ["outeffhop", "belief", "gated", "entmax"])
+@pytest.mark.parametrize("variant", ["outeffhop", "belief", "gated", "entmax15"])
 @pytest.mark.parametrize("ridge", [0.0, 0.5])
 def test_is_least_squares(name: str, variant: str, ridge: float) -> None:
     """The last layer's map against numpy, from heads that this test records by itself on the stock model's stream.
@@ -164,7 +164,7 @@ def _record(model: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", TEXT_FAMILIES)
-@pytest.mark.parametrize("variant", ["simple_resl", "mha", "belief"])
+@pytest.mark.parametrize("variant", ["simpletron_resl", "modern_hopfield", "belief"])
 def test_padding_is_left_out(name: str, variant: str) -> None:
     padded = batches(name, padded="right")  # on the left, GPT-2 would count other positions
     single = [
@@ -229,7 +229,7 @@ def test_back_to_softmax(source: str) -> None:
 
 
 def test_labels_are_not_read_and_modes_stay() -> None:
-    model = patch_model(fresh("bert"), "mha").train()
+    model = patch_model(fresh("bert"), "modern_hopfield").train()
     model.bert.encoder.layer[1].eval()
     modes = {name: module.training for name, module in model.named_modules()}
     report = calibrate(model, [{**batch, "labels": "none of yours"} for batch in batches("bert")], progress=False)
@@ -250,7 +250,7 @@ def test_lengths_are_those_of_the_rows_without_padding(rows: tuple[int, ...], wa
             {"input_ids": ids[start : start + size], "attention_mask": mask[start : start + size]}
             for start in range(0, len(rows), size)
         ]
-        report = calibrate(patch_model(fresh("bert"), "mha"), given, fit="gain", progress=False)
+        report = calibrate(patch_model(fresh("bert"), "modern_hopfield"), given, fit="gain", progress=False)
         assert report.lengths == wanted
         assert report.layers[0].tokens == sum(rows)
         words = "Rows had 6 tokens" if wanted == (6, 6) else f"Rows had {wanted[0]} to {wanted[1]} tokens"
@@ -267,7 +267,7 @@ def dropping(name: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", ["outeffhop", "mha", "simple_resl"])
+@pytest.mark.parametrize("variant", ["outeffhop", "modern_hopfield", "simpletron_resl"])
 def test_a_model_in_training_is_fitted_without_its_dropout(name: str, variant: str) -> None:
     stock, found = fresh(name, **dropping(name)).train(), []
     assert not torch.equal(*(forward(stock, batch_of(name)) for _ in range(2))), "there is dropout in this model"
@@ -281,14 +281,14 @@ def test_a_model_in_training_is_fitted_without_its_dropout(name: str, variant: s
 
 
 def test_negative_gains_are_named() -> None:
-    model = patch_model(fresh("bert"), "simple_resl")
+    model = patch_model(fresh("bert"), "simpletron_resl")
     report = fit(model, "bert", fit="gain")
     negative = [head for layer in report.layers for head, gain in enumerate(layer.gains) if gain < 0]
     assert negative == [head for layer in report.layers for head in layer.negative]
 
 
 def test_refused() -> None:
-    model = patch_model(fresh("bert"), "simple_resl")
+    model = patch_model(fresh("bert"), "simpletron_resl")
     with refused("not patched"):
         fit(fresh("bert"), "bert")
     with refused("there are no batches"):
@@ -301,11 +301,11 @@ def test_refused() -> None:
         fit(model, "bert", fit="full")
     with refused("ridge must be at least 0"):
         fit(model, "bert", ridge=-1.0)
-    for source in ("belief_star", "mha"):
+    for source in ("belief_star", "modern_hopfield"):
         with refused("has parameters or scores of its own"):
             fit(model, "bert", source=source)
     with refused("drops the read-out"):
-        fit(patch_model(fresh("bert"), "mha", alpha=1.0), "bert")
+        fit(patch_model(fresh("bert"), "modern_hopfield", alpha=1.0), "bert")
     square = torch.ones(2, 1, 6, 6, dtype=torch.bool)
     with refused("does not say which of (2, 6) tokens are real"):
         calibrate(model, [{**batch_of("bert"), "attention_mask": square}], progress=False)
@@ -314,7 +314,7 @@ def test_refused() -> None:
 
 def test_activations_that_are_not_finite() -> None:
     """The model keeps the calibration it had."""
-    model = perturb(patch_model(fresh("bert"), "simple_resl"))
+    model = perturb(patch_model(fresh("bert"), "simpletron_resl"))
     fit(model, "bert")
     kept = swaps(model)[0].calibration
     torch.nn.init.constant_(model.bert.encoder.layer[0].attention.self.value.weight, float("nan"))
@@ -325,14 +325,14 @@ def test_activations_that_are_not_finite() -> None:
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_a_skip_that_stays_is_said(name: str) -> None:
-    """A fit undoes the skip of mha where LayerNorm follows, and says where it cannot, unless a neutral start did."""
+    """A fit undoes the skip where LayerNorm follows, and says where it cannot, unless a neutral start did."""
     stays = name not in ("albert", "bert")
     for options, neutral_, left in (
         ({}, False, 0.5 if stays else 0.0),
         ({}, True, 0.5 * 2**-10 if stays else 0.0),
         ({"alpha": 0.0}, False, 0.0),
     ):
-        model = patch_model(fresh(name), "mha", **options)
+        model = patch_model(fresh(name), "modern_hopfield", **options)
         report = calibrate(model, [batch_of(name)], neutral=neutral_, progress=False)
         assert report.left == left
         assert ("no fit can undo" in report.summary()) == (left == 0.5)
@@ -341,7 +341,7 @@ def test_a_skip_that_stays_is_said(name: str) -> None:
 @pytest.mark.parametrize("weakest", [1e-1, 1e-6])
 def test_the_constant_stays_moderate(weakest: float) -> None:
     """A well conditioned W_o is inverted exactly. An ill conditioned W_o would give a constant of 10^5 times b_o."""
-    model = patch_model(fresh("vit", torch.float32), "mha")
+    model = patch_model(fresh("vit", torch.float32), "modern_hopfield")
     site = swappable(model)[0]
     projection = site.container.get_submodule(site.family.output)
     left, _, right = torch.linalg.svd(projection.weight.detach().double())

@@ -77,9 +77,11 @@ def test_a_budget_that_is_met_at_once_trains_nothing() -> None:
 
 
 def test_a_budget_that_is_met_after_training_stops_it() -> None:
-    whole = converted(stock("bert"), "simple_resl", rows("bert", 32), tokens=1200)
+    whole = converted(stock("bert"), "simpletron_resl", rows("bert", 32), tokens=1200)
     target = (whole.steps[1].lost.share + whole.lost.share) / 2
-    report = converted(stock("bert"), "simple_resl", rows("bert", 32), tokens=1200, max_loss=target, layers=[0, 1, 2])
+    report = converted(
+        stock("bert"), "simpletron_resl", rows("bert", 32), tokens=1200, max_loss=target, layers=[0, 1, 2]
+    )
     assert whole.lost.share < target < whole.steps[1].lost.share
     assert names(report)[2:] == ["distil 1"]
     assert report.met
@@ -92,7 +94,7 @@ def test_a_budget_that_is_met_after_training_stops_it() -> None:
     [
         ("bert", "outeffhop+gated"),
         ("llama", "belief"),
-        ("albert", "mha"),
+        ("albert", "modern_hopfield"),
         pytest.param("t5", "belief", marks=pytest.mark.slow),
     ],
 )
@@ -112,16 +114,16 @@ def test_an_impossible_budget_gives_the_stock_model_back(name: str, variant: str
 
 def test_an_impossible_budget_leaves_layers_that_were_named() -> None:
     model = stock("bert")
-    report = converted(model, "simple_resl", rows("bert"), max_loss=1e-12, layers=[0, 2])
+    report = converted(model, "simpletron_resl", rows("bert"), max_loss=1e-12, layers=[0, 2])
     assert (report.met, report.layers, report.kept) == (False, (0, 2), {})
-    assert [row.attention for row in describe(model).rows] == ["simple_resl", "softmax (stock)", "simple_resl"]
+    assert [row.attention for row in describe(model).rows] == ["simpletron_resl", "softmax (stock)", "simpletron_resl"]
     assert "NOT within the budget" in report.summary
     assert all(swap.retrained for swap in swaps(model))
 
 
 @pytest.mark.parametrize("tokens", [97, pytest.param(203, marks=pytest.mark.slow)])
 def test_the_steps_count_tokens_and_never_more_than_the_budget(tokens: int) -> None:
-    report = converted(stock("bert"), "mha", rows("bert"), tokens=tokens)
+    report = converted(stock("bert"), "modern_hopfield", rows("bert"), tokens=tokens)
     assert spent(report) == tokens // 6 * 6
     assert report.unit == "tokens"
 
@@ -129,25 +131,26 @@ def test_the_steps_count_tokens_and_never_more_than_the_budget(tokens: int) -> N
 @pytest.mark.slow
 def test_accumulated_steps_are_counted_whole(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), gradient_accumulation_steps=2, report_to="none")
-    report = converted(stock("bert"), "mha", rows("bert", 40), tokens=192, args=args)
+    report = converted(stock("bert"), "modern_hopfield", rows("bert", 40), tokens=192, args=args)
     assert [(step.name, step.tokens) for step in report.steps[2:]] == [("distil 1", 192)]
 
 
 def test_images_are_counted_in_patches() -> None:
-    report = converted(stock("vit"), "mha", rows("vit"), tokens=64)
+    report = converted(stock("vit"), "modern_hopfield", rows("vit"), tokens=64)
     assert (spent(report), report.unit) == (64, "patches")
     assert "patches" in str(report).splitlines()[1]
 
 
 def test_a_budget_below_one_step_trains_nothing() -> None:
-    assert spent(converted(stock("bert"), "mha", rows("bert"), tokens=47)) == 0
+    assert spent(converted(stock("bert"), "modern_hopfield", rows("bert"), tokens=47)) == 0
 
 
 # -- The layers --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"), [("llama", "belief"), ("bert", "mha"), pytest.param("gpt2", "mha", marks=pytest.mark.slow)]
+    ("name", "variant"),
+    [("llama", "belief"), ("bert", "modern_hopfield"), pytest.param("gpt2", "modern_hopfield", marks=pytest.mark.slow)],
 )
 def test_a_share_is_kept_and_the_report_is_of_the_model_that_is_left(name: str, variant: str) -> None:
     """The figures are those of the model as it is afterwards, also where scores are carried through kept layers."""
@@ -162,20 +165,20 @@ def test_a_share_is_kept_and_the_report_is_of_the_model_that_is_left(name: str, 
     found = lost(model, collated, stock=stock(name))
     assert found.divergence == pytest.approx(report.lost.divergence, rel=1e-3, abs=1e-7)
     strengths = [row.strength for row in describe(model).rows]
-    away = 0.0 if variant == "mha" else None  # a swap that carries scores stays, and passes them on
+    away = 0.0 if variant == "modern_hopfield" else None  # a swap that carries scores stays, and passes them on
     assert strengths == [1.0 if index in report.layers else away for index in range(3)]
 
 
 def test_groups_come_in_the_order_of_what_they_cost() -> None:
     """The budget is what two of three layers cost, so that training decides about the third alone."""
     data = rows("bert")
-    whole = converted(stock("bert"), "simple_resl", data, max_loss=1e-12, tokens=1)
+    whole = converted(stock("bert"), "simpletron_resl", data, max_loss=1e-12, tokens=1)
     assert whole.sensitivity is not None
     order = whole.sensitivity.order
     assert spent(whole) == 0
     target = 1.01 * max(whole.sensitivity.layers[index].share for index in order[:2])
     model = stock("bert")
-    report = converted(model, "simple_resl", data, max_loss=target, tokens=1)
+    report = converted(model, "simpletron_resl", data, max_loss=target, tokens=1)
     groups = [step for step in report.steps if step.name.startswith("group ")]
     assert [step.layers for step in groups] == [tuple(sorted(order[: n + 1])) for n in range(len(groups))]
     assert len(groups) >= 2
@@ -195,10 +198,10 @@ def attribute(layer: Any) -> Any:
 def test_a_later_group_that_fails_leaves_the_weights_of_the_groups_before() -> None:
     """Nothing was trained for the first group, so the weights are the stock model's again."""
     data, model, before = rows("bert"), stock("bert"), weights(stock("bert"))
-    first = converted(stock("bert"), "simple_resl", data, max_loss=1e-12, tokens=1).sensitivity
+    first = converted(stock("bert"), "simpletron_resl", data, max_loss=1e-12, tokens=1).sensitivity
     assert first is not None
     target = 1.01 * first.layers[first.order[0]].share
-    report = converted(model, "simple_resl", data, max_loss=target, tokens=100)
+    report = converted(model, "simpletron_resl", data, max_loss=target, tokens=100)
     assert report.met
     assert report.layers == first.order[:1]
     assert spent(report) > 0
@@ -254,7 +257,7 @@ def test_after_an_error_the_model_is_stock_to_the_bit(name: str, call: int, monk
     assert bool(trained) == (call == 10)
     assert_stock(model, before, config)
     assert (modes(model), flags(model)) == wanted
-    patch_model(model, "mha")
+    patch_model(model, "modern_hopfield")
 
 
 def test_mixed_precision_leaves_no_wrapper(tmp_path: Path) -> None:
@@ -262,7 +265,7 @@ def test_mixed_precision_leaves_no_wrapper(tmp_path: Path) -> None:
     for name in ("bert", "llama"):
         model = stock(name)
         before = {*vars(model)}
-        converted(model, "mha", rows(name), args=args)
+        converted(model, "modern_hopfield", rows(name), args=args)
         assert {*vars(model)} - before <= {"attn_swap_installation", "attn_swap_configs"}
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
         assert forward(model, batch_of(name, torch.float32)).dtype == torch.float32
@@ -279,7 +282,7 @@ def test_a_model_in_half_precision() -> None:
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    converted(stock("llama"), "mha", rows("llama"))
+    converted(stock("llama"), "modern_hopfield", rows("llama"))
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == "", "nor printed, without progress"
 
@@ -292,7 +295,9 @@ def test_labels_are_not_read() -> None:
     plain = rows("bert")
     odd = [row | {"labels": math.nan if n % 2 else [1] * n, "text": "x" * n} for n, row in enumerate(plain)]
     models = [stock("bert"), stock("bert")]
-    found = [timeless(converted(model, "simple_resl", data)) for model, data in zip(models, (plain, odd), strict=True)]
+    found = [
+        timeless(converted(model, "simpletron_resl", data)) for model, data in zip(models, (plain, odd), strict=True)
+    ]
     assert found[0] == found[1]
     assert same(weights(models[0]), weights(models[1]))
 
@@ -301,7 +306,7 @@ def test_classes_of_held_out_rows_give_the_accuracy_and_train_nothing() -> None:
     held = [row | {"label": n % 3} for n, row in enumerate(rows("vit", 12, first=50))]
     models = [stock("vit"), stock("vit")]
     labelled, plain = (
-        converted(one, "simple_resl", rows("vit"), eval_data=h, max_loss=None)
+        converted(one, "simpletron_resl", rows("vit"), eval_data=h, max_loss=None)
         for one, h in zip(models, (held, [{"pixel_values": row["pixel_values"]} for row in held]), strict=True)
     )
     assert plain.lost.accuracy is None
@@ -320,7 +325,7 @@ def test_rows_of_unequal_length() -> None:
         {"input_ids": row["input_ids"][: 3 + n % 4].tolist(), "attention_mask": [1] * (3 + n % 4)}
         for n, row in enumerate(rows("bert", 40))
     ]
-    report = converted(stock("bert"), "simple_resl", data, processor=Words())
+    report = converted(stock("bert"), "simpletron_resl", data, processor=Words())
     assert 0 < spent(report) <= 200
 
 
@@ -348,7 +353,12 @@ def test_kinds_of_models(kind: str) -> None:
     original = copy.deepcopy(model)
     held = rows(name, 8, first=50)
     report = convert(
-        model, "mha", rows(name, 40), eval_data=held, tokens=600 if name != "whisper" else 40, progress=False
+        model,
+        "modern_hopfield",
+        rows(name, 40),
+        eval_data=held,
+        tokens=600 if name != "whisper" else 40,
+        progress=False,
     )
     assert spent(report) > 0
     assert report.layers == tuple(range(len(swaps(model))))
@@ -373,7 +383,7 @@ def test_settings_by_kind_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stages_of_the_user() -> None:
     """The named fit alone, then an alignment with its own budget, then what is left."""
     stages = [Calibrate(fit="gain", rows=8), replace(ADAPTERS, layers=1.0, logits=0.0, tokens=96), ADAPTERS]
-    report = converted(stock("llama"), "simple_resl", rows("llama", 40), stages=stages, tokens=288)
+    report = converted(stock("llama"), "simpletron_resl", rows("llama", 40), stages=stages, tokens=288)
     assert names(report) == ["swap", "fit: gain", "align 1", "distil 2", "adapters merged"]
     assert [step.tokens for step in report.steps] == [0, 0, 96, 192, 0]
     losses = [step.lost.cost for step in report.steps]
@@ -402,7 +412,7 @@ def test_stages_that_cannot_be(sentence: str) -> None:
     assert same(weights(model), before)
 
 
-@pytest.mark.parametrize("variant", ["belief", "mha", "simple_resl"])
+@pytest.mark.parametrize("variant", ["belief", "modern_hopfield", "simpletron_resl"])
 def test_low_memory(variant: str) -> None:
     """The steps have the same number of rows, one at a time; adapters train; the loss moves as before."""
     data = rows("llama", 40)
@@ -432,7 +442,7 @@ def test_another_teacher() -> None:
 
 def test_a_teacher_that_is_swapped_itself() -> None:
     """It teaches, and is compared with, as it is, and not at strength 0."""
-    teacher, held = patch_model(stock("llama"), "simple_resl"), rows("llama", 8, first=50)
+    teacher, held = patch_model(stock("llama"), "simpletron_resl"), rows("llama", 8, first=50)
     report = converted(stock("llama"), "belief", rows("llama"), eval_data=held, teacher=teacher, tokens=1)
     collated = [{"input_ids": torch.stack([row["input_ids"] for row in held])}]
     found = report.steps[0].lost.stock_perplexity
@@ -480,7 +490,7 @@ def test_the_report_as_text_html_and_json(tmp_path: Path) -> None:
     data = report.to_dict()
     assert (data["met"], data["layers"], data["loss"]) == (True, list(report.layers), report.lost.share)
     assert data["measure"] == "perplexity above the stock model's"
-    whole = converted(stock("bert"), "mha", rows("bert"), tokens=1)
+    whole = converted(stock("bert"), "modern_hopfield", rows("bert"), tokens=1)
     assert ConversionReport.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
     assert "<svg" not in whole.save(tmp_path / "whole").read_text()
 
@@ -511,7 +521,13 @@ def test_the_report_as_text_html_and_json(tmp_path: Path) -> None:
 def test_refusals_change_nothing(more: dict[str, Any], reason: str) -> None:
     model = stock("bert")
     before, config = weights(model), model.config
-    given = {"variant": "mha", "data": rows("bert", 8), "tokens": 100, "stages": [BODY], "progress": False} | more
+    given = {
+        "variant": "modern_hopfield",
+        "data": rows("bert", 8),
+        "tokens": 100,
+        "stages": [BODY],
+        "progress": False,
+    } | more
     with refused(reason):
         convert(model, given.pop("variant"), given.pop("data"), **given)
     assert_stock(model, before, config)
@@ -519,13 +535,13 @@ def test_refusals_change_nothing(more: dict[str, Any], reason: str) -> None:
 
 def test_a_converted_model_is_refused() -> None:
     with refused("the model is already converted; load the stock model, or call unpatch_model first."):
-        converted(patch_model(stock("bert"), "mha"), "mha", rows("bert"))
+        converted(patch_model(stock("bert"), "modern_hopfield"), "modern_hopfield", rows("bert"))
 
 
 @pytest.mark.parametrize("other", [{"variant": "belief"}, {"model": "llama"}, {"data": 4}, {"tokens": 99}])
 def test_a_folder_of_another_conversion_is_refused(other: dict[str, Any], tmp_path: Path) -> None:
     """Another variant, model, data or budget; also data of the same number, and weights of the same shapes."""
-    converted(stock("bert"), "mha", rows("bert"), tokens=1, output_dir=tmp_path)
+    converted(stock("bert"), "modern_hopfield", rows("bert"), tokens=1, output_dir=tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     model = stock("bert")
     if "model" in other:
@@ -533,6 +549,17 @@ def test_a_folder_of_another_conversion_is_refused(other: dict[str, Any], tmp_pa
             model.bert.encoder.layer[2].output.dense.weight.mul_(1.01)
     data = rows("bert", first=other.get("data", 0))
     with refused("holds another conversion", {"model": "weights"}.get(next(iter(other)), next(iter(other)))):
-        converted(model, other.get("variant", "mha"), data, tokens=other.get("tokens", 1), output_dir=tmp_path)
+        converted(
+            model, other.get("variant", "modern_hopfield"), data, tokens=other.get("tokens", 1), output_dir=tmp_path
+        )
     assert not swaps(model)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_conversion_goes_on_under_another_name_of_its_variant(tmp_path: Path) -> None:
+    one, other = "outeffhop+clipped_softmax", "softmax1+clipped"
+    options = {"gamma": -0.01}
+    first = converted(stock("bert"), one, rows("bert"), tokens=1, output_dir=tmp_path, clipped_softmax=options)
+    again = converted(stock("bert"), other, rows("bert"), tokens=1, output_dir=tmp_path, clipped=options)
+    assert first.variant == again.variant == one
+    assert timeless(again) == timeless(first)

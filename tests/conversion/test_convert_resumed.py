@@ -66,8 +66,8 @@ def killed_at(state: dict[str, Any], place: int, after: bool, *given: Any, **mor
 
 
 CASES = [
-    ("bert", "simple_resl", {"max_loss": 1e-12, "layers": [0, 2]}),  # all weights train, and layers were named
-    ("bert", "mha", {"keep": 0.4}),  # calibration with an order of heads
+    ("bert", "simpletron_resl", {"max_loss": 1e-12, "layers": [0, 2]}),  # all weights train, and layers were named
+    ("bert", "modern_hopfield", {"keep": 0.4}),  # calibration with an order of heads
     ("bert", "belief", {"max_loss": 1e-12, "tokens": 150}),  # several groups, the last one taken back
     ("llama", "outeffhop+gated", {}),  # adapters, and parameters of the variant beside them
 ]
@@ -96,15 +96,15 @@ def test_killed_at_every_write(
 def test_killed_after_a_training(writes: dict[str, Any], tmp_path: Path) -> None:
     """What was trained comes from the folder, with the note that strength 0 is no longer the original."""
     more = {"tokens": 100}
-    wanted = run("bert", "simple_resl", None, **more)
+    wanted = run("bert", "simpletron_resl", None, **more)
     assert wanted[2]["swaps"][0]["retrained"]
     place = writes["seen"].index("train distil 1") + 1
-    killed_at(writes, place, True, "bert", "simple_resl", tmp_path, **more)
-    assert_equal(run("bert", "simple_resl", tmp_path, **more), wanted)
+    killed_at(writes, place, True, "bert", "simpletron_resl", tmp_path, **more)
+    assert_equal(run("bert", "simpletron_resl", tmp_path, **more), wanted)
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"), [pytest.param("bert", "simple_resl", marks=pytest.mark.slow), ("llama", "outeffhop+gated")]
+    ("name", "variant"), [pytest.param("bert", "simpletron_resl", marks=pytest.mark.slow), ("llama", "outeffhop+gated")]
 )
 def test_killed_in_the_middle_of_a_training(
     name: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -137,10 +137,10 @@ def test_stopped_at_a_step_that_would_be_saved(tmp_path: Path, monkeypatch: pyte
     """The step at which the budget is met leaves no checkpoint, from which the training would go on."""
     monkeypatch.setattr(module, "SAVE_EVERY", 1)
     given: dict[str, Any] = {"tokens": 1200, "layers": [0, 1, 2]}
-    losses = [step["lost"]["divergence"] for step in run("bert", "simple_resl", None, **given)[0]["steps"]]
+    losses = [step["lost"]["divergence"] for step in run("bert", "simpletron_resl", None, **given)[0]["steps"]]
     assert losses[2] < losses[1]
     given["max_loss"] = (losses[1] + losses[2]) / 2
-    wanted = run("bert", "simple_resl", None, **given)
+    wanted = run("bert", "simpletron_resl", None, **given)
     assert wanted[0]["met"]
     assert 0 < wanted[0]["steps"][-1]["tokens"] < 1200
 
@@ -150,18 +150,18 @@ def test_stopped_at_a_step_that_would_be_saved(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as inside:
         inside.setattr(Journal, "save", ends)
         with pytest.raises(Killed):
-            run("bert", "simple_resl", tmp_path, **given)
-    assert_equal(run("bert", "simple_resl", tmp_path, **given), wanted)
+            run("bert", "simpletron_resl", tmp_path, **given)
+    assert_equal(run("bert", "simpletron_resl", tmp_path, **given), wanted)
 
 
 @pytest.mark.slow
 def test_a_journal_whose_last_entries_are_lost(tmp_path: Path) -> None:
     """Newer tensors without an entry are written again."""
-    wanted = run("bert", "simple_resl", tmp_path, tokens=100)
+    wanted = run("bert", "simpletron_resl", tmp_path, tokens=100)
     journal = json.loads((tmp_path / NAME).read_text())
     for count in range(len(journal["entries"])):
         (tmp_path / NAME).write_text(json.dumps(journal | {"entries": journal["entries"][:count]}))
-        assert_equal(run("bert", "simple_resl", tmp_path, tokens=100), wanted)
+        assert_equal(run("bert", "simpletron_resl", tmp_path, tokens=100), wanted)
 
 
 def child(folder: Path, result: Path, batch: int, last: int = 0, launch: tuple[str, ...] = ()) -> int:

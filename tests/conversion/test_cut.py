@@ -72,7 +72,9 @@ def test_measuring_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_the_report_says_what_the_clip_cuts(name: str) -> None:
     """The same as `cut_shares` before the swap, because every layer reads the stream of the stock model."""
-    report = calibrate(patch_model(fresh(name), "clipped", gamma=-0.01), batches(name), fit="gain", progress=False)
+    report = calibrate(
+        patch_model(fresh(name), "clipped_softmax", gamma=-0.01), batches(name), fit="gain", progress=False
+    )
     found = cut_shares(fresh(name), batches(name), [-0.01], progress=False)
     got = [layer.cut for layer in report.layers]
     assert got == pytest.approx([shares[0] for shares in found.values()], rel=1e-12)
@@ -91,7 +93,7 @@ def test_a_composition_counts_the_weights_below_the_clip(name: str) -> None:
         cut_shares(patch_model(fresh(name), below, layers=[0]), batches(name), [-0.01], progress=False)[0][0]
         for below in ("outeffhop", "softmax")
     ]
-    model = patch_model(fresh(name), "outeffhop+clipped", clipped={"gamma": -0.01})
+    model = patch_model(fresh(name), "outeffhop+clipped_softmax", clipped_softmax={"gamma": -0.01})
     first = calibrate(model, batches(name), fit="gain", progress=False).layers[0]
     assert first.cut == pytest.approx(found[0], rel=1e-12)
     assert first.cut != pytest.approx(found[1], rel=1e-3)
@@ -109,7 +111,7 @@ def test_a_clip_does_not_count_what_zeta_adds() -> None:
     """zeta = 1.5 makes every weight larger, so nothing is lost; with gamma, less is lost than without zeta."""
     found = []
     for options in ({"gamma": 0.0, "zeta": 1.5}, {"gamma": -0.01, "zeta": 1.5}, {"gamma": -0.01}):
-        model = patch_model(fresh("bert"), "clipped", **options)
+        model = patch_model(fresh("bert"), "clipped_softmax", **options)
         found.append(calibrate(model, batches("bert"), fit="gain", progress=False).layers[0].cut)
     assert 0 == found[0] < found[1] < found[2]
 
@@ -118,11 +120,15 @@ def test_a_large_cut_warns() -> None:
     """Above a tenth in some layer: 10.3 %, and not 9.6 %. The published gamma of images is far below."""
     cuts = []
     with pytest.warns(UserWarning, match=r"cuts away \d+\.\d\d% .* layer \d.*gamma closer to 0.*choose_gamma"):
-        cuts.append(calibrate(patch_model(fresh("bert"), "clipped", gamma=-0.0245), batches("bert"), progress=False))
+        cuts.append(
+            calibrate(patch_model(fresh("bert"), "clipped_softmax", gamma=-0.0245), batches("bert"), progress=False)
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cuts.append(calibrate(patch_model(fresh("bert"), "clipped", gamma=-0.023), batches("bert"), progress=False))
-        calibrate(patch_model(fresh("vit"), "clipped"), batches("vit"), progress=False)
+        cuts.append(
+            calibrate(patch_model(fresh("bert"), "clipped_softmax", gamma=-0.023), batches("bert"), progress=False)
+        )
+        calibrate(patch_model(fresh("vit"), "clipped_softmax"), batches("vit"), progress=False)
     assert [round(report.largest_cut.cut, 3) for report in cuts] == [0.103, 0.096]
 
 
@@ -151,8 +157,8 @@ def test_refused() -> None:
     with refused("there are no batches"):
         cut_shares(fresh("bert"), [], TRIED, progress=False)
     with refused("no layer has attention weights"):
-        choose_gamma(patch_model(fresh("bert"), "simple_resl"), batches("bert"), progress=False)
-    linear = patch_model(fresh("bert"), "simple_resl", layers=[1])
+        choose_gamma(patch_model(fresh("bert"), "simpletron_resl"), batches("bert"), progress=False)
+    linear = patch_model(fresh("bert"), "simpletron_resl", layers=[1])
     assert sorted(cut_shares(linear, batches("bert"), TRIED, progress=False)) == [0, 2]
     square = {**batch_of("bert"), "attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.bool)}
     with refused("does not say which of (2, 6) tokens are real"):

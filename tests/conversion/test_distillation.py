@@ -37,7 +37,11 @@ from .test_transfer import SMOKES
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 
-FAST = {("bert", variant) for variant in SMOKES} | {(name, "simple_resl") for name in FAMILY_NAMES} | {("llama", "mha")}
+FAST = (
+    {("bert", variant) for variant in SMOKES}
+    | {(name, "simpletron_resl") for name in FAMILY_NAMES}
+    | {("llama", "modern_hopfield")}
+)
 CELLS = [
     pytest.param(name, variant, id=f"{name}-{variant}", marks=() if (name, variant) in FAST else pytest.mark.slow)
     for name in FAMILY_NAMES
@@ -82,7 +86,7 @@ def test_learns_the_teacher(name: str, variant: str, tmp_path: Path) -> None:
 def test_every_head(name: str, head: str, tmp_path: Path) -> None:
     """Nothing to learn at strength 0; at strength 1 the loss falls; labels are not read."""
     batch = batch_of(name, torch.float32)
-    model = patch_model(fresh(name, torch.float32, head=head), "simple_resl")
+    model = patch_model(fresh(name, torch.float32, head=head), "simpletron_resl")
     wanted = forward(fresh(name, torch.float32, head=head), batch)
     trainer = distiller(model, tmp_path, name, trainable="body", losses=losses_of(head))
     first = loss_of(trainer, batch)
@@ -102,7 +106,7 @@ def test_every_head(name: str, head: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 @pytest.mark.parametrize("losses", [EVERY, Losses(logits=0.0, hidden=1.0, hidden_layers="last")], ids=["all", "last"])
 def test_a_fresh_student_at_strength_0_has_nothing_to_learn(name: str, losses: Losses, tmp_path: Path) -> None:
-    model = patch_model(fresh(name, torch.float32), "mha")
+    model = patch_model(fresh(name, torch.float32), "modern_hopfield")
     trainer = distiller(model, tmp_path, name, trainable="all", losses=losses)
     batch = batch_of(name, torch.float32)
     assert loss_of(trainer, batch) > 1e-4
@@ -169,7 +173,7 @@ def by_hand(stock: Any, model: Any, batch: dict[str, Any], losses: Losses) -> fl
 def test_the_terms_are_those_of_the_formula(losses: Losses, split: bool, tmp_path: Path) -> None:
     """With padding, in fp64 models; the head is split from the model where it does not train."""
     batch = batch_of("llama", padded="left")
-    stock, model = fresh("llama"), patch_model(fresh("llama"), "simple_resl", strength=0.6)
+    stock, model = fresh("llama"), patch_model(fresh("llama"), "simpletron_resl", strength=0.6)
     trainer = distiller(model, tmp_path, "llama", losses=losses, trainable="body" if split else "all")
     assert loss_of(trainer, batch) == pytest.approx(by_hand(stock, model, batch, losses), rel=2e-6)
     assert (trainer.split_head is True) == (split and losses.logits > 0)
@@ -183,7 +187,7 @@ def test_the_terms_are_those_of_the_formula(losses: Losses, split: bool, tmp_pat
 )
 def test_each_term_is_learned(name: str, losses: Losses, tmp_path: Path) -> None:
     batch = batch_of(name, torch.float32)
-    model = patch_model(fresh(name, torch.float32), "simple_resl")
+    model = patch_model(fresh(name, torch.float32), "simpletron_resl")
     trainer = distiller(model, tmp_path, name, losses=losses, trainable="body", args={"num_train_epochs": 3})
     first = loss_of(trainer, batch)
     trainer.train()
@@ -193,7 +197,7 @@ def test_each_term_is_learned(name: str, losses: Losses, tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_outputs_that_are_numbers_are_learned(kind: str, tmp_path: Path) -> None:
     """A softmax over a single number is always 1, so its KL would teach nothing."""
-    model = patch_model(zoo.build("bert", head="classification", **NUMBERS[kind]), "simple_resl")
+    model = patch_model(zoo.build("bert", head="classification", **NUMBERS[kind]), "simpletron_resl")
     temperature, batch = 2.0, batch_of("bert", torch.float32)
     trainer = distiller(model, tmp_path, losses=Losses(temperature=temperature), trainable="body")
     before = loss_of(trainer, batch)
@@ -211,7 +215,7 @@ def test_outputs_that_are_numbers_are_learned(kind: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", TEXT_FAMILIES)
 def test_padding_does_not_count(name: str, tmp_path: Path) -> None:
     """A padded batch has the mean loss of its rows without padding, and other padding tokens change nothing."""
-    model = patch_model(fresh(name), "simple_resl")
+    model = patch_model(fresh(name), "simpletron_resl")
     trainer = distiller(model, tmp_path, name, losses=EVERY, trainable="body")
     batch = batch_of(name, padded=padding_side(name))
     positions = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
@@ -233,7 +237,7 @@ def test_a_vocabularys_logits_are_left_out(name: str, tmp_path: Path, monkeypatc
     batch = batch_of(name, torch.float32, padded="left")
     found = []
     for trainable in (("query", "value"), "all"):
-        model = patch_model(fresh(name, torch.float32, head="lm", tie_word_embeddings=False), "simple_resl")
+        model = patch_model(fresh(name, torch.float32, head="lm", tie_word_embeddings=False), "simpletron_resl")
         trainer = distiller(model, tmp_path, name, trainable=trainable)
         seen: list[tuple[int, ...]] = []
         handle = model.get_output_embeddings().register_forward_hook(
@@ -278,7 +282,7 @@ def test_accumulated_gradients(losses: Losses, tmp_path: Path) -> None:
     rows = rows_of({**batch, "labels": batch["input_ids"]}, 2)
     found = []
     for size, steps in ((4, 1), (2, 2)):
-        model = patch_model(fresh("bert"), "simple_resl")
+        model = patch_model(fresh("bert"), "simpletron_resl")
         words = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_steps": 1}
         words |= {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
         trainer = distiller(model, tmp_path, losses=losses, trainable="all", args=words, train_dataset=rows)
@@ -293,7 +297,7 @@ def test_accumulated_gradients(losses: Losses, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [("llama", "mha"), ("bert", "simple_resl"), pytest.param("gpt2", "belief", marks=pytest.mark.slow)],
+    [("llama", "modern_hopfield"), ("bert", "simpletron_resl"), pytest.param("gpt2", "belief", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("losses", [Losses(), HIDDEN, EVERY], ids=["logits", "hidden", "every"])
 def test_activation_checkpointing(name: str, variant: str, losses: Losses, tmp_path: Path) -> None:
@@ -324,7 +328,7 @@ def test_activation_checkpointing(name: str, variant: str, losses: Losses, tmp_p
 @pytest.mark.parametrize("name", ["bert", "llama", pytest.param("vit", marks=pytest.mark.slow)])
 def test_mixed_precision(name: str, tmp_path: Path) -> None:
     batch = batch_of(name, torch.float32)
-    model = patch_model(fresh(name, torch.float32), "simple_resl")
+    model = patch_model(fresh(name, torch.float32), "simpletron_resl")
     trainer = distiller(model, tmp_path, name, losses=EVERY, trainable="body", args={"bf16": True})
     first = loss_of(trainer, batch)
     trainer.train()
@@ -334,7 +338,7 @@ def test_mixed_precision(name: str, tmp_path: Path) -> None:
 
 def test_a_model_in_half_precision(tmp_path: Path) -> None:
     batch = batch_of("llama")
-    model = patch_model(fresh("llama", torch.bfloat16), "simple_resl")
+    model = patch_model(fresh("llama", torch.bfloat16), "simpletron_resl")
     wanted = forward(fresh("llama", torch.bfloat16), batch)
     trainer = distiller(model, tmp_path, "llama", losses=EVERY, trainable="body")
     first = loss_of(trainer, batch)
@@ -357,11 +361,11 @@ def test_the_student_has_dropout_and_the_teacher_has_none(tmp_path: Path) -> Non
 
 def test_with_a_schedule(tmp_path: Path) -> None:
     """The strength rises from 0, where the student is the teacher, and the teacher stays at 0."""
-    model = patch_model(fresh("bert", torch.float32), "simple_resl", strength=0.0)
+    model = patch_model(fresh("bert", torch.float32), "simpletron_resl", strength=0.0)
     schedule, batch = StrengthSchedule(share=0.5), batch_of("bert", torch.float32)
     trainer = distiller(model, tmp_path, trainable="body", callbacks=[schedule])
     assert abs(loss_of(trainer, batch)) < 1e-6
-    untrained = loss_of(distiller(patch_model(fresh("bert", torch.float32), "simple_resl"), tmp_path), batch)
+    untrained = loss_of(distiller(patch_model(fresh("bert", torch.float32), "simpletron_resl"), tmp_path), batch)
     trainer.train()
     assert {swap.strength for swap in swaps(model)} == {1.0}
     assert loss_of(trainer, batch) < 0.8 * untrained
@@ -370,7 +374,9 @@ def test_with_a_schedule(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "losses"), [("bert", EVERY), ("llama", Losses())])
 def test_evaluated_without_labels(name: str, losses: Losses, tmp_path: Path) -> None:
-    trainer = distiller(patch_model(fresh(name, torch.float32), "mha"), tmp_path, name, losses=losses, trainable="body")
+    trainer = distiller(
+        patch_model(fresh(name, torch.float32), "modern_hopfield"), tmp_path, name, losses=losses, trainable="body"
+    )
     batch = batch_of(name, torch.float32)
     found = trainer.evaluate(rows_of(batch, 1))
     assert found["eval_loss"] == pytest.approx(loss_of(trainer, batch), rel=1e-5)
@@ -382,7 +388,7 @@ def test_saved_and_resumed(tmp_path: Path) -> None:
     """A training that goes on from a checkpoint ends with the weights of one that was not stopped."""
     found = []
     for resume in (None, str(tmp_path / "checkpoint-5")):
-        model = patch_model(fresh("bert", torch.float32), "simple_resl")
+        model = patch_model(fresh("bert", torch.float32), "simpletron_resl")
         words = {"save_strategy": "steps", "save_steps": 5, "num_train_epochs": 3}
         trainer = distiller(model, tmp_path, trainable="body", args=words)
         trainer.train(resume_from_checkpoint=resume)
@@ -393,7 +399,7 @@ def test_saved_and_resumed(tmp_path: Path) -> None:
 
 def test_steps_of_a_fitted_map_are_relative(tmp_path: Path) -> None:
     """Every parameter is in one group; those of the calibration step in proportion to their size, without decay."""
-    model = patch_model(fresh("bert", torch.float32), "simple_resl")
+    model = patch_model(fresh("bert", torch.float32), "simpletron_resl")
     calibrate(model, [batch_of("bert", torch.float32, seed=seed) for seed in range(12)], progress=False)
     trainer = distiller(model, tmp_path, trainable=("query", "swap"), args={"weight_decay": 0.1})
     optimizer = trainer.create_optimizer()
@@ -426,7 +432,7 @@ def test_compiled(adapters: bool, tmp_path: Path) -> None:
     found = []
     for compiled in (False, True):
         torch._dynamo.reset()
-        model = patch_model(fresh("bert", torch.float32, num_hidden_layers=2), "simple_resl")
+        model = patch_model(fresh("bert", torch.float32, num_hidden_layers=2), "simpletron_resl")
         words: dict[str, Any] = {"max_steps": 4}
         words |= {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiled else {}
         student = adapted(model) if adapters else model
@@ -441,7 +447,7 @@ def test_compiled(adapters: bool, tmp_path: Path) -> None:
 
 
 def test_rows_without_inputs_end_in_one_line(tmp_path: Path) -> None:
-    trainer: DistillationTrainer = distiller(patch_model(fresh("bert"), "mha"), tmp_path, trainable="body")
+    trainer: DistillationTrainer = distiller(patch_model(fresh("bert"), "modern_hopfield"), tmp_path, trainable="body")
     with pytest.raises(
         ValueError, match=r"the batch holds no inputs of the model, only \['attention_mask', 'labels'\]"
     ):

@@ -589,7 +589,7 @@ def test_one_module_for_all_layers_keeps_its_heads(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
 def test_every_copy_that_peft_keeps() -> None:
-    model: Any = patch_model(fresh("llama"), "gated+mha")
+    model: Any = patch_model(fresh("llama"), "gated+modern_hopfield")
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["attn_swap"]))
     found = match_heads(model, batch_of("llama"), progress=False)
     assert orders(model) == [order for index in range(3) for order in [found.orders.get(index)] * 2]
@@ -718,7 +718,7 @@ def projected(stock: Any, batch: dict[str, Any]) -> tuple[list[Tensor], list[Ten
 def test_calibration_leaves_heads_alone() -> None:
     """If it is told to, and if the weights were trained with something else than softmax."""
     batches = several("llama")[:2]
-    for options in ({"match": False}, {"source": "simple_res"}):
+    for options in ({"match": False}, {"source": "simpletron_res"}):
         for chosen in ([None] * 3, list(ORDERS)):
             model = put(patch_model(fresh("llama"), MHA), chosen)
             calibrate(model, iter(batches), fit="gain", progress=False, **options)

@@ -11,7 +11,7 @@ import torch
 from hf_attn_swap.conversion.journal import NAME, Journal, fingerprint
 from tests.contract.harness import refused
 
-SETTINGS = {"variant": "mha", "layers": (0, 2), "options": {"alpha": 0.5}}
+SETTINGS = {"variant": "modern_hopfield", "layers": (0, 2), "options": {"alpha": 0.5}}
 NUMBERS = {"a": 1 / 3, "b": [1, 2]}
 
 

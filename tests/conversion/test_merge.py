@@ -62,7 +62,7 @@ def test_merged(name: str, variant: str, fit: str) -> None:
 
 
 def test_no_way_back() -> None:
-    model, batch = merge_calibration(calibrated("bert", "simple_resl", "map")), batch_of("bert")
+    model, batch = merge_calibration(calibrated("bert", "simpletron_resl", "map")), batch_of("bert")
     wanted = forward(set_strength(model, 1.0), batch)
     for action in (
         lambda: set_strength(model, 0.5),
@@ -77,7 +77,7 @@ def test_no_way_back() -> None:
     assert torch.equal(forward(model, batch), wanted)
 
 
-@pytest.mark.parametrize(("variant", "target"), [("simple_resl", "output.dense"), ("simple", "value")])
+@pytest.mark.parametrize(("variant", "target"), [("simpletron_resl", "output.dense"), ("simpletron", "value")])
 def test_no_adapter_on_a_merged_matrix(variant: str, target: str) -> None:
     model = merge_calibration(calibrated("bert", variant, "gain"))
     config = peft.LoraConfig(target_modules=rf".*attention.*{target}")
@@ -94,12 +94,12 @@ def test_refused() -> None:
     with refused("not patched"):
         merge_calibration(fresh("bert"))
     with refused("no layer is calibrated"):
-        merge_calibration(patch_model(fresh("bert"), "mha"))
-    model = calibrated("bert", "mha", "map")
+        merge_calibration(patch_model(fresh("bert"), "modern_hopfield"))
+    model = calibrated("bert", "modern_hopfield", "map")
     with refused("exact at strength 1 alone", "at 0.5"):
         merge_calibration(set_strength(model, 0.5, layers=2))
     assert swaps(model)[0].calibration is not None
-    adapted = calibrated("bert", "mha", "gain")
+    adapted = calibrated("bert", "modern_hopfield", "gain")
     peft.get_peft_model(adapted, peft.LoraConfig(target_modules=r".*attention.output.dense"))
     with refused("is no plain matrix"):
         merge_calibration(adapted)
@@ -109,8 +109,8 @@ def test_refused() -> None:
 @pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize("merged", [False, True])
 def test_saved_and_loaded(name: str, fit: str, merged: bool, tmp_path: Path) -> None:
-    model, batch = calibrated(name, "mha", fit, torch.float32), batch_of(name, torch.float32)
-    if merged and why_not(model, "mha", fit) is None:
+    model, batch = calibrated(name, "modern_hopfield", fit, torch.float32), batch_of(name, torch.float32)
+    if merged and why_not(model, "modern_hopfield", fit) is None:
         merge_calibration(model)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
@@ -133,7 +133,7 @@ def test_saved_and_loaded(name: str, fit: str, merged: bool, tmp_path: Path) -> 
     ],
 )
 def test_damaged(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    model = calibrated("bert", "simple_resl", "map", torch.float32)
+    model = calibrated("bert", "simpletron_resl", "map", torch.float32)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["attn_swap"]["swaps"][0] |= changes

@@ -94,9 +94,9 @@ def test_which_layers(name: str, cell: Cell) -> None:
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_which_layers_of_other_architectures(name: str) -> None:
     """With a batch, and with a made-up one where the model reads tokens or images."""
-    if not generic.behind_the_interface(name) or generic.refusal(name, "mha") is not None:
-        pytest.skip("this transformers does not let mha into this architecture")
-    model = patch_model(generic.build(name, torch.float32), "mha", alpha_prime=0.0)
+    if not generic.behind_the_interface(name) or generic.refusal(name, "modern_hopfield") is not None:
+        pytest.skip("this transformers does not let modern_hopfield into this architecture")
+    model = patch_model(generic.build(name, torch.float32), "modern_hopfield", alpha_prime=0.0)
     report = neutral_start(model, generic.batch_of(name, torch.float32))
     if name in LEFT:
         assert all(LEFT[name] in reason for reason in report.left.values())
@@ -124,7 +124,7 @@ def test_which_layers_of_other_architectures(name: str) -> None:
 )
 def test_where_a_norm_is_shared_or_absent(name: str, more: dict[str, Any], reason: str | None) -> None:
     model = getattr(T, f"{name}ForCausalLM")(getattr(T, f"{name}Config")(**SMALL, **more)).eval()
-    report = neutral_start(patch_model(model, "mha", alpha_prime=0.0))
+    report = neutral_start(patch_model(model, "modern_hopfield", alpha_prime=0.0))
     assert len(report.left) + len(report.layers) == 2
     if reason is None:
         assert not report.left
@@ -182,8 +182,8 @@ def stir(model: Any) -> Any:
     return model
 
 
-COMPOSED = [pytest.param(("gated+mha", {"gated": {"kind": kind}}), id=kind) for kind in ("linear", "mlp")]
-assert composes(("gated", "mha"))
+COMPOSED = [pytest.param(("gated+modern_hopfield", {"gated": {"kind": kind}}), id=kind) for kind in ("linear", "mlp")]
+assert composes(("gated", "modern_hopfield"))
 
 
 FOLDS = [  # all cells on one family, the plain ones in fp32 on all; the others take long
@@ -251,14 +251,16 @@ def test_calibration_starts_neutrally(name: str, cell: Cell, neutral: bool) -> N
 
 def test_a_skip_that_the_weights_know_stays() -> None:
     """Weights that were trained with a skip keep it, and nothing is left."""
-    model = patch_model(fresh("llama"), "simple_resl")
-    report = calibrate(model, [batch_of("llama", seed=seed) for seed in range(12)], source="simple_res", progress=False)
+    model = patch_model(fresh("llama"), "simpletron_resl")
+    report = calibrate(
+        model, [batch_of("llama", seed=seed) for seed in range(12)], source="simpletron_res", progress=False
+    )
     assert exponents(model) == [None] * 3
     assert report.left == 0
 
 
 def test_a_calibration_that_fails_leaves_no_neutral_start() -> None:
-    model = patch_model(fresh("llama"), "mha")
+    model = patch_model(fresh("llama"), "modern_hopfield")
     for batches in ([], [{"input_ids": torch.ones(1, 2, dtype=torch.long)}]):
         with pytest.raises(ValueError, match=r"there are no batches|2 real tokens are too few"):
             calibrate(model, batches, progress=False)
@@ -271,7 +273,7 @@ def test_a_calibration_that_fails_leaves_no_neutral_start() -> None:
 
 @pytest.mark.parametrize("cell", WITHOUT)
 def test_a_variant_without_a_skip(cell: Cell) -> None:
-    """Among them mha with skip='residual', which adds something else than its input."""
+    """Among them modern_hopfield with skip='residual', which adds something else than its input."""
     model = swap_in(fresh("llama"), cell[0], **cell[1])
     with refused("no swapped layer adds its input"):
         neutral_start(model)
@@ -283,11 +285,15 @@ def test_a_variant_without_a_skip(cell: Cell) -> None:
 
 
 def test_the_residual_stream_is_no_multiple_of_the_input() -> None:
-    assert "mha-init=zero-skip=residual-scheme=forward_backward" in "\n".join(str(cell.id) for cell in WITHOUT)
+    assert "modern_hopfield-init=zero-skip=residual-scheme=forward_backward" in "\n".join(
+        str(cell.id) for cell in WITHOUT
+    )
 
 
 def test_only_the_layers_with_a_skip() -> None:
-    model = patch_model(patch_model(fresh("llama"), "mha", alpha_prime=0.0, layers=[0, 2]), "belief", layers=[1])
+    model = patch_model(
+        patch_model(fresh("llama"), "modern_hopfield", alpha_prime=0.0, layers=[0, 2]), "belief", layers=[1]
+    )
     assert neutral_start(model).layers == (0, 2)
     assert exponents(model) == in_config(model) == [EXPONENT, None, EXPONENT]
 
@@ -295,7 +301,7 @@ def test_only_the_layers_with_a_skip() -> None:
 def test_refused() -> None:
     with refused("not patched"):
         neutral_start(fresh("llama"))
-    model = patch_model(fresh("llama"), "mha")
+    model = patch_model(fresh("llama"), "modern_hopfield")
     for exponent in (-1, 61, 1.5, "10", True, None):
         with refused("exponent must be a whole number from 0 to 60, got"):
             neutral_start(model, exponent=exponent)
@@ -309,7 +315,7 @@ def test_refused() -> None:
 
 def test_copies_keep_it_and_a_second_swap_loses_it() -> None:
     batch = batch_of("llama", torch.float32)
-    model = patch_model(fresh("llama", torch.float32), "simple_resl")
+    model = patch_model(fresh("llama", torch.float32), "simpletron_resl")
     neutral_start(model, exponent=4)
     wanted = forward(model, batch)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -318,14 +324,14 @@ def test_copies_keep_it_and_a_second_swap_loses_it() -> None:
         neutral_start(twin, exponent=0)
         assert not torch.equal(forward(twin, batch), wanted)
     assert torch.equal(forward(model, batch), wanted)
-    patch_model(model, "simple_resl", layers=[1])
+    patch_model(model, "simpletron_resl", layers=[1])
     assert exponents(model) == in_config(model) == [4, None, 4]
     unpatch_model(model)
-    assert exponents(patch_model(model, "simple_resl")) == [None] * 3
+    assert exponents(patch_model(model, "simpletron_resl")) == [None] * 3
 
 
 def test_every_copy_that_peft_keeps() -> None:
-    model: Any = patch_model(fresh("llama"), "gated+mha")
+    model: Any = patch_model(fresh("llama"), "gated+modern_hopfield")
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["attn_swap"]))
     assert len(swaps(model)) == 6
     assert neutral_start(model).layers == (0, 1, 2)
@@ -334,7 +340,7 @@ def test_every_copy_that_peft_keeps() -> None:
 
 def test_nothing_is_left_behind() -> None:
     """Modes, hooks, strengths and buffers are as before, also after an error on the way."""
-    model = patch_model(fresh("llama"), "mha", strength=0.3).train()
+    model = patch_model(fresh("llama"), "modern_hopfield", strength=0.3).train()
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]
     hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]

@@ -54,7 +54,7 @@ def test_refused(arguments: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize("order", ["up", "down"])
 def test_one_layer_after_another(order: str) -> None:
     """Each layer moves in its own part of the steps, and only after the layer before it has arrived."""
-    model = patch_model(fresh("llama", torch.float32), "simple_resl", strength=0.0)
+    model = patch_model(fresh("llama", torch.float32), "simpletron_resl", strength=0.0)
     count, schedule = len(swaps(model)), StrengthSchedule(share=0.5, order=order)
     steps = 8 * count
     found = []
@@ -95,7 +95,7 @@ def trained(folder: Path, resume: str | None, **arguments: Any) -> dict[int, set
         dataloader_pin_memory=False,
         **arguments,
     )
-    model = patch_model(fresh("bert", torch.float32), "simple_resl", strength=0.0)
+    model = patch_model(fresh("bert", torch.float32), "simpletron_resl", strength=0.0)
     trainer = Trainer(model, args, train_dataset=data, callbacks=[StrengthSchedule(share=0.8), seen])
     trainer.train(resume_from_checkpoint=resume)
     return seen.strengths
@@ -112,7 +112,7 @@ def test_resumed(tmp_path: Path) -> None:
 def test_recompiles_at_its_ends_alone() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
-    model = patch_model(fresh("bert", torch.float32, num_hidden_layers=1), "simple_resl", strength=0.0)
+    model = patch_model(fresh("bert", torch.float32, num_hidden_layers=1), "simpletron_resl", strength=0.0)
     schedule, whole, batch = StrengthSchedule(share=1.0), torch.compile(model, backend=counter), batch_of("bert")
     frames = []
     state = type("State", (), {"max_steps": 6})()

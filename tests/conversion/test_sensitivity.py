@@ -32,9 +32,9 @@ def state(model: Any) -> Any:
     ("name", "variant"),
     [
         ("llama", "belief"),
-        ("bert", "mha"),
-        ("vit", "mha"),
-        ("albert", "mha"),
+        ("bert", "modern_hopfield"),
+        ("vit", "modern_hopfield"),
+        ("albert", "modern_hopfield"),
         pytest.param("t5", "belief", marks=pytest.mark.slow),
     ],
 )
@@ -91,7 +91,7 @@ def test_as_text_html_picture_and_plain_data() -> None:
 
 
 def test_refusals() -> None:
-    model = patch_model(fresh("bert"), "simple_resl", layers=[0, 2])
+    model = patch_model(fresh("bert"), "simpletron_resl", layers=[0, 2])
     batch = batch_of("bert")
     with refused("layers [1] are not swapped; swapped are [0, 2]."):
         layer_sensitivity(model, batch, layers=[1, 2], progress=False)

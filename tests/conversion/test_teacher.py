@@ -42,7 +42,7 @@ def test_frozen_copies(name: str, what: Any, losses: Losses, tmp_path: Path) -> 
     """What trains moves, the teacher does not, and copies are kept of what trains and the teacher uses alone."""
     batch = batch_of(name, torch.float32)
     whole = what in ("all", "body")
-    model = perturb(patch_model(fresh(name, torch.float32), "gated+mha" if whole else "mha"))
+    model = perturb(patch_model(fresh(name, torch.float32), "gated+modern_hopfield" if whole else "modern_hopfield"))
     trainer = distiller(model, tmp_path, name, losses=losses, trainable=what, args={"num_train_epochs": 2})
     trains = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     assert set(trainer.teacher.frozen) == {key for key in trains if ".attn_swap." not in key}
@@ -77,7 +77,7 @@ ADAPTED = [
 def test_adapters(name: str, more: dict[str, Any], tmp_path: Path) -> None:
     """Only the adapters move, no weight is copied, and the teacher runs without them."""
     batch = batch_of(name, torch.float32)
-    variant = "gated" if "modules_to_save" in more else "mha"
+    variant = "gated" if "modules_to_save" in more else "modern_hopfield"
     model = adapted(perturb(patch_model(fresh(name, torch.float32), variant)), name, **more)
     trainer = distiller(model, tmp_path, name)
     assert trainer.teacher.frozen == {}
@@ -99,7 +99,7 @@ def test_a_head_that_peft_saves(name: str, tmp_path: Path) -> None:
     batch = batch_of(name, torch.float32)
     stock = fresh(name, torch.float32, head="classification")
     ending = "score" if hasattr(stock, "score") else "classifier"
-    model = adapted(patch_model(fresh(name, torch.float32, head="classification"), "simple_resl"), name)
+    model = adapted(patch_model(fresh(name, torch.float32, head="classification"), "simpletron_resl"), name)
     model = peft.get_peft_model(model.unload(), lora(name, task_type="SEQ_CLS", modules_to_save=[ending]))
     trainer = distiller(model, tmp_path, name, losses=Losses(hidden=0.5))
     assert trainer.teacher.frozen == {}
@@ -139,7 +139,7 @@ def test_adapters_that_trained_before(wrapped: bool, tmp_path: Path) -> None:
 
 def test_frozen_adapters_stay_frozen(tmp_path: Path) -> None:
     """PEFT switches every adapter's gradients on where it switches adapters on; the user's choice is kept."""
-    model = adapted(patch_model(fresh("bert", torch.float32), "simple_resl"))
+    model = adapted(patch_model(fresh("bert", torch.float32), "simpletron_resl"))
     for key, parameter in model.named_parameters():
         if "layer.0." in key or "lora_A" in key:
             parameter.requires_grad_(False)
@@ -153,7 +153,7 @@ def test_frozen_adapters_stay_frozen(tmp_path: Path) -> None:
 
 def test_no_second_copy_of_the_weights(tmp_path: Path) -> None:
     """With adapters, the trainer holds no copy of a weight; the layers' error copies the adapters alone."""
-    model = adapted(patch_model(fresh("bert", torch.float32), "simple_resl"))
+    model = adapted(patch_model(fresh("bert", torch.float32), "simpletron_resl"))
     trainer = distiller(model, tmp_path, losses=EVERY)
     assert sum(value.nbytes for value in trainer.teacher.frozen.values()) == 0
     assert trainer.teacher.model is None
@@ -174,7 +174,7 @@ def test_another_model(name: str, losses: Losses, tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in teacher.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    model = patch_model(fresh(name, torch.float32), "simple_resl")
+    model = patch_model(fresh(name, torch.float32), "simpletron_resl")
     wanted, before = forward(teacher, batch), weights_of(teacher)
     trainer = distiller(model, tmp_path, name, teacher=teacher, losses=losses, trainable="body")
     assert trainer.teacher.frozen == {}
@@ -190,7 +190,7 @@ def test_another_model(name: str, losses: Losses, tmp_path: Path) -> None:
 
 def test_another_model_can_teach_merged_layers(tmp_path: Path) -> None:
     batch = batch_of("bert", torch.float32)
-    model = patch_model(fresh("bert", torch.float32), "simple_resl")
+    model = patch_model(fresh("bert", torch.float32), "simpletron_resl")
     calibrate(model, [batch_of("bert", torch.float32, seed=seed) for seed in range(12)], progress=False)
     merge_calibration(model)
     with refused("its calibration was merged, so strength 0 is no longer the original; pass the original model"):
@@ -203,7 +203,7 @@ def test_another_model_can_teach_merged_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_neutral_start_and_calibration_do_not_change_it(name: str, tmp_path: Path) -> None:
-    model = patch_model(fresh(name, torch.float32), "simple_resl")
+    model = patch_model(fresh(name, torch.float32), "simpletron_resl")
     neutral_start(model)
     calibrate(model, [batch_of(name, torch.float32, seed=seed) for seed in range(12)], progress=False)
     trainer, batch = distiller(model, tmp_path, name, trainable=("swap",)), batch_of(name, torch.float32)
@@ -301,7 +301,7 @@ def test_losses_refused(losses: dict[str, Any], reason: str) -> None:
 
 
 def patched(**more: Any) -> Any:
-    return patch_model(fresh("bert", torch.float32, **more), "mha")
+    return patch_model(fresh("bert", torch.float32, **more), "modern_hopfield")
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_states_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_without_logits(tmp_path: Path) -> None:
-    model = patch_model(fresh("bert", torch.float32, head="base"), "mha")
+    model = patch_model(fresh("bert", torch.float32, head="base"), "modern_hopfield")
     batch = batch_of("bert")
     with refused("the model gives no logits; set the loss 'logits' to 0 and 'hidden' above 0"):
         loss_of(distiller(model, tmp_path, trainable="body"), batch)

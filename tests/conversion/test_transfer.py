@@ -50,7 +50,7 @@ def loss_of(trainer: AttentionTransferTrainer, batch: dict[str, Any]) -> float:
 def test_learns_the_original(name: str, variant: str, tmp_path: Path) -> None:
     """The loss falls, only what was chosen moves, and the model goes on with the original's outputs all along."""
     batch, stock = batch_of(name, torch.float32), fresh(name, torch.float32)
-    options = {"gamma": -0.025} if variant == "clipped" else {}  # the default of a ViT changes all but nothing
+    options = {"gamma": -0.025} if variant == "clipped_softmax" else {}  # the default of a ViT changes all but nothing
     model = perturb(patch_model(fresh(name, torch.float32), variant, **options))
     trainer = trainer_of(model, tmp_path, name, trainable=("query", "key", "value", "swap"))
     chosen = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
@@ -75,7 +75,7 @@ def test_softmax_has_nothing_to_learn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TEXT_FAMILIES)
 def test_padding_and_labels_do_not_count(name: str, tmp_path: Path) -> None:
-    model = patch_model(fresh(name), "simple_resl")
+    model = patch_model(fresh(name), "simpletron_resl")
     trainer = trainer_of(model, tmp_path, name)
     batch = batch_of(name, padded=padding_side(name))
     positions = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
@@ -103,7 +103,7 @@ def test_dropout_is_off(name: str, tmp_path: Path) -> None:
 
 
 def test_adapters_alone(tmp_path: Path) -> None:
-    base = patch_model(fresh("bert", torch.float32), "simple_resl")
+    base = patch_model(fresh("bert", torch.float32), "simpletron_resl")
     calibrate(base, [batch_of("bert", torch.float32, seed=seed) for seed in range(12)], progress=False)
     model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["query", "key"]))
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -117,7 +117,7 @@ def test_adapters_alone(tmp_path: Path) -> None:
 
 
 def test_evaluated_without_labels(tmp_path: Path) -> None:
-    trainer = trainer_of(patch_model(fresh("bert", torch.float32), "mha"), tmp_path)
+    trainer = trainer_of(patch_model(fresh("bert", torch.float32), "modern_hopfield"), tmp_path)
     batch = batch_of("bert", torch.float32)
     found = trainer.evaluate([{key: value[row] for key, value in batch.items()} for row in (0, 1)])
     assert found["eval_loss"] == pytest.approx(loss_of(trainer, batch), rel=1e-5)
@@ -127,13 +127,13 @@ def test_refused(tmp_path: Path) -> None:
     with refused("not patched"):
         trainer_of(fresh("bert"), tmp_path)
     with refused("is at strength 0, the original itself"):
-        trainer_of(patch_model(fresh("bert"), "mha", strength=0.0), tmp_path)
+        trainer_of(patch_model(fresh("bert"), "modern_hopfield", strength=0.0), tmp_path)
     for wrong in ("nothing", ("query", "adapters"), ()):
         with refused("must be some of query, key, value, output, swap"):
-            trainer_of(patch_model(fresh("bert"), "mha"), tmp_path, trainable=wrong)
+            trainer_of(patch_model(fresh("bert"), "modern_hopfield"), tmp_path, trainable=wrong)
     with refused("there is nothing to train"):
-        trainer_of(patch_model(fresh("bert"), "mha"), tmp_path, trainable=("swap",))
-    merged = patch_model(fresh("bert"), "mha")
+        trainer_of(patch_model(fresh("bert"), "modern_hopfield"), tmp_path, trainable=("swap",))
+    merged = patch_model(fresh("bert"), "modern_hopfield")
     calibrate(merged, [batch_of("bert", seed=seed) for seed in range(12)], progress=False)
     with refused("its calibration was merged"):
         trainer_of(merge_calibration(set_strength(merged, 1.0)), tmp_path)

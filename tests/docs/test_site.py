@@ -33,11 +33,11 @@ def test_a_variant_has_its_page(name: str) -> None:
 
 
 def test_the_picture_shows_the_places() -> None:
-    assert layer_picture(get_variant("mha")).count('class="changed"') == 2
-    assert 'class="gone">W' in layer_picture(get_variant("simple"))
-    assert 'class="gone">softmax' in layer_picture(get_variant("simple"))
-    assert 'class="changed">product with V' in layer_picture(get_variant("simple"))
-    assert 'class="gone">W' not in layer_picture(get_variant("simple_resl"))
+    assert layer_picture(get_variant("modern_hopfield")).count('class="changed"') == 2
+    assert 'class="gone">W' in layer_picture(get_variant("simpletron"))
+    assert 'class="gone">softmax' in layer_picture(get_variant("simpletron"))
+    assert 'class="changed">product with V' in layer_picture(get_variant("simpletron"))
+    assert 'class="gone">W' not in layer_picture(get_variant("simpletron_resl"))
     assert "No step changes" in layer_picture(get_variant("softmax"))
 
 

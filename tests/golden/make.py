@@ -21,6 +21,7 @@ from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.conversion.calibrate import calibrate
 from hf_attn_swap.conversion.merge import merge_calibration
 from hf_attn_swap.conversion.teacher import note_retrained
+from hf_attn_swap.core.registry import canonical_name
 from hf_attn_swap.core.swap import Swap
 from hf_attn_swap.patch import need_installation
 
@@ -31,7 +32,7 @@ SIZES |= dict(max_position_embeddings=16, initializer_range=0.5)  # wide enough 
 
 def missing() -> Iterator[tuple[str, Any]]:
     """The name and the model of every checkpoint that no version has written yet."""
-    written = {folder.name for folder in checkpoints()}
+    written = {canonical_name(folder.name) for folder in checkpoints()}
     makers = {name: lambda name=name: moved(patch_model(llama(), name)) for name in list_variants()}
     makers |= {"hybrid": hybrid, "calibrated": calibrated, "merged": merged}
     for name, make in makers.items():
@@ -63,7 +64,7 @@ def hybrid() -> Any:
 
 def calibrated() -> Any:
     """A calibration after a neutral start and matched heads, with weights that were trained afterwards."""
-    model = moved(patch_model(llama(), "mha"))
+    model = moved(patch_model(llama(), "modern_hopfield"))
     calibrate(model, [{"input_ids": torch.randint(16, (64, 12))}], progress=False)
     note_retrained(need_installation(model))
     return model
@@ -71,7 +72,7 @@ def calibrated() -> Any:
 
 def merged() -> Any:
     """A calibration that is merged into the weights."""
-    model = patch_model(bert(), "mha", init="first")
+    model = patch_model(bert(), "modern_hopfield", init="first")
     calibrate(model, [{"input_ids": torch.randint(16, (64, 12))}], fit="gain", progress=False)
     return merge_calibration(model)
 

@@ -150,7 +150,7 @@ def test_carried_scores(sizes: tuple[int, ...], kind: str, layers: int, fresh: b
 def test_long_sequences_never_hold_scores(
     family: str, padded: str | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = perturb(patch_model(fresh(family), "mha"))
+    model = perturb(patch_model(fresh(family), "modern_hopfield"))
     batch = zoo.inputs(family, batch=2, length=9, padded=padded)
     wanted = run_all(model, batch)
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_long_sequences_never_hold_scores(
 
 @pytest.mark.parametrize("train", [False, True])
 def test_one_h_is_alive(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = patch_model(fresh("bert", num_hidden_layers=5), "mha")
+    model = patch_model(fresh("bert", num_hidden_layers=5), "modern_hopfield")
     places, alive = set(), []
     leave = carried.leave
 

@@ -51,7 +51,7 @@ def test_a_mask_is_made_once_per_pass(family: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("train", [False, True])
 def test_what_is_blocked_is_worked_out_once_per_pass(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths beyond the small integers, which Python holds as one object each, included."""
-    model = patch_model(fresh("llama", torch.float32, max_position_embeddings=300), "mha")
+    model = patch_model(fresh("llama", torch.float32, max_position_embeddings=300), "modern_hopfield")
     worked_out = []
     made = Masks._blocked
     monkeypatch.setattr(Masks, "_blocked", lambda self: worked_out.append(1) or made(self))
@@ -92,7 +92,7 @@ def test_linear_attention_runs_the_form_that_was_chosen(
     ran = []
     attend = linear.attend
     monkeypatch.setattr(linear, "attend", lambda *args, **kwargs: ran.append(1) or attend(*args, **kwargs))
-    model = patch_model(fresh("llama", torch.float32, max_position_embeddings=200), "simple_resl")
+    model = patch_model(fresh("llama", torch.float32, max_position_embeddings=200), "simpletron_resl")
     with torch.no_grad():
         wanted = model(**zoo.inputs("llama", batch=1, length=length), use_cache=False).logits
         assert len(ran) == blocks * model.config.num_hidden_layers
@@ -103,7 +103,7 @@ def test_linear_attention_runs_the_form_that_was_chosen(
 
 def test_a_compiler_is_given_the_general_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """It plans memory by itself, and would unroll the blocks of a long sequence."""
-    model = perturb(patch_model(fresh("bert"), "mha"))
+    model = perturb(patch_model(fresh("bert"), "modern_hopfield"))
     batch = zoo.inputs("bert", batch=2, length=9)
     wanted = model(**batch).logits
     monkeypatch.setattr(dispatch, "LONG", 9)
@@ -114,7 +114,7 @@ def test_a_compiler_is_given_the_general_form(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(got, wanted, rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("name", ["simple_resl", "mha", "outeffhop"])
+@pytest.mark.parametrize("name", ["simpletron_resl", "modern_hopfield", "outeffhop"])
 def test_autocast_over_several_blocks(name: str) -> None:
     """Operators of ours are opaque to autocast: inside, products must not be cast one by one."""
     model = patch_model(fresh("llama", torch.float32, max_position_embeddings=200), name)
@@ -195,7 +195,7 @@ def test_the_general_form_of_carried_scores(family: str, padded: bool, options: 
     Masks with a causal order and without one, and none at all.
     """
     side = padding_side(family) if padded else None
-    model, batch = patch_model(fresh(family), "mha", **options), batch_of(family, padded=side)
+    model, batch = patch_model(fresh(family), "modern_hopfield", **options), batch_of(family, padded=side)
     wanted = run_all(model, batch)
     with torch.autocast("cpu", torch.bfloat16):
         got = run_all(model, batch)
@@ -205,7 +205,7 @@ def test_the_general_form_of_carried_scores(family: str, padded: bool, options: 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_rows_that_see_nothing_in_the_general_form(family: str) -> None:
     """They read zeros there as well."""
-    model, batch = patch_model(fresh(family), "mha"), batch_of(family)
+    model, batch = patch_model(fresh(family), "modern_hopfield"), batch_of(family)
     mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
     mask[0, :, 2] = False
     batch |= {"attention_mask": mask}
@@ -223,7 +223,7 @@ def test_rows_that_see_nothing_in_the_general_form(family: str) -> None:
 @pytest.mark.parametrize("strengths", [(1.0, 0.0, 1.0), (1.0, 0.5, 1.0), (0.5, 1.0, 0.0), (0.0, 1.0, 0.5)])
 def test_carrying_layers_of_different_strengths(family: str, strengths: tuple[float, ...]) -> None:
     """A fused layer leaves its scores to a readable one above, and takes them from one below; the mask goes along."""
-    model, batch = patch_model(fresh(family), "mha"), batch_of(family, padded=padding_side(family))
+    model, batch = patch_model(fresh(family), "modern_hopfield"), batch_of(family, padded=padding_side(family))
     layers = range(len(swaps(model)))
     for layer in layers:
         set_strength(model, strengths[layer], layers=layer)

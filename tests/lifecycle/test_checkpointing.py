@@ -62,7 +62,7 @@ def test_same_loss_and_gradients(name: str, variant: str, arguments: dict[str, A
 
 
 def test_it_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = prepare("bert", "mha", 1.0, 0.0)
+    model = prepare("bert", "modern_hopfield", 1.0, 0.0)
     enable(model)
     calls = []
     stock = Swap.forward

@@ -100,7 +100,7 @@ def test_two_threads(name: str, variant: str) -> None:
 
 def test_two_threads_with_gradients() -> None:
     """Two models of one swap each; nothing is shared between them."""
-    models = [perturb(patch_model(fresh("bert"), "mha+belief"), seed) for seed in (1, 2)]
+    models = [perturb(patch_model(fresh("bert"), "modern_hopfield+belief"), seed) for seed in (1, 2)]
     batch = batch_of("bert")
     wanted = [run(model, batch) for model in models]
     with ThreadPoolExecutor(2) as pool:

@@ -45,8 +45,8 @@ def test_a_patched_model_is_freed(family: str, cell: Cell) -> None:
 
 
 def test_after_a_second_patch_a_calibration_and_the_way_back() -> None:
-    model = patch_model(fresh("bert"), "mha")
-    patch_model(model, "simple_resl", layers=[0])
+    model = patch_model(fresh("bert"), "modern_hopfield")
+    patch_model(model, "simpletron_resl", layers=[0])
     calibrate(model, [batch_of("bert")], fit="gain", progress=False)
     set_strength(model, 0.5)
     twin = fresh("bert")

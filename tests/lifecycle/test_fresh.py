@@ -94,7 +94,7 @@ def test_a_model_that_shares_the_config_object(name: str) -> None:
     batch = batch_of(name, torch.float32)
     wanted = forward(second, batch)
     before = dict(vars(config))
-    patch_model(first, "mha")
+    patch_model(first, "modern_hopfield")
     third = heads(config)[auto_class(fresh(name))](config).eval()
     third.load_state_dict(second.state_dict())
     assert dict(vars(config)) == before

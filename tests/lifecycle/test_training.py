@@ -104,7 +104,7 @@ def test_dropped_weights_keep_their_mean(name: str, variant: str, strength: floa
 def test_dropped_weights_of_long_sequences_keep_their_mean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Carried scores that are never held: a block of queries at a time."""
     monkeypatch.setattr(dispatch, "LONG", 1)
-    assert_weights_keep_their_mean(name, "mha", 1.0)
+    assert_weights_keep_their_mean(name, "modern_hopfield", 1.0)
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

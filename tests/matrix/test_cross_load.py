@@ -25,8 +25,8 @@ def test_round_trip(tmp_path: Path) -> None:
     assert loaded.returncode == 0, loaded.stderr[-2000:]
     count = loaded.stdout.split()[0]
     assert f"{count} bit for bit" in loaded.stdout
-    config = next(tmp_path.glob("*/mha/config.json"))
+    config = next(tmp_path.glob("*/modern_hopfield/config.json"))
     changed = json.loads(config.read_text())
-    changed["attn_swap"]["swaps"][0]["options"]["mha"]["alpha"] = 0.4
+    changed["attn_swap"]["swaps"][0]["options"]["modern_hopfield"]["alpha"] = 0.4
     config.write_text(json.dumps(changed))
     assert script("load", tmp_path).returncode != 0

@@ -59,7 +59,7 @@ DEEP = "(bert or llama) and not albert"  # the two families that the contract's 
 VALUES = stage("contract/test_values.py", keyword=f"({DEEP}) and (in_between or without_padding)")
 MASKS = stage("contract/test_masks.py", keyword=f"({DEEP}) and (float_mask or see_nothing)")
 MIXED = stage("contract/test_packed_and_sliding.py", keyword="full_and_sliding")
-CARRYING = stage("contract/test_values.py", "contract/test_masks.py", keyword=f"mha and ({DEEP})")
+CARRYING = stage("contract/test_values.py", "contract/test_masks.py", keyword=f"modern_hopfield and ({DEEP})")
 CACHED = stage("contract/test_generation.py", keyword="llama and not +")
 CARRIED_REFUSALS = stage("contract/test_refusals_carried.py")
 LINEAR = stage("contract/test_linear_state.py")

@@ -17,7 +17,11 @@ from hf_attn_swap.conversion import cut_shares
 from tests import zoo
 from tests.training.test_run import pytestmark, recipe  # noqa: F401  # skips without recipes/
 
-CHOICES = ('{"variant": "clipped"}', '{"variant": "clipped", "gamma": -0.2}', '{"variant": "mha", "alpha_prime": 0.1}')
+CHOICES = (
+    '{"variant": "clipped_softmax"}',
+    '{"variant": "clipped_softmax", "gamma": -0.2}',
+    '{"variant": "modern_hopfield", "alpha_prime": 0.1}',
+)
 
 
 def rows(shown: str) -> dict[str, list[str]]:
@@ -38,7 +42,7 @@ def test_perplexity_of_token_ids(tmp_path: Path, monkeypatch: Any, capsys: Any) 
     shares = [each[0] for each in cut_shares(model, measured, [-12 / 512], progress=False).values()]
     with torch.no_grad():
         losses = [float(model(**row, labels=row["input_ids"]).loss) for row in measured]
-        patch_model(model, "clipped", gamma=-12 / 512)
+        patch_model(model, "clipped_softmax", gamma=-12 / 512)
         clipped = [float(model(**row, labels=row["input_ids"]).loss) for row in measured]
     assert list(found) == ["stock", *CHOICES]
     assert found["stock"] == ["–", "–", f"{math.exp(sum(losses) / 3):.4g}"]
@@ -65,7 +69,7 @@ def test_relative_error_of_images(tmp_path: Path, monkeypatch: Any, capsys: Any)
     pixels = processor(pictures, return_tensors="pt")["pixel_values"]
     with torch.no_grad():
         wanted = model(pixel_values=pixels)[0]
-        got = patch_model(model, "clipped", gamma=-0.2)(pixel_values=pixels)[0]
+        got = patch_model(model, "clipped_softmax", gamma=-0.2)(pixel_values=pixels)[0]
     assert found["stock"][-1] == "0"
     assert float(found[CHOICES[1]][-1]) == pytest.approx(float((got - wanted).norm() / wanted.norm()), rel=1e-3)
     assert 0 < float(found[CHOICES[0]][-1]) < 0.01 < float(found[CHOICES[1]][-1])

@@ -67,22 +67,22 @@ def options(data: Path, task: str, out: Path, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_beside_its_control(task: str, data: Path, tmp_path: Path, lra: Any, monkeypatch: Any) -> None:
-    recipe("lra.py", options(data, task, tmp_path, "--variant", "simple"), monkeypatch)
-    result = RunResult.load(tmp_path / "simple" / "results.json")
+    recipe("lra.py", options(data, task, tmp_path, "--variant", "simpletron"), monkeypatch)
+    result = RunResult.load(tmp_path / "simpletron" / "results.json")
     assert (result.base.name, result.base.relation) == ("bert", "scratch")
     assert result.difference is not None
     assert (result.budget.steps, result.budget.batch_size) == (3, 2)
     assert result.data.rows == {"train": 12, "test": 6}
-    assert "base_model" not in (tmp_path / "simple" / "README.md").read_text(encoding="utf-8").split("---")[1]
+    assert "base_model" not in (tmp_path / "simpletron" / "README.md").read_text(encoding="utf-8").split("---")[1]
     kind = lra.Matcher if task == "matching" else BertForSequenceClassification
-    swapped, plain = (kind.from_pretrained(tmp_path / run / "seed-0" / "model") for run in ("simple", "softmax"))
-    assert "simple" in str(hf_attn_swap.describe(swapped))
+    swapped, plain = (kind.from_pretrained(tmp_path / run / "seed-0" / "model") for run in ("simpletron", "softmax"))
+    assert "simpletron" in str(hf_attn_swap.describe(swapped))
     assert swapped.config.vocab_size == (2 + 15 if task == "listops" else 2 + 256)
     assert swapped.config.max_position_embeddings == 24
     assert swapped.config.num_labels == (10 if task == "listops" else 2)
     names = [name for name, _ in plain.named_parameters()]
     assert [name for name, _ in swapped.named_parameters() if "attn_swap" not in name] == names
-    outcome = json.loads(next((tmp_path / "simple" / "seed-0").glob("*.json")).read_text(encoding="utf-8"))
+    outcome = json.loads(next((tmp_path / "simpletron" / "seed-0").glob("*.json")).read_text(encoding="utf-8"))
     assert outcome["settings"]["task"] == task
 
 
@@ -107,7 +107,7 @@ def test_what_is_read(lra: Any) -> None:
     }
 
 
-@pytest.mark.parametrize("variant", ["softmax", "simple_resl", "outeffhop", "mha"])
+@pytest.mark.parametrize("variant", ["softmax", "simpletron_resl", "outeffhop", "modern_hopfield"])
 def test_pairs_are_encoded_alike_and_alone(variant: str, lra: Any) -> None:
     """The head sees [a, b, a * b, a - b] of what the encoder makes of each text without padding."""
     torch.manual_seed(0)

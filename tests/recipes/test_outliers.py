@@ -34,7 +34,7 @@ def test_outliers_of_two_runs(tiny: Path, tmp_path: Path, monkeypatch: Any, caps
     assert 0 < plain["flops_covered"] < 1, "the head is not covered"
     assert len(plain["similarity"]) == len(plain["entropy_by_layer"]) == 2
     with pytest.raises(SystemExit, match="there is no model in"):
-        recipe("outliers.py", [*arguments, "--runs", "mha"], monkeypatch)
+        recipe("outliers.py", [*arguments, "--runs", "modern_hopfield"], monkeypatch)
 
 
 def test_rank_collapse_by_the_skip() -> None:

@@ -58,9 +58,9 @@ def test_samples_follow_the_model(tiny_lm: Path, samples: Path) -> None:
 def test_curve(tiny_lm: Path, samples: Path, tmp_path: Path, monkeypatch: Any) -> None:
     out = tmp_path / "curve.json"
     words = ["--model", str(tiny_lm), "--data", str(samples), "--tokens", "20480", "--rows", "8", "--out", str(out)]
-    recipe("distil_curve.py", [*words, "--variants", "belief", "simple_resl@1"], monkeypatch)
+    recipe("distil_curve.py", [*words, "--variants", "belief", "simpletron_resl@1"], monkeypatch)
     record = json.loads(out.read_text())
-    for variant in ("belief", "simple_resl@1"):
+    for variant in ("belief", "simpletron_resl@1"):
         points = record["runs"][variant]
         assert [point["tokens"] for point in points] == [0, 10112, 20480]
         assert points[-1]["kl"] < points[0]["kl"]

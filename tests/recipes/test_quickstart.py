@@ -123,5 +123,5 @@ def test_it_runs_without_a_network(kept: Any, tmp_path: Path) -> None:
     files = hub.repository("me/minilm-mha").at().files
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     swaps = json.loads(files["config.json"].data)["attn_swap"]["swaps"]
-    assert {swap["variant"] for swap in swaps} == {"mha"}
+    assert {swap["variant"] for swap in swaps} == {"modern_hopfield"}
     assert sorted(layer for swap in swaps for layer in swap["layers"]) == [0, 1, 2, 3, 4, 5]

@@ -63,17 +63,17 @@ def test_language_models_of_bytes(model: str, tmp_path: Path, monkeypatch: Any) 
             "--max_length",
             "25",
         ),
-        *("--train_file", str(text), "--test_file", str(text), "--max_steps", "30", "--variant", "mha"),
+        *("--train_file", str(text), "--test_file", str(text), "--max_steps", "30", "--variant", "modern_hopfield"),
     )
     recipe("language_modeling.py", [*words, *USUAL, "--output_dir", str(tmp_path)], monkeypatch)
-    found = json.loads((tmp_path / "mha" / "results.json").read_text("utf-8"))
+    found = json.loads((tmp_path / "modern-hopfield" / "results.json").read_text("utf-8"))
     assert found["base"]["relation"] == "scratch"
     assert found["base"]["name"] == model
     for measured in (found["converted"], found["control"]):
         (metric,) = measured["metrics"]
         assert metric["name"] == "perplexity", "before the training there is nothing to convert"
         assert metric["values"][0] < 20, "five bytes that repeat are soon learnt; chance is 384"
-    card = (tmp_path / "mha" / "README.md").read_text("utf-8")
+    card = (tmp_path / "modern-hopfield" / "README.md").read_text("utf-8")
     assert "from random weights" in card
     assert "16" in found["conversion"][0]
     assert "bytes as tokens" in found["conversion"][0]
@@ -96,19 +96,31 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_small_vits(skip_free: bool, pictures: Path, tmp_path: Path, monkeypatch: Any) -> None:
     words = (
         *("--model", "vit", "--config_overrides", json.dumps(VIT), "--image_size", "8", "--columns", "img"),
-        *("--dataset", str(pictures), "--max_steps", "12", "--variant", "mha", "--skip_free", str(skip_free)),
+        *(
+            "--dataset",
+            str(pictures),
+            "--max_steps",
+            "12",
+            "--variant",
+            "modern_hopfield",
+            "--skip_free",
+            str(skip_free),
+        ),
     )
     recipe("image_classification.py", [*words, *USUAL, "--output_dir", str(tmp_path)], monkeypatch)
-    found = json.loads((tmp_path / "mha" / "results.json").read_text("utf-8"))
+    found = json.loads((tmp_path / "modern-hopfield" / "results.json").read_text("utf-8"))
     assert found["modules"] == 2
     assert found["control"]["metrics"][0]["values"][0] == 1.0
     assert ("without residual connections" in found["conversion"][0]) is skip_free
-    trained = tmp_path / "mha" / "seed-0" / "model"
+    trained = tmp_path / "modern-hopfield" / "seed-0" / "model"
     if skip_free:
         with pytest.raises(ValueError, match="skip_free_vit"):
             AutoModelForImageClassification.from_pretrained(trained)
     else:
-        assert AutoModelForImageClassification.from_pretrained(trained).config.attn_swap["swaps"][0]["variant"] == "mha"
+        assert (
+            AutoModelForImageClassification.from_pretrained(trained).config.attn_swap["swaps"][0]["variant"]
+            == "modern_hopfield"
+        )
 
 
 def test_a_layer_without_skips_loses_what_attention_does_not_read(monkeypatch: Any) -> None:
@@ -121,7 +133,7 @@ def test_a_layer_without_skips_loses_what_attention_does_not_read(monkeypatch: A
     x = torch.randn(1, 5, 16)
     read = layer.attention(layer.layernorm_before(x), None)[0]
     torch.testing.assert_close(layer(x), layer.mlp(layer.layernorm_after(read)))
-    patch_model(model, "mha", alpha=1.0)  # the whole update is the input: what attention reads is left out
+    patch_model(model, "modern_hopfield", alpha=1.0)  # the whole update is the input: what attention reads is left out
     pixels = torch.randn(1, 3, 8, 8)
     normed = layer.layernorm_before(model.vit.embeddings(pixels))
     expected = model.classifier(model.vit.layernorm(layer.mlp(layer.layernorm_after(normed)))[:, 0])

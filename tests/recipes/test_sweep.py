@@ -29,15 +29,25 @@ def sweep() -> Any:
 
 
 def test_expand(sweep: Any) -> None:
-    run = {"variant": "mha", "label": "{variant}-{index}", "grid": {"layers": ["0", "1"], "calibrate": ["gain", "map"]}}
+    run = {
+        "variant": "modern_hopfield",
+        "label": "{variant}-{index}",
+        "grid": {"layers": ["0", "1"], "calibrate": ["gain", "map"]},
+    }
     found = list(sweep.expand(run))
-    assert [each["label"] for each in found] == ["mha-0", "mha-1", "mha-2", "mha-3"]
+    assert [each["label"] for each in found] == [f"modern_hopfield-{index}" for index in range(4)]
     assert [(each["layers"], each["calibrate"]) for each in found][1] == ("0", "map")
-    assert sweep.words({"seeds": [0, 1], "variant": "mha"}) == ["--seeds", "0", "1", "--variant", "mha"]
+    assert sweep.words({"seeds": [0, 1], "variant": "modern_hopfield"}) == [
+        "--seeds",
+        "0",
+        "1",
+        "--variant",
+        "modern_hopfield",
+    ]
 
 
 def test_the_control_shares_all_but_the_variant(sweep: Any) -> None:
-    run = {"variant": "mha", "calibrate": "map", "seeds": [3], "output_dir": "x", "config_overrides": "{}"}
+    run = {"variant": "modern_hopfield", "calibrate": "map", "seeds": [3], "output_dir": "x", "config_overrides": "{}"}
     assert sweep.control(run) == {"variant": "softmax", "seeds": [3], "output_dir": "x", "config_overrides": "{}"}
 
 

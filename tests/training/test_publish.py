@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def outcome(seed: int, missed: int, references: tuple[float, ...] = REFERENCES) 
         metrics={"accuracy": right},
         predictions=predictions,
         references=references,
-        swap=json.dumps(patch_model(fresh("bert"), "mha").config.attn_swap),
+        swap=json.dumps(patch_model(fresh("bert"), "modern_hopfield").config.attn_swap),
         parameters_added=0,
         conversion=("Fine-tuned.",),
         steps=7,
@@ -45,7 +46,7 @@ def outcome(seed: int, missed: int, references: tuple[float, ...] = REFERENCES) 
 
 def published(folder: Path, converted: list[Outcome], control: list[Outcome], **training: Any) -> Any:
     data = DataArguments(dataset="some/rows")
-    model = ModelArguments(model="some/model", variant="mha", seeds=[each.seed for each in converted])
+    model = ModelArguments(model="some/model", variant="modern_hopfield", seeds=[each.seed for each in converted])
     args = TrainingArguments(output_dir=str(folder), report_to="none", use_cpu=True, **training)
     (folder / model.run_name).mkdir()
     return publish(converted, control, ABOUT, model, data, args)
@@ -58,6 +59,14 @@ def test_the_difference_is_paired_over_seeds_and_rows(tmp_path: Path) -> None:
     assert result.converted.metrics[0].values == (pytest.approx(38 / 40), pytest.approx(36 / 40))
     assert result.wall_seconds == pytest.approx(1.5 + 2.5)
     assert result.data.rows == {"train": 100, "test": ROWS}
+
+
+def test_a_run_whose_settings_hold_an_older_name_is_found_again(tmp_path: Path) -> None:
+    old = replace(outcome(0, 2), settings={"variant": "outeffhop+clipped", "seed": "0"})
+    old.save(tmp_path)
+    assert Outcome.find(tmp_path, {"variant": "outeffhop+clipped_softmax", "seed": 0}) == old
+    with pytest.raises(ValueError, match="holds a run with variant = outeffhop\\+clipped_softmax, not belief"):
+        Outcome.find(tmp_path, {"variant": "belief", "seed": 0})
 
 
 OTHER = (1 - REFERENCES[0], *REFERENCES[1:])  # as many rows, one of them another

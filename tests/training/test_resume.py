@@ -23,7 +23,7 @@ from .conftest import options
 RECIPE = Path(hf_attn_swap.__file__).parent.parent / "recipes" / "text_classification.py"
 pytestmark = pytest.mark.skipif(not RECIPE.exists(), reason="recipes/ is not next to the installed package")
 STAGES = ("--calibrate", "map", "--transfer_epochs", "2", "--distill_epochs", "2")
-CONVERSION = ("--variant", "simple_resl", *STAGES, "--schedule", "linear")
+CONVERSION = ("--variant", "simpletron_resl", *STAGES, "--schedule", "linear")
 SAVING = ("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "2", "--num_train_epochs", "3")
 
 
@@ -32,7 +32,7 @@ def command(tiny: Path, out: Path) -> list[str]:
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(out / "simple-resl" / "seed-0" / "model" / "model.safetensors")
+    return load_file(out / "simpletron-resl" / "seed-0" / "model" / "model.safetensors")
 
 
 def killed_at(process: subprocess.Popen[bytes], sign: Path) -> None:
@@ -51,7 +51,7 @@ def test_killed_and_resumed(tiny: Path, tmp_path: Path) -> None:
     """In the middle of the transfer, of a checkpoint, between two, and in the control."""
     subprocess.run(command(tiny, tmp_path / "whole"), check=True, capture_output=True)
     folder = tmp_path / "killed"
-    seed = folder / "simple-resl" / "seed-0"
+    seed = folder / "simpletron-resl" / "seed-0"
     signs = [
         folder / "softmax" / "seed-0" / "checkpoint-5" / "model.safetensors",
         seed / "stage-2-align" / "checkpoint-4" / "optimizer.pt",

@@ -31,19 +31,22 @@ def recipe(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_converted_beside_its_control(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    words = ("--variant", "simple_resl", "--seeds", "0", "1", "--calibrate", "map", "--transfer_epochs", "1")
+    words = ("--variant", "simpletron_resl", "--seeds", "0", "1", "--calibrate", "map", "--transfer_epochs", "1")
     grouped = ("--train_sampling_strategy", "group_by_length")
     arguments = options(tiny, tmp_path, *words, "--schedule", "linear", *grouped, *NO_SAVING)
     recipe("text_classification.py", arguments, monkeypatch)
-    result = RunResult.load(tmp_path / "simple-resl" / "results.json")
+    result = RunResult.load(tmp_path / "simpletron-resl" / "results.json")
     assert result.control is not None
     assert result.difference is not None
     assert (result.converted.seeds, result.control.seeds) == ((0, 1), (0, 1))
     assert result.difference.mean == pytest.approx(result.converted.metrics[0].mean - result.control.metrics[0].mean)
     assert len(result.conversion) == 5
-    assert (result.study, result.steps) == (result.name.removesuffix("-simple-resl"), ("map", "transfer", "schedule"))
-    assert "simple_resl" in (tmp_path / "simple-resl" / "README.md").read_text()
-    trained = tmp_path / "simple-resl" / "seed-1" / "model"
+    assert (result.study, result.steps) == (
+        result.name.removesuffix("-simpletron-resl"),
+        ("map", "transfer", "schedule"),
+    )
+    assert "simpletron_resl" in (tmp_path / "simpletron-resl" / "README.md").read_text()
+    trained = tmp_path / "simpletron-resl" / "seed-1" / "model"
     model = AutoModelForSequenceClassification.from_pretrained(trained)
     assert "calibrated (map)" in str(hf_attn_swap.describe(model))
     assert not list(tmp_path.rglob("checkpoint-*"))
@@ -81,11 +84,11 @@ def test_transfer_back(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Queries, keys and values stay those that the variant learned."""
     recipe(
         "transfer_back.py",
-        options(tiny, tmp_path, "--variant", "simple_resl", "--calibrate", "map", *NO_SAVING),
+        options(tiny, tmp_path, "--variant", "simpletron_resl", "--calibrate", "map", *NO_SAVING),
         monkeypatch,
     )
     found = {}
-    for name in ("simple-resl", "softmax-from-simple-resl", "softmax"):
+    for name in ("simpletron-resl", "softmax-from-simpletron-resl", "softmax"):
         model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "seed-0" / "model")
         core = model.bert.encoder.layer[0].attention
         found[name] = (core.self.key.weight, core.output.dense.weight)
@@ -96,10 +99,12 @@ def test_transfer_back(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_linear_probe(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    arguments = options(tiny, tmp_path, "--variant", "mha", "--calibrate", "map", "--calibration_rows", "48")
+    arguments = options(
+        tiny, tmp_path, "--variant", "modern_hopfield", "--calibrate", "map", "--calibration_rows", "48"
+    )
     recipe("linear_probe.py", arguments, monkeypatch)
     assert "1: calibrate: accuracy" in capsys.readouterr().out
-    assert (tmp_path / "probe-mha.json").exists()
+    assert (tmp_path / "probe-modern-hopfield.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +112,7 @@ def test_linear_probe(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any)
     [
         (("--columns", "body"), "no column 'body'"),
         (("--dataset", "/nowhere"), "there is no folder '/nowhere'"),
-        (("--variant", "mha", "--calibrate", "gain", "--options", '{"alpha": 1.0}'), "drops the read-out"),
+        (("--variant", "modern_hopfield", "--calibrate", "gain", "--options", '{"alpha": 1.0}'), "drops the read-out"),
     ],
 )
 def test_one_line(words: tuple[str, ...], message: str, tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -134,8 +139,8 @@ def test_arguments_refused(words: tuple[str, ...], message: str, capsys: Any) ->
 def test_yaml_first_options_win(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("model: x\nvariant: belief\nseeds: [3, 4]\ncalibrate: map\n")
-    model, conversion = parse((ModelArguments, ConversionArguments), [str(file), "--variant", "mha"])
-    assert (model.variant, model.seeds, conversion.calibrate) == ("mha", [3, 4], "map")
+    model, conversion = parse((ModelArguments, ConversionArguments), [str(file), "--variant", "modern_hopfield"])
+    assert (model.variant, model.seeds, conversion.calibrate) == ("modern_hopfield", [3, 4], "map")
     with pytest.raises(SystemExit):
         parse((ModelArguments,), [str(tmp_path / "nowhere.yaml")])
 

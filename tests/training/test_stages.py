@@ -64,8 +64,10 @@ def test_values_of_a_stage() -> None:
     for given, names in (("value", ("value",)), (["query", "key"], ("query", "key"))):
         (stage,) = read_stages([json.dumps({"stage": "align", "trainable": given})])
         assert stage == Align(trainable=names)
-    (stage,) = read_stages(['{"stage": "calibrate", "fit": "gain", "neutral_start": false, "source": "simple_resl"}'])
-    assert stage == Calibrate(fit="gain", neutral_start=False, source="simple_resl")
+    (stage,) = read_stages(
+        ['{"stage": "calibrate", "fit": "gain", "neutral_start": false, "source": "simpletron_resl"}']
+    )
+    assert stage == Calibrate(fit="gain", neutral_start=False, source="simpletron_resl")
     assert stage.step == "gain"
 
 
@@ -94,8 +96,8 @@ def test_from_yaml(tmp_path: Path) -> None:
         ((), (FineTune(),), ()),
         (("--calibrate", "gain", "--calibration_rows", "9"), (Calibrate(fit="gain", rows=9), FineTune()), ("gain",)),
         (
-            ("--calibrate", "map", "--neutral_start", "false", "--source", "simple"),
-            (Calibrate(neutral_start=False, source="simple"), FineTune()),
+            ("--calibrate", "map", "--neutral_start", "false", "--source", "simpletron"),
+            (Calibrate(neutral_start=False, source="simpletron"), FineTune()),
             ("map",),
         ),
         (
@@ -236,9 +238,9 @@ def test_all_stages_in_one_run(tiny: Path, tmp_path: Path, monkeypatch: Any) -> 
         "  - {stage: distil, tokens: 60, trainable: [query, swap], hidden: 1.0, batch: 4}\n"
         "  - {stage: fine_tune}\n"
     )
-    words = [str(file), *options(tiny, tmp_path, "--variant", "simple_resl", *NO_SAVING)]
+    words = [str(file), *options(tiny, tmp_path, "--variant", "simpletron_resl", *NO_SAVING)]
     recipe("text_classification.py", words, monkeypatch)
-    result = RunResult.load(tmp_path / "simple-resl" / "results.json")
+    result = RunResult.load(tmp_path / "simpletron-resl" / "results.json")
     assert result.steps == ("map", "transfer", "distil")
     for sentence, start in zip(
         result.conversion,
@@ -247,8 +249,8 @@ def test_all_stages_in_one_run(tiny: Path, tmp_path: Path, monkeypatch: Any) -> 
     ):
         assert sentence.startswith(start)
     assert "60 tokens, query, swap trained, loss 1 x logits + 1 x hidden states" in result.conversion[3]
-    assert not list((tmp_path / "simple-resl" / "seed-0").glob("stage-*"))
-    assert not (tmp_path / "simple-resl" / "seed-0" / "converted").exists()
+    assert not list((tmp_path / "simpletron-resl" / "seed-0").glob("stage-*"))
+    assert not (tmp_path / "simpletron-resl" / "seed-0" / "converted").exists()
 
 
 @needs_recipes
@@ -275,10 +277,10 @@ def test_every_distillation_has_the_original_as_its_teacher(tiny: Path, tmp_path
 
 
 def test_a_calibration_says_where_it_started(tmp_path: Path) -> None:
-    """In a pre-norm model, mha starts neutrally and with matched heads; belief has no skip and carries no scores."""
+    """In a pre-norm model, modern_hopfield starts neutrally and with matched heads; belief has neither."""
     rows = Dataset.from_dict({"input_ids": torch.arange(48).view(4, 12).tolist()})
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
-    for variant, words in (("mha", True), ("belief", False)):
+    for variant, words in (("modern_hopfield", True), ("belief", False)):
         model = patch_model(fresh("llama", torch.float32), variant)
         _, sentence = take(Calibrate(fit="gain"), model, rows, default_data_collator, args)
         count = len(swaps(model))

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ...core.registry import get_variant
+from ...core.registry import canonical_keys, parse
+from ...variants.base import Variant
 from .parts import AppliedSwap, Component
 
 
@@ -30,14 +31,13 @@ def read_swaps(block: dict[str, Any]) -> tuple[int, tuple[AppliedSwap, ...]]:
     layers: dict[str, list[int]] = {}  # entries may differ in what a conversion noted, such as the order of heads
     swaps: dict[str, AppliedSwap] = {}
     for entry in block["swaps"]:
-        names = (name.strip() for name in entry["variant"].split("+"))
-        components = tuple(_component(name, entry["options"][name]) for name in names)
+        options = canonical_keys(entry["options"])
+        components = tuple(_component(cls, options[cls.name]) for cls in parse(entry["variant"]))
         same = repr((components, entry["strength"]))
         layers.setdefault(same, []).extend(entry["layers"])
         swaps[same] = AppliedSwap(components=components, layers=tuple(sorted(layers[same])), strength=entry["strength"])
     return block["modules"], tuple(swaps.values())
 
 
-def _component(name: str, options: dict[str, Any]) -> Component:
-    variant = get_variant(name)
-    return Component(name=name, formula=variant.formula, paper=variant.paper, options=options)
+def _component(variant: type[Variant], options: dict[str, Any]) -> Component:
+    return Component(name=variant.name, formula=variant.formula, paper=variant.paper, options=options)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from ...core.registry import canonical_name
 from .record import Record, Scalar
 
 RELATIONS = ("adapter", "finetune", "merge", "quantized")  # the relations to a base model that the Hub knows
@@ -43,12 +44,19 @@ class BaseModel(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Component(Record):
-    """One variant of a composition: its formula and paper as the package states them, and all its options."""
+    """One variant of a composition: its formula and paper as the package states them, and all its options.
+
+    A name from an older record becomes the canonical name.
+    """
 
     name: str
     formula: str
     paper: str
     options: dict[str, Scalar]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "name", canonical_name(self.name))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ HOSTILE: dict[tuple[str | int, ...], tuple[Any, ...]] = {
     ("version",): (*NUMBERS, 0, 2, 1.0),
     ("modules",): (*NUMBERS, 0, 2, 4, 3.0, 10**9),
     ("swaps",): (None, 0, "x", {}, [], [None], [[]], ["belief"], [{}]),
-    ("swaps", 0, "variant"): (*TEXTS, "belief+belief", "softmax+belief", "+", "outeffhop+", "gated+mha"),
+    ("swaps", 0, "variant"): (*TEXTS, "belief+belief", "softmax+belief", "+", "outeffhop+", "gated+modern_hopfield"),
     ("swaps", 0, "layers"): LISTS,
     ("swaps", 0, "modules"): tuple(text for text in TEXTS if not isinstance(text, str) or text in ("", LONG)),
     ("swaps", 0, "strength"): (*NUMBERS, 2, 1.5, float("nan"), float("inf")),
@@ -45,7 +45,7 @@ CASES = [(path, value) for path, values in HOSTILE.items() for value in values]
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = zoo.build("bert")
     hf_attn_swap.patch_model(model, "outeffhop+gated", layers=[0, 1])
-    hf_attn_swap.patch_model(model, "mha", layers=[2])
+    hf_attn_swap.patch_model(model, "modern_hopfield", layers=[2])
     folder = tmp_path_factory.mktemp("strict") / "model"
     model.save_pretrained(folder)
     return folder

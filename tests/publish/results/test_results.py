@@ -15,6 +15,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from hf_attn_swap import __version__, list_variants, patch_model
+from hf_attn_swap.core.registry import get_variant
 from hf_attn_swap.publish.results import Metric, RunResult, applied_swaps, read_swaps, versions
 
 from .examples import FULL, full, metric, result, sparse
@@ -260,13 +261,38 @@ def test_applied_swaps_say_what_the_model_runs(variant: str) -> None:
     assert swaps[0].components[0].options == model.config.attn_swap["swaps"][0]["options"][variant]
 
 
+ALIASES = [(alias, name) for name in list_variants() for alias in get_variant(name).aliases]
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES)
+def test_records_of_older_names_are_read_under_the_canonical_name(alias: str, name: str) -> None:
+    data = full()
+    data["swaps"][0]["components"][0]["name"] = alias
+    run = RunResult.from_dict(data)
+    assert run.swaps[0].variant == name
+    assert run.to_dict()["swaps"][0]["components"][0]["name"] == name
+    entry = {"variant": alias, "options": {alias: {}}, "layers": [0], "strength": 1.0}
+    _, (swap,) = read_swaps({"modules": 1, "swaps": [entry]})
+    assert swap.variant == name
+    data["swaps"][0]["components"].append({**data["swaps"][0]["components"][0], "name": name})
+    with pytest.raises(ValueError, match="components must be different variants"):
+        RunResult.from_dict(data)
+
+
+def test_a_record_of_a_variant_that_is_not_registered_is_read() -> None:
+    """The card of a variant from another package can be shown without this package."""
+    data = full()
+    data["swaps"][0]["components"][0]["name"] = "from_elsewhere"
+    assert RunResult.from_dict(data).swaps[0].variant == "from_elsewhere"
+
+
 def test_layers_that_differ_only_in_the_order_of_their_heads_are_one_swap() -> None:
     """And layers of another strength are another swap."""
-    options = {"mha": {"alpha": 0.5}}
+    options = {"modern_hopfield": {"alpha": 0.5}}
     entries: list[dict[str, Any]] = [
-        {"variant": "mha", "options": options, "layers": [1, 3], "strength": 1.0, "head_order": [1, 0]},
-        {"variant": "mha", "options": options, "layers": [2], "strength": 1.0, "head_order": [0, 1]},
-        {"variant": "mha", "options": options, "layers": [0], "strength": 0.5},
+        {"variant": "modern_hopfield", "options": options, "layers": [1, 3], "strength": 1.0, "head_order": [1, 0]},
+        {"variant": "modern_hopfield", "options": options, "layers": [2], "strength": 1.0, "head_order": [0, 1]},
+        {"variant": "modern_hopfield", "options": options, "layers": [0], "strength": 0.5},
     ]
     modules, swaps = read_swaps({"modules": 4, "swaps": entries})
     assert modules == 4

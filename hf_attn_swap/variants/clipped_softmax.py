@@ -23,7 +23,7 @@ PUBLISHED = {Kind.ENCODER: -0.025, Kind.DECODER: -12 / 512, Kind.IMAGE: -1e-5}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedOptions(Options):
+class ClippedSoftmaxOptions(Options):
     """The options of clipped softmax.
 
     Attributes:
@@ -45,9 +45,11 @@ class ClippedOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.alpha is None) != (self.length is None):
-            raise ValueError("clipped: alpha and length go together (gamma = -alpha / length).")
+            raise ValueError("clipped_softmax: alpha and length go together (gamma = -alpha / length).")
         if self.alpha is not None and (self.alpha < 0 or self.length is None or self.length < 1):
-            raise ValueError(f"clipped: alpha must be >= 0 and length >= 1, got {self.alpha} and {self.length}.")
+            raise ValueError(
+                f"clipped_softmax: alpha must be >= 0 and length >= 1, got {self.alpha} and {self.length}."
+            )
         check_clip(0.0 if self.gamma is None else self.gamma, self.zeta)
 
     @property
@@ -58,8 +60,8 @@ class ClippedOptions(Options):
         return -self.alpha / self.length
 
 
-@register("clipped")
-class Clipped(Variant):
+@register("clipped_softmax", aliases=("clipped",))
+class ClippedSoftmax(Variant):
     """Clips the stretched weights to [0, 1] (no parameters)."""
 
     summary = "weights are stretched and clipped"
@@ -68,11 +70,11 @@ class Clipped(Variant):
     fused = "none: needs the weights"
     places = ("weights",)
     explicit = True
-    Options = ClippedOptions
-    options: ClippedOptions
+    Options = ClippedSoftmaxOptions
+    options: ClippedSoftmaxOptions
 
     @classmethod
-    def fit_options(cls, options: ClippedOptions, kind: Kind) -> ClippedOptions:
+    def fit_options(cls, options: ClippedSoftmaxOptions, kind: Kind) -> ClippedSoftmaxOptions:
         if options.gamma is not None:
             return options
         return replace(options, gamma=PUBLISHED[kind] if options.stretch is None else options.stretch)

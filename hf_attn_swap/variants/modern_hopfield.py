@@ -1,4 +1,4 @@
-"""Computes modern Hopfield attention (MHA): scores are carried across layers, and the layer's input is added again.
+"""Computes modern Hopfield attention: scores are carried across layers, and the layer's input is added again.
 
 H_l = a' H_{l-1} + (1 - a') S_l, P = softmax(H_l + M), out = a x + (1 - a)(Y W_o + b_o). At strength s, a = s alpha and
 a' = s alpha_prime; a = a' = 0 is ordinary attention.
@@ -31,7 +31,7 @@ NOT_AVAILABLE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class MhaOptions(Options):
+class ModernHopfieldOptions(Options):
     """The options of modern Hopfield attention.
 
     Attributes:
@@ -58,11 +58,11 @@ class MhaOptions(Options):
         super().__post_init__()
         for name in ("alpha", "alpha_prime"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"mha: {name} must lie in [0, 1], got {getattr(self, name)}.")
+                raise ValueError(f"modern_hopfield: {name} must lie in [0, 1], got {getattr(self, name)}.")
 
 
-@register("mha")
-class Mha(Variant):
+@register("modern_hopfield", aliases=("mha",))
+class ModernHopfield(Variant):
     """Carries scores from layer to layer, and adds the layer's input to its output (no parameters)."""
 
     summary = "scores are carried across layers, the input is mixed back in"
@@ -70,8 +70,8 @@ class Mha(Variant):
     paper = "modern Hopfield attention, eq. 10"
     fused = "H moved on in place by baddbmm, then softmax (or SDPA with H as mask, without gradients)"
     places = ("scores", "write")
-    Options = MhaOptions
-    options: MhaOptions
+    Options = ModernHopfieldOptions
+    options: ModernHopfieldOptions
 
     @property
     def carries(self) -> bool:
@@ -102,8 +102,8 @@ class Mha(Variant):
         if not self.wants_residual:
             return None
         return (
-            "mha: skip='residual' makes the residual stream grow by (1 + alpha) per layer; it is meant for models "
-            "trained from scratch, not for pretrained ones (use skip='input')."
+            "modern_hopfield: skip='residual' makes the residual stream grow by (1 + alpha) per layer; it is meant "
+            "for models trained from scratch, not for pretrained ones (use skip='input')."
         )
 
     def carry(self, scores_BHQK: Tensor, call: Call) -> Tensor:
@@ -153,16 +153,17 @@ class Mha(Variant):
         """
         if call.carried is None:
             raise ValueError(
-                "mha: this architecture does not pass keyword arguments from the model to its attention layers, so "
-                "scores cannot be carried across layers; use another variant, or mha with alpha_prime=0."
+                "modern_hopfield: this architecture does not pass keyword arguments from the model to its attention "
+                "layers, so scores cannot be carried across layers; use another variant, or "
+                "modern_hopfield with alpha_prime=0."
             )
         if call.order == 0:
             return None
         if call.order - 1 not in call.carried.scores:
             raise ValueError(
-                f"mha: the scores of carrying layer {call.order - 1} are missing in this pass. Layers that are skipped "
-                "(layer-drop), run alone, or run again by hand-made activation checkpointing cannot carry scores: set "
-                "layerdrop to 0, and checkpoint with model.gradient_checkpointing_enable()."
+                f"modern_hopfield: the scores of carrying layer {call.order - 1} are missing in this pass. Layers that "
+                "are skipped (layer-drop), run alone, or run again by hand-made activation checkpointing cannot carry "
+                "scores: set layerdrop to 0, and checkpoint with model.gradient_checkpointing_enable()."
             )
         return call.carried.scores[call.order - 1]
 
@@ -186,7 +187,9 @@ class Mha(Variant):
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         skipped = call.residual if self.wants_residual else call.skipped
         if skipped is None:
-            raise ValueError("mha: no residual stream was found around this attention module; use skip='input'.")
+            raise ValueError(
+                "modern_hopfield: no residual stream was found around this attention module; use skip='input'."
+            )
         return mix(out_BLE, skipped.to(out_BLE), self.options.alpha * call.strength)
 
 
@@ -213,6 +216,6 @@ def _check(here: tuple[int, ...], below: tuple[int, ...]) -> None:
     """
     if below != here:
         raise ValueError(
-            f"mha: the layers do not see the same keys or heads (scores {below} below, {here} here), as with hybrid "
-            "sliding-window caches; swap only layers that agree, or generate with use_cache=False."
+            f"modern_hopfield: the layers do not see the same keys or heads (scores {below} below, {here} here), as "
+            "with hybrid sliding-window caches; swap only layers that agree, or generate with use_cache=False."
         )

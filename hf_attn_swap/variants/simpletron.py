@@ -1,7 +1,7 @@
 """Computes SimpleTRON: linear attention without softmax.
 
-A_h = L^(-1/2) q_h (k_h^T v_h), where L is the number of keys that the query may see. simple: out = A, and simple_res:
-out = x + A, both without W_o. simple_resl: out = x + A W_o + b_o.
+A_h = L^(-1/2) q_h (k_h^T v_h), where L is the number of keys that the query may see. simpletron: out = A, and
+simpletron_res: out = x + A, both without W_o. simpletron_resl: out = x + A W_o + b_o.
 At strength s, the layer computes (1 - s) (ordinary layer) + s (variant's layer); s = 0 is ordinary attention.
 SimpleTRON (2021), section 3. The paper has no causal form, no length without padding and no strength; these are this
 package's own. docs/mathematics.md, section SimpleTRON.
@@ -27,8 +27,8 @@ from .base import Variant, mix, register
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimpleOptions(Options):
-    """The options of `simple` and `simple_resl`.
+class SimpletronOptions(Options):
+    """The options of `simpletron` and `simpletron_resl`.
 
     Attributes:
         length: "true" counts the real keys that a query may see; "fixed" counts padding too.
@@ -38,8 +38,8 @@ class SimpleOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimpleResOptions(SimpleOptions):
-    """The options of `simple_res`.
+class SimpletronResOptions(SimpletronOptions):
+    """The options of `simpletron_res`.
 
     Attributes:
         skip: "inner" adds x inside the layer; "block" adds nothing, so that only the block's own residual stays.
@@ -48,8 +48,8 @@ class SimpleResOptions(SimpleOptions):
     skip: Literal["inner", "block"] = "inner"
 
 
-@register("simple")
-class Simple(Variant):
+@register("simpletron", aliases=("simple",))
+class Simpletron(Variant):
     """Returns the product q (k^T v) alone, without W_o (no parameters)."""
 
     summary = "no softmax: q (k^T v) in linear time, without W_o"
@@ -59,8 +59,8 @@ class Simple(Variant):
     places = ("scores", "normaliser", "weights", "read", "write")
     replaces = True
     alone = True
-    Options = SimpleOptions
-    options: SimpleOptions
+    Options = SimpletronOptions
+    options: SimpletronOptions
     keeps_projection = False
 
     @classmethod
@@ -68,7 +68,7 @@ class Simple(Variant):
         if not cls.keeps_projection and geometry.heads * geometry.head_dim != geometry.hidden:
             raise ValueError(
                 f"{cls.name} leaves out W_o, so heads * head width must equal the model width, got "
-                f"{geometry.heads} * {geometry.head_dim} != {geometry.hidden}; use simple_resl."
+                f"{geometry.heads} * {geometry.head_dim} != {geometry.hidden}; use simpletron_resl."
             )
 
     @property
@@ -128,22 +128,22 @@ class Simple(Variant):
         return mix(out_BLE, variant.to(out_BLE), call.strength)
 
 
-@register("simple_res")
-class SimpleRes(Simple):
+@register("simpletron_res", aliases=("simple_res",))
+class SimpletronRes(Simpletron):
     """Returns the product plus the layer's input, without W_o (no parameters)."""
 
     summary = "no softmax and an inner skip, without W_o"
     formula = "x + A"
-    Options = SimpleResOptions
-    options: SimpleResOptions
+    Options = SimpletronResOptions
+    options: SimpletronResOptions
 
     @property
     def adds_input(self) -> bool:
         return self.options.skip == "inner"
 
 
-@register("simple_resl")
-class SimpleResL(Simple):
+@register("simpletron_resl", aliases=("simple_resl",))
+class SimpletronResL(Simpletron):
     """Returns the product after W_o, plus the layer's input (no parameters)."""
 
     summary = "no softmax and an inner skip, with W_o"

@@ -1,0 +1,89 @@
+"""A variant has one canonical name, and an alias means the same: the same model, config and refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_attn_swap import describe, list_variants, patch_model
+from hf_attn_swap.core.registry import canonical_name, get_variant, parse, parse_options
+from hf_attn_swap.variants.base import VARIANTS
+
+from .cells import PAIRS, SINGLES
+from .harness import assert_identical, batch_of, fresh, refused, run
+
+ALIASES = [(alias, cls.name) for cls in VARIANTS.values() for alias in cls.aliases]
+RENAMED = {  # names that saved models hold, which must keep their meaning
+    "clipped": "clipped_softmax",
+    "entmax": "entmax15",
+    "mha": "modern_hopfield",
+    "simple": "simpletron",
+    "simple_res": "simpletron_res",
+    "simple_resl": "simpletron_resl",
+    "sparse_hopfield": "sparsemax",
+}
+
+
+def other_names(variant: str) -> str:
+    """A composition under the aliases of its variants, where they have one."""
+    return "+".join((*get_variant(name).aliases, name)[0] for name in variant.split("+"))
+
+
+COMPOSED = [(other_names(pair), pair) for pair in PAIRS if other_names(pair) != pair]
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES + COMPOSED)
+def test_an_alias_gives_the_same_model_and_config(alias: str, name: str) -> None:
+    one, other = patch_model(fresh("bert"), name), patch_model(fresh("bert"), alias)
+    assert other.config.attn_swap == one.config.attn_swap
+    assert describe(other) == describe(one)
+    assert list(other.state_dict()) == list(one.state_dict())
+    assert_identical(run(other, batch_of("bert")), run(one, batch_of("bert")))
+
+
+def test_names_of_saved_models_keep_their_meaning() -> None:
+    assert {old: canonical_name(old) for old in RENAMED} == RENAMED
+
+
+def test_only_canonical_names_are_listed() -> None:
+    assert list_variants() == tuple(VARIANTS) == tuple(canonical_name(name) for name in VARIANTS)
+    assert not {alias for alias, _ in ALIASES} & set(list_variants())
+
+
+@pytest.mark.parametrize("names", PAIRS)
+def test_options_go_under_any_name_of_the_component(names: str) -> None:
+    classes = parse(other_names(names))
+    options = {cls.name: dict.fromkeys(["no_such"], 1) for cls in classes}
+    for cls in classes:
+        for key in (cls.name, *cls.aliases):
+            chosen = parse_options(classes, {key: {}})
+            assert list(chosen) == names.split("+")
+            with refused(f"{cls.name}: unknown option 'no_such'"):
+                parse_options(classes, {key: options[cls.name]})
+
+
+@pytest.mark.parametrize(("alias", "name"), [pair for pair in ALIASES if not get_variant(pair[1]).alone])
+def test_one_variant_under_two_names_takes_its_places_twice(alias: str, name: str) -> None:
+    for both in (f"{alias}+{name}", f"{name}+{alias}"):
+        with refused(both, "both change the", f"{name!r} and {name!r}"):
+            parse(both)
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if other_names(pair) != pair])
+def test_options_under_two_names_of_one_component_are_refused(pair: str) -> None:
+    old, new = next(
+        found for found in zip(other_names(pair).split("+"), pair.split("+"), strict=True) if len(set(found)) == 2
+    )
+    with refused(f"{new!r} is given twice"):
+        parse_options(parse(pair), {old: {}, new: {}})
+
+
+@pytest.mark.parametrize("name", [*SINGLES, *(alias for alias, _ in ALIASES)])
+def test_an_unknown_name_is_answered_with_the_nearest(name: str) -> None:
+    wrong = f"x{name}"
+    with refused(f"unknown variant {wrong!r} (did you mean {canonical_name(name)!r}?)"):
+        parse(wrong)
+
+
+def test_a_name_like_no_other_is_answered_with_all() -> None:
+    with refused("unknown variant 'qqqq'; known: ", *list_variants()):
+        parse("qqqq")
