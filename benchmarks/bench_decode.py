@@ -1,4 +1,4 @@
-"""Decodes one token at a time onto long contexts: a stock model beside a converted one, or one that is only swapped.
+r"""Decodes one token at a time onto long contexts: a stock model beside a converted one, or one that is only swapped.
 
     python benchmarks/bench_decode.py --model HuggingFaceTB/SmolLM2-135M-Instruct --converted my-hybrid
     python benchmarks/bench_decode.py --model HuggingFaceTB/SmolLM2-135M-Instruct --variant simpletron_resl \

@@ -1,15 +1,15 @@
 r"""Shows what options do to a pretrained model as patched, before any training.
 
     python recipes/as_patched.py MODEL data/test.parquet --column text --length 512 \
-        --try '{"variant": "clipped", "gamma": -0.025}' '{"variant": "clipped", "gamma": -0.00001}'
+        --try '{"variant": "clipped_softmax", "gamma": -0.025}' '{"variant": "clipped_softmax", "gamma": -0.00001}'
     python recipes/as_patched.py MODEL data/test.parquet --column text --length 512 --fit gain \
-        --try '{"variant": "mha", "alpha_prime": 0.1}' '{"variant": "mha", "alpha_prime": 0.25}'
+        --try '{"variant": "modern_hopfield", "alpha_prime": 0.1}' '{"variant": "modern_hopfield", "alpha_prime": 0.25}'
 
 The first `--rows` rows are measured, and the next `--rows` rows serve the calibration. Text is joined and cut into
 blocks of `--length` tokens; a column of token ids or of images is taken row by row. A causal language model gives its
 perplexity. Any other model gives the relative error of its last hidden states, |h - h*| / |h*|, where h* are those of
-the stock model. For `clipped`, the table also shows which share of the attention the clip cuts away, as a mean over
-the layers and in the worst layer.
+the stock model. For `clipped_softmax`, the table also shows which share of the attention the clip cuts away, as a mean
+over the layers and in the worst layer.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelFor
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import calibrate, cut_shares
+from hf_attn_swap.core.registry import canonical_name
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 HEADER = ("options", "cut, mean", "cut, worst layer", "result")
@@ -110,8 +111,8 @@ def main() -> None:
         if given.fit:
             calibrate(model, rest, fit=given.fit, progress=False)
         shares = []
-        if choice["variant"] == "clipped":
-            gamma = model.config.attn_swap["swaps"][0]["options"]["clipped"]["gamma"]
+        if canonical_name(choice["variant"]) == "clipped_softmax":
+            gamma = model.config.attn_swap["swaps"][0]["options"]["clipped_softmax"]["gamma"]
             shares = [found[0] for found in cut_shares(stock, measured, [gamma], progress=False).values()]
         print(shown(json.dumps(choice), shares, result(outputs(model, measured), wanted, measured, causal)), flush=True)
 

@@ -1,10 +1,11 @@
-"""Draws what a swap loses against the tokens of distillation: does the gap close, and how fast?
+r"""Draws what a swap loses against the tokens of distillation: does the gap close, and how fast?
 
     python recipes/sample_tokens.py MODEL data/own --tokens 10000000
-    python recipes/distil_curve.py --model MODEL --data data/own --variants belief mha simple_resl --tokens 10000000
+    python recipes/distil_curve.py --model MODEL --data data/own --tokens 10000000 \
+        --variants belief modern_hopfield simpletron_resl
 
-For each variant a new copy of the model is swapped, fitted (mha by a gain, simple* by a map, both from a neutral start)
-and distilled without labels on rows of token ids. Every weight trains, at a constant learning rate after a short rise.
+For each variant a new copy of the model is swapped, fitted (as `FITS` says, from a neutral start) and distilled without
+labels on rows of token ids. Every weight trains, at a constant learning rate after a short rise.
 At budgets in equal ratios, KL to the original model and the share of equal first choices are measured on the test rows.
 The points and a picture go to `--out`. A variant that is in the file already is not run again.
 """
@@ -27,18 +28,19 @@ from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArgument
 from hf_attn_swap import patch_model
 from hf_attn_swap.analysis import lost
 from hf_attn_swap.conversion import DistillationTrainer, calibrate
+from hf_attn_swap.core.registry import canonical_name
 from hf_attn_swap.core.typed import parse_layers
 
-FITS = {"mha": "gain", "simple": "gain", "simple_res": "gain", "simple_resl": "map"}
+FITS = {"modern_hopfield": "gain", "simpletron": "gain", "simpletron_res": "gain", "simpletron_resl": "map"}
 
 
 @dataclass
 class Options:
-    """What to distil, and where to write. `layers` is for variants with an @, as in simple_resl@1,3."""
+    """What to distil, and where to write. `layers` is for variants with an @, as in simpletron_resl@1,3."""
 
     model: str = field(metadata={"help": "Name on the Hub, or folder, of a causal language model."})
     data: str = field(metadata={"help": "Folder with train.parquet and test.parquet of token ids."})
-    variants: list[str] = field(default_factory=lambda: ["belief", "mha", "simple_resl"])
+    variants: list[str] = field(default_factory=lambda: ["belief", "modern_hopfield", "simpletron_resl"])
     options: str = field(default="{}", metadata={"help": "Options by variant, as JSON."})
     tokens: int = 1_000_000
     rows: int = field(default=8, metadata={"help": "Rows per step."})
@@ -72,6 +74,12 @@ class Curve(TrainerCallback):  # type: ignore[misc]  # transformers leaves it un
                 self.next *= self.ratio
 
 
+def label(variant: str) -> str:
+    """The variant under its canonical name, with its layers."""
+    name, at, layers = variant.partition("@")
+    return canonical_name(name) + at + layers
+
+
 def run(variant: str, options: Options) -> list[dict[str, float]]:
     """The points of one variant."""
     name, _, layers = variant.partition("@")
@@ -81,7 +89,8 @@ def run(variant: str, options: Options) -> list[dict[str, float]]:
     )
     stock = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    patch_model(model, name, layers=parse_layers(layers or None), **json.loads(options.options).get(variant, {}))
+    given = {label(name): values for name, values in json.loads(options.options).items()}
+    patch_model(model, name, layers=parse_layers(layers or None), **given.get(variant, {}))
     held = torch.tensor(test["input_ids"][: options.test_rows])
     if name in FITS:
         first = torch.tensor(train["input_ids"][:64]).split(16)
@@ -134,7 +143,8 @@ def main() -> None:
     path = Path(options.out)
     given = {name: value for name, value in asdict(options).items() if name not in ("variants", "out")}
     record = open_record(path, given, {})
-    for variant in options.variants:
+    record["runs"] = {label(variant): points for variant, points in record["runs"].items()}
+    for variant in map(label, options.variants):
         if variant not in record["runs"]:
             record["runs"][variant] = run(variant, options)
         save_record(path, record)

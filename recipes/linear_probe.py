@@ -1,6 +1,7 @@
-"""Measures how much a frozen, swapped model still knows, by a logistic regression on its features.
+r"""Measures how much a frozen, swapped model still knows, by a logistic regression on its features.
 
-    python recipes/linear_probe.py recipes/configs/ag_news.yaml --variant mha --calibrate map --output_dir runs/probe
+    python recipes/linear_probe.py recipes/configs/ag_news.yaml --variant modern_hopfield \
+        --calibrate map --output_dir runs/probe
     python recipes/linear_probe.py recipes/configs/probe_cifar10.yaml --variant belief
 
 The recipe prints the stock model, the swapped model, and the model after each stage of the conversion side by side. So

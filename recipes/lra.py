@@ -1,7 +1,8 @@
 """Trains on three tasks of the Long Range Arena (Tay et al. 2020) from random weights, at SimpleTRON's sizes.
 
-    python recipes/listops.py data/listops && python recipes/lra.py recipes/configs/lra_listops.yaml --variant simple
-    python recipes/lra.py recipes/configs/lra_text_small.yaml --variant simple_resl --seeds 0 1 2
+    python recipes/listops.py data/listops
+    python recipes/lra.py recipes/configs/lra_listops.yaml --variant simpletron
+    python recipes/lra.py recipes/configs/lra_text_small.yaml --variant simpletron_resl --seeds 0 1 2
 
 `--task listops` reads operators, digits and `]`. `--task text` reads the bytes of a text in UTF-8. `--task matching`
 reads the bytes of two texts with one encoder. A row starts with [CLS], has at most `--max_length` tokens with [CLS],

@@ -2,7 +2,8 @@ r"""Outliers, token similarity and entropy of fine-tuned models, and what 8 bits
 
     python recipes/text_classification.py recipes/configs/ag_news.yaml --variant outeffhop      # and the others
     python recipes/outliers.py text_classification recipes/configs/ag_news.yaml \
-        --runs softmax outeffhop clipped gated outeffhop-gated --test_rows 2000 --figures recipes/figures/minilm.json
+        --runs softmax outeffhop clipped-softmax gated outeffhop-gated --test_rows 2000 \
+        --figures recipes/figures/minilm.json
 
 Another recipe trained the models into `<output_dir>/<run>/seed-<seed>/model`. The first run named is the control. This
 recipe measures of each model:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hf_attn_swap.core.registry import canonical_name
 from hf_attn_swap.publish.results import versions
 
 Record = dict[str, Any]
@@ -24,14 +25,21 @@ def open_record(path: Path, options: dict[str, Any], runs: Any) -> Record:
         SystemExit: the file was made with other options.
     """
     given = {**options, **{name: Path(options[name]).name for name in ("model", "data")}}
+    given |= _canonical(given)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return {"options": given, "runs": runs}
     record: Record = json.loads(path.read_text(encoding="utf-8"))
-    other = {name for name in {*given, *record["options"]} if given.get(name) != record["options"].get(name)}
+    kept = record["options"] = record["options"] | _canonical(record["options"])
+    other = {name for name in {*given, *kept} if given.get(name) != kept.get(name)}
     if other:
         raise SystemExit(f"error: {path} was made with another {', '.join(sorted(other))}; name another file by --out.")
     return record
+
+
+def _canonical(options: dict[str, Any]) -> dict[str, Any]:
+    """The variant among the options, if there is one, under its canonical name: an older record has an older name."""
+    return {"variant": canonical_name(options["variant"])} if "variant" in options else {}
 
 
 def save_record(path: Path, record: Record) -> None:

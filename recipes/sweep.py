@@ -6,7 +6,8 @@
     config: ag_news.yaml                    # next to the YAML
     runs:                                   # an entry is one run, or one run per combination under `grid`
       - {variant: belief, seeds: [0, 1, 2]}
-      - {variant: mha, calibrate: map, grid: {options: ['{"alpha": 0.0}', '{"alpha": 0.5}']}, label: "mha-{index}"}
+      - {variant: modern_hopfield, calibrate: map, label: "alpha-{index}",
+         grid: {options: ['{"alpha": 0.0}', '{"alpha": 0.5}']}}
 
 The controls run first. Then every seed of every run runs by itself. Then every run is called once more with all its
 seeds, to write its record; seeds that are finished are not run again. The output of a run goes to `<out>/<run>.log`. If

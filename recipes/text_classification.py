@@ -1,7 +1,8 @@
-"""Fine-tunes a classifier of texts or pairs of texts with a swapped attention, and the softmax control beside it.
+r"""Fine-tunes a classifier of texts or pairs of texts with a swapped attention, and the softmax control beside it.
 
     python recipes/text_classification.py recipes/configs/ag_news.yaml --variant belief --seeds 0 1 2
-    accelerate launch recipes/text_classification.py recipes/configs/glue_sst2.yaml --variant mha --calibrate map
+    accelerate launch recipes/text_classification.py recipes/configs/glue_sst2.yaml --calibrate map \
+        --variant modern_hopfield
 
 The arguments are a YAML file and then options; an option replaces the value in the file. Every seed of the variant and
 of the control is one run in `<output_dir>/<variant>/seed-<n>`. A finished run is not done again. A killed run continues

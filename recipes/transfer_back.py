@@ -1,6 +1,6 @@
-"""Repeats SimpleTRON's test of what q, k and v learn: train with `simple*`, go back to softmax, retrain the rest.
+"""Repeats SimpleTRON's test of what q, k and v learn: train with `simpletron*`, go back to softmax, retrain the rest.
 
-    python recipes/transfer_back.py recipes/configs/ag_news.yaml --variant simple_resl --output_dir runs/back
+    python recipes/transfer_back.py recipes/configs/ag_news.yaml --variant simpletron_resl --output_dir runs/back
 
 There are three runs per seed, with the same budget: the variant; softmax from the variant's weights with q, k and v
 frozen; and, as the control, softmax from the pretrained weights with q, k and v frozen. `--calibrate map` calibrates

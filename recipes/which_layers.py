@@ -1,6 +1,6 @@
 """Compares rules for which layers to convert: the cheapest by sensitivity, the first, the last, or evenly spread ones.
 
-    python recipes/which_layers.py --model HuggingFaceTB/SmolLM2-135M-Instruct --variant simple_resl \
+    python recipes/which_layers.py --model HuggingFaceTB/SmolLM2-135M-Instruct --variant simpletron_resl \
         --data data/mixture --counts 5 10 15 20 25 30 --tokens 300000
 
 First, every layer is measured alone, after the fit. Then, for each count and each rule, a new copy of the model gets
@@ -45,7 +45,7 @@ class Options:
 
     model: str = field(metadata={"help": "Name on the Hub, or folder."})
     data: str = field(metadata={"help": "Set on the Hub, or folder: its train and test splits are read."})
-    variant: str = "simple_resl"
+    variant: str = "simpletron_resl"
     column: str = "text"
     label: str = field(default="label", metadata={"help": "Column of the labels of the test split, if it has one."})
     counts: list[int] = field(default_factory=lambda: [5, 10, 15, 20, 25, 30])

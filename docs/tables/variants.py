@@ -34,7 +34,7 @@ def variant_page(name: str) -> str:
     cls = get_variant(name)
     parts = [
         f"# `{name}`",
-        f"{cls.summary[0].upper()}{cls.summary[1:]}.",
+        f"{cls.summary[0].upper()}{cls.summary[1:]}.{_also_called(cls)}",
         layer_picture(cls),
         "## Formula",
         f"```text\n{cls.formula}\n```",
@@ -61,11 +61,22 @@ def variant_page(name: str) -> str:
 
 def names_table() -> str:
     """One row per variant, in few words; the names lead to the pages."""
-    lines = ["| name | what changes | formula | paper |", "|---|---|---|---|"]
+    lines = ["| name | also accepted | what changes | formula | paper |", "|---|---|---|---|---|"]
     for name in list_variants():
         cls = get_variant(name)
-        lines.append(f"| [`{name}`]({name}.md) | {cls.summary} | `{cls.formula}` | {cls.paper} |")
+        words = f"{_aliases(cls) or '–'} | {cls.summary} | `{cls.formula}` | {cls.paper}"
+        lines.append(f"| [`{name}`]({name}.md) | {words} |")
     return "\n".join(lines)
+
+
+def _aliases(cls: type[Variant]) -> str:
+    """The other names of a variant, for a page."""
+    return ", ".join(f"`{alias}`" for alias in cls.aliases)
+
+
+def _also_called(cls: type[Variant]) -> str:
+    """A sentence on the other names of a variant; empty if the variant has none."""
+    return f" `patch_model` also accepts {_aliases(cls)}." if cls.aliases else ""
 
 
 def layer_picture(cls: type[Variant]) -> str:
