@@ -13,7 +13,7 @@ from hf_attn_swap.core.registry import get_variant, list_variants
 from hf_attn_swap.publish.citations import bibtex
 from hf_attn_swap.variants.base import Variant
 
-from . import conversion_table, scratch_table
+from .runs import conversion_table, recorded, scratch_table
 from .seeds import figures, with_marks
 from .speed import speed_of
 
@@ -159,14 +159,17 @@ def _cost(name: str) -> str:
 
 
 def _results(name: str) -> str:
-    """The published runs of the variant, alone or in a composition."""
+    """The recorded runs of the variant, alone or in a composition."""
+    if not recorded(name):
+        return "No recorded run yet."
     tables = {
         "Converted from pretrained weights": conversion_table(name),
         "From random weights": scratch_table(name),
     }
-    parts = [
-        f"**{title}**\n\n{figures(with_marks(table))}" for title, table in tables.items() if "](model_cards/" in table
-    ]
-    if not parts:
-        return "No published run yet."
+    parts = [f"**{title}**\n\n{figures(with_marks(table))}" for title, table in tables.items() if has_rows(table)]
     return "\n\n".join([*parts, "[Results](../results/index.md) says how to read these tables."])
+
+
+def has_rows(table: str) -> bool:
+    """False for a table of a header alone."""
+    return table.count("\n") > 1
