@@ -49,7 +49,7 @@ def markdown(header: Cells, rows: Iterable[Cells]) -> str:
     Raises:
         ValueError: a row has more or fewer cells than the header.
     """
-    lines = [_line(header), "|" + "---|" * len(header)]
+    lines = [_line(header), _line(["---"] * len(header))]
     for row in rows:
         if len(row) != len(header):
             raise ValueError(f"this row has {len(row)} cells and the header has {len(header)}: {list(row)}.")

@@ -25,8 +25,8 @@ def test_a_table_without_rows_is_its_header() -> None:
 
 
 def test_markdown_escapes_the_line_between_cells() -> None:
-    assert markdown(("a", "b"), [("1", "x | y"), ("2", "")]) == "| a | b |\n|---|---|\n| 1 | x \\| y |\n| 2 |  |"
-    assert markdown(("a",), []) == "| a |\n|---|"
+    assert markdown(("a", "b"), [("1", "x | y"), ("2", "")]) == "| a | b |\n| --- | --- |\n| 1 | x \\| y |\n| 2 |  |"
+    assert markdown(("a",), []) == "| a |\n| --- |"
 
 
 def test_markdown_refuses_a_row_of_another_length() -> None:
