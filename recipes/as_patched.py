@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelFor
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import calibrate, cut_shares
+from hf_attn_swap.core.table import markdown, markdown_row
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 HEADER = ("options", "cut, mean", "cut, worst layer", "result")
@@ -90,7 +91,7 @@ def result(found: list[torch.Tensor], stock: list[torch.Tensor], rows: list[Batc
 def shown(name: str, shares: list[float], value: float) -> str:
     """One row of the table, in Markdown."""
     cut = (f"{sum(shares) / len(shares):.2%}", f"{max(shares):.2%}") if shares else ("–", "–")
-    return "| " + " | ".join((name, *cut, f"{value:.4g}")) + " |"
+    return markdown_row((name, *cut, f"{value:.4g}"))
 
 
 def main() -> None:
@@ -102,7 +103,7 @@ def main() -> None:
     rows = rows_of(given, 2 * given.rows if given.fit else given.rows)
     measured, rest = rows[: given.rows], rows[given.rows :]
     wanted = outputs(stock, measured)
-    print("| " + " | ".join(HEADER) + " |\n" + "|---" * len(HEADER) + "|")
+    print(markdown(HEADER, []))
     print(shown("stock", [], result(wanted, wanted, measured, causal)), flush=True)
     for choice in given.tried or ():
         options = {name: value for name, value in choice.items() if name != "variant"}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hf_attn_swap import list_variants
 from hf_attn_swap.core.registry import get_variant
+from hf_attn_swap.core.table import markdown
 
 from .conversions import curve_table, hybrid_table, layers_table
 from .memory import bags_table, recall_table
@@ -22,47 +23,31 @@ SHOWN_LAYERS = (1, 2, 3, 4, 8, 12)
 
 def variants_table() -> str:
     """One Markdown row per registered variant."""
-    lines = [
-        "| name | what changes | formula | options | extra parameters | fused form | paper |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name in list_variants():
         cls = get_variant(name)
         options = ", ".join(f"`{field.name}={field.default!r}`" for field in dataclasses.fields(cls.Options))
-        cells = (
-            f"`{name}`",
-            cls.summary,
-            f"`{cls.formula}`",
-            options or "–",
-            cls.parameters_added,
-            cls.fused,
-            cls.paper,
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        formula = f"`{cls.formula}`"
+        rows.append((f"`{name}`", cls.summary, formula, options or "–", cls.parameters_added, cls.fused, cls.paper))
+    header = ("name", "what changes", "formula", "options", "extra parameters", "fused form", "paper")
+    return markdown(header, rows)
 
 
 def rank_table() -> str:
     """The residual ratio after some layers, for each cell of (alpha, alpha')."""
     rows = json.loads((FIGURES / "rank_collapse.json").read_text("utf-8"))["rows"]
     cells = sorted({(row["alpha"], row["alpha_prime"]) for row in rows})
-    lines = [
-        "| layer | " + " | ".join(f"α = {a:g}, α′ = {b:g}" for a, b in cells) + " |",
-        "|---|" + "---|" * len(cells),
-    ]
+    lines = []
     for layer in SHOWN_LAYERS:
         found = {(row["alpha"], row["alpha_prime"]): row for row in rows if row["layer"] == layer}
         shown = [f"{found[c]['mean']:.2g} ({found[c]['low']:.2g} to {found[c]['high']:.2g})" for c in cells]
-        lines.append(f"| {layer} | " + " | ".join(shown) + " |")
-    return "\n".join(lines)
+        lines.append((str(layer), *shown))
+    return markdown(("layer", *(f"α = {a:g}, α′ = {b:g}" for a, b in cells)), lines)
 
 
 def outlier_table() -> str:
     """One row per model of every file that `recipes/outliers.py` wrote."""
-    lines = [
-        "| model, data | run | kurtosis | largest | metric | 8 bits, static [95 %] | torchao | similarity | entropy |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for path in sorted(FIGURES.glob("outliers-*.json")):
         study = json.loads(path.read_text("utf-8"))
         name, unit = study["metric"], 1 if study["metric"] == "perplexity" else 100
@@ -80,38 +65,37 @@ def outlier_table() -> str:
                 f"{row['similarity_first']:.2f} to {row['similarity_last']:.2f}",
                 f"{row['entropy']:.2f}",
             )
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            rows.append(cells)
+    figures = ("kurtosis", "largest", "metric", "8 bits, static [95 %]", "torchao", "similarity", "entropy")
+    return markdown(("model, data", "run", *figures), rows)
 
 
 def report_table() -> str:
     """One row per model and attention of the summaries of `hf-attn-swap report`, as patched."""
     names = ("similarity_first", "similarity_last", "entropy", "sinks", "max_infinity_norm")
-    lines = [
-        "| model, data | attention | similarity, first layer | last layer | entropy | on sinks | largest activation |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     done: set[tuple[str, str]] = set()
     for path in sorted(FIGURES.glob("report-*.json")):
         study = json.loads(path.read_text("utf-8"))
         for run, row in study["summary"].items():
             if (study["model"], run) not in done:
                 done.add((study["model"], run))
-                values = " | ".join(f"{row[name]:,.4g}" if row[name] < 1000 else f"{row[name]:,.0f}" for name in names)
-                lines.append(f"| {study['model']}, {study['data']} ({study['rows']} rows) | {run} | {values} |")
-    return "\n".join(lines)
+                where = f"{study['model']}, {study['data']} ({study['rows']} rows)"
+                values = (f"{row[name]:,.4g}" if row[name] < 1000 else f"{row[name]:,.0f}" for name in names)
+                rows.append((where, run, *values))
+    figures = ("similarity, first layer", "last layer", "entropy", "on sinks", "largest activation")
+    return markdown(("model, data", "attention", *figures), rows)
 
 
 def cost_table() -> str:
     """Seconds of a simulation against tokens and width."""
     study = json.loads((MEASURED / "dynamics_cost.json").read_text("utf-8"))
-    lines = ["| tokens | width | seconds | loop over particles | times faster |", "|---|---|---|---|---|"]
+    rows = []
     for row in study["rows"]:
         ratio = row["loop_seconds"] / row["seconds"]
-        lines.append(
-            f"| {row['tokens']} | {row['width']} | {row['seconds']:.2f} | {row['loop_seconds']:.0f} | {ratio:.0f} |"
-        )
-    return "\n".join(lines)
+        size = (str(row["tokens"]), str(row["width"]))
+        rows.append((*size, f"{row['seconds']:.2f}", f"{row['loop_seconds']:.0f}", f"{ratio:.0f}"))
+    return markdown(("tokens", "width", "seconds", "loop over particles", "times faster"), rows)
 
 
 TABLES = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_attn_swap.core.registry import get_variant, list_variants
+from hf_attn_swap.core.table import markdown
 from hf_attn_swap.publish.citations import bibtex
 from hf_attn_swap.variants.base import Variant
 
@@ -61,11 +62,11 @@ def variant_page(name: str) -> str:
 
 def names_table() -> str:
     """One row per variant, in few words; the names lead to the pages."""
-    lines = ["| name | what changes | formula | paper |", "|---|---|---|---|"]
+    rows = []
     for name in list_variants():
         cls = get_variant(name)
-        lines.append(f"| [`{name}`]({name}.md) | {cls.summary} | `{cls.formula}` | {cls.paper} |")
-    return "\n".join(lines)
+        rows.append((f"[`{name}`]({name}.md)", cls.summary, f"`{cls.formula}`", cls.paper))
+    return markdown(("name", "what changes", "formula", "paper"), rows)
 
 
 def layer_picture(cls: type[Variant]) -> str:
@@ -126,8 +127,8 @@ def _options(cls: type[Variant]) -> str:
     if not fields:
         return f"`{cls.name}` has no options of its own. Every variant has a `strength` from 0 to 1."
     meanings = _meanings(cls.Options)
-    rows = [f"| `{field.name}` | `{field.default!r}` | {meanings.get(field.name, '')} |" for field in fields]
-    return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
+    rows = [(f"`{field.name}`", f"`{field.default!r}`", meanings.get(field.name, "")) for field in fields]
+    return markdown(("option", "default", "meaning"), rows)
 
 
 def _meanings(options: type[Any]) -> dict[str, str]:

@@ -49,14 +49,15 @@ def markdown(header: Cells, rows: Iterable[Cells]) -> str:
     Raises:
         ValueError: a row has more or fewer cells than the header.
     """
-    lines = [_line(header), _line(["---"] * len(header))]
+    lines = [markdown_row(header), markdown_row(["---"] * len(header))]
     for row in rows:
         if len(row) != len(header):
             raise ValueError(f"this row has {len(row)} cells and the header has {len(header)}: {list(row)}.")
-        lines.append(_line(row))
+        lines.append(markdown_row(row))
     return "\n".join(lines)
 
 
-def _line(cells: Cells) -> str:
+def markdown_row(cells: Cells) -> str:
+    """One line of a Markdown table."""
     escaped = (cell.replace("|", "\\|") for cell in cells)
     return f"| {' | '.join(escaped)} |"
