@@ -22,11 +22,12 @@ from typing import Any
 import bench_models
 import torch
 import transformers
-from bench_figures import cell, in_child, markdown, megabytes, peak, slopes, summary, write
+from bench_figures import cell, in_child, megabytes, peak, slopes, summary, write
 from bench_models import KINDS, MODELS
 from tqdm import tqdm
 
 from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap.core.table import markdown
 
 STOCK, AGAIN = "stock", "stock again"
 WARM_UPS = 3  # rounds that do not count: a compiler may compile again in the second pass

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 import transformers
-from bench_figures import cell, markdown, summary, write
+from bench_figures import cell, summary, write
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from hf_attn_swap import patch_model
+from hf_attn_swap.core.table import markdown
 from hf_attn_swap.core.typed import parse_layers
 
 KIND = "decode"

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from bench_figures import cell, in_child, markdown, megabytes, peak, summary, write
+from bench_figures import cell, in_child, megabytes, peak, summary, write
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
@@ -26,6 +26,7 @@ from hf_attn_swap import convert, patch_model
 from hf_attn_swap.conversion import DistillationTrainer
 from hf_attn_swap.conversion.stages import Calibrate, Distil
 from hf_attn_swap.conversion.take import with_adapters
+from hf_attn_swap.core.table import markdown
 
 NAMES = ("ordinary", "distillation")
 CALLS = {"convert": False, "convert, low memory": True}

@@ -71,11 +71,6 @@ def megabytes(row: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     return f"{row['peak_mb']:.0f} MB" if row is first else f"{row['peak_mb'] / max(first['peak_mb'], 1e-9):.2f}"
 
 
-def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines))
-
-
 def in_child(script: str, options: Any, what: str) -> float:
     """Run a script in a new process with `what` as the option `child`, and return the last number that it prints."""
     flags = [f"--{name}={value}" for name, value in asdict(options).items() if name != "child"]

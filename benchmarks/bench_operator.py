@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 from bench_attentions import OWN, Operator, check, peers, quadratic, seconds, tensors
-from bench_figures import cell, in_child, markdown, megabytes, peak, slopes, summary, write
+from bench_figures import cell, in_child, megabytes, peak, slopes, summary, write
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import HfArgumentParser
+
+from hf_attn_swap.core.table import markdown
 
 KINDS = {"forward": "forward", "train": "forward and backward"}
 REFUSALS = (AssertionError, RuntimeError, TypeError, ValueError)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from hf_attn_swap.core.table import markdown
 from hf_attn_swap.dynamics import HeadMatrices, random_tokens, simulate
 
 SIZES = ((25, 256), (50, 256), (100, 256), (200, 256), (400, 256), (100, 64), (100, 128), (100, 512))
@@ -76,10 +77,12 @@ def main() -> None:
     parser.add_argument("--figures", type=Path, default=Path("dynamics_cost.json"))
     arguments = parser.parse_args()
     rows = [measure(count, width, arguments.heads, arguments.steps) for count, width in tqdm(SIZES, desc="simulate")]
-    print("| n | d | seconds | loop over particles | ratio |\n|---|---|---|---|---|")
+    lines = []
     for row in rows:
         ratio = row["loop_seconds"] / row["seconds"]
-        print(f"| {row['tokens']} | {row['width']} | {row['seconds']:.2f} | {row['loop_seconds']:.0f} | {ratio:.0f} |")
+        size = (str(row["tokens"]), str(row["width"]))
+        lines.append((*size, f"{row['seconds']:.2f}", f"{row['loop_seconds']:.0f}", f"{ratio:.0f}"))
+    print(markdown(("n", "d", "seconds", "loop over particles", "ratio"), lines))
     about = {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__.partition("+")[0]}
     arguments.figures.parent.mkdir(parents=True, exist_ok=True)
     arguments.figures.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site: generated pages, tables in the place of their markers, links to cards.
+"""What MkDocs calls while it builds the site: generated pages, tables in the place of their markers, links to runs.
 
 A page asks for a table by a line of its own, `<!-- table: NAME -->`. The names are those of `OF_THE_SITE` below, and of
 `TABLES` in docs/tables.
@@ -13,16 +13,22 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from docs.tables import CARDS, TABLES, published
+from docs.tables import TABLES
 from docs.tables.families import families_table
 from docs.tables.papers import claims_table
+from docs.tables.runs import CARDS, RECORDS, recorded
 from docs.tables.seeds import LEGEND, MARK, figures, with_marks
 from docs.tables.variants import names_table, variant_page
 from hf_attn_swap import list_variants
+from hf_attn_swap.publish.card import render
+from hf_attn_swap.publish.results import RESULTS_FILE, RunResult
 
 ROOT = Path(__file__).parents[1]
 MARKER = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
 CARD_LINK = re.compile(r"\]\(model_cards/([^/)]+)/README\.md\)")
+RECORD_LINK = re.compile(r"\]\(model_cards/runs/([^/)]+)/results\.json\)")
+# Sections of a card that speak of a model which somebody can load. A record of a run has no such model.
+OF_A_MODEL = ("Load it", "Intended use", "Citation")
 
 
 def on_config(config: Any) -> Any:
@@ -34,21 +40,30 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for each variant and for each card, and the changelog."""
-    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8").replace("](docs/", "](")
-    files.append(File.generated(config, "changelog.md", content=changelog))
-    for name in list_variants():
-        files.append(File.generated(config, f"variants/{name}.md", content=variant_page(name)))
-    for path in sorted(CARDS.glob("*/README.md")):
-        files.append(File.generated(config, f"cards/{path.parent.name}.md", content=_card_page(path)))
+    """Add the generated pages."""
+    for path, content in generated_pages().items():
+        files.append(File.generated(config, path, content=content))
     return files
 
 
+def generated_pages() -> dict[str, str]:
+    """A page for each variant, for each card and for each record of a run, and the changelog: path to Markdown."""
+    pages = {"changelog.md": (ROOT / "CHANGELOG.md").read_text("utf-8").replace("](docs/", "](")}
+    for name in list_variants():
+        pages[f"variants/{name}.md"] = variant_page(name)
+    for path in CARDS.glob("*/README.md"):
+        pages[f"cards/{path.parent.name}.md"] = _page(path.read_text("utf-8"))
+    for path in RECORDS.glob(f"*/{RESULTS_FILE}"):
+        pages[f"records/{path.parent.name}.md"] = record_page(path)
+    return pages
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put tables in the place of their markers, and let links to cards lead to the pages of the cards."""
-    folder = posixpath.dirname(page.file.src_uri)
-    cards = posixpath.relpath("cards", folder or ".")
-    return CARD_LINK.sub(rf"]({cards}/\1.md)", MARKER.sub(lambda found: site_table(found[1]), markdown))
+    """Put tables in the place of their markers, and let links to cards and records lead to their pages."""
+    top = posixpath.relpath(".", posixpath.dirname(page.file.src_uri) or ".")
+    text = MARKER.sub(lambda found: site_table(found[1]), markdown)
+    text = CARD_LINK.sub(rf"]({top}/cards/\1.md)", text)
+    return RECORD_LINK.sub(rf"]({top}/records/\1.md)", text)
 
 
 def site_table(name: str) -> str:
@@ -62,17 +77,26 @@ def site_table(name: str) -> str:
     if name not in TABLES:
         raise ValueError(f"no table is named {name!r}; known are {', '.join({**OF_THE_SITE, **TABLES})}.")
     table = TABLES[name]()
-    return figures(with_marks(table) if name in ("conversion", "scratch") else table)
+    return figures(with_marks(table) if name in OF_RUNS else table)
 
 
 def _claims() -> str:
-    return f"{claims_table({run.name: run for run in published()}, mark=MARK)}\n\n{LEGEND}"
+    return f"{claims_table({run.name: run for run in recorded()}, mark=MARK)}\n\n{LEGEND}"
 
 
+OF_RUNS = ("published", "conversion", "scratch")  # their last column counts seeds
 OF_THE_SITE = {"families": families_table, "papers": _claims, "variants": names_table}
 
 
-def _card_page(path: Path) -> str:
+def record_page(path: Path) -> str:
+    """The page of a run without a card: what a card would say, without what concerns a model that one can load."""
+    text = render(RunResult.load(path))
+    for title in OF_A_MODEL:
+        text = re.sub(rf"^## {title}\n.*?(?=^## |\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
+    return _page(text) + f"\n## The whole record\n\n`{path.relative_to(ROOT).as_posix()}` in the repository.\n"
+
+
+def _page(card: str) -> str:
     """A card without the metadata for the Hub. The search leaves cards out: they would fill every answer."""
-    body = path.read_text("utf-8").split("---\n", 2)[2]
+    body = card.split("---\n", 2)[2]
     return f"---\nsearch:\n  exclude: true\n---\n{body}"

@@ -145,11 +145,11 @@ def card(
     out: Annotated[Path | None, typer.Option(help="File to write the card into; printed if left out.")] = None,
     repo: Annotated[str | None, typer.Option(help="Name on the Hub, for the lines that load the model.")] = None,
 ) -> None:
-    """Render the model card of a run from its results.json alone."""
-    from hf_attn_swap.publish.card import render
+    """Render the model card of a run from its results.json, and from the commands.txt beside it if there is one."""
+    from hf_attn_swap.publish.card import commands_beside, render
     from hf_attn_swap.publish.results import RunResult
 
-    text = render(RunResult.load(results), repo)
+    text = render(RunResult.load(results), repo, commands_beside(results))
     print(text) if out is None else out.write_text(text, encoding="utf-8")
 
 
@@ -157,19 +157,22 @@ def card(
 def push(
     folder: Annotated[Path, typer.Argument(help="Folder of a saved converted model.")],
     repo: Annotated[str, typer.Argument(help="Name on the Hub, such as me/bert-belief.")],
+    results: Annotated[
+        Path | None, typer.Option(help="The run's results.json; the one in the folder if left out.")
+    ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch.")] = None,
     token: Token = None,
 ) -> None:
-    """Publish a saved model with its card, in one commit; a results.json in the folder becomes the card."""
+    """Publish a saved model in one commit, with the card that its results.json gives."""
     from hf_attn_swap.publish.hub import push_folder
 
     notify(f"pushing {folder} to {repo}")
-    print(push_folder(folder, repo, private=private, revision=revision, token=token).commit_url)
+    print(push_folder(folder, repo, results=results, private=private, revision=revision, token=token).commit_url)
 
 
 @app.command(name="table", cls=Command)
-def table_command(folder: Annotated[Path, typer.Argument(help="Folder of runs, such as model_cards/.")]) -> None:
+def table_command(folder: Annotated[Path, typer.Argument(help="Folder of runs, such as model_cards/runs/.")]) -> None:
     """One Markdown table of all runs in a folder."""
     from hf_attn_swap.publish.card import table
 

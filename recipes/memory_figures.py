@@ -11,6 +11,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from hf_attn_swap.core.table import markdown
+
 STYLES = ("-", "--", "-.", ":", (0, (5, 5)))  # different styles, so that curves that coincide can be seen
 
 
@@ -21,11 +23,11 @@ def spread(values: list[float]) -> tuple[float, float]:
 
 def table(names: list[str], found: dict[str, list[list[float]]]) -> str:
     """A Markdown table of percentages, with a row per query and a column per normaliser."""
-    lines = [f"| | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
+    lines = []
     for asked, values in found.items():
         cells = (f"{100 * mean:.1f} ± {100 * deviation:.1f}" for mean, deviation in map(spread, values))
-        lines.append(f"| {asked} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append((asked, *cells))
+    return markdown(("", *names), lines)
 
 
 def write(rows: list[dict[str, Any]], options: Any, **pictures: Figure) -> None:

@@ -24,6 +24,7 @@ from datasets import load_dataset
 from torch import Tensor
 
 from hf_attn_swap.analysis.metrics import residual_ratio
+from hf_attn_swap.core.table import markdown
 from hf_attn_swap.functional import hopfield_scores
 
 WIDTH, HEADS, DEPTH, PATCH = 192, 3, 12, 4
@@ -76,12 +77,11 @@ def measure(images: Tensor, seeds: int) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A Markdown table with a row per layer and a column per cell."""
-    head = "".join(f" α = {a:g}, α′ = {b:g} |" for a, b in CELLS)
-    lines = [f"| layer |{head}", "|---|" + "---|" * len(CELLS)]
+    lines = []
     for layer in range(1, DEPTH + 1):
         cells = [row for row in rows if row["layer"] == layer]
-        lines.append(f"| {layer} |" + "".join(f" {c['mean']:.2g} ({c['low']:.2g} to {c['high']:.2g}) |" for c in cells))
-    return "\n".join(lines)
+        lines.append((str(layer), *(f"{c['mean']:.2g} ({c['low']:.2g} to {c['high']:.2g})" for c in cells)))
+    return markdown(("layer", *(f"α = {a:g}, α′ = {b:g}" for a, b in CELLS)), lines)
 
 
 def main() -> None:

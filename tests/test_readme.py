@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs.pictures.swap import FILE, variants_at, whole
-from docs.tables import CARDS, published
+from docs.tables.runs import CARDS, recorded
 from hf_attn_swap import list_variants
 from hf_attn_swap.publish.results import RESULTS_FILE, RunResult
 
@@ -58,6 +58,6 @@ def test_the_picture_names_every_variant() -> None:
     assert shown | set(whole()) == set(list_variants()) - {"softmax"}
 
 
-def test_every_published_run_records_its_study_and_steps() -> None:
+def test_every_run_records_its_study_and_steps() -> None:
     """The tables sort by the one and print the other; neither is guessed from a name or a sentence."""
-    assert all(run.study is not None and run.steps is not None for run in published())
+    assert all(run.study is not None and run.steps is not None for run in recorded())

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from hf_attn_swap.core.table import markdown
 from tests.architectures.walk import EXACT, LATE, NOT_BUILT, PART, REFUSED, WRONG, Outcome, walked, without_paths
 
 PAGE = Path(__file__).parents[1] / "architectures.md"
@@ -43,14 +44,16 @@ def page(outcomes: list[Outcome], version: str) -> str:
         "`python -m docs.tables.architectures` writes this page; the slow test in `tests/architectures` compares "
         "with it.",
         "",
-        "| result | architectures | meaning |",
-        "|---|---|---|",
-        *(f"| {result} | {counts[result]} | {meaning} |" for result, meaning in MEANING.items()),
+        markdown(
+            ("result", "architectures", "meaning"),
+            [(result, str(counts[result]), meaning) for result, meaning in MEANING.items()],
+        ),
         "",
-        "| model type | result | sentence |",
-        "|---|---|---|",
+        markdown(
+            ("model type", "result", "sentence"),
+            [(each.model_type, each.result, _cell(each.sentence)) for each in outcomes],
+        ),
     ]
-    lines += [f"| {each.model_type} | {each.result} | {_cell(each.sentence)} |" for each in outcomes]
     return "\n".join(lines) + "\n"
 
 
@@ -67,7 +70,7 @@ def known_version() -> str:
 
 
 def _cell(sentence: str) -> str:
-    return without_paths(sentence).replace("|", "\\|").replace("<", "&lt;") or "–"
+    return without_paths(sentence).replace("<", "&lt;") or "–"
 
 
 def main(arguments: list[str]) -> None:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hf_attn_swap.core.table import markdown
+
 from .names import canonical_label
 
 ROOT = Path(__file__).parents[2]
@@ -19,33 +21,34 @@ def curve_table() -> str:
     runs = _read(CURVE)["runs"]
     first: list[dict[str, float]] = next(iter(runs.values()))
     tokens = (f"{point['tokens']:,}" for point in first)
-    lines = [f"| attention | {' | '.join(tokens)} |", "|---|" + "---|" * len(first)]
+    lines = []
     for name, points in runs.items():
         cells = (f"{point['kl']:.3g} ({point['perplexity_ratio']:.3g})" for point in points)
-        lines.append(f"| `{canonical_label(name)}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append((f"`{canonical_label(name)}`", *cells))
+    return markdown(("attention", *tokens), lines)
 
 
 def layers_table() -> str:
     """Which layers to convert: `recipes/which_layers.py`."""
-    titles = "| linear layers | rule | perplexity after the fit, stock = 1 | distilled | KL | same first choice |"
-    lines = [titles, "|---|---|---|---|---|---|"]
+    lines = []
     for run in sorted(_read(LAYERS)["runs"], key=lambda run: (run["count"], run["rule"] != "auto", run["rule"])):
         fitted, ended = (f"{1 + run[name]:.3g}" for name in ("fitted", "loss"))
-        what = f"{run['count']} of {run['of']} | {run['rule']}"
-        lines.append(f"| {what} | {fitted} | {ended} | {run['kl']:.3f} | {run['agreement']:.1%} |")
-    return "\n".join(lines)
+        layers = f"{run['count']} of {run['of']}"
+        lines.append((layers, run["rule"], fitted, ended, f"{run['kl']:.3f}", f"{run['agreement']:.1%}"))
+    figures = ("perplexity after the fit, stock = 1", "distilled", "KL", "same first choice")
+    return markdown(("linear layers", "rule", *figures), lines)
 
 
 def hybrid_table() -> str:
     """Decoding with a hybrid of softmax and linear layers: `benchmarks/bench_decode.py`."""
     rows = _read(DECODE)["rows"]
-    lines = ["| context | a token, stock = 1 | cache of the stock model | cache of the hybrid |", "|---|---|---|---|"]
+    lines = []
     for stock, hybrid in zip(rows[::2], rows[1::2], strict=True):
         low, high = hybrid["decode_95"]
         ratio = f"{hybrid['decode']:.2f} [{low:.2f}, {high:.2f}]"
-        lines.append(f"| {stock['context']:,} | {ratio} | {stock['cache_mb']:.1f} MB | {hybrid['cache_mb']:.1f} MB |")
-    return "\n".join(lines)
+        caches = (f"{row['cache_mb']:.1f} MB" for row in (stock, hybrid))
+        lines.append((f"{stock['context']:,}", ratio, *caches))
+    return markdown(("context", "a token, stock = 1", "cache of the stock model", "cache of the hybrid"), lines)
 
 
 def _read(path: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hf_attn_swap.core.table import markdown
 from hf_attn_swap.families import FAMILIES
 from hf_attn_swap.families.base import Family
 
@@ -14,15 +15,13 @@ APPLIES = {
 
 def families_table() -> str:
     """One Markdown row per family."""
-    lines = [
-        "| family | attention module | layers share it | Q, K, V | W_o | who applies W_o |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for family in sorted(FAMILIES.values(), key=lambda each: each.name):
         shared = "yes" if family.shared else "no"
-        cells = (family.name, f"`{family.core}`", shared, _projections(family), f"`{family.output}`")
-        lines.append(f"| {' | '.join(cells)} | {APPLIES[family.block]} |")
-    return "\n".join(lines)
+        names = (family.name, f"`{family.core}`", shared, _projections(family), f"`{family.output}`")
+        rows.append((*names, APPLIES[family.block]))
+    header = ("family", "attention module", "layers share it", "Q, K, V", "W_o", "who applies W_o")
+    return markdown(header, rows)
 
 
 def _projections(family: Family) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hf_attn_swap.core.table import markdown
 from hf_attn_swap.publish.results import RunResult
 
 
@@ -118,14 +119,14 @@ def claims_table(runs: Mapping[str, RunResult], *, mark: str = "") -> str:
         runs: the published ones, by name; what is missing is said to be.
         mark: what stands behind a run of one seed.
     """
-    lines = ["| paper | it says | measured, swapped (softmax) | scale |", "|---|---|---|---|"]
+    rows = []
     for claim in CLAIMS:
         known = {label: runs[name] for label, name in claim.runs.items() if name in runs}
         found = "; ".join(f"{label} {_beside(run)}{_alone(run, mark)}" for label, run in known.items())
         if len(known) < len(claim.runs):
             found += "; the rest not measured yet" if known else "not measured yet"
-        lines.append(f"| {claim.paper} | {claim.says} | {found} | {claim.scale} |")
-    return "\n".join(lines)
+        rows.append((claim.paper, claim.says, found, claim.scale))
+    return markdown(("paper", "it says", "measured, swapped (softmax)", "scale"), rows)
 
 
 def _beside(run: RunResult) -> str:

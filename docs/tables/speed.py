@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_attn_swap import list_variants
+from hf_attn_swap.core.table import markdown
 
 from .names import canonical_label
 
@@ -19,31 +20,31 @@ def speed_table() -> str:
     kinds = {"forward": "forward", "train": "training step", "peak_mb": "peak memory"}
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     titles = [f"{shape.replace('x', ' × ')}, {title}" for shape in shapes for title in kinds.values()]
-    lines = [f"| attention | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
+    lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):
         found = {row["shape"]: row for row in rows if row["variant"] == name}
         first = {row["shape"]: row for row in rows if row["variant"] == "stock"}
         cells = [_ratio(found[shape], first[shape], kind) for shape in shapes for kind in kinds]
         label = canonical_label(name)
         shown = f"`{label}`" if label in list_variants() else label
-        lines.append(f"| {shown} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append((shown, *cells))
+    return markdown(("attention", *titles), lines)
 
 
 def speed_of(variant: str) -> str | None:
     """One variant's ratios to stock, one row per shape; None if the variant was not measured."""
     rows = json.loads((FIGURES / "bench-bert.json").read_text("utf-8"))["rows"]
     first = {row["shape"]: row for row in rows if row["variant"] == "stock"}
-    lines = ["| batch × tokens | forward | training step | peak memory |", "|---|---|---|---|"]
+    lines = []
     for row in (row for row in rows if canonical_label(row["variant"]) == variant):
         cells = [_ratio(row, first[row["shape"]], kind) for kind in ("forward", "train", "peak_mb")]
-        lines.append(f"| {row['shape'].replace('x', ' × ')} | {' | '.join(cells)} |")
-    return "\n".join(lines) if len(lines) > 2 else None
+        lines.append((row["shape"].replace("x", " × "), *cells))
+    return markdown(("batch × tokens", "forward", "training step", "peak memory"), lines) if lines else None
 
 
 def operator_table() -> str:
     """The attention operator alone against SDPA, from `benchmarks/bench_operator.py`; slopes where they were fitted."""
-    lines = ["| length | attention | forward | forward and backward | peak memory |", "|---|---|---|---|---|"]
+    lines: list[tuple[str, ...]] = []
     for path in sorted(FIGURES.glob("bench-operator*.json")):
         study = json.loads(path.read_text("utf-8"))
         order = ", causal" if study["options"]["causal"] else ""
@@ -51,11 +52,11 @@ def operator_table() -> str:
         for row in study["rows"]:
             first = row if row["operator"] == "sdpa" else first
             cells = [_ratio(row, first, kind) for kind in ("forward", "train", "peak_mb")]
-            lines.append(f"| {row['length']:,}{order} | {row['operator']} | {' | '.join(cells)} |")
+            lines.append((f"{row['length']:,}{order}", row["operator"], *cells))
         for fit in study["slopes"]:
             span = f"slope, {min(fit['lengths']):,} to {max(fit['lengths']):,}{order}"
-            lines.append(f"| {span} | {fit['operator']} | {fit['forward']:.2f} | {fit['train']:.2f} | |")
-    return "\n".join(lines)
+            lines.append((span, fit["operator"], f"{fit['forward']:.2f}", f"{fit['train']:.2f}", ""))
+    return markdown(("length", "attention", "forward", "forward and backward", "peak memory"), lines)
 
 
 def lra_table() -> str:
@@ -63,35 +64,35 @@ def lra_table() -> str:
     rows = json.loads((FIGURES / "bench-lra.json").read_text("utf-8"))["rows"]
     lengths = sorted({row["tokens"] for row in rows})
     titles = [f"{length:,} tokens, {title}" for length in lengths for title in ("training step", "peak memory")]
-    lines = [f"| attention | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
+    lines = []
     found = {(row["variant"], row["tokens"]): row for row in rows}
     for name in dict.fromkeys(row["variant"] for row in rows):
         pairs = [(found[name, length], found["stock", length]) for length in lengths]
         cells = [_ratio(row, first, kind) for row, first in pairs for kind in ("train", "peak_mb")]
-        lines.append(f"| {canonical_label(name)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append((canonical_label(name), *cells))
+    return markdown(("attention", *titles), lines)
 
 
 def decode_table() -> str:
     """Milliseconds per decoded token against the context, from `benchmarks/bench.py --kinds=decode`."""
     rows = json.loads((FIGURES / "bench-decode.json").read_text("utf-8"))["rows"]
     lengths = sorted({row["tokens"] for row in rows})
-    lines = [f"| attention | {' | '.join(f'{n:,} tokens' for n in lengths)} |", "|---|" + "---|" * len(lengths)]
+    lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):
         found = {row["tokens"]: row["decode_ms"] for row in rows if row["variant"] == name}
-        lines.append(f"| {canonical_label(name)} | {' | '.join(f'{found[n]:.1f} ms' for n in lengths)} |")
-    return "\n".join(lines)
+        lines.append((canonical_label(name), *(f"{found[n]:.1f} ms" for n in lengths)))
+    return markdown(("attention", *(f"{n:,} tokens" for n in lengths)), lines)
 
 
 def compile_table() -> str:
     """What `torch.compile` brings each attention: the compiled twin over its own, as ratios to stock."""
     rows = json.loads((FIGURES / "bench-compile.json").read_text("utf-8"))["rows"]
     found = {row["variant"]: row for row in rows}
-    lines = ["| attention | forward, compiled / eager | training step, compiled / eager |", "|---|---|---|"]
+    lines = []
     for name in (name for name in found if f"{name}, compiled" in found):
         ratios = [found[f"{name}, compiled"][kind] / found[name][kind] for kind in ("forward", "train")]
-        lines.append(f"| {canonical_label(name)} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
-    return "\n".join(lines)
+        lines.append((canonical_label(name), f"{ratios[0]:.2f}", f"{ratios[1]:.2f}"))
+    return markdown(("attention", "forward, compiled / eager", "training step, compiled / eager"), lines)
 
 
 def _ratio(row: dict[str, Any], first: dict[str, Any], kind: str) -> str:

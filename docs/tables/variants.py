@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_attn_swap.core.registry import get_variant, list_variants
+from hf_attn_swap.core.table import markdown
 from hf_attn_swap.publish.citations import bibtex
 from hf_attn_swap.variants.base import Variant
 
-from . import conversion_table, scratch_table
+from .runs import conversion_table, recorded, scratch_table
 from .seeds import figures, with_marks
 from .speed import speed_of
 
@@ -61,12 +62,12 @@ def variant_page(name: str) -> str:
 
 def names_table() -> str:
     """One row per variant, in few words; the names lead to the pages."""
-    lines = ["| name | also accepted | what changes | formula | paper |", "|---|---|---|---|---|"]
+    rows = []
     for name in list_variants():
         cls = get_variant(name)
-        words = f"{_aliases(cls) or '–'} | {cls.summary} | `{cls.formula}` | {cls.paper}"
-        lines.append(f"| [`{name}`]({name}.md) | {words} |")
-    return "\n".join(lines)
+        also = _aliases(cls) or "–"
+        rows.append((f"[`{name}`]({name}.md)", also, cls.summary, f"`{cls.formula}`", cls.paper))
+    return markdown(("name", "also accepted", "what changes", "formula", "paper"), rows)
 
 
 def _aliases(cls: type[Variant]) -> str:
@@ -137,8 +138,8 @@ def _options(cls: type[Variant]) -> str:
     if not fields:
         return f"`{cls.name}` has no options of its own. Every variant has a `strength` from 0 to 1."
     meanings = _meanings(cls.Options)
-    rows = [f"| `{field.name}` | `{field.default!r}` | {meanings.get(field.name, '')} |" for field in fields]
-    return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
+    rows = [(f"`{field.name}`", f"`{field.default!r}`", meanings.get(field.name, "")) for field in fields]
+    return markdown(("option", "default", "meaning"), rows)
 
 
 def _meanings(options: type[Any]) -> dict[str, str]:
@@ -170,14 +171,17 @@ def _cost(name: str) -> str:
 
 
 def _results(name: str) -> str:
-    """The published runs of the variant, alone or in a composition."""
+    """The recorded runs of the variant, alone or in a composition."""
+    if not recorded(name):
+        return "No recorded run yet."
     tables = {
         "Converted from pretrained weights": conversion_table(name),
         "From random weights": scratch_table(name),
     }
-    parts = [
-        f"**{title}**\n\n{figures(with_marks(table))}" for title, table in tables.items() if "](model_cards/" in table
-    ]
-    if not parts:
-        return "No published run yet."
+    parts = [f"**{title}**\n\n{figures(with_marks(table))}" for title, table in tables.items() if has_rows(table)]
     return "\n\n".join([*parts, "[Results](../results/index.md) says how to read these tables."])
+
+
+def has_rows(table: str) -> bool:
+    """False for a table of a header alone."""
+    return table.count("\n") > 1

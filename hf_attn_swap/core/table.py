@@ -1,8 +1,8 @@
-"""Prints a small table with one sentence above: as text for terminals, and as HTML for notebooks."""
+"""Writes small tables: as text for terminals, as HTML for notebooks, and as Markdown for pages and files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -11,7 +11,7 @@ Cells = Sequence[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table.
+    """A table with one sentence above.
 
     Attributes:
         summary: the sentence above the table.
@@ -41,3 +41,23 @@ class Table:
             cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
             body += f"<tr>{cells}</tr>"
         return f"<p>{escape(self.summary)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def markdown(header: Cells, rows: Iterable[Cells]) -> str:
+    """A Markdown table, without a line break at its end. A `|` inside a cell is escaped.
+
+    Raises:
+        ValueError: a row has more or fewer cells than the header.
+    """
+    lines = [markdown_row(header), markdown_row(["---"] * len(header))]
+    for row in rows:
+        if len(row) != len(header):
+            raise ValueError(f"this row has {len(row)} cells and the header has {len(header)}: {list(row)}.")
+        lines.append(markdown_row(row))
+    return "\n".join(lines)
+
+
+def markdown_row(cells: Cells) -> str:
+    """One line of a Markdown table."""
+    escaped = (cell.replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"

@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..core.table import markdown
 from .citations import bibtex
 from .results import RELATIONS, RESULTS_FILE, SCRATCH, AppliedSwap, Metric, RunResult
 
@@ -32,18 +33,21 @@ TAG = "hf-attn-swap"
 VARIANT_TAG = "attn-swap:"
 SCRATCH_TAG = "from-scratch"
 PLACEHOLDER_OWNER = "your-name"
+COMMANDS_FILE = "commands.txt"
 COLUMNS = (
     *("run", "base model", "attention", "layers", "strength", "data", "metric"),
     *("converted", "softmax control", "difference", "seeds", "cost"),
 )
 
 
-def render(result: RunResult, repo_id: str | None = None) -> str:
+def render(result: RunResult, repo_id: str | None = None, commands: Sequence[str] = ()) -> str:
     """The model card of a run, as the text of its README.md.
 
     Args:
         result: the run.
         repo_id: the model's name on the Hub, for the lines that load the model; a placeholder if None.
+        commands: the command that makes the model again and the command that publishes it, for a clone of the
+            repository. A line that starts with # is a comment. Without commands, the card says nothing of them.
 
     Raises:
         ValueError: the package has no citation for a paper of the run.
@@ -71,10 +75,17 @@ def render(result: RunResult, repo_id: str | None = None) -> str:
         recipe=recipe,
         loader=loader,
         figure=number,
+        commands=commands,
         citations=dict.fromkeys(entry for paper in papers for entry in bibtex(paper)),
     )
     validate(text)
     return text
+
+
+def commands_beside(results: str | Path) -> list[str]:
+    """The lines of the file `commands.txt` beside a results.json; none if there is no such file."""
+    path = Path(results).with_name(COMMANDS_FILE)
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
 def bare_card(swaps: Sequence[AppliedSwap], modules: int, repo_id: str) -> str:
@@ -170,12 +181,13 @@ def table(folder: str | Path) -> str:
     paths = sorted(Path(folder).glob(f"*/{RESULTS_FILE}"))
     if not paths:
         raise ValueError(f"no {RESULTS_FILE} in any folder of {folder}; a run writes one into a folder of its own.")
-    lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
+    rows: list[Sequence[str]] = []
     for path in paths:
         result = RunResult.load(path)
         swaps = result.swaps
+        shown = "README.md" if path.with_name("README.md").is_file() else RESULTS_FILE
         head = [
-            f"[{result.name}]({path.parent.name}/README.md)",
+            f"[{result.name}]({path.parent.name}/{shown})",
             result.base.name,
             result.variant,
             "; ".join(layers_text(swap, result.modules) for swap in swaps),
@@ -183,8 +195,8 @@ def table(folder: str | Path) -> str:
             " ".join(filter(None, (result.data.name, result.data.config, result.data.evaluated))),
         ]
         tail = [str(len(result.converted.seeds)), f"× {result.cost.ratio:.3g}" if result.cost else "not measured"]
-        lines += [_row([*head, *cells, *tail]) for cells in _comparison(result, "metrics")]
-    return "\n".join(lines) + "\n"
+        rows += [(*head, *cells, *tail) for cells in _comparison(result, "metrics")]
+    return markdown(COLUMNS, rows) + "\n"
 
 
 def layers_text(swap: AppliedSwap, modules: int) -> str:
@@ -231,10 +243,6 @@ def _difference(ours: Metric, theirs: Metric, *, paired: bool) -> str:
         return number(ours.mean - theirs.mean, sign=True)
     each = [a - b for a, b in zip(ours.values, theirs.values, strict=True)]
     return number(statistics.fmean(each), statistics.stdev(each) if len(each) > 1 else None, sign=True)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(_cell(cell) for cell in cells)} |"
 
 
 def _cell(text: str) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,21 @@ def test_a_private_repository_and_its_branch(
     assert (tmp_path / "gated/tokenizer.json").exists()
     assert (tmp_path / "report/report.json").exists()
     assert json.loads(found["compare"].out)["agreement"] <= 1
+
+
+def test_push_takes_the_results_of_a_run_that_lie_elsewhere(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {}
+
+    def push_folder(folder: Path, repo: str, **options: Any) -> Any:
+        given.update(options, folder=folder, repo=repo)
+        return SimpleNamespace(commit_url="https://hub/commit/1")
+
+    monkeypatch.setattr("hf_attn_swap.publish.hub.push_folder", push_folder)
+    done = command("push", tmp_path / "model", REPO, "--results", tmp_path / "results.json")
+    assert done.out.strip() == "https://hub/commit/1"
+    assert (given["folder"], given["repo"], given["results"]) == (tmp_path / "model", REPO, tmp_path / "results.json")
 
 
 def test_the_token_of_a_publishing_conversion(

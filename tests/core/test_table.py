@@ -1,8 +1,10 @@
-"""The table that `describe` and a calibration's report print."""
+"""The tables that reports print and that pages show."""
 
 from __future__ import annotations
 
-from hf_attn_swap.core.table import Table
+import pytest
+
+from hf_attn_swap.core.table import Table, markdown
 
 TABLE = Table(summary="2 < 3", header=("layer", "module"), rows=[("0", "a"), ("10", "long & <b>")])
 
@@ -20,3 +22,13 @@ def test_html_is_escaped() -> None:
 
 def test_a_table_without_rows_is_its_header() -> None:
     assert Table(summary="none", header=("layer",), rows=[]).text() == "none\nlayer"
+
+
+def test_markdown_escapes_the_line_between_cells() -> None:
+    assert markdown(("a", "b"), [("1", "x | y"), ("2", "")]) == "| a | b |\n| --- | --- |\n| 1 | x \\| y |\n| 2 |  |"
+    assert markdown(("a",), []) == "| a |\n| --- |"
+
+
+def test_markdown_refuses_a_row_of_another_length() -> None:
+    with pytest.raises(ValueError, match=r"this row has 1 cells and the header has 2: \['1'\]"):
+        markdown(("a", "b"), [("1",)])

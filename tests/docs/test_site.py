@@ -8,11 +8,13 @@ import re
 import pytest
 
 from docs.tables.families import families_table
+from docs.tables.runs import CARDS, RECORDS, cards, has_card, published_table, recorded
 from docs.tables.seeds import LEGEND, MARK, with_marks
 from docs.tables.variants import layer_picture, names_table, slug, variant_page
 from hf_attn_swap import list_variants
 from hf_attn_swap.core.registry import get_variant
 from hf_attn_swap.families import FAMILIES
+from hf_attn_swap.publish.results import RESULTS_FILE, SCRATCH
 
 from .test_pages import DOCS, PAGES
 
@@ -59,7 +61,7 @@ def test_every_family_is_in_the_table() -> None:
     assert all(f"`{family.core}`" in families_table() for family in FAMILIES.values())
 
 
-def test_every_marker_has_a_table_and_links_to_cards_lead_to_their_pages() -> None:
+def test_every_marker_has_a_table_and_links_to_runs_lead_to_their_pages() -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra docs)")
     from docs.hooks import MARKER, on_page_markdown
 
@@ -71,6 +73,47 @@ def test_every_marker_has_a_table_and_links_to_cards_lead_to_their_pages() -> No
         assert "model_cards/" not in made
     with pytest.raises(ValueError, match="no table is named 'sped'"):
         on_page_markdown("<!-- table: sped -->", _Page())
+
+
+def test_every_link_to_a_run_has_its_page() -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra docs)")
+    from docs.hooks import generated_pages, on_page_markdown
+
+    pages = set(generated_pages())
+    markers = "".join(f"<!-- table: {name} -->\n" for name in ("published", "conversion", "scratch"))
+    linked = set(re.findall(r"\]\(\.\./((?:cards|records)/[^)]+)\)", on_page_markdown(markers, _Page())))
+    assert {f"cards/{run.name}.md" for run in cards()} <= linked <= pages
+    assert any(page.startswith("records/") for page in linked)
+
+
+def test_the_page_of_a_record_offers_no_model() -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra docs)")
+    from docs.hooks import record_page
+
+    run = next(run for run in recorded() if not has_card(run))
+    page = record_page(RECORDS / run.name / RESULTS_FILE)
+    assert "from_pretrained" not in page
+    assert f"{RECORDS.name}/{run.name}/{RESULTS_FILE}" in page
+    for title in ("Attention", "Data", "Results", "Limits", "Made with"):
+        assert f"\n## {title}\n" in page
+
+
+def test_published_models_have_a_card_and_other_runs_have_none() -> None:
+    """One card per base model, attention and task."""
+    made = [(run.base.name, run.variant, run.data.name, run.data.config, run.task) for run in cards()]
+    assert made
+    assert len(set(made)) == len(made)
+    assert {path.parent.name for path in CARDS.glob("*/README.md")} == {run.name for run in cards()}
+    assert not list(RECORDS.glob("*/README.md"))
+    assert all(run.base.relation != SCRATCH for run in cards())
+
+
+def test_the_table_of_published_models_has_every_card() -> None:
+    rows = published_table().splitlines()[2:]
+    assert len(rows) == len(cards())
+    for run, row in zip(cards(), rows, strict=True):
+        assert f"](model_cards/{run.name}/README.md)" in row
+        assert f"huggingface.co/{run.base.name})" in row
 
 
 class _Page:

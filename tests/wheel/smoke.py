@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 import hf_attn_swap
-from hf_attn_swap.publish.card import render
+from hf_attn_swap.publish.card import commands_beside, render
 from hf_attn_swap.publish.results import RunResult
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,8 @@ def cards() -> int:
     """Render every published card; return their number."""
     results = sorted((ROOT / "model_cards").glob("*/results.json"))
     for path in results:
-        assert render(RunResult.load(path)) == (path.parent / "README.md").read_text(encoding="utf-8"), path
+        card = render(RunResult.load(path), commands=commands_beside(path))
+        assert card == (path.parent / "README.md").read_text(encoding="utf-8"), path
     return len(results)
 
 

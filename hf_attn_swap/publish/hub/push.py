@@ -65,31 +65,42 @@ def push(
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        if isinstance(results, (str, Path)):
-            results = RunResult.load(results)
-        if results is not None:
-            results.save(Path(folder, RESULTS_FILE))
-        return push_folder(folder, repo_id, private=private, revision=revision, token=token)
+        return push_folder(folder, repo_id, results=results, private=private, revision=revision, token=token)
 
 
 def push_folder(
     folder: str | Path,
     repo_id: str,
     *,
+    results: RunResult | str | Path | None = None,
     private: bool = False,
     revision: str | None = None,
     token: str | None = None,
 ) -> CommitInfo:
-    """Publish a saved converted model, in one commit; a results.json in the folder becomes the card.
+    """Publish a saved converted model, in one commit. The results become the card.
 
     Files that could hold programs (pickled weights, code) are left out.
+
+    Args:
+        folder: the saved model.
+        repo_id: as for `push`.
+        results: a run, or the path of its results.json. By default the results.json in the folder, if there is one.
+        private: as for `push`.
+        revision: as for `push`.
+        token: as for `push`.
 
     Raises:
         ValueError: as for `push`, or the folder holds no converted model.
     """
     folder = Path(folder)
     modules, swaps = read_swaps(_saved_block(folder))
-    files = _content(folder, modules, swaps, repo_id)
+    if results is None and (folder / RESULTS_FILE).is_file():
+        results = folder / RESULTS_FILE
+    files = _weights(folder)
+    if results is not None:
+        run = results if isinstance(results, RunResult) else RunResult.load(results)
+        _check_same(run, modules, swaps)
+        files |= {RESULTS_FILE: run.to_json().encode(), CARD: render(run, repo_id).encode()}
     api = HfApi(token=token)
     info = _repository(api, repo_id, private=private, revision=revision)
     there = [file.rfilename for file in info.siblings or []]
@@ -104,16 +115,12 @@ def push_folder(
     return api.create_commit(repo_id, operations, commit_message=title, revision=revision, parent_commit=info.sha)
 
 
-def _content(folder: Path, modules: int, swaps: Sequence[AppliedSwap], repo_id: str) -> dict[str, bytes | Path]:
-    """The files of a folder that are published, and the card if the folder holds results."""
+def _weights(folder: Path) -> dict[str, bytes | Path]:
+    """The files of a folder that are published."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and _published(path.relative_to(folder)))
     files: dict[str, bytes | Path] = {path.relative_to(folder).as_posix(): path for path in paths}
     if not any(name.endswith(".safetensors") for name in files):
         raise ValueError(f"{folder} holds no safetensors; save the model with model.save_pretrained.")
-    if RESULTS_FILE in files:
-        run = RunResult.load(folder / RESULTS_FILE)
-        _check_same(run, modules, swaps)
-        files[CARD] = render(run, repo_id).encode()
     return files
 
 

@@ -114,6 +114,10 @@ class RunResult(Record):
         unrecorded = [name for name in ("study", "steps") if getattr(self, name) is None]
         return {"version": VERSION, **{name: value for name, value in asdict(self).items() if name not in unrecorded}}
 
+    def to_json(self) -> str:
+        """The text of a results.json."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
     @classmethod
     def from_dict(cls, data: Any) -> RunResult:
         """Read the JSON form.
@@ -146,8 +150,7 @@ class RunResult(Record):
 
     def save(self, path: str | Path) -> None:
         """Write a results.json."""
-        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
 def versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 
 from hf_attn_swap import list_variants
 from hf_attn_swap.core.registry import get_variant
-from hf_attn_swap.publish.card import bare_card, layers_text, number, render, table, validate
+from hf_attn_swap.publish.card import bare_card, commands_beside, layers_text, number, render, table, validate
 from hf_attn_swap.publish.citations import bibtex
 from hf_attn_swap.publish.results import RESULTS_FILE, AppliedSwap, RunResult
 
@@ -206,12 +206,14 @@ def test_table(tmp_path: Path) -> None:
     for name, data in (("one", full()), ("two", sparse())):
         (tmp_path / name).mkdir()
         (tmp_path / name / RESULTS_FILE).write_text(json.dumps(data))
+    (tmp_path / "one" / "README.md").touch()
     lines = table(tmp_path).splitlines()
     assert len(lines) == 2 + 4  # two metrics each
     assert len({line.count(" | ") for line in lines}) == 1
     assert lines[2].startswith("| [minilm-belief-reviews](one/README.md) | sentence-transformers/all-MiniLM-L6-v2 |")
     assert "| 0.8200 ± 0.0100 | 0.8100 ± 0.0100 | +0.0100 ± 0.0100 [-0.005, +0.025] | 3 | × 1.12 |" in lines[2]
     assert "| 0.5 | none |  | 1 | not measured |" in lines[4]
+    assert f"](two/{RESULTS_FILE})" in lines[4]
     with pytest.raises(ValueError, match=r"no results\.json in any folder"):
         table(tmp_path / "one")
     (tmp_path / "two" / RESULTS_FILE).write_text("{}")
@@ -243,6 +245,18 @@ def test_layers() -> None:
     assert words(*range(12)) == "all 12"
 
 
-def test_published_cards_are_what_their_results_render() -> None:
-    for path in sorted((ROOT / "model_cards").glob(f"*/{RESULTS_FILE}")):
-        assert (path.parent / "README.md").read_text(encoding="utf-8") == render(RunResult.load(path)), path.parent
+def test_published_cards_are_what_their_results_and_commands_render() -> None:
+    paths = sorted((ROOT / "model_cards").glob(f"*/{RESULTS_FILE}"))
+    assert paths
+    for path in paths:
+        commands = commands_beside(path)
+        assert commands
+        assert (path.parent / "README.md").read_text("utf-8") == render(RunResult.load(path), commands=commands), path
+
+
+def test_commands_stand_on_the_card_as_they_are_typed() -> None:
+    text = render(result(), commands=["# first the data", "python make.py '{\"a\": 1}'", "hf-attn-swap push x me/y"])
+    console = re.search(r"```console\n(.*?)```", text, re.DOTALL)
+    assert console is not None
+    assert console[1] == "# first the data\n$ python make.py '{\"a\": 1}'\n$ hf-attn-swap push x me/y\n"
+    assert "```console" not in render(result())

@@ -1,0 +1,138 @@
+"""The tables of runs, made from their records: the published models, conversions, and models from random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+from hf_attn_swap.core.registry import get_variant
+from hf_attn_swap.core.table import markdown
+from hf_attn_swap.publish.results import RESULTS_FILE, SCRATCH, Metric, RunResult
+
+CARDS = Path(__file__).parents[2] / "model_cards"
+RECORDS = CARDS / "runs"
+HUB = "https://huggingface.co"
+SHOWN = ("metric", "converted", "control", "difference [95 %]", "seeds")
+
+
+def published_table() -> str:
+    """One Markdown row per model that has a card: what it is, what it lost, and the way to its card."""
+    header = ("card", "base model", "attention", "data", *SHOWN)
+    return markdown(header, [[*_what(run), *_figures(run)] for run in cards()])
+
+
+def conversion_table(variant: str | None = None) -> str:
+    """One Markdown row per conversion with a control, the best difference first within a study.
+
+    Args:
+        variant: only runs of this variant, alone or in a composition; None means all runs.
+    """
+    found = [run for run in recorded(variant) if run.base.relation != SCRATCH]
+    header = ("run", "attention", "conversion", *SHOWN)
+    return markdown(header, [[_link(run), _attention(run), _steps(run), *_figures(run)] for run in found])
+
+
+def scratch_table(variant: str | None = None) -> str:
+    """The same for models from random weights."""
+    found = [run for run in recorded(variant) if run.base.relation == SCRATCH]
+    header = ("run", "attention", "metric", "swapped", *SHOWN[2:])
+    return markdown(header, [[_link(run), _attention(run), *_figures(run)] for run in found])
+
+
+def recorded(variant: str | None = None) -> list[RunResult]:
+    """All runs with a control, or those of one variant, by study (one model on one data set), the best first."""
+    return [run for run in _controlled() if variant is None or variant in _components(run)]
+
+
+def cards() -> list[RunResult]:
+    """The runs whose models have a card, in the order of `recorded`."""
+    return [run for run in _controlled() if has_card(run)]
+
+
+def has_card(run: RunResult) -> bool:
+    """True for a model with a card, False for the record of a run."""
+    return (CARDS / run.name / RESULTS_FILE).is_file()
+
+
+@functools.cache
+def _controlled() -> tuple[RunResult, ...]:
+    """All runs with a control, in the order of `recorded`. The records are read once: reading them takes seconds."""
+    runs = []
+    for path in (*CARDS.glob(f"*/{RESULTS_FILE}"), *RECORDS.glob(f"*/{RESULTS_FILE}")):
+        run = RunResult.load(path)
+        if run.name != path.parent.name:
+            raise ValueError(f"{path.parent} holds the run {run.name}; a folder has its run's name.")
+        if run.control is not None:
+            runs.append(run)
+    return tuple(sorted(runs, key=lambda run: (_order(run.study or run.name), -_gain(run))))
+
+
+def _components(run: RunResult) -> set[str]:
+    """The names of all variants of a run."""
+    return {component.name for swap in run.swaps for component in swap.components}
+
+
+def _what(run: RunResult) -> list[str]:
+    """The card, the base model, the attention, and the data."""
+    data = " ".join(filter(None, (run.data.name, run.data.config)))
+    return [_link(run), f"[{run.base.name.split('/')[-1]}]({HUB}/{run.base.name})", _attention(run), data]
+
+
+def _link(run: RunResult) -> str:
+    """The name, which leads to the card or to the record. `docs/hooks.py` makes it lead to the page of the site."""
+    path = f"{run.name}/README.md" if has_card(run) else f"{RECORDS.name}/{run.name}/{RESULTS_FILE}"
+    return f"[{run.name}]({CARDS.name}/{path})"
+
+
+def _attention(run: RunResult) -> str:
+    return f"`{run.variant}`{_options(run)}"
+
+
+def _steps(run: RunResult) -> str:
+    """The steps of the conversion."""
+    return "not recorded" if run.steps is None else " + ".join(run.steps) or "none"
+
+
+def _figures(run: RunResult) -> list[str]:
+    """Metric, both values, the difference and its interval, and the seeds."""
+    assert run.control is not None
+    metric, control, interval = run.converted.metrics[0], run.control.metrics[0], run.difference
+    unit, digits = (100, 2) if metric.higher_is_better else (1, 4 if metric.name == "mse" else 2)
+    bounds = "" if interval is None else f" [{unit * interval.low:+.{digits}f}, {unit * interval.high:+.{digits}f}]"
+    return [
+        metric.name,
+        _figure(metric, unit, digits),
+        _figure(control, unit, digits),
+        f"{unit * (metric.mean - control.mean):+.{digits}f}{bounds}",
+        str(len(run.converted.seeds)),
+    ]
+
+
+def _options(run: RunResult) -> str:
+    """Options that are not the defaults."""
+    changed: dict[str, Any] = {}
+    for swap in run.swaps:
+        for component in swap.components:
+            fields = {field.name: field.default for field in dataclasses.fields(get_variant(component.name).Options)}
+            changed |= {name: value for name, value in component.options.items() if fields.get(name) != value}
+    return "".join(f", {name} = {value}" for name, value in changed.items())
+
+
+def _order(name: str) -> list[str]:
+    """Sorts names by their letters, and numbers inside them by size: 24 hours before 168."""
+    return [part.zfill(9) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _gain(run: RunResult) -> float:
+    assert run.control is not None
+    metric = run.converted.metrics[0]
+    gain = metric.mean - run.control.metrics[0].mean
+    return gain if metric.higher_is_better else -gain
+
+
+def _figure(metric: Metric, unit: int, digits: int) -> str:
+    spread = "" if metric.spread is None else f" ± {unit * metric.spread:.{digits}f}"
+    return f"{unit * metric.mean:.{digits}f}{spread}"
