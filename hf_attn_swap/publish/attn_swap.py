@@ -7,9 +7,10 @@ attention: the package does. https://github.com/hf-attn-swap/hf-attn-swap
 import functools
 from typing import Any
 
-import hf_attn_swap
 import transformers
 from packaging.version import Version
+
+import hf_attn_swap
 
 OLDEST = "0.1.0"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 SOURCE = Path(__file__).with_name("attn_swap.py")
 FILE = SOURCE.name
@@ -98,13 +98,9 @@ def write(folder: Path) -> None:
 
 
 def completed(folder: Path) -> str | None:
-    """The content of a folder's config.json with the shim's entries; None if this model gets no shim.
-
-    Raises:
-        ValueError, OSError: the config cannot be read.
-    """
+    """The content of a folder's config.json with the shim's entries; None if this model gets no shim."""
     content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    if names_code(content.get(KEY) or {}):
+    if names_code(content.get(KEY) or {}) or content.get("model_type") not in CONFIG_MAPPING:
         return None
     auto_map = merged(AutoConfig.from_pretrained(folder), content.get(KEY))
     return None if auto_map is None else json.dumps({**content, KEY: auto_map}, indent=2, sort_keys=True) + "\n"

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
 from transformers import PreTrainedModel
 
-from ...loading import read_block
+from .. import shim
 from ..card import bare_card, render
+from ..checkpoint import saved_block
 from ..results import RESULTS_FILE, AppliedSwap, RunResult, read_swaps
 
 CARD = "README.md"
@@ -82,13 +83,14 @@ def push_folder(
 ) -> CommitInfo:
     """Publish a saved converted model, in one commit; a results.json in the folder becomes the card.
 
-    Files that could hold programs (pickled weights, code) are left out.
+    Files that could hold programs (pickled weights, code) are left out. The one exception is the shim: this package's
+    own text of it is published, whatever the folder holds.
 
     Raises:
         ValueError: as for `push`, or the folder holds no converted model.
     """
     folder = Path(folder)
-    modules, swaps = read_swaps(_saved_block(folder))
+    modules, swaps = read_swaps(saved_block(folder))
     files = _content(folder, modules, swaps, repo_id)
     api = HfApi(token=token)
     info = _repository(api, repo_id, private=private, revision=revision)
@@ -110,6 +112,9 @@ def _content(folder: Path, modules: int, swaps: Sequence[AppliedSwap], repo_id: 
     files: dict[str, bytes | Path] = {path.relative_to(folder).as_posix(): path for path in paths}
     if not any(name.endswith(".safetensors") for name in files):
         raise ValueError(f"{folder} holds no safetensors; save the model with model.save_pretrained.")
+    if (config := shim.completed(folder)) is not None:
+        files[shim.CONFIG] = config.encode()
+        files[shim.FILE] = shim.SOURCE
     if RESULTS_FILE in files:
         run = RunResult.load(folder / RESULTS_FILE)
         _check_same(run, modules, swaps)
@@ -125,20 +130,6 @@ def _repository(api: HfApi, repo_id: str, *, private: bool, revision: str | None
     if revision is not None and not revision.startswith("refs/"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     return api.model_info(repo_id, revision=revision)
-
-
-def _saved_block(folder: Path) -> dict[str, Any]:
-    """The checked `attn_swap` of a saved model."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no model: there is no config.json in it.")
-    config = json.loads(path.read_text(encoding="utf-8"))
-    block = config.get("attn_swap") if isinstance(config, dict) else None
-    if block is None:
-        raise ValueError(f"{folder} holds no swapped attention; call patch_model before model.save_pretrained.")
-    read_block(block)
-    assert isinstance(block, dict)
-    return block
 
 
 def _published(path: Path) -> bool:
