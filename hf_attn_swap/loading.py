@@ -2,24 +2,29 @@
 
 After `PreTrainedModel.post_init`, which ends every constructor, a model whose config holds the block `attn_swap` gets
 its swaps, before any weights load. After `PreTrainedModel.from_pretrained`, every weight of the swaps must have come
-from the checkpoint. Both do nothing for any other config. The block is data: this file checks all of it, and nothing
-of the block is executed or imported by name.
+from the checkpoint. `PreTrainedConfig.save_pretrained` also writes the shim (`publish/shim.py`) beside config.json, and
+`PreTrainedConfig.from_dict` reads a config without the shim's entries: this process has the package, so it runs nothing
+from the repository. All four do nothing for any other config. The block is data: this file checks all of it, and
+nothing of the block is executed or imported by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .core.calibration import check_fit
 from .core.registry import Options, canonical_keys, parse, parse_options
 from .core.swap import LARGEST_EXPONENT, Swap
 from .families import sites
 from .patch import build_swap, check_strength
+from .publish import shim
 from .variants.base import Variant
 from .wiring import seam
 from .wiring.install import ATTRIBUTE, VERSION, Installation, Record
@@ -265,6 +270,7 @@ def _wrap_post_init() -> None:
                     inner.loaded = False
                     assert isinstance(module, PreTrainedModel)
                     Installation(module, inner).remove()
+            shim.forget(self.config)
         original(self)  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         if block is not ABSENT:
             _rebuild(self, block)
@@ -286,5 +292,48 @@ def _wrap_from_pretrained() -> None:
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment, method-assign]  # as above
 
 
+def _wrap_save_config() -> None:
+    """Let the config of a swapped model write the shim beside itself.
+
+    Every way to save a model writes its config, in one process only, and before anything is uploaded.
+    """
+    original = PreTrainedConfig.save_pretrained
+
+    @functools.wraps(original)
+    def save_pretrained(
+        self: PreTrainedConfig, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> None:
+        auto_map = self.__dict__.get(shim.KEY)
+        wanted = shim.merged(self, auto_map) if "attn_swap" in self.__dict__ else None
+        if wanted is None:
+            original(self, save_directory, *args, **kwargs)
+            return
+        self.auto_map = wanted
+        try:
+            original(self, save_directory, *args, **kwargs)
+        finally:
+            if auto_map is None:
+                del self.auto_map
+            else:
+                self.auto_map = auto_map
+        shim.write(Path(save_directory))
+
+    PreTrainedConfig.save_pretrained = save_pretrained  # type: ignore[method-assign]  # as above
+
+
+def _wrap_read_config() -> None:
+    """Let a config that describes a swap forget the shim: this process needs no program to load the model."""
+    original = PreTrainedConfig.from_dict.__func__  # type: ignore[attr-defined]  # a classmethod has one
+
+    @functools.wraps(original)
+    def from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        swapped = "attn_swap" in config_dict
+        return original(cls, shim.without(config_dict) if swapped else config_dict, **kwargs)
+
+    PreTrainedConfig.from_dict = classmethod(from_dict)  # type: ignore[assignment, method-assign]  # as above
+
+
 _wrap_post_init()
 _wrap_from_pretrained()
+_wrap_save_config()
+_wrap_read_config()

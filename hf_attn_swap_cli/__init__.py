@@ -6,7 +6,7 @@ command imports them when it runs, so `--version` and every `--help` answer at o
 A mistake of the user becomes one line on stderr, `error: ...`, and exit code 2. `--debug` shows the traceback.
 """
 
-from . import conversions, measures, models, studies
+from . import conversions, measures, models, programs, studies
 from .app import app, main, run
 
-__all__ = ["app", "conversions", "main", "measures", "models", "run", "studies"]
+__all__ = ["app", "conversions", "main", "measures", "models", "programs", "run", "studies"]

@@ -1,4 +1,4 @@
-"""The commands on models and their cards: variants, patch, describe, card, push, table."""
+"""The commands on models and their cards: variants, patch, describe, shim, card, push, table."""
 
 from __future__ import annotations
 
@@ -137,6 +137,14 @@ def describe_command(
     layers = [row.layer for row in description.rows if row.layer is not None]
     if layers and all(row.strength is None for row in description.rows):
         print(f"Layers 0 to {layers[-1]} can be swapped: hf-attn-swap patch {model} VARIANT OUT")
+
+
+@app.command(name="shim", cls=Command)
+def shim_command(folder: Annotated[Path, typer.Argument(help="Folder of a saved converted model.")]) -> None:
+    """Let an older checkpoint load where nobody imports the package, with trust_remote_code=True. New ones do."""
+    from hf_attn_swap.publish.checkpoint import add_shim
+
+    print(f"{folder} loads with trust_remote_code=True: {', '.join(add_shim(folder))}")
 
 
 @app.command(cls=Command)

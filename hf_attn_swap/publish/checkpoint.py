@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,9 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..core.registry import canonical_name, parse, parse_options
+from ..loading import read_block
 from ..patch import patch_model
+from . import shim
 
 # Files of tokenizers and processors. They are copied unchanged, so no tokenizer or processor class has to load.
 PREPROCESSOR_FILES = (
@@ -184,16 +187,46 @@ def model_class(config: PreTrainedConfig, task: str | None) -> Any:
         if not hasattr(transformers, names[0]):
             raise ValueError(f"transformers has no class {names[0]!r}; name an AutoModel class with --task.")
         return getattr(transformers, names[0])
-    fitting = {_slug(auto.__name__): auto for auto in _auto_classes() if type(config) in auto._model_mapping}
+    fitting = {_slug(auto.__name__): auto for auto in shim.auto_classes() if type(config) in auto._model_mapping}
     if _slug(task) not in fitting:
         known = ", ".join(sorted(auto.__name__ for auto in fitting.values()))
         raise ValueError(f"--task {task!r} does not fit {type(config).__name__}, which has {known}.")
     return fitting[_slug(task)]
 
 
-def _auto_classes() -> list[Any]:
-    names = (name for name in dir(transformers) if name == "AutoModel" or name.startswith(PREFIX))
-    return [getattr(transformers, name) for name in names]
+def saved_block(folder: Path) -> dict[str, Any]:
+    """The checked `attn_swap` of a saved model.
+
+    Raises:
+        ValueError: the folder holds no swapped model, or the block cannot be used.
+    """
+    path = folder / shim.CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no model: there is no {shim.CONFIG} in it.")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    block = config.get("attn_swap") if isinstance(config, dict) else None
+    if block is None:
+        raise ValueError(f"{folder} holds no swapped attention; call patch_model before model.save_pretrained.")
+    read_block(block)
+    assert isinstance(block, dict)
+    return block
+
+
+def add_shim(folder: Path) -> list[str]:
+    """Write the shim into the folder of a saved swapped model, and return the auto classes that load through it.
+
+    Raises:
+        ValueError: the folder holds no swapped model, or its model is loaded from code of its own.
+    """
+    saved_block(folder)
+    config = shim.completed(folder)
+    if config is None:
+        raise ValueError(
+            f"{folder}: this model runs code of its own, so it gets no shim; import hf_attn_swap before it is loaded."
+        )
+    (folder / shim.CONFIG).write_text(config, encoding="utf-8")
+    shim.write(folder)
+    return sorted(name for name, value in json.loads(config)[shim.KEY].items() if shim.is_ours(value))
 
 
 def copy_preprocessor(source: str, out: Path, **hub: Any) -> list[str]:

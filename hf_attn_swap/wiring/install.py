@@ -103,6 +103,7 @@ class Installation:
         """
         installation = cls(root, Record(loaded=loaded))
         _own_configs(model)
+        _drop_other_code(root)
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and not module._supports_sdpa:
                 setattr(module.config, seam.MASKS, "eager")
@@ -319,6 +320,19 @@ def _own_configs(model: nn.Module) -> None:
             own = copy.deepcopy(config, memo)
             module.__dict__[CONFIGS] = (config, own)
             module.__dict__["config"] = own
+
+
+def _drop_other_code(root: PreTrainedModel) -> None:
+    """Let the config of a model that runs transformers' own code name no other code.
+
+    Older repositories name both: `auto_map` says which of their files hold the model. Those files are not saved with a
+    model that was built without them. Unpatching brings the former config back, and these names with it.
+    """
+    auto_map = root.config.__dict__.get("auto_map")
+    if isinstance(auto_map, dict) and type(root).__module__.startswith("transformers."):
+        root.config.auto_map = {
+            name: value for name, value in auto_map.items() if not name.startswith(("AutoModel", "AutoConfig"))
+        }
 
 
 def _stock_configs(model: nn.Module) -> None:

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
 from transformers import PreTrainedModel
 
-from ...loading import read_block
+from .. import shim
 from ..card import bare_card, render
+from ..checkpoint import saved_block
 from ..results import RESULTS_FILE, AppliedSwap, RunResult, read_swaps
 
 CARD = "README.md"
@@ -79,7 +80,8 @@ def push_folder(
 ) -> CommitInfo:
     """Publish a saved converted model, in one commit. The results become the card.
 
-    Files that could hold programs (pickled weights, code) are left out.
+    Files that could hold programs (pickled weights, code) are left out. The one exception is the shim: this package's
+    own text of it is published, whatever the folder holds.
 
     Args:
         folder: the saved model.
@@ -93,7 +95,7 @@ def push_folder(
         ValueError: as for `push`, or the folder holds no converted model.
     """
     folder = Path(folder)
-    modules, swaps = read_swaps(_saved_block(folder))
+    modules, swaps = read_swaps(saved_block(folder))
     if results is None and (folder / RESULTS_FILE).is_file():
         results = folder / RESULTS_FILE
     files = _weights(folder)
@@ -121,6 +123,9 @@ def _weights(folder: Path) -> dict[str, bytes | Path]:
     files: dict[str, bytes | Path] = {path.relative_to(folder).as_posix(): path for path in paths}
     if not any(name.endswith(".safetensors") for name in files):
         raise ValueError(f"{folder} holds no safetensors; save the model with model.save_pretrained.")
+    if (config := shim.completed(folder)) is not None:
+        files[shim.CONFIG] = config.encode()
+        files[shim.FILE] = shim.SOURCE
     return files
 
 
@@ -132,20 +137,6 @@ def _repository(api: HfApi, repo_id: str, *, private: bool, revision: str | None
     if revision is not None and not revision.startswith("refs/"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     return api.model_info(repo_id, revision=revision)
-
-
-def _saved_block(folder: Path) -> dict[str, Any]:
-    """The checked `attn_swap` of a saved model."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no model: there is no config.json in it.")
-    config = json.loads(path.read_text(encoding="utf-8"))
-    block = config.get("attn_swap") if isinstance(config, dict) else None
-    if block is None:
-        raise ValueError(f"{folder} holds no swapped attention; call patch_model before model.save_pretrained.")
-    read_block(block)
-    assert isinstance(block, dict)
-    return block
 
 
 def _published(path: Path) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from hf_attn_swap.publish import shim
 from hf_attn_swap.publish.card import validate
 
 from ..results.examples import BELIEF, full
-from .client import RemoteError
+from .client import ROOT, RemoteError
 from .conftest import PART_SIZE, Setup
 
 FAMILIES = {
@@ -144,11 +147,42 @@ def test_pipelines_and_processors(world: Setup) -> None:
 
 def test_folder_leaves_out_what_could_be_a_program(world: Setup, tmp_path: Path) -> None:
     extra = {"pytorch_model.bin": "x", "optimizer.pt": "x", "modeling_x.py": "x", ".git/config": "x", "notes.md": "x"}
+    extra |= {"attn_swap.py": "not the shim"}
     extra |= {"results.json": json.dumps(results_of()), "deep/more.json": "{}"}
     arguments = {"repo": "me/folder", "folder": str(tmp_path), "family": "bert", "variant": "belief", "extra": extra}
     world.publisher.call("publish_folder", **arguments)
     wanted = {"README.md", "config.json", "deep/more.json", "model.safetensors", "notes.md", "results.json"}
-    assert set(world.hub.repository("me/folder").at().files) - {"generation_config.json"} == wanted
+    files = world.hub.repository("me/folder").at().files
+    assert set(files) - {"generation_config.json"} == wanted | {"attn_swap.py"}
+    assert files["attn_swap.py"].data == shim.SOURCE.read_bytes()
+
+
+TRUSTING = """
+import sys, transformers
+model = transformers.AutoModelForMaskedLM.from_pretrained("me/shim", trust_remote_code=True)
+names = {name for name, _ in model.named_modules() if name.endswith("attn_swap")}
+model.save_pretrained(sys.argv[1])
+print(type(model).__module__, len(names))
+"""
+
+
+def test_a_program_that_does_not_import_the_package(world: Setup, tmp_path: Path) -> None:
+    """It loads from the Hub through the shim. A process with the package does not ask for the shim at all."""
+    answer = str(tmp_path / "shim.pt")
+    arguments = {"repo": "me/shim", "family": "bert", "answer": answer}
+    world.publisher.call("publish", variant="belief_star", **arguments)
+    files = world.hub.repository("me/shim").at().files
+    assert files["attn_swap.py"].data == shim.SOURCE.read_bytes()
+    assert world.reader.call("load", by="AutoModelForMaskedLM", trust_remote_code=True, **arguments)["equal"]
+    assert not world.hub.requests("GET", "attn_swap.py")
+    environment = {**world.hub.env(tmp_path / "home"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", TRUSTING, str(tmp_path / "saved")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["transformers.models.bert.modeling_bert", "3"]
+    assert world.hub.requests("GET", "attn_swap.py")
+    for name in ("config.json", "model.safetensors", "attn_swap.py"):
+        assert (tmp_path / "saved" / name).read_bytes() == files[name].data
 
 
 @pytest.mark.slow

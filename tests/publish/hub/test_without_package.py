@@ -19,6 +19,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, BertForMaskedLM, pipel
 found = {}
 calls = {cls.__name__: cls.from_pretrained for cls in (AutoModel, AutoModelForMaskedLM, BertForMaskedLM)}
 calls["pipeline"] = lambda repo: pipeline("fill-mask", model=repo)
+calls["trusted"] = lambda repo: AutoModelForMaskedLM.from_pretrained(repo, trust_remote_code=True)
 calls["eager first"] = lambda repo: AutoModel.from_pretrained(repo).set_attn_implementation("eager")
 for name, call in calls.items():
     try:
@@ -60,7 +61,8 @@ def test_plain_transformers_refuses(world: Setup, python: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("package") == "missing"
-    assert len(found) == 5
+    assert len(found) == 6
+    assert "pip install hf_attn_swap" in found["trusted"]
     for outcome in found.values():
         assert "hf_attn_swap" in outcome
         assert not outcome.startswith("loaded")
