@@ -1,6 +1,6 @@
 """Measures how much a frozen, swapped model still knows, by a logistic regression on its features.
 
-    python recipes/linear_probe.py recipes/configs/ag_news.yaml --variant mha --calibrate map --output_dir runs/probe
+    python recipes/linear_probe.py ag_news --variant mha --calibrate map --output_dir runs/probe
     python recipes/linear_probe.py recipes/configs/probe_cifar10.yaml --variant belief
 
 The recipe prints the stock model, the swapped model, and the model after each stage of the conversion side by side. So
@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from image_classification import collate as collate_images  # image_classification.py lies beside this recipe
-from image_classification import prepare
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -35,6 +33,8 @@ from hf_attn_swap.conversion.take import take
 from hf_attn_swap.core.typed import parse_layers
 from hf_attn_swap.training import ConversionArguments, DataArguments, ModelArguments, load_splits, parse
 from hf_attn_swap.training.metrics import paired_interval, scores
+from hf_attn_swap.training.recipes.image_classification import collate as collate_images
+from hf_attn_swap.training.recipes.image_classification import prepare
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 

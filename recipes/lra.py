@@ -26,7 +26,6 @@ from typing import Any, Literal
 
 import torch
 from listops import TOKENS, tokens
-from text_classification import by_length, predict
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
@@ -43,6 +42,7 @@ from hf_attn_swap.training import (
     made_of,
     scratch_config,
 )
+from hf_attn_swap.training.recipes.text_classification import by_length, predict
 
 PAD, CLS, SPECIAL = 0, 1, 2
 NUMBERS = {token: SPECIAL + index for index, token in enumerate(TOKENS)}

@@ -1,7 +1,7 @@
 r"""Outliers, token similarity and entropy of fine-tuned models, and what 8 bits cost each of them.
 
-    python recipes/text_classification.py recipes/configs/ag_news.yaml --variant outeffhop      # and the others
-    python recipes/outliers.py text_classification recipes/configs/ag_news.yaml \
+    hf-attn-swap train text-classification ag_news --variant outeffhop      # and the others
+    python recipes/outliers.py text_classification ag_news \
         --runs softmax outeffhop clipped gated outeffhop-gated --test_rows 2000 --figures recipes/figures/minilm.json
 
 Another recipe trained the models into `<output_dir>/<run>/seed-<seed>/model`. The first run named is the control. This
@@ -102,10 +102,11 @@ def measure(task: Task, training: TrainingArguments, own: OutlierArguments) -> d
 
 
 def main() -> None:
-    recipe = importlib.import_module(sys.argv[1] if len(sys.argv) > 1 else "text_classification")
+    name = sys.argv[1] if len(sys.argv) > 1 else "text_classification"
+    recipe = importlib.import_module(f"hf_attn_swap.training.recipes.{name}")
     classes = (ModelArguments, DataArguments, recipe.RecipeArguments, OutlierArguments, TrainingArguments)
-    model, data, its, own, training = parse(classes, sys.argv[2:])
-    training.remove_unused_columns = recipe.__name__ != "image_classification"
+    model, data, its, own, training = parse(classes, sys.argv[2:], recipe=name)
+    training.remove_unused_columns = name != "image_classification"
     training.train_sampling_strategy = "random"  # grouping by length would shuffle the held-out rows
     transformers.utils.logging.set_verbosity_error()
     figures: dict[str, Any] = {}
@@ -121,7 +122,7 @@ def main() -> None:
     about = {
         "model": model.published_name,
         "data": data.published_name,
-        "metric": data.metrics[0] if recipe.__name__ != "language_modeling" else "perplexity",
+        "metric": data.metrics[0] if name != "language_modeling" else "perplexity",
         "record_rows": own.record_rows,
         "range_rows": own.range_rows,
         "seed": own.seed_of_runs,

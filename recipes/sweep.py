@@ -3,7 +3,7 @@
     python recipes/sweep.py recipes/configs/sweep_ag_news.yaml --jobs 2 -- --dataset data/ag_news
 
     recipe: text_classification.py          # next to this file
-    config: ag_news.yaml                    # next to the YAML
+    config: ag_news                         # a configuration that ships, or a YAML file next to this one
     runs:                                   # an entry is one run, or one run per combination under `grid`
       - {variant: belief, seeds: [0, 1, 2]}
       - {variant: mha, calibrate: map, grid: {options: ['{"alpha": 0.0}', '{"alpha": 0.5}']}, label: "mha-{index}"}
@@ -28,6 +28,8 @@ from typing import Any
 
 import yaml
 from tqdm import tqdm
+
+from hf_attn_swap import configurations
 
 Run = dict[str, Any]
 NAMED = ("label", "output_dir")
@@ -85,7 +87,7 @@ def main() -> None:
     recipe = [
         sys.executable,
         str(Path(__file__).parent / sweep["recipe"]),
-        str(arguments.sweep.parent / sweep["config"]),
+        str(configurations.find(sweep["config"], beside=arguments.sweep.parent)),
     ]
     runs = [each for run in sweep["runs"] for each in expand(run)]
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Repeats SimpleTRON's test of what q, k and v learn: train with `simple*`, go back to softmax, retrain the rest.
 
-    python recipes/transfer_back.py recipes/configs/ag_news.yaml --variant simple_resl --output_dir runs/back
+    python recipes/transfer_back.py ag_news --variant simple_resl --output_dir runs/back
 
 There are three runs per seed, with the same budget: the variant; softmax from the variant's weights with q, k and v
 frozen; and, as the control, softmax from the pretrained weights with q, k and v frozen. `--calibrate map` calibrates
@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import transformers
-from text_classification import RecipeArguments, build_task
 from transformers import TrainingArguments
 
 from hf_attn_swap.training import About, ConversionArguments, DataArguments, ModelArguments, Outcome, parse, run
 from hf_attn_swap.training.publish import publish
+from hf_attn_swap.training.recipes.text_classification import RecipeArguments, build_task
 
 QKV = ["query", "key", "value"]
 

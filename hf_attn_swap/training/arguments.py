@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
+from .. import configurations
 from ..conversion.stages import Align, Calibrate, FineTune, Stage, read_stages
 from ..core.calibration import check_fit
 from ..core.registry import parse as parse_variant
@@ -236,31 +238,47 @@ class DataArguments:
         return self.dataset_name or Path(self.dataset or self.train_file or "").stem
 
 
-def parse(classes: Sequence[Any], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults of the options, and keeps the lines of the description."""
+
+
+def parse(
+    classes: Sequence[Any], argv: Sequence[str] | None = None, *, recipe: str | None = None, about: str | None = None
+) -> tuple[Any, ...]:
     """Read one instance per dataclass, from YAML files and then from options. A later value replaces an earlier one.
 
     Args:
         classes: dataclasses of `HfArgumentParser`.
-        argv: names of YAML files, then `--name value ...`; by default the arguments of the command line.
+        argv: YAML files or names of configurations that ship, then `--name value ...`; by default the arguments of the
+            command line.
+        recipe: the recipe among whose configurations names are looked up; None takes those of all recipes.
+        about: what `--help` says above the options; by default the docstring of the script.
 
     Raises:
         SystemExit: with code 2, after one line that says what is wrong.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     count = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
-    parser = HfArgumentParser(tuple(classes), description=sys.modules["__main__"].__doc__)
+    parser = HfArgumentParser(
+        tuple(classes),
+        prog=f"hf-attn-swap train {recipe.replace('_', '-')}" if recipe else None,
+        usage="%(prog)s [configuration or file.yaml ...] [--option value ...]",
+        description=about or sys.modules["__main__"].__doc__,
+        formatter_class=_Help,
+    )
     try:
-        return tuple(parser.parse_args_into_dataclasses([*_from_yaml(words[:count]), *words[count:]]))
+        files = [configurations.find(word, recipe) for word in words[:count]]
+        return tuple(parser.parse_args_into_dataclasses([*_from_yaml(files), *words[count:]]))
     except (ValueError, OSError) as problem:
         parser.exit(2, f"error: {' '.join(str(problem).split())}\n")
 
 
-def _from_yaml(paths: Sequence[str]) -> list[str]:
+def _from_yaml(paths: Sequence[Path]) -> list[str]:
     import yaml  # transformers installs it
 
     words: list[str] = []
     for path in paths:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError(f"{path}: a YAML file of --name: value pairs was expected.")
         for name, value in values.items():

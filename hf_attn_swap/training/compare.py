@@ -73,6 +73,7 @@ def launch(
     argv: Sequence[str] | None = None,
     *,
     keep_columns: bool = False,
+    recipe: str | None = None,
 ) -> None:
     """Run a recipe from its command line: read the arguments, compare, and push if `--push_to` is given.
 
@@ -83,9 +84,12 @@ def launch(
         argv: see `parse`.
         keep_columns: True keeps the columns of the data that the model does not take, because a transform of the data
             reads them when a row is used.
+        recipe: the recipe's name, if it ships with the package and has configurations there.
     """
     classes = (ModelArguments, DataArguments, ConversionArguments, own, TrainingArguments)
-    model, data, conversion, mine, training = parse(classes, argv)
+    model, data, conversion, mine, training = parse(
+        classes, argv, recipe=recipe, about=sys.modules[build.__module__].__doc__
+    )
     training.remove_unused_columns = training.remove_unused_columns and not keep_columns
     result = compare(lambda: build(model, data, mine), about(mine), model, data, conversion, training)
     if result is not None and mine.push_to:

@@ -119,7 +119,7 @@ def test_scripts_configurations_and_options_exist(line: str) -> None:
     for word in arguments:
         if word.endswith(".yaml"):
             assert (ROOT / word).is_file()
-    sources = [script, *script.parent.glob("*.py"), *(ROOT / "hf_attn_swap" / "training").glob("*.py")]
+    sources = [script, *script.parent.glob("*.py"), *(ROOT / "hf_attn_swap" / "training").rglob("*.py")]
     text = "\n".join(path.read_text("utf-8") for path in sources)
     for word in arguments:
         if word.startswith("--"):
