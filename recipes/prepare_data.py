@@ -2,8 +2,8 @@
 
     python recipes/prepare_data.py SOURCE OUT
 
-The folders are for machines without access to the Hub: `--dataset OUT/ag_news` takes the place of
-`--dataset fancyzhx/ag_news`. The script looks in SOURCE for `ag_news/`, `glue/<task>/`, `cifar10/`, `imdb/` and
+The folders are for machines without access to the Hub: `--dataset_name OUT/ag_news` takes the place of
+`--dataset_name fancyzhx/ag_news`. The script looks in SOURCE for `ag_news/`, `glue/<task>/`, `cifar10/`, `imdb/` and
 `wikitext-2/` and `tinyshakespeare/`, and skips every folder that is missing. `OUT/mixture` has text of three kinds.
 """
 

@@ -13,7 +13,7 @@ import yaml
 from transformers import TrainingArguments
 
 from hf_attn_swap import configurations
-from hf_attn_swap.training import ConversionArguments, DataArguments, ModelArguments, parse
+from hf_attn_swap.training import ConversionArguments, ImageDataArguments, ModelArguments, TextDataArguments, parse
 from hf_attn_swap.training import recipes as package
 
 SHIPPED = configurations.shipped()
@@ -22,7 +22,8 @@ SHIPPED = configurations.shipped()
 def classes(recipe: str) -> tuple[Any, ...]:
     """What the recipe's command line is read into."""
     module = importlib.import_module(f"{package.__name__}.{recipe}")
-    return (ModelArguments, DataArguments, ConversionArguments, module.RecipeArguments, TrainingArguments)
+    data = ImageDataArguments if recipe == "image_classification" else TextDataArguments
+    return (ModelArguments, data, ConversionArguments, module.RecipeArguments, TrainingArguments)
 
 
 def test_every_recipe_has_configurations_of_different_names() -> None:
@@ -37,7 +38,7 @@ def test_a_configuration_is_what_its_recipe_takes(name: str) -> None:
     path = SHIPPED[name]
     model, data, _, _, training = parse(classes(path.parent.name), [name, "--use_cpu", "true"], recipe=path.parent.name)
     given = yaml.safe_load(path.read_text("utf-8"))
-    assert (model.model, data.dataset) == (given["model"], given["dataset"])
+    assert (model.model_name_or_path, data.dataset_name) == (given["model_name_or_path"], given["dataset_name"])
     assert training.output_dir == given["output_dir"]
     assert re.fullmatch(r"[^#].*\.", configurations.first_line(path)), "a sentence, for `hf-attn-swap train --list`"
 
@@ -77,6 +78,6 @@ def test_a_wrong_name_lists_the_names(
 
 
 def test_options_win_over_a_configuration() -> None:
-    model, *_ = parse(classes("text_classification"), ["ag_news", "--model", "own", "--use_cpu", "true"])
-    assert model.model == "own"
+    model, *_ = parse(classes("text_classification"), ["ag_news", "--model_name_or_path", "own", "--use_cpu", "true"])
+    assert model.model_name_or_path == "own"
     assert json.loads(model.options) == {}

@@ -4,8 +4,8 @@
 
 The data set needs a column of images. It may be on the Hub, in parquet files, or in a folder with one folder per class.
 If `--image_size` differs from the model's size, position embeddings are interpolated; a smaller size has fewer patches
-and is several times faster. With `--from_scratch`, `--model vit` and `--config_overrides` define the model.
-skip_free.py describes `--skip_free`.
+and is several times faster. With `--from_scratch`, `--model_name_or_path vit` and `--config_overrides` define the
+model. skip_free.py describes `--skip_free`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import (
 
 from .. import (
     About,
-    DataArguments,
+    ImageDataArguments,
     ModelArguments,
     Task,
     launch,
@@ -46,7 +46,6 @@ class RecipeArguments:
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
     config_overrides: str = field(default="{}", metadata={"help": "Config values as JSON; needs --from_scratch."})
     skip_free: bool = field(default=False, metadata={"help": "No residual connections; needs --from_scratch."})
-    push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
 
     def __post_init__(self) -> None:
         if not self.from_scratch and (self.skip_free or self.config_overrides != "{}"):
@@ -88,8 +87,8 @@ def collate(rows: list[dict[str, Any]], interpolate: bool) -> dict[str, Any]:
 
 def pretrained(model: ModelArguments, values: dict[str, Any]) -> tuple[Any, Any]:
     """A function that loads the pretrained model, and its processor."""
-    load = functools.partial(AUTO.from_pretrained, model.model, dtype=model.dtype, **values)
-    return load, AutoImageProcessor.from_pretrained(model.model)
+    load = functools.partial(AUTO.from_pretrained, model.model_name_or_path, dtype=model.dtype, **values)
+    return load, AutoImageProcessor.from_pretrained(model.model_name_or_path)
 
 
 def from_scratch(name: str, own: RecipeArguments, values: dict[str, Any]) -> tuple[Any, Any]:
@@ -101,7 +100,7 @@ def from_scratch(name: str, own: RecipeArguments, values: dict[str, Any]) -> tup
     return load, ViTImageProcessorPil(size=side)
 
 
-def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments) -> Task:
+def build_task(model: ModelArguments, data: ImageDataArguments, own: RecipeArguments) -> Task:
     """Read and check the data and the options, before any training."""
     train, test, classes = load_splits(data)
     values = {
@@ -110,8 +109,10 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         "label2id": {name: index for index, name in enumerate(classes)},
     }
     more = ["without residual connections"] if own.skip_free else []
-    load, processor = from_scratch(model.model, own, values) if own.from_scratch else pretrained(model, values)
-    ready = functools.partial(prepare, column=data.columns[0], processor=processor, size=own.image_size)
+    load, processor = (
+        from_scratch(model.model_name_or_path, own, values) if own.from_scratch else pretrained(model, values)
+    )
+    ready = functools.partial(prepare, column=data.image_column_name, processor=processor, size=own.image_size)
     return Task(
         load=load,
         train=train.with_transform(functools.partial(ready, flip=own.flip)),
@@ -121,7 +122,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         predict=predict,
         settings=data.settings | own.changed(),
         processor=processor,
-        scratch=made_of(model.model, own.config_overrides, *more) if own.from_scratch else "",
+        scratch=made_of(model.model_name_or_path, own.config_overrides, *more) if own.from_scratch else "",
     )
 
 
@@ -138,4 +139,12 @@ def about(own: RecipeArguments) -> About:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the recipe with these words, or with those of the command line."""
-    launch(RecipeArguments, build_task, about, arguments, keep_columns=True, recipe="image_classification")
+    launch(
+        RecipeArguments,
+        build_task,
+        about,
+        arguments,
+        keep_columns=True,
+        recipe="image_classification",
+        data=ImageDataArguments,
+    )

@@ -1,15 +1,15 @@
 """Trains a causal or masked language model with a swapped attention, and the softmax control beside it.
 
     hf-attn-swap train language-modeling wikitext2 --variant belief
-    hf-attn-swap train language-modeling wikitext2 --objective masked --model roberta-base
+    hf-attn-swap train language-modeling wikitext2 --objective masked --model_name_or_path roberta-base
     hf-attn-swap train language-modeling scratch_gpt2 --variant outeffhop
 
-The text is cut into blocks of `--max_length` tokens. The metric is the perplexity on held-out blocks. It is measured
-twice: when the attention is swapped and nothing is fitted or trained (`perplexity_before`), and after the training.
+The text is cut into blocks of `--max_seq_length` tokens. The metric is the perplexity on held-out blocks. It is
+measured twice: when the attention is swapped and nothing is fitted or trained (`perplexity_before`), and at the end.
 Beside it stand KL to the pretrained model, the share of tokens with the same first choice, and, with `--other_dataset`,
 the perplexity on text of another kind than the text of the conversion.
-With `--from_scratch`, `--model` names a model or an architecture ("gpt2", "opt", "llama"), and `--config_overrides`
-changes its sizes. `--tokenizer bytes` needs no files.
+With `--from_scratch`, `--model_name_or_path` names a model or an architecture ("gpt2", "opt", "llama"), and
+`--config_overrides` changes its sizes. `--tokenizer_name bytes` needs no files.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from transformers import (
 from ...analysis import lost
 from .. import (
     About,
-    DataArguments,
     ModelArguments,
     Task,
+    TextDataArguments,
     launch,
     load_rows,
     load_splits,
@@ -48,7 +48,7 @@ from .. import (
 )
 
 TOKENS = "input_ids"  # a column of token ids, which no tokenizer has to read
-LATER = ("tokenizer", "train_length")  # no part of the settings of a run that leaves them out
+LATER = ("tokenizer_name", "train_length")  # no part of the settings of a run that leaves them out
 AUTO = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM}
 
 
@@ -60,10 +60,10 @@ class RecipeArguments:
     objective: str = field(default="causal", metadata={"help": '"causal" or "masked".'})
     train_tokens: int | None = field(default=None, metadata={"help": "Tokens to train on; all if left out."})
     train_length: int | None = field(
-        default=None, metadata={"help": "Tokens per block to train on; --max_length, which measures, if left out."}
+        default=None, metadata={"help": "Tokens per block to train on; --max_seq_length, which measures, if left out."}
     )
     test_tokens: int | None = field(default=None, metadata={"help": "Tokens to measure on; all if left out."})
-    tokenizer: str | None = field(default=None, metadata={"help": '"bytes" or a model; needs --from_scratch.'})
+    tokenizer_name: str | None = field(default=None, metadata={"help": '"bytes" or a model; needs --from_scratch.'})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
     config_overrides: str = field(default="{}", metadata={"help": "Config values as JSON; needs --from_scratch."})
     other_dataset: str | None = field(
@@ -71,13 +71,12 @@ class RecipeArguments:
         metadata={"help": "Text of another kind, to measure on too: a name on the Hub, a folder or a file."},
     )
     figure_blocks: int = field(default=16, metadata={"help": "Held-out blocks for KL, agreement and the other text."})
-    push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
 
     def __post_init__(self) -> None:
         if self.objective not in AUTO:
             raise ValueError(f"objective must be one of {', '.join(AUTO)}, got {self.objective!r}.")
-        if not self.from_scratch and (self.tokenizer or self.config_overrides != "{}"):
-            raise ValueError("--tokenizer and --config_overrides need --from_scratch: weights fit one vocabulary.")
+        if not self.from_scratch and (self.tokenizer_name or self.config_overrides != "{}"):
+            raise ValueError("--tokenizer_name and --config_overrides need --from_scratch: weights fit one vocabulary.")
 
 
 def blocks(split: Dataset, column: str, tokenizer: Any, length: int, tokens: int | None) -> list[list[int]]:
@@ -91,7 +90,7 @@ def blocks(split: Dataset, column: str, tokenizer: Any, length: int, tokens: int
     stream = list(itertools.islice(ids, wanted))
     found = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
     if not found:
-        raise ValueError(f"the text has {len(stream)} tokens, less than one block of {length} (--max_length).")
+        raise ValueError(f"the text has {len(stream)} tokens, less than one block of {length} (--max_seq_length).")
     return found
 
 
@@ -141,30 +140,30 @@ def vocabulary(tokenizer: Any) -> dict[str, Any]:
     return {"vocab_size": len(tokenizer), **ends}
 
 
-def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments) -> Task:
+def build_task(model: ModelArguments, data: TextDataArguments, own: RecipeArguments) -> Task:
     """Read and check the data and the options, before any training."""
     train, test, _ = load_splits(data, labelled=False)
-    name = own.tokenizer or model.model
-    tokenizer = None if data.columns[0] == TOKENS else tokenizer_of(name)
+    name = own.tokenizer_name or model.model_name_or_path
+    tokenizer = None if data.input_columns[0] == TOKENS else tokenizer_of(name)
     auto, causal = AUTO[own.objective], own.objective == "causal"
     if own.from_scratch:
-        config = scratch_config(model.model, own.config_overrides, **vocabulary(tokenizer))
+        config = scratch_config(model.model_name_or_path, own.config_overrides, **vocabulary(tokenizer))
         load = functools.partial(auto.from_config, config, dtype=torch.float32)
     else:
-        load = functools.partial(auto.from_pretrained, model.model, dtype=model.dtype)
-    cut = functools.partial(blocks, column=data.columns[0], tokenizer=tokenizer, length=data.max_length)
-    length = own.train_length or data.max_length
+        load = functools.partial(auto.from_pretrained, model.model_name_or_path, dtype=model.dtype)
+    cut = functools.partial(blocks, column=data.input_columns[0], tokenizer=tokenizer, length=data.max_seq_length)
+    length = own.train_length or data.max_seq_length
     rows = {"train": cut(train, tokens=own.train_tokens, length=length), "test": cut(test, tokens=own.test_tokens)}
     sets = {name: Dataset.from_dict({"input_ids": found, "labels": found}) for name, found in rows.items()}
     other = None
     if own.other_dataset is not None:
-        split = load_rows(own.other_dataset, None, None, data.columns[0])
-        some = cut(split, tokens=own.figure_blocks * data.max_length)
+        split = load_rows(own.other_dataset, None, None, data.input_columns[0])
+        some = cut(split, tokens=own.figure_blocks * data.max_seq_length)
         other = Dataset.from_dict({"input_ids": some, "labels": some})
     collate = default_data_collator
     if not causal:
         if tokenizer is None:
-            raise ValueError(f"--columns {TOKENS} has no tokenizer, whose mask token a masked model needs.")
+            raise ValueError(f"--text_column_names {TOKENS} has no tokenizer, whose mask token a masked model needs.")
         hide = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15, seed=0)
         hidden = [hide([{"input_ids": row}]) for row in rows["test"]]  # the same tokens are hidden from every model
         sets["test"] = Dataset.from_list([{name: value[0].tolist() for name, value in row.items()} for row in hidden])
@@ -182,7 +181,9 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         mean_loss=False,
         before=not own.from_scratch,
         figures=functools.partial(figures, load=load, own=own, other=other, shift=int(causal)) if causal else None,
-        scratch=made_of(model.model, own.config_overrides, f"{'token ids' if tokenizer is None else name} as tokens")
+        scratch=made_of(
+            model.model_name_or_path, own.config_overrides, f"{'token ids' if tokenizer is None else name} as tokens"
+        )
         if own.from_scratch
         else "",
     )

@@ -23,9 +23,9 @@ from transformers import (
 
 from .. import (
     About,
-    DataArguments,
     ModelArguments,
     Task,
+    TextDataArguments,
     json_object,
     launch,
     load_splits,
@@ -44,7 +44,6 @@ class RecipeArguments:
     config_overrides: str = field(
         default="{}", metadata={"help": 'Config values as JSON; {"num_hidden_layers": 2} keeps the first two layers.'}
     )
-    push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
 
     def changed(self) -> dict[str, Any]:
         """The arguments on which the metrics depend, if they differ from the default."""
@@ -53,12 +52,12 @@ class RecipeArguments:
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
 
 
-def encode(dataset: Any, tokenizer: Any, data: DataArguments) -> Any:
+def encode(dataset: Any, tokenizer: Any, data: TextDataArguments) -> Any:
     """Replace texts by token ids, truncated and without padding."""
 
     def tokens(rows: dict[str, list[Any]]) -> Any:
-        texts = [list(map(str, rows[column])) for column in data.columns]
-        return tokenizer(*texts, truncation=True, max_length=data.max_length)
+        texts = [list(map(str, rows[column])) for column in data.input_columns]
+        return tokenizer(*texts, truncation=True, max_length=data.max_seq_length)
 
     keep = [name for name in dataset.column_names if name != "labels"]
     return dataset.map(tokens, batched=True, remove_columns=keep, desc="tokenise")
@@ -78,23 +77,24 @@ def predict(trainer: Any, test: Any) -> tuple[list[float], list[float]]:
     return numbers.tolist(), found.label_ids.tolist()
 
 
-def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments) -> Task:
+def build_task(model: ModelArguments, data: TextDataArguments, own: RecipeArguments) -> Task:
     """Read and check the data and the options, before any training."""
     train, test, classes = load_splits(data, labelled=not own.regression)
     if own.regression:
         train, test = (
-            split.map(lambda row: {"labels": float(row[data.label_column])}, desc="labels") for split in (train, test)
+            split.map(lambda row: {"labels": float(row[data.label_column_name])}, desc="labels")
+            for split in (train, test)
         )
-    tokenizer = AutoTokenizer.from_pretrained(model.model)
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path)
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     values = {"num_labels": 1} if own.regression else {"num_labels": len(classes), **names}
     auto = AutoModelForSequenceClassification
     if own.from_scratch:
-        config = scratch_config(model.model, own.config_overrides, **values)
+        config = scratch_config(model.model_name_or_path, own.config_overrides, **values)
         load = functools.partial(auto.from_config, config, dtype=torch.float32)
     else:
         values |= json_object(own.config_overrides, "--config_overrides")
-        load = functools.partial(auto.from_pretrained, model.model, dtype=model.dtype, **values)
+        load = functools.partial(auto.from_pretrained, model.model_name_or_path, dtype=model.dtype, **values)
     return Task(
         load=load,
         train=encode(train, tokenizer, data),
@@ -104,7 +104,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         predict=predict,
         settings=data.settings | own.changed(),
         processor=tokenizer,
-        scratch=made_of(model.model, own.config_overrides) if own.from_scratch else "",
+        scratch=made_of(model.model_name_or_path, own.config_overrides) if own.from_scratch else "",
     )
 
 
