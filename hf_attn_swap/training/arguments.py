@@ -77,10 +77,8 @@ class ModelArguments:
     @property
     def published_name(self) -> str:
         """The name of the pretrained model on the card."""
-        if self.base_model_card_name:
-            return self.base_model_card_name
         path = Path(self.model_name_or_path)
-        return path.name if path.is_dir() else self.model_name_or_path
+        return self.base_model_card_name or path.name if path.is_dir() else self.model_name_or_path
 
     @property
     def run_name(self) -> str:
@@ -204,7 +202,7 @@ class DataArguments:
         default=None, metadata={"help": 'Configuration of the set, such as a GLUE task; "" is none.'}
     )
     dataset_card_name: str | None = field(
-        default=None, metadata={"help": "Name of the set on the card, if --dataset_name is a folder."}
+        default=None, metadata={"help": "Name of the set on the card, if it is read from a folder or a file."}
     )
     train_file: str | None = field(
         default=None, metadata={"help": "CSV, JSON lines or parquet, instead of --dataset_name."}
@@ -249,6 +247,8 @@ class DataArguments:
     @property
     def published_name(self) -> str:
         """The name of the data set on the card."""
+        if self.dataset_name is not None and not Path(self.dataset_name).exists():
+            return self.dataset_name
         return self.dataset_card_name or Path(self.dataset_name or self.train_file or "").stem
 
 

@@ -176,6 +176,20 @@ def test_without_an_accelerator_training_is_told_to_use_the_cpu(there: bool, mon
     assert not training.use_cpu, "what the user says wins"
 
 
+def test_names_on_the_card(tmp_path: Path) -> None:
+    """A name for the card stands for what is read from this machine only: else the card would name another set."""
+    for here, named, shown in (
+        ("bert-base-uncased", None, "bert-base-uncased"),
+        ("bert-base-uncased", "some/other", "bert-base-uncased"),
+        (str(tmp_path), None, tmp_path.name),
+        (str(tmp_path), "some/other", "some/other"),
+    ):
+        assert ModelArguments(model_name_or_path=here, base_model_card_name=named).published_name == shown
+        assert TextDataArguments(dataset_name=here, dataset_card_name=named).published_name == shown
+    files = TextDataArguments(train_file="rows.csv", test_file="b.csv", dataset_card_name="some/rows")
+    assert files.published_name == "some/rows"
+
+
 def test_a_push_needs_a_name(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(SystemExit, match="--push_to_hub needs --hub_model_id"):
         recipe("text_classification.py", options(tiny, tmp_path / "out", "--push_to_hub"), monkeypatch)
