@@ -10,7 +10,7 @@ again, as in text_classification.py.
 
 Differences from LRA:
 
-- BERT's layers normalise after each sum, and not before; the attention has biases.
+- BERT's layers normalize after each sum, and not before; the attention has biases.
 - All weights start from one normal distribution.
 - [CLS] goes through BERT's tanh pooler; in matching, through LRA's two ReLU layers.
 - The layers in ListOps are not tied.

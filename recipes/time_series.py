@@ -114,7 +114,7 @@ def figures(trainer: Any, test: Dataset) -> dict[str, float]:
         for start in range(0, len(rows), 32):
             batch = trainer.data_collator(list(rows.select(range(start, min(start + 32, len(rows))))))
             model(past_values=batch["past_values"].to(trainer.args.device))
-    outliers = {"kurtosis": recording.kurtosis, "max_inf_norm": recording.max_infinity_norm}
+    outliers = {"kurtosis": recording.kurtosis, "max_inf_norm": recording.max_inf_norm}
     return {"mae": float(np.mean(predict(trainer, test, power=1)[0])), **outliers}
 
 

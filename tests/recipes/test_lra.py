@@ -188,7 +188,7 @@ def test_a_missing_text_is_no_text(lra: Any) -> None:
 def test_shipped_configs(name: str, lra: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is understood; the paper's have its schedule, with the peak learning rate base / sqrt(warmup)."""
     monkeypatch.setattr(sys, "argv", ["lra.py"])
-    kinds = (lra.ModelArguments, lra.DataArguments, lra.RecipeArguments, TrainingArguments)
+    kinds = (lra.ModelArguments, lra.TextDataArguments, lra.RecipeArguments, TrainingArguments)
     model, rows, own, training = parse(kinds, [str(RECIPES / "configs" / f"{name}.yaml"), "--use_cpu", "true"])
     config = lra.scratch_config(model.model_name_or_path, own.config_overrides)
     assert config.hidden_size % config.num_attention_heads == 0

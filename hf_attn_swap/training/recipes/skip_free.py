@@ -1,7 +1,7 @@
 """A ViT without residual connections, in which attention alone must keep the tokens apart.
 
 These are the networks of table 7 of the modern Hopfield paper. In them `mha` keeps its own skip, which is a share alpha
-of the layer's normalised input. With `alpha=0`, only the scores of the layers below reach the next layer. The model has
+of the layer's normalized input. With `alpha=0`, only the scores of the layers below reach the next layer. The model has
 its own model type, so that its weights are not loaded into an ordinary ViT.
 """
 
