@@ -96,6 +96,7 @@ wheel:
 	.venv-wheel/bin/python -m pip install --quiet dist/*.whl
 	.venv-wheel/bin/python -I tests/wheel/smoke.py
 	.venv-wheel/bin/hf-attn-swap variants
+	.venv-wheel/bin/hf-attn-swap train --list
 
 # NO_MKDOCS_2_WARNING silences a notice of the theme on a later MkDocs; --strict stops at a broken link or reference.
 docs: $(VENV)/.installed

@@ -25,7 +25,7 @@ ROWS = (  # the rows of the table that `compare` prints: words, name of the figu
     ("MB of parameters", "parameter_bytes", 1e6),
     ("MB that a pass adds, at its peak", "peak_bytes", 1e6),
     ("kurtosis of the hidden states", "kurtosis", 1),
-    ("infinity norm of the hidden states", "max_infinity_norm", 1),
+    ("infinity norm of the hidden states", "max_inf_norm", 1),
 )
 
 
@@ -160,7 +160,7 @@ def _figures(cost: Cost, found: Outliers | None) -> dict[str, Any]:
     from hf_attn_swap.analysis.recording import plain
 
     measured = {} if found is None else asdict(found)
-    return {**asdict(cost), **{name: plain(measured.get(name)) for name in ("kurtosis", "max_infinity_norm")}}
+    return {**asdict(cost), **{name: plain(measured.get(name)) for name in ("kurtosis", "max_inf_norm")}}
 
 
 def _table(costs: Sequence[Cost], states: Sequence[Outliers | None], ratio: float) -> Table:

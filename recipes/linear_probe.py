@@ -1,7 +1,6 @@
 r"""Measures how much a frozen, swapped model still knows, by a logistic regression on its features.
 
-    python recipes/linear_probe.py recipes/configs/ag_news.yaml --variant modern_hopfield \
-        --calibrate map --output_dir runs/probe
+    python recipes/linear_probe.py ag_news --variant modern_hopfield --calibrate map --output_dir runs/probe
     python recipes/linear_probe.py recipes/configs/probe_cifar10.yaml --variant belief
 
 The recipe prints the stock model, the swapped model, and the model after each stage of the conversion side by side. So
@@ -22,8 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from image_classification import collate as collate_images  # image_classification.py lies beside this recipe
-from image_classification import prepare
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -34,10 +31,19 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.conversion.stages import FineTune
 from hf_attn_swap.conversion.take import take
 from hf_attn_swap.core.typed import parse_layers
-from hf_attn_swap.training import ConversionArguments, DataArguments, ModelArguments, load_splits, parse
+from hf_attn_swap.training import ConversionArguments, ModelArguments, TextDataArguments, load_splits, parse
 from hf_attn_swap.training.metrics import paired_interval, scores
+from hf_attn_swap.training.recipes.image_classification import collate as collate_images
+from hf_attn_swap.training.recipes.image_classification import prepare
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
+
+
+@dataclass(kw_only=True)
+class ProbeDataArguments(TextDataArguments):
+    """Data with columns of text, or with a column of images."""
+
+    image_column_name: str = field(default="image", metadata={"help": "Column of the images, with --image_size."})
 
 
 @dataclass(kw_only=True)
@@ -48,12 +54,14 @@ class RecipeArguments:
     penalty: float = field(default=1.0, metadata={"help": "C of the logistic regression; small is a large penalty."})
 
 
-def texts(data: DataArguments, name: str) -> tuple[Any, Any, Collator]:
+def texts(data: ProbeDataArguments, name: str) -> tuple[Any, Any, Collator]:
     """Encoded rows to train and to test on, sorted by length, and the function that makes batches."""
     tokenizer = AutoTokenizer.from_pretrained(name)
 
     def encode(rows: dict[str, list[Any]]) -> Any:
-        return tokenizer(*[rows[column] for column in data.columns], truncation=True, max_length=data.max_length)
+        return tokenizer(
+            *[rows[column] for column in data.input_columns], truncation=True, max_length=data.max_seq_length
+        )
 
     found = []
     for split in load_splits(data)[:2]:
@@ -64,11 +72,11 @@ def texts(data: DataArguments, name: str) -> tuple[Any, Any, Collator]:
     return found[0], found[1], DataCollatorWithPadding(tokenizer)
 
 
-def images(data: DataArguments, name: str, size: int) -> tuple[Any, Any, Collator]:
+def images(data: ProbeDataArguments, name: str, size: int) -> tuple[Any, Any, Collator]:
     """Rows of pixels to train and to test on, and the function that makes batches."""
     processor = AutoImageProcessor.from_pretrained(name)
-    ready = functools.partial(prepare, column=data.columns[0], processor=processor, size=size, flip=False)
-    train, test, _ = load_splits(data)
+    ready = functools.partial(prepare, column=data.image_column_name, processor=processor, size=size, flip=False)
+    train, test, _ = load_splits(replace(data, text_column_names=[data.image_column_name]))
     return train.with_transform(ready), test.with_transform(ready), functools.partial(collate_images, interpolate=True)
 
 
@@ -92,18 +100,18 @@ def features(model: Any, rows: Any, collate: Collator, size: int, title: str) ->
 
 def main(argv: list[str] | None = None) -> None:
     model, data, conversion, own, training = parse(
-        (ModelArguments, DataArguments, ConversionArguments, RecipeArguments, TrainingArguments), argv
+        (ModelArguments, ProbeDataArguments, ConversionArguments, RecipeArguments, TrainingArguments), argv
     )
     transformers.utils.logging.set_verbosity_error()
     folder = Path(training.output_dir)
     if own.image_size is None:
-        train, test, collate = texts(data, model.model)
+        train, test, collate = texts(data, model.model_name_or_path)
     else:
-        train, test, collate = images(data, model.model, own.image_size)
+        train, test, collate = images(data, model.model_name_or_path, own.image_size)
         training.remove_unused_columns = False
     labels, truth = train["labels"][:], test["labels"][:]
     size = training.per_device_eval_batch_size
-    encoder = AutoModel.from_pretrained(model.model, dtype=model.dtype).eval().to(training.device)
+    encoder = AutoModel.from_pretrained(model.model_name_or_path, dtype=model.dtype).eval().to(training.device)
     predictions: dict[str, list[int]] = {}
 
     def measure(stage: str) -> None:

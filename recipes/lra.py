@@ -5,13 +5,13 @@
     python recipes/lra.py recipes/configs/lra_text_small.yaml --variant simpletron_resl --seeds 0 1 2
 
 `--task listops` reads operators, digits and `]`. `--task text` reads the bytes of a text in UTF-8. `--task matching`
-reads the bytes of two texts with one encoder. A row starts with [CLS], has at most `--max_length` tokens with [CLS],
-and is padded per batch. The softmax control is trained beside the variant. A run that is finished is not done again, as
-in text_classification.py.
+reads the bytes of two texts with one encoder. A row starts with [CLS], has at most `--max_seq_length` tokens with
+[CLS], and is padded per batch. The softmax control is trained beside the variant. A run that is finished is not done
+again, as in text_classification.py.
 
 Differences from LRA:
 
-- BERT's layers normalise after each sum, and not before; the attention has biases.
+- BERT's layers normalize after each sum, and not before; the attention has biases.
 - All weights start from one normal distribution.
 - [CLS] goes through BERT's tanh pooler; in matching, through LRA's two ReLU layers.
 - The layers in ListOps are not tied.
@@ -27,7 +27,6 @@ from typing import Any, Literal
 
 import torch
 from listops import TOKENS, tokens
-from text_classification import by_length, predict
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
@@ -36,14 +35,15 @@ from transformers.modeling_outputs import SequenceClassifierOutput as Output
 
 from hf_attn_swap.training import (
     About,
-    DataArguments,
     ModelArguments,
     Task,
+    TextDataArguments,
     launch,
     load_splits,
     made_of,
     scratch_config,
 )
+from hf_attn_swap.training.recipes.text_classification import by_length, predict
 
 PAD, CLS, SPECIAL = 0, 1, 2
 NUMBERS = {token: SPECIAL + index for index, token in enumerate(TOKENS)}
@@ -55,7 +55,6 @@ class RecipeArguments:
 
     task: Literal["listops", "text", "matching"] = field(metadata={"help": "Task of the Long Range Arena."})
     card_name: str = field(default="bert-lra", metadata={"help": "Start of the run's name on its card."})
-    push_to: str | None = field(default=None, metadata={"help": "Push the first seed's model and card there."})
     config_overrides: str = field(default="{}", metadata={"help": "Values of BertConfig, such as its sizes, as JSON."})
 
 
@@ -85,19 +84,19 @@ def read(task: str, text: str) -> list[int]:
     return [SPECIAL + byte for byte in text.encode("utf-8")]
 
 
-def encode(dataset: Any, task: str, data: DataArguments) -> Any:
+def encode(dataset: Any, task: str, data: TextDataArguments) -> Any:
     """Replace texts by numbers, truncated and without padding. A row of matching becomes two lists."""
 
     def numbers(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
-            if None in (texts := [row[column] for column in data.columns]):
+            if None in (texts := [row[column] for column in data.input_columns]):
                 raise ValueError("a text is missing; fill it in, or leave the row out.")
-            found = [[CLS, *read(task, str(text))][: data.max_length] for text in texts]
+            found = [[CLS, *read(task, str(text))][: data.max_seq_length] for text in texts]
         except ValueError as problem:
             raise ValueError(f"row {index}: {problem}") from None
         return {"input_ids": found if task == "matching" else found[0]}
 
-    return dataset.map(numbers, with_indices=True, remove_columns=data.columns, desc="read")
+    return dataset.map(numbers, with_indices=True, remove_columns=data.input_columns, desc="read")
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -110,22 +109,24 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != PAD).long(), **labels}
 
 
-def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments) -> Task:
+def build_task(model: ModelArguments, data: TextDataArguments, own: RecipeArguments) -> Task:
     """Read and check the data and the options, before any training."""
-    if model.model != "bert":
-        raise ValueError(f"these tasks are for a BERT from random weights: --model is bert, not {model.model}.")
-    if len(data.columns) != (count := 2 if own.task == "matching" else 1):
-        raise ValueError(f"--task {own.task} reads {count} of --columns, got {' '.join(data.columns)}.")
+    if model.model_name_or_path != "bert":
+        raise ValueError(
+            f"these tasks take a BERT of random weights: --model_name_or_path is bert, not {model.model_name_or_path}."
+        )
+    if len(data.input_columns) != (count := 2 if own.task == "matching" else 1):
+        raise ValueError(f"--task {own.task} reads {count} of --text_column_names, got {' '.join(data.input_columns)}.")
     train, test, classes = load_splits(data)
     values: dict[str, Any] = {
         "vocab_size": SPECIAL + (len(TOKENS) if own.task == "listops" else 256),
-        "max_position_embeddings": data.max_length,
+        "max_position_embeddings": data.max_seq_length,
         "type_vocab_size": 1,
         "pad_token_id": PAD,
         "id2label": dict(enumerate(classes)),
         "label2id": {name: index for index, name in enumerate(classes)},
     }
-    config = scratch_config(model.model, own.config_overrides, **values)
+    config = scratch_config(model.model_name_or_path, own.config_overrides, **values)
     return Task(
         load=functools.partial(Matcher if own.task == "matching" else BertForSequenceClassification, config),
         train=encode(train, own.task, data),
@@ -134,7 +135,7 @@ def build_task(model: ModelArguments, data: DataArguments, own: RecipeArguments)
         metrics=data.metrics,
         predict=predict,
         settings={**data.settings, "task": own.task, "config_overrides": own.config_overrides},
-        scratch=made_of(model.model, own.config_overrides),
+        scratch=made_of(model.model_name_or_path, own.config_overrides),
     )
 
 

@@ -9,7 +9,7 @@ are also asked for with more retrieval steps.
 The paper states no criterion of success. The scripts that it follows count an image as recalled if the squared
 difference is at most a threshold, which is 50 in Millidge et al. (2022) for pixels in [0, 1]. The control always
 answers the mean of the stored images. On MNIST the control passes this criterion for half of the images, so read the
-errors and recall.png too. Which normaliser recalls most depends on beta: try several values.
+errors and recall.png too. Which normalizer recalls most depends on beta: try several values.
 
 The data are a folder of MNIST idx files (.gz), or of parquet files named train* and test*. The recipe writes
 memory.json, memory.png and recall.png.
@@ -50,7 +50,7 @@ class Options:
         default_factory=lambda: [0.1, 0.3, 0.5, 0.7, 1.0, 1.4], metadata={"help": "Standard deviations of the noise."}
     )
     noise_size: int = field(default=100, metadata={"help": "Number of stored images in the sweeps of noise and steps."})
-    beta: float = field(default=1.0, metadata={"help": "Inverse temperature, inside the normaliser."})
+    beta: float = field(default=1.0, metadata={"help": "Inverse temperature, inside the normalizer."})
     steps: int = field(default=1, metadata={"help": "Retrieval steps."})
     more_steps: list[int] = field(
         default_factory=lambda: [1, 2, 3, 5, 10], metadata={"help": "Numbers of retrieval steps in the sweep of steps."}
@@ -60,7 +60,7 @@ class Options:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the normalisers, and of the control."""
+        """The names of the normalizers, and of the control."""
         return [*self.normalizers, MEAN]
 
 
@@ -76,7 +76,7 @@ def retrieve(normalizer: str, queries: Tensor, stored: Tensor, beta: float, step
 
 
 def measure(images: Tensor, options: Options) -> list[dict[str, Any]]:
-    """One row per sweep, value and normaliser, with the measurements of each seed."""
+    """One row per sweep, value and normalizer, with the measurements of each seed."""
     rows: dict[tuple[str, float, str], dict[str, list[float]]] = {}
     for seed in tqdm(range(options.seeds), desc="seed"):
         generator = torch.Generator().manual_seed(seed)

@@ -119,7 +119,7 @@ def train(size: int, normalizer: str, seed: int, options: Options, data: list[An
 
 
 def measure(options: Options) -> list[dict[str, Any]]:
-    """One row per task, bag size and normaliser, with the accuracy and the losses of each seed."""
+    """One row per task, bag size and normalizer, with the accuracy and the losses of each seed."""
     rows = []
     cells = [(task, size, name) for task in options.tasks for size in options.bag_sizes for name in options.normalizers]
     sets = {task: instances(task, options, torch.Generator().manual_seed(0)) for task in options.tasks}

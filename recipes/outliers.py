@@ -1,9 +1,8 @@
 r"""Outliers, token similarity and entropy of fine-tuned models, and what 8 bits cost each of them.
 
-    python recipes/text_classification.py recipes/configs/ag_news.yaml --variant outeffhop      # and the others
-    python recipes/outliers.py text_classification recipes/configs/ag_news.yaml \
-        --runs softmax outeffhop clipped-softmax gated outeffhop-gated --test_rows 2000 \
-        --figures recipes/figures/minilm.json
+    hf-attn-swap train text-classification ag_news --variant outeffhop      # and the others
+    python recipes/outliers.py text_classification ag_news --max_eval_samples 2000 \
+        --runs softmax outeffhop clipped gated outeffhop-gated --figures recipes/figures/minilm.json
 
 Another recipe trained the models into `<output_dir>/<run>/seed-<seed>/model`. The first run named is the control. This
 recipe measures of each model:
@@ -34,7 +33,7 @@ from transformers import Trainer, TrainingArguments
 from hf_attn_swap.analysis import record
 from hf_attn_swap.publish.results import versions
 from hf_attn_swap.quantization import fake_w8a8, int8_dynamic
-from hf_attn_swap.training import DataArguments, ModelArguments, Task, parse
+from hf_attn_swap.training import ImageDataArguments, ModelArguments, Task, TextDataArguments, parse
 from hf_attn_swap.training.metrics import paired_interval, scores
 from hf_attn_swap.training.outcome import hardware
 
@@ -103,10 +102,12 @@ def measure(task: Task, training: TrainingArguments, own: OutlierArguments) -> d
 
 
 def main() -> None:
-    recipe = importlib.import_module(sys.argv[1] if len(sys.argv) > 1 else "text_classification")
-    classes = (ModelArguments, DataArguments, recipe.RecipeArguments, OutlierArguments, TrainingArguments)
-    model, data, its, own, training = parse(classes, sys.argv[2:])
-    training.remove_unused_columns = recipe.__name__ != "image_classification"
+    name = sys.argv[1] if len(sys.argv) > 1 else "text_classification"
+    recipe = importlib.import_module(f"hf_attn_swap.training.recipes.{name}")
+    data_of = ImageDataArguments if name == "image_classification" else TextDataArguments
+    classes = (ModelArguments, data_of, recipe.RecipeArguments, OutlierArguments, TrainingArguments)
+    model, data, its, own, training = parse(classes, sys.argv[2:], recipe=name)
+    training.remove_unused_columns = name != "image_classification"
     training.train_sampling_strategy = "random"  # grouping by length would shuffle the held-out rows
     transformers.utils.logging.set_verbosity_error()
     figures: dict[str, Any] = {}
@@ -115,14 +116,16 @@ def main() -> None:
             folder = Path(training.output_dir or "runs") / run / f"seed-{own.seed_of_runs}" / "model"
             if not folder.is_dir():
                 raise ValueError(f"there is no model in {folder}; train it first, or name other --runs.")
-            figures[run] = measure(recipe.build_task(replace(model, model=str(folder)), data, its), training, own)
+            figures[run] = measure(
+                recipe.build_task(replace(model, model_name_or_path=str(folder)), data, its), training, own
+            )
             print(f"{run}: {json.dumps(figures[run])}", flush=True)
     except (ValueError, OSError) as problem:
         sys.exit(f"error: {' '.join(str(problem).split())}")
     about = {
         "model": model.published_name,
         "data": data.published_name,
-        "metric": data.metrics[0] if recipe.__name__ != "language_modeling" else "perplexity",
+        "metric": data.metrics[0] if name != "language_modeling" else "perplexity",
         "record_rows": own.record_rows,
         "range_rows": own.range_rows,
         "seed": own.seed_of_runs,

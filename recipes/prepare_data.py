@@ -2,9 +2,10 @@
 
     python recipes/prepare_data.py SOURCE OUT
 
-The folders are for machines without access to the Hub: `--dataset OUT/ag_news` takes the place of
-`--dataset fancyzhx/ag_news`. The script looks in SOURCE for `ag_news/`, `glue/<task>/`, `cifar10/`, `imdb/` and
-`wikitext-2/` and `tinyshakespeare/`, and skips every folder that is missing. `OUT/mixture` has text of three kinds.
+The folders are for machines without access to the Hub: `--dataset_name OUT/ag_news` takes the place of
+`--dataset_name fancyzhx/ag_news`, and `--dataset_card_name fancyzhx/ag_news` keeps its name on the card. The script
+looks in SOURCE for `ag_news/`, `glue/<task>/`, `cifar10/`, `imdb/`, `wikitext-2/` and `tinyshakespeare/`, and skips
+every folder that is missing. `OUT/mixture` has text of three kinds.
 """
 
 from __future__ import annotations

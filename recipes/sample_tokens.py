@@ -1,7 +1,8 @@
-"""Lets a language model write its own training data: rows of token ids, as a folder with parquet files.
+r"""Lets a language model write its own training data: rows of token ids, as a folder with parquet files.
 
     python recipes/sample_tokens.py MODEL OUT --tokens 10000000
-    python recipes/language_modeling.py CONFIG --model MODEL --dataset OUT --columns input_ids
+    hf-attn-swap train language-modeling CONFIG --model_name_or_path MODEL --dataset_name OUT \
+        --text_column_names input_ids
 
 Every row starts with the model's first token (BOS) and has `--length` tokens, sampled from the model's distribution as
 it is (temperature 1). No text is read, so a model can be converted on data of its own kind even if its training data

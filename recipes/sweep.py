@@ -1,9 +1,10 @@
-"""Runs one recipe many times, as one YAML file lists; several runs can run at a time.
+r"""Runs one recipe many times, as one YAML file lists; several runs can run at a time.
 
-    python recipes/sweep.py recipes/configs/sweep_ag_news.yaml --jobs 2 -- --dataset data/ag_news
+    python recipes/sweep.py recipes/configs/sweep_ag_news.yaml --jobs 2 -- \
+        --dataset_name data/ag_news --dataset_card_name fancyzhx/ag_news
 
     recipe: text_classification.py          # next to this file
-    config: ag_news.yaml                    # next to the YAML
+    config: ag_news                         # a configuration that ships, or a YAML file next to this one
     runs:                                   # an entry is one run, or one run per combination under `grid`
       - {variant: belief, seeds: [0, 1, 2]}
       - {variant: modern_hopfield, calibrate: map, label: "alpha-{index}",
@@ -29,6 +30,8 @@ from typing import Any
 
 import yaml
 from tqdm import tqdm
+
+from hf_attn_swap import configurations
 
 Run = dict[str, Any]
 NAMED = ("label", "output_dir")
@@ -86,7 +89,7 @@ def main() -> None:
     recipe = [
         sys.executable,
         str(Path(__file__).parent / sweep["recipe"]),
-        str(arguments.sweep.parent / sweep["config"]),
+        str(configurations.find(sweep["config"], beside=arguments.sweep.parent)),
     ]
     runs = [each for run in sweep["runs"] for each in expand(run)]
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,9 @@
 The recipe repeats the forecasts of OutEffHop (section 4.2) with a PatchTST from random weights; the paper uses
 STanHop-Net. The errors are errors of z-scores, whose mean and deviation come from the training rows. Kurtosis and
 maximum are taken of the outputs of the layers' parts, per channel, in up to 128 test windows. `--parts` gives the
-number of rows for training, validation and test. The validation rows are only used with `--test_split validation`. By
-default the parts are 14, 5 and 5 months of 30 days of 24 hours, which are the first 17,280 of ETTh1's 17,420 rows.
+number of rows for training, validation and test. The validation rows are only used with `--test_split_name
+validation`. By default the parts are 14, 5 and 5 months of 30 days of 24 hours, which are the first 17,280 of ETTh1's
+17,420 rows.
 Axes: T row, C channel.
 """
 
@@ -51,18 +52,30 @@ class SeriesArguments(DataArguments):
     def __post_init__(self) -> None:
         if min(self.horizon, self.context) < 1:
             raise ValueError(f"horizon and context must be at least 1, got {self.horizon} and {self.context}.")
-        usual = DataArguments(dataset="any")
-        for name in ("train_file", "train_split", "train_rows", "test_rows", "label_column", "metrics"):
+        usual = DataArguments(dataset_name="any")
+        for name in (
+            "train_file",
+            "train_split_name",
+            "max_train_samples",
+            "max_eval_samples",
+            "label_column_name",
+            "metrics",
+        ):
             if getattr(self, name) != getattr(usual, name):
-                raise ValueError(f"--{name} has no place here: --dataset names the series, --parts cuts it.")
-        if self.test_split not in PARTS[1:]:
-            raise ValueError(f"--test_split is validation or test, got {self.test_split!r}.")
-        self.max_length = self.context
+                raise ValueError(f"--{name} has no place here: --dataset_name names the series, --parts cuts it.")
+        if self.test_split_name not in PARTS[1:]:
+            raise ValueError(f"--test_split_name is validation or test, got {self.test_split_name!r}.")
+        self.max_seq_length = self.context
         super().__post_init__()
+
+    @property
+    def input_columns(self) -> list[str]:
+        """The columns to forecast, as they were given."""
+        return self.columns
 
     def read(self) -> torch.Tensor:
         """The series (T,C), from the only split of a set or from a file."""
-        table = load_rows(self.dataset or "", self.dataset_config, "train", self.date_column)
+        table = load_rows(self.dataset_name or "", self.dataset_config_name, "train", self.date_column)
         if len(self.parts) != len(PARTS) or min(self.parts) < 1 or len(table) < sum(self.parts):
             raise ValueError(f"--parts are rows of {', '.join(PARTS)}, {len(table)} in all at most, got {self.parts}.")
         scores = read_series(table, self.date_column, self.columns, self.parts[0])
@@ -101,7 +114,7 @@ def figures(trainer: Any, test: Dataset) -> dict[str, float]:
         for start in range(0, len(rows), 32):
             batch = trainer.data_collator(list(rows.select(range(start, min(start + 32, len(rows))))))
             model(past_values=batch["past_values"].to(trainer.args.device))
-    outliers = {"kurtosis": recording.kurtosis, "max_inf_norm": recording.max_infinity_norm}
+    outliers = {"kurtosis": recording.kurtosis, "max_inf_norm": recording.max_inf_norm}
     return {"mae": float(np.mean(predict(trainer, test, power=1)[0])), **outliers}
 
 
@@ -109,18 +122,21 @@ def build_task(model: ModelArguments, data: SeriesArguments) -> Task:
     """Read and check the data and the options, before any training."""
     series_TC = data.read()
     sizes = {"context_length": data.context, "prediction_length": data.horizon, "num_input_channels": len(series_TC.T)}
-    config = scratch_config(model.model, data.config_overrides, **sizes, loss="mse").to_dict()
+    config = scratch_config(model.model_name_or_path, data.config_overrides, **sizes, loss="mse").to_dict()
     if config["model_type"] != PatchTSTConfig.model_type:
-        raise ValueError(f"--model must be {PatchTSTConfig.model_type}, or a model of this kind, not {model.model}.")
+        raise ValueError(
+            f"--model_name_or_path must be {PatchTSTConfig.model_type}, or a model of this kind, "
+            f"not {model.model_name_or_path}."
+        )
     return Task(
         load=lambda: PatchTSTForPrediction(PatchTSTConfig(**config)),
         train=data.windows("train"),
-        test=data.windows(data.test_split),
+        test=data.windows(data.test_split_name),
         collate=functools.partial(collate, series_TC=series_TC, context=data.context, horizon=data.horizon),
         metrics=["mse"],
         predict=predict,
         settings=data.settings,
-        scratch=made_of(model.model, data.config_overrides),
+        scratch=made_of(model.model_name_or_path, data.config_overrides),
         figures=figures,
     )
 

@@ -1,6 +1,6 @@
 """Repeats SimpleTRON's test of what q, k and v learn: train with `simpletron*`, go back to softmax, retrain the rest.
 
-    python recipes/transfer_back.py recipes/configs/ag_news.yaml --variant simpletron_resl --output_dir runs/back
+    python recipes/transfer_back.py ag_news --variant simpletron_resl --output_dir runs/back
 
 There are three runs per seed, with the same budget: the variant; softmax from the variant's weights with q, k and v
 frozen; and, as the control, softmax from the pretrained weights with q, k and v frozen. `--calibrate map` calibrates
@@ -14,18 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import transformers
-from text_classification import RecipeArguments, build_task
 from transformers import TrainingArguments
 
-from hf_attn_swap.training import About, ConversionArguments, DataArguments, ModelArguments, Outcome, parse, run
+from hf_attn_swap.training import About, ConversionArguments, ModelArguments, Outcome, TextDataArguments, parse, run
 from hf_attn_swap.training.publish import publish
+from hf_attn_swap.training.recipes.text_classification import RecipeArguments, build_task
 
 QKV = ["query", "key", "value"]
 
 
 def main(argv: list[str] | None = None) -> None:
     model, data, conversion, own, training = parse(
-        (ModelArguments, DataArguments, ConversionArguments, RecipeArguments, TrainingArguments), argv
+        (ModelArguments, TextDataArguments, ConversionArguments, RecipeArguments, TrainingArguments), argv
     )
     transformers.utils.logging.set_verbosity_error()
     softmax = replace(model, variant="softmax", options="{}")
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
         for seed in model.seeds:
             found["there"].append(run(task, model, conversion, training, seed))
             trained = Path(training.output_dir) / model.run_name / f"seed-{seed}" / "model"
-            start = build_task(replace(model, model=str(trained)), data, own).load
+            start = build_task(replace(model, model_name_or_path=str(trained)), data, own).load
             found["back"].append(run(replace(task, load=start), back, frozen, training, seed))
             found["control"].append(run(task, softmax, ConversionArguments(freeze=QKV), training, seed))
     except (ValueError, OSError) as problem:

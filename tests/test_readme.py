@@ -54,7 +54,7 @@ def test_one_screen() -> None:
 
 
 def test_the_picture_names_every_variant() -> None:
-    shown = {name for place in ("scores", "normaliser", "weights", "read", "write") for name in variants_at(place)}
+    shown = {name for place in ("scores", "normalizer", "weights", "read", "write") for name in variants_at(place)}
     assert shown | set(whole()) == set(list_variants()) - {"softmax"}
 
 

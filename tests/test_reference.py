@@ -159,7 +159,7 @@ def test_a_gate_at_its_start_is_open() -> None:
     ("ours", "theirs"), [(slow.slow_sparsemax, entmax.sparsemax), (slow.slow_entmax15, entmax.entmax15)]
 )
 @pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])
-def test_sparse_normalisers_equal_the_package(ours: Any, theirs: Any, spread: float) -> None:
+def test_sparse_normalizers_equal_the_package(ours: Any, theirs: Any, spread: float) -> None:
     generator = torch.Generator().manual_seed(4)
     scores = spread * torch.randn(2, 3, 9, generator=generator, dtype=torch.float64)
     weights = torch.randn(2, 3, 9, generator=generator, dtype=torch.float64)
@@ -195,7 +195,7 @@ def test_clipped_softmax_by_hand() -> None:
     close(slow.slow_clipped_softmax(scores, -0.1, 1.0, allowed=torch.tensor([True, False])), tensor(1, 0))
 
 
-def test_sparse_normalisers_by_hand() -> None:
+def test_sparse_normalizers_by_hand() -> None:
     close(slow.slow_sparsemax(tensor(1, 0.5)), tensor(0.75, 0.25))
     close(slow.slow_sparsemax(tensor(2, 0, 1)), tensor(1, 0, 0))
     close(slow.slow_entmax15(tensor(1.2, 1.6)), tensor(0.36, 0.64))  # tau = 0

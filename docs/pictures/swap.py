@@ -13,7 +13,7 @@ FILE = "swap.png"
 KEPT, CHANGED, INK, PALE = "#e9ecef", "#d0ebff", "#212529", "#868e96"
 STEPS = {  # a place of the registry, and what the step computes in the stock model
     "scores": ("scores", "S = Q Kᵀ / √D"),
-    "normaliser": ("normaliser", "softmax"),
+    "normalizer": ("normalizer", "softmax"),
     "weights": ("weights", "P"),
     "read": ("read-out", "Y = P V"),
     "write": ("write-out", "after W_o"),

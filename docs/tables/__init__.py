@@ -59,7 +59,7 @@ def outlier_table() -> str:
                 where,
                 f"`{canonical_label(run)}`",
                 f"{row['kurtosis']:.0f}",
-                f"{row['max_infinity_norm']:.1f}",
+                f"{row['max_inf_norm']:.1f}",
                 f"{unit * row[name]:.2f}",
                 f"{unit * row['fake_w8a8']:.2f} ({_interval(row['fake_cost'], unit)})",
                 integer,
@@ -73,7 +73,7 @@ def outlier_table() -> str:
 
 def report_table() -> str:
     """One row per model and attention of the summaries of `hf-attn-swap report`, as patched."""
-    names = ("similarity_first", "similarity_last", "entropy", "sinks", "max_infinity_norm")
+    names = ("similarity_first", "similarity_last", "entropy", "sinks", "max_inf_norm")
     rows = []
     done: set[tuple[str, str]] = set()
     for path in sorted(FIGURES.glob("report-*.json")):

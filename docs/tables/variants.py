@@ -21,7 +21,7 @@ from .speed import speed_of
 MATHEMATICS = Path(__file__).parents[1] / "mathematics.md"
 STEPS = {
     "scores": "scores S",
-    "normaliser": "softmax",
+    "normalizer": "softmax",
     "weights": "weights P",
     "values": "product with V",
     "read": "heads Y",
@@ -101,7 +101,7 @@ def _kind(cls: type[Variant], step: str) -> str:
     """What happens to one step: "changed", "gone", or nothing."""
     if step == "projection":
         return "" if cls.keeps_projection else "gone"
-    if cls.replaces and step in ("scores", "normaliser", "weights"):
+    if cls.replaces and step in ("scores", "normalizer", "weights"):
         return "gone"
     return "changed" if step in cls.places or (cls.replaces and step == "values") else ""
 

@@ -31,7 +31,7 @@ def _kurtosis(sample: Tensor) -> Tensor:
     return (flat - flat.mean()).pow(4).mean() / (flat.std().pow(4) + EPSILON)
 
 
-def max_infinity_norm(activation_BTE: Tensor, real_BT: Tensor | None = None) -> Tensor:
+def max_inf_norm(activation_BTE: Tensor, real_BT: Tensor | None = None) -> Tensor:
     """(B,): largest absolute value of each sample's real activations.
 
     Raises:

@@ -23,7 +23,7 @@ class Outliers:
     """The outliers of one model on some rows."""
 
     kurtosis: float
-    max_infinity_norm: float
+    max_inf_norm: float
 
 
 @torch.no_grad()
@@ -49,8 +49,8 @@ def outliers(model: nn.Module, batches: Iterable[Any]) -> Outliers | None:
             real = [token_mask(batch, each) for each in states]
             pairs = list(zip(states, real, strict=True))
             kurtosis.append(torch.stack([metrics.kurtosis(*pair).cpu() for pair in pairs], -1))
-            norms.append(torch.stack([metrics.max_infinity_norm(*pair).cpu() for pair in pairs], -1))
-    return Outliers(kurtosis=float(torch.cat(kurtosis).mean()), max_infinity_norm=float(torch.cat(norms).mean(0).max()))
+            norms.append(torch.stack([metrics.max_inf_norm(*pair).cpu() for pair in pairs], -1))
+    return Outliers(kurtosis=float(torch.cat(kurtosis).mean()), max_inf_norm=float(torch.cat(norms).mean(0).max()))
 
 
 def _states(output: Any) -> list[Tensor]:

@@ -67,7 +67,7 @@ def _heads(recordings: Recordings, name: str, words: str) -> Figure:
 def outliers(recordings: Recordings) -> Figure:
     """Kurtosis and maximum infinity norm of every recorded module, in the model's order."""
     figure = Figure(figsize=(WIDTH, 1.6 * HEIGHT), layout="constrained")
-    for index, name in enumerate(("kurtosis", "max_infinity_norm")):
+    for index, name in enumerate(("kurtosis", "max_inf_norm")):
         axes = figure.add_subplot(2, 1, index + 1)
         for number, (label, recording) in enumerate(recordings.items()):
             values = [_mean(getattr(each, name)) for each in recording.activations.values()]

@@ -129,7 +129,7 @@ class _Recorder:
             kept = rows.any(1)
             found = self.recording.activations.setdefault(path, Activation())
             found.kurtosis += metrics.kurtosis(value[kept].detach(), rows[kept]).tolist()
-            found.max_infinity_norm += metrics.max_infinity_norm(value[kept].detach(), rows[kept]).tolist()
+            found.max_inf_norm += metrics.max_inf_norm(value[kept].detach(), rows[kept]).tolist()
 
         return hook
 

@@ -42,7 +42,7 @@ class Activation:
     """The outliers in one module's outputs, one number per sample."""
 
     kurtosis: list[float] = field(default_factory=list)
-    max_infinity_norm: list[float] = field(default_factory=list)
+    max_inf_norm: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -85,9 +85,9 @@ class Recording:
         return _mean([_mean(each.kurtosis) for each in self.activations.values()])
 
     @property
-    def max_infinity_norm(self) -> float:
+    def max_inf_norm(self) -> float:
         """The maximum infinity norm: mean over samples, then maximum over modules."""
-        return max((_mean(each.max_infinity_norm) for each in self.activations.values()), default=float("nan"))
+        return max((_mean(each.max_inf_norm) for each in self.activations.values()), default=float("nan"))
 
     def summary(self) -> dict[str, float | None]:
         """One number per diagnostic.
@@ -97,7 +97,7 @@ class Recording:
         layers = [self.layers[place] for place in sorted(self.layers)]
         values = {
             "kurtosis": self.kurtosis,
-            "max_infinity_norm": self.max_infinity_norm,
+            "max_inf_norm": self.max_inf_norm,
             "similarity_first": _mean(layers[0].similarity),
             "similarity_last": _mean(layers[-1].similarity),
             "entropy": _mean([value for layer in layers for value in layer.entropy.known]),
@@ -110,12 +110,12 @@ class Recording:
         return {
             "samples": self.samples,
             "kurtosis": plain(self.kurtosis),
-            "max_infinity_norm": plain(self.max_infinity_norm),
+            "max_inf_norm": plain(self.max_inf_norm),
             "layers": [self.layers[place].to_dict() for place in sorted(self.layers)],
             "modules": {
                 path: {
                     "kurtosis": plain(_mean(each.kurtosis)),
-                    "max_infinity_norm": plain(_mean(each.max_infinity_norm)),
+                    "max_inf_norm": plain(_mean(each.max_inf_norm)),
                 }
                 for path, each in self.activations.items()
             },

@@ -28,7 +28,7 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PAGE, FIGURES = "report.html", "report.json"
 SUMMARY = (
     ("kurtosis", "Kurtosis of activations, mean over modules (3 is a normal distribution)"),
-    ("max_infinity_norm", "Largest activation, maximum over modules"),
+    ("max_inf_norm", "Largest activation, maximum over modules"),
     ("similarity_first", "Token similarity after the first layer"),
     ("similarity_last", "Token similarity after the last layer (1: all tokens are one)"),
     ("entropy", "Attention entropy in nats, mean over layers and heads"),

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core.calibration import check_fit
-from ..core.call import NORMALISED, Call
+from ..core.call import NORMALIZED, Call
 from ..core.registry import parse, parse_options
 from ..patch import build_swap, need_installation, swappable
 from ..wiring.install import Installation
@@ -200,7 +200,7 @@ class _Fitting:
             return None
 
         def see(place: str, tensor: Tensor) -> Tensor:
-            if place == NORMALISED:
+            if place == NORMALIZED:
                 lost = tensor - adjuster.adjust(tensor, call.hand(tensor.dtype))
                 self.cut.add(lost.clamp_min(0), tensor, batch)
             return tensor

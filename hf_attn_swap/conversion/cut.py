@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..analysis.watched import watched
-from ..core.call import NORMALISED
+from ..core.call import NORMALIZED
 from ..patch import need_installation
 from .batches import Batch, as_batches, evaluating, forward, token_mask
 
@@ -105,7 +105,7 @@ class _Counted:
 
         def watch(module: nn.Module, args: tuple[Any, ...]) -> None:
             def see(place: str, tensor: Tensor) -> Tensor:
-                if place == NORMALISED:
+                if place == NORMALIZED:
                     self.seen = True
                     for gamma, share in zip(self.gammas, self.shares, strict=True):
                         share.add(torch.minimum(tensor, -gamma * (1 - tensor)), tensor, batch)

@@ -17,7 +17,7 @@ from .masks import Made, Masks
 
 Strength = float | Tensor
 Three = tuple[Tensor, Tensor, Tensor]
-NORMALISED = "normalised"  # the name under which a tap gets the weights before the place "weights"
+NORMALIZED = "normalized"  # the name under which a tap gets the weights before the place "weights"
 
 
 class FusedSoftmax(Protocol):
@@ -133,7 +133,7 @@ class Call:
         recomputed: True if the block is under activation checkpointing. Carried scores must then not change in place.
         state: the cache of linear attention, or None.
         tap: a function that is given a name and a tensor, and returns the tensor that the computation goes on with.
-            The names are "scores" (before the mask), "normalised" (the weights in fp32 at least, before the place
+            The names are "scores" (before the mask), "normalized" (the weights in fp32 at least, before the place
             "weights"), "probabilities" (the weights that multiply the values) and "context" (the heads).
         exact_strength: 1.0 at full strength, and below a (1,) tensor in fp32. `hand` computes `strength` from
             `exact_strength`.

@@ -1,6 +1,6 @@
 """Computes the heads of one swapped layer, by a fused form or by the readable pipeline.
 
-The pipeline is: scores -> carry -> mask -> normalise -> adjust -> dropout -> product with V. `core.swap` does what
+The pipeline is: scores -> carry -> mask -> normalize -> adjust -> dropout -> product with V. `core.swap` does what
 follows. `attend` uses the fused form of a variant, unless the caller wants the weights or the call needs something
 that the fused form cannot do. The tests hold that both ways give equal values and gradients.
 Without any variant, the pipeline is ordinary attention. docs/mathematics.md, section Strength and exactness.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels.dispatch import Form, Setting
 from ..variants.base import Variant
-from .call import NORMALISED, Call, FusedSoftmax, Inputs
+from .call import NORMALIZED, Call, FusedSoftmax, Inputs
 from .masks import traced
 
 
@@ -27,13 +27,13 @@ class Places:
 
     Attributes:
         carrier: the variant that carries scores across layers, or None.
-        normaliser: the variant that turns scores into weights, or None for softmax.
+        normalizer: the variant that turns scores into weights, or None for softmax.
         adjuster: the variant that changes the weights, or None.
         replacement: the variant that computes the heads without scores, or None.
     """
 
     carrier: Variant | None = None
-    normaliser: Variant | None = None
+    normalizer: Variant | None = None
     adjuster: Variant | None = None
     replacement: Variant | None = None
 
@@ -41,7 +41,7 @@ class Places:
         """The form that computes the heads in this setting: the variant's own, or the reference for several."""
         if self.replacement is not None:
             return self.replacement.form(setting)
-        changing = [each for each in (self.carrier, self.normaliser, self.adjuster) if each is not None]
+        changing = [each for each in (self.carrier, self.normalizer, self.adjuster) if each is not None]
         if not changing:
             return Form.SDPA
         return changing[0].form(setting) if len(changing) == 1 else Form.REFERENCE
@@ -61,7 +61,7 @@ def attend(
     form = Form.REFERENCE if biased or shows_inside else places.form(Setting.of(inputs, call))
     if form is Form.REFERENCE:
         return reference(places, inputs, call)
-    variant = places.carrier or places.normaliser or places.adjuster
+    variant = places.carrier or places.normalizer or places.adjuster
     if variant is None:
         return ordinary(inputs, sdpa), None
     heads = variant.heads(inputs, call.hand(_wide(inputs.query)), sdpa, form)
@@ -96,11 +96,11 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     if allowed is not None:
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     wide = scores.to(_wide(scores))
-    if places.normaliser is not None:
-        weights = places.normaliser.normalise(wide, call.hand(wide.dtype))
+    if places.normalizer is not None:
+        weights = places.normalizer.normalize(wide, call.hand(wide.dtype))
     else:
         weights = torch.softmax(wide, -1)
-    weights = call.tapped(NORMALISED, weights)
+    weights = call.tapped(NORMALIZED, weights)
     if places.adjuster is not None:
         weights = places.adjuster.adjust(weights, call.hand(weights.dtype))
     if allowed is not None:  # a query that may see no key reads zeros, as in SDPA
@@ -169,5 +169,5 @@ def _refuse_bias(variant: Variant, inputs: Inputs) -> None:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """The dtype in which scores are normalised: fp32 at least."""
+    """The dtype in which scores are normalized: fp32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)

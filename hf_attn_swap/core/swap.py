@@ -118,7 +118,7 @@ class Swap(nn.Module):
             carrier = None
         return Places(
             carrier=carrier,
-            normaliser=self.at("normaliser"),
+            normalizer=self.at("normalizer"),
             adjuster=self.at("weights"),
             replacement=replacement,
         )

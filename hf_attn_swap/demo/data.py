@@ -109,14 +109,14 @@ def _packaged_rows() -> tuple[Rows, list[str]]:
 
 
 def _named_rows(options: DemoOptions, name: str) -> tuple[Rows, Rows, list[str]]:
-    from ..training import DataArguments, load_splits  # only the extra installs what they import
+    from ..training import TextDataArguments, load_splits  # only the extra installs what they import
 
-    wanted = DataArguments(
-        dataset=name,
-        dataset_config=options.config,
-        test_split=options.test_split,
-        columns=[options.text_column],
-        label_column=options.label_column,
+    wanted = TextDataArguments(
+        dataset_name=name,
+        dataset_config_name=options.config,
+        test_split_name=options.test_split,
+        text_column_names=[options.text_column],
+        label_column_name=options.label_column,
     )
     train, test, classes = load_splits(wanted)
     pairs = [list(zip(split[options.text_column], split["labels"], strict=True)) for split in (train, test)]

@@ -1,4 +1,4 @@
-"""ViT: an encoder that normalises first; W_o is `o_proj`, and hidden dropout follows after the module."""
+"""ViT: an encoder that normalizes first; W_o is `o_proj`, and hidden dropout follows after the module."""
 
 from .base import Family, attributes
 

@@ -213,7 +213,7 @@ def hopfield_retrieve(
         state: (..., D), the states xi that are completed.
         patterns: (..., N, D), the stored patterns. Leading axes of size 1 are shared by all states and not copied.
         beta: the inverse temperature, a factor of the scores.
-        n: as in `softmax_n`; the other normalisers ignore n.
+        n: as in `softmax_n`; the other normalizers ignore n.
         steps: the number of updates, at least 1.
         normalizer: "softmax_n", "softmax", "sparsemax", "entmax15" or "polynomial" (of order 10).
         key_mask: (..., N) bool, True at stored patterns and False at padding. None means that all patterns are stored.
@@ -222,12 +222,12 @@ def hopfield_retrieve(
         The states after the last update, (..., D).
 
     Raises:
-        ValueError: `steps` is below 1, the normaliser is unknown, there are no patterns, or `key_mask` leaves a state
+        ValueError: `steps` is below 1, the normalizer is unknown, there are no patterns, or `key_mask` leaves a state
             without any pattern. With "softmax_n" and n > 0, a state without any pattern becomes zero instead.
 
     Source: OutEffHop (Hu et al., 2024), Lemma 2.1 and section 2.4.
     """
-    weigh = _normaliser(normalizer, n)
+    weigh = _normalizer(normalizer, n)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
     if not patterns.shape[-2]:
@@ -245,7 +245,7 @@ def hopfield_retrieve(
     return state
 
 
-def _normaliser(name: str, n: float) -> Callable[[Tensor], Tensor]:
+def _normalizer(name: str, n: float) -> Callable[[Tensor], Tensor]:
     """The function from scores to weights with this name.
 
     Raises:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..functional import hopfield_retrieve, no_op_patterns
 
-# A layer's name of a normaliser, and the name that `hopfield_retrieve` gives it.
+# A layer's name of a normalizer, and the name that `hopfield_retrieve` gives it.
 NORMALIZERS = {
     "outeffhop": "softmax_n",
     "softmax": "softmax",
@@ -88,17 +88,17 @@ class HopfieldRetrieval(_Memory):
     lies in this dimension alone. States are 0 there, so the vector's score is 0 for every state. The vector adds
     exp(0) = 1 to the denominator, even if there is no outlier, and adds nothing to what a state reads. That 1 is the
     extra 1 of softmax_1. The layer therefore never builds the dimension, and leaves outliers out of the memory. The
-    other normalisers have no extra 1; they leave outliers out as well.
+    other normalizers have no extra 1; they leave outliers out as well.
 
     Args:
         normalizer: one of `NORMALIZERS`.
         steps: updates per call; one call with steps = n equals n calls with steps = 1.
-        beta: inverse temperature, inside the normaliser; "polynomial" does not depend on beta.
+        beta: inverse temperature, inside the normalizer; "polynomial" does not depend on beta.
         no_op_threshold: a pattern is left out if its cosine with every other pattern is below this number; see
             `no_op_patterns`.
 
     Raises:
-        ValueError: an unknown normaliser, steps < 1, beta <= 0 or a threshold that is no cosine.
+        ValueError: an unknown normalizer, steps < 1, beta <= 0 or a threshold that is no cosine.
 
     Source: OutEffHop, section 2.2 (eq. 2.5, 2.6), Lemma 2.1 (eq. 2.11) and mode 1 of section 2.4.
     """
@@ -168,7 +168,7 @@ class HopfieldAssociation(_Projected):
         beta: inverse temperature; default 1 / sqrt(I / H).
 
     Raises:
-        ValueError: widths or heads that do not fit, an unknown normaliser, steps < 1, beta <= 0.
+        ValueError: widths or heads that do not fit, an unknown normalizer, steps < 1, beta <= 0.
 
     Source: OutEffHop, eq. 2.12 to 2.14 and mode 2 of section 2.4.
     """

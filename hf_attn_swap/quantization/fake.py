@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from ..analysis.watched import watched
 from ..conversion.batches import as_batches, forward
-from ..core.call import NORMALISED
+from ..core.call import NORMALIZED
 from ..core.swap import Phase, Swap
 from ..families import sites
 from .places import is_matmul, is_norm, quantizable
@@ -167,7 +167,7 @@ class _Quantizer:
             if rotary:
                 inputs.query = self._round(f"{path}.query", inputs.query)
                 inputs.key = self._round(f"{path}.key", inputs.key)
-            call.tap = lambda name, tensor: tensor if name == NORMALISED else self._round(f"{path}.{name}", tensor)
+            call.tap = lambda name, tensor: tensor if name == NORMALIZED else self._round(f"{path}.{name}", tensor)
             if self.fitting:
                 self._count_attention(swap, inputs.query.shape, inputs.key.shape[2])
 

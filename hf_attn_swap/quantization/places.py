@@ -34,5 +34,5 @@ def is_matmul(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True for a normalisation layer, such as LayerNorm or RMSNorm: the class name ends with "Norm"."""
+    """Return True for a normalization layer, such as LayerNorm or RMSNorm: the class name ends with "Norm"."""
     return type(module).__name__.endswith("Norm")

@@ -1,6 +1,13 @@
 """The parts that all recipes share: arguments, data, metrics, one run per seed, and the record of a run."""
 
-from .arguments import ConversionArguments, DataArguments, ModelArguments, parse
+from .arguments import (
+    ConversionArguments,
+    DataArguments,
+    ImageDataArguments,
+    ModelArguments,
+    TextDataArguments,
+    parse,
+)
 from .compare import compare, launch, push_run
 from .data import load_rows, load_splits
 from .outcome import Outcome
@@ -12,9 +19,11 @@ __all__ = [
     "About",
     "ConversionArguments",
     "DataArguments",
+    "ImageDataArguments",
     "ModelArguments",
     "Outcome",
     "Task",
+    "TextDataArguments",
     "compare",
     "json_object",
     "launch",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from transformers import HfArgumentParser
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+from transformers.utils import is_torch_xla_available
 
+from .. import configurations
 from ..conversion.stages import Align, Calibrate, FineTune, Stage, read_stages
 from ..core.calibration import check_fit
 from ..core.registry import parse as parse_variant
@@ -30,9 +35,9 @@ class ModelArguments:
         ValueError: the variant, an option or the precision is unknown, or a seed is named twice.
     """
 
-    model: str = field(metadata={"help": "Name on the Hub, or folder, of the pretrained model."})
-    base_name: str | None = field(
-        default=None, metadata={"help": "Name on the Hub for the card, if --model is a folder."}
+    model_name_or_path: str = field(metadata={"help": "Name on the Hub, or folder, of the pretrained model."})
+    base_model_card_name: str | None = field(
+        default=None, metadata={"help": "Name of the model on the card, if --model_name_or_path is a folder."}
     )
     variant: str = field(
         default=CONTROL, metadata={"help": "Variant, as patch_model takes it; softmax is the control."}
@@ -74,9 +79,8 @@ class ModelArguments:
     @property
     def published_name(self) -> str:
         """The name of the pretrained model on the card."""
-        if self.base_name:
-            return self.base_name
-        return Path(self.model).name if Path(self.model).is_dir() else self.model
+        path = Path(self.model_name_or_path)
+        return self.base_model_card_name or path.name if path.is_dir() else self.model_name_or_path
 
     @property
     def run_name(self) -> str:
@@ -187,88 +191,177 @@ class ConversionArguments:
 class DataArguments:
     """The data: a set on the Hub, a folder with parquet or CSV files per split, or two files. Rows may have labels.
 
+    A subclass names the columns that the model reads.
+
     Raises:
         ValueError: a size is below 1, or no data are named.
     """
 
-    dataset: str | None = field(default=None, metadata={"help": "Name on the Hub, or folder."})
-    dataset_config: str | None = field(
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Data set to load: a name on the Hub, or a folder."}
+    )
+    dataset_config_name: str | None = field(
         default=None, metadata={"help": 'Configuration of the set, such as a GLUE task; "" is none.'}
     )
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Name on the Hub for the card, if --dataset is a folder."}
+    dataset_card_name: str | None = field(
+        default=None, metadata={"help": "Name of the set on the card, if it is read from a folder or a file."}
     )
-    train_file: str | None = field(default=None, metadata={"help": "CSV, JSON lines or parquet, instead of --dataset."})
+    train_file: str | None = field(
+        default=None, metadata={"help": "CSV, JSON lines or parquet, instead of --dataset_name."}
+    )
     test_file: str | None = field(default=None, metadata={"help": "File of held-out rows."})
-    train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    test_split: str = field(default="test", metadata={"help": "Split to measure on; it must have labels."})
-    columns: list[str] = field(default_factory=lambda: ["text"], metadata={"help": "Input columns, one or a pair."})
-    label_column: str = field(default="label", metadata={"help": "Column of the class."})
-    train_rows: int | None = field(
+    train_split_name: str = field(default="train", metadata={"help": "Split to train on."})
+    test_split_name: str = field(default="test", metadata={"help": "Split to measure on; it must have labels."})
+    label_column_name: str = field(default="label", metadata={"help": "Column of the class."})
+    max_train_samples: int | None = field(
         default=None, metadata={"help": "Number of training rows to sample; all if left out."}
     )
-    test_rows: int | None = field(
+    max_eval_samples: int | None = field(
         default=None, metadata={"help": "Number of held-out rows, from the first; all if left out."}
     )
-    max_length: int = field(default=128, metadata={"help": "Number of tokens that are kept of a row."})
+    max_seq_length: int = field(default=128, metadata={"help": "Number of tokens that are kept of a row."})
     metrics: list[str] = field(
         default_factory=lambda: ["accuracy"], metadata={"help": "Metrics; the first is the headline."}
     )
 
     def __post_init__(self) -> None:
         # An empty option on the command line removes the YAML file's configuration.
-        self.dataset_config = self.dataset_config or None
-        for name in ("train_rows", "test_rows", "max_length"):
+        self.dataset_config_name = self.dataset_config_name or None
+        for name in ("max_train_samples", "max_eval_samples", "max_seq_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
-        if (self.dataset is None) == (self.train_file is None):
-            raise ValueError("name the data by --dataset, or by --train_file and --test_file.")
+        if (self.dataset_name is None) == (self.train_file is None):
+            raise ValueError("name the data by --dataset_name, or by --train_file and --test_file.")
         if (self.train_file is None) != (self.test_file is None):
             raise ValueError("--train_file and --test_file go together.")
 
     @property
+    def input_columns(self) -> list[str]:
+        """The columns that the model reads."""
+        raise NotImplementedError
+
+    @property
     def settings(self) -> dict[str, Any]:
         """All arguments on which the metrics depend: everything but the names for the card."""
-        return {name: value for name, value in vars(self).items() if not name.endswith("_name")}
+        return {name: value for name, value in vars(self).items() if not name.endswith("_card_name")}
 
     @property
     def published_name(self) -> str:
         """The name of the data set on the card."""
-        return self.dataset_name or Path(self.dataset or self.train_file or "").stem
+        if self.dataset_name is not None and not Path(self.dataset_name).exists():
+            return self.dataset_name
+        return self.dataset_card_name or Path(self.dataset_name or self.train_file or "").stem
 
 
-def parse(classes: Sequence[Any], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults of the options, and keeps the lines of the description."""
+
+
+@dataclass(kw_only=True)
+class TextDataArguments(DataArguments):
+    """Data with one column of text, or two."""
+
+    text_column_names: list[str] = field(
+        default_factory=lambda: ["text"], metadata={"help": "Columns of the text, one or a pair."}
+    )
+
+    @property
+    def input_columns(self) -> list[str]:
+        """The columns of the text."""
+        return self.text_column_names
+
+
+@dataclass(kw_only=True)
+class ImageDataArguments(DataArguments):
+    """Data with a column of images."""
+
+    image_column_name: str = field(default="image", metadata={"help": "Column of the images."})
+
+    @property
+    def input_columns(self) -> list[str]:
+        """The column of the images."""
+        return [self.image_column_name]
+
+
+# What an argument was called before, and is called now: the names of the example scripts of transformers.
+RENAMED = {
+    "base_name": "base_model_card_name",
+    "columns": "text_column_names (of images, --image_column_name)",
+    "dataset": "dataset_name",
+    "dataset_config": "dataset_config_name",
+    "label_column": "label_column_name",
+    "max_length": "max_seq_length",
+    "model": "model_name_or_path",
+    "push_to": "push_to_hub --hub_model_id",
+    "test_rows": "max_eval_samples",
+    "test_split": "test_split_name",
+    "tokenizer": "tokenizer_name",
+    "train_rows": "max_train_samples",
+    "train_split": "train_split_name",
+}
+
+
+def parse(
+    classes: Sequence[Any], argv: Sequence[str] | None = None, *, recipe: str | None = None, about: str | None = None
+) -> tuple[Any, ...]:
     """Read one instance per dataclass, from YAML files and then from options. A later value replaces an earlier one.
 
     Args:
         classes: dataclasses of `HfArgumentParser`.
-        argv: names of YAML files, then `--name value ...`; by default the arguments of the command line.
+        argv: YAML files or names of configurations that ship, then `--name value ...`; by default the arguments of the
+            command line.
+        recipe: the recipe among whose configurations names are looked up; None takes those of all recipes.
+        about: what `--help` says above the options; by default the docstring of the script.
 
     Raises:
         SystemExit: with code 2, after one line that says what is wrong.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     count = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
-    parser = HfArgumentParser(tuple(classes), description=sys.modules["__main__"].__doc__)
+    parser = HfArgumentParser(
+        tuple(classes),
+        prog=f"hf-attn-swap train {recipe.replace('_', '-')}" if recipe else None,
+        usage="%(prog)s [configuration or file.yaml ...] [--option value ...]",
+        description=about or sys.modules["__main__"].__doc__,
+        formatter_class=_Help,
+    )
     try:
-        return tuple(parser.parse_args_into_dataclasses([*_from_yaml(words[:count]), *words[count:]]))
+        files = [configurations.find(word, recipe) for word in words[:count]]
+        words = [*_without_accelerator(classes), *_from_yaml(files), *words[count:]]
+        _refuse_old_names(words, {each.name for each in itertools.chain(*map(fields, classes))})
+        return tuple(parser.parse_args_into_dataclasses(words))
     except (ValueError, OSError) as problem:
         parser.exit(2, f"error: {' '.join(str(problem).split())}\n")
 
 
-def _from_yaml(paths: Sequence[str]) -> list[str]:
+def _from_yaml(paths: Sequence[Path]) -> list[str]:
     import yaml  # transformers installs it
 
     words: list[str] = []
     for path in paths:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError(f"{path}: a YAML file of --name: value pairs was expected.")
         for name, value in values.items():
             if value is not None:
                 words += [f"--{name}", *map(_word, value if isinstance(value, list) else [value])]
     return words
+
+
+def _without_accelerator(classes: Sequence[Any]) -> list[str]:
+    """On a machine with only a CPU, the words that tell `TrainingArguments` so: it refuses bf16 without them."""
+    if TrainingArguments not in classes or torch.accelerator.is_available() or is_torch_xla_available():
+        return []
+    return ["--use_cpu", "true"]
+
+
+def _refuse_old_names(words: Sequence[str], known: set[str]) -> None:
+    """Refuse an earlier name, and say the name of now."""
+    for word in words:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name not in known and name in RENAMED:
+            raise ValueError(f"--{name} is now --{RENAMED[name]}.")
 
 
 def _word(value: Any) -> str:

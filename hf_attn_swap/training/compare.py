@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from ..publish.hub import push_folder
 from ..publish.results import RESULTS_FILE, RunResult
-from .arguments import CONTROL, ConversionArguments, DataArguments, ModelArguments, parse
+from .arguments import CONTROL, ConversionArguments, DataArguments, ModelArguments, TextDataArguments, parse
 from .publish import About, publish
 from .run import TRAINED, Task, run
 
@@ -28,6 +28,8 @@ def compare(
     training: TrainingArguments,
 ) -> RunResult | None:
     """Run the variant and the softmax control for every seed, write the record and the card, and print the metrics.
+
+    With `push_to_hub`, the first seed's model is published with the card of the whole run.
 
     Args:
         build: a function that reads and checks the data. It is called before anything is trained.
@@ -47,6 +49,8 @@ def compare(
     control = replace(model, variant=CONTROL, options="{}", layers=None, modules=None, label=None)
     alone = model.run_name == control.run_name
     try:
+        if training.push_to_hub and training.hub_model_id is None:
+            raise ValueError("--push_to_hub needs --hub_model_id, the name on the Hub, such as me/bert-belief.")
         task = build()
         plain = ConversionArguments(freeze=conversion.freeze)
         controls = [run(task, control, plain, training, seed) for seed in model.seeds]
@@ -63,38 +67,51 @@ def compare(
     if result.difference is not None:
         mean, low, high = result.difference.mean, result.difference.low, result.difference.high
         print(f"difference to the softmax control: {mean:+.4f} [{low:+.4f}, {high:+.4f}]")
+    if training.push_to_hub:
+        print(push_run(model, training))
     return result
 
 
 def launch(
     own: type[Any],
-    build: Callable[[ModelArguments, DataArguments, Any], Task],
+    build: Callable[[ModelArguments, Any, Any], Task],
     about: Callable[[Any], About],
     argv: Sequence[str] | None = None,
     *,
     keep_columns: bool = False,
+    recipe: str | None = None,
+    data: type[DataArguments] = TextDataArguments,
 ) -> None:
-    """Run a recipe from its command line: read the arguments, compare, and push if `--push_to` is given.
+    """Run a recipe from its command line: read the arguments, and compare.
 
     Args:
-        own: dataclass of the recipe's own arguments, which has a field `push_to`.
+        own: dataclass of the recipe's own arguments.
         build: a function that makes the task from the arguments of model and data and the recipe's own.
         about: a function that makes the sentences of the card from the recipe's own arguments.
         argv: see `parse`.
         keep_columns: True keeps the columns of the data that the model does not take, because a transform of the data
             reads them when a row is used.
+        recipe: the recipe's name, if it ships with the package and has configurations there.
+        data: dataclass of the arguments of the data.
     """
-    classes = (ModelArguments, DataArguments, ConversionArguments, own, TrainingArguments)
-    model, data, conversion, mine, training = parse(classes, argv)
+    classes = (ModelArguments, data, ConversionArguments, own, TrainingArguments)
+    model, rows, conversion, mine, training = parse(
+        classes, argv, recipe=recipe, about=sys.modules[build.__module__].__doc__
+    )
     training.remove_unused_columns = training.remove_unused_columns and not keep_columns
-    result = compare(lambda: build(model, data, mine), about(mine), model, data, conversion, training)
-    if result is not None and mine.push_to:
-        print(push_run(mine.push_to, model, training))
+    compare(lambda: build(model, rows, mine), about(mine), model, rows, conversion, training)
 
 
-def push_run(repo_id: str, model: ModelArguments, training: TrainingArguments) -> str:
+def push_run(model: ModelArguments, training: TrainingArguments) -> str:
     """Publish the first seed's model with the card of the whole run, and return the address of the commit."""
+    assert training.hub_model_id is not None
     folder = Path(training.output_dir or "runs") / model.run_name
     trained = folder / f"seed-{model.seeds[0]}" / TRAINED
     shutil.copyfile(folder / RESULTS_FILE, trained / RESULTS_FILE)
-    return push_folder(trained, repo_id).commit_url
+    return push_folder(
+        trained,
+        training.hub_model_id,
+        private=bool(training.hub_private_repo),
+        revision=training.hub_revision,
+        token=training.hub_token,
+    ).commit_url

@@ -26,16 +26,18 @@ def load_splits(data: DataArguments, *, labelled: bool = True) -> tuple[Dataset,
     """
     train, test = _read(data)
     for name, split in (("training", train), ("held-out", test)):
-        _check(name, split, [*data.columns, *([data.label_column] if labelled else [])])
-    if data.train_rows is not None:
-        if data.train_rows > len(train):
-            raise ValueError(f"train_rows is {data.train_rows}, but the training split has {len(train)} rows.")
-        train = train.shuffle(seed=0).select(range(data.train_rows))
-    if data.test_rows is not None:
-        test = test.select(range(min(data.test_rows, len(test))))
+        _check(name, split, [*data.input_columns, *([data.label_column_name] if labelled else [])])
+    if data.max_train_samples is not None:
+        if data.max_train_samples > len(train):
+            raise ValueError(
+                f"max_train_samples is {data.max_train_samples}, but the training split has {len(train)} rows."
+            )
+        train = train.shuffle(seed=0).select(range(data.max_train_samples))
+    if data.max_eval_samples is not None:
+        test = test.select(range(min(data.max_eval_samples, len(test))))
     if not labelled:
         return train, test, []
-    return _number(train, test, data.label_column)
+    return _number(train, test, data.label_column_name)
 
 
 def load_rows(
@@ -57,12 +59,14 @@ def load_rows(
 
 
 def _read(data: DataArguments) -> tuple[Dataset, Dataset]:
-    if data.dataset is None:
+    if data.dataset_name is None:
         assert data.train_file is not None
         assert data.test_file is not None
         return _file(data.train_file), _file(data.test_file)
-    found = _splits(data.dataset, data.dataset_config)
-    return _split(data.dataset, found, data.train_split), _split(data.dataset, found, data.test_split)
+    found = _splits(data.dataset_name, data.dataset_config_name)
+    return _split(data.dataset_name, found, data.train_split_name), _split(
+        data.dataset_name, found, data.test_split_name
+    )
 
 
 def _splits(source: str, config: str | None) -> DatasetDict:

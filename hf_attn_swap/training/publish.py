@@ -114,10 +114,10 @@ def publish(
 def _data(data: DataArguments, first: Outcome) -> DataSet:
     return DataSet(
         name=data.published_name,
-        config=data.dataset_config,
+        config=data.dataset_config_name,
         revision=None,
-        rows={data.train_split: first.rows["train"], data.test_split: first.rows["test"]},
-        evaluated=data.test_split,
+        rows={data.train_split_name: first.rows["train"], data.test_split_name: first.rows["test"]},
+        evaluated=data.test_split_name,
     )
 
 
@@ -125,7 +125,7 @@ def _budget(data: DataArguments, training: TrainingArguments, first: Outcome) ->
     return Budget(
         steps=first.steps,
         batch_size=training.train_batch_size * training.world_size * training.gradient_accumulation_steps,
-        sequence_length=data.max_length,
+        sequence_length=data.max_seq_length,
         learning_rate=training.learning_rate,
         optimizer=str(training.optim.value if hasattr(training.optim, "value") else training.optim),
     )

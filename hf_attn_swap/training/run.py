@@ -95,7 +95,8 @@ def run(
         return done
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    args = replace(training, output_dir=str(folder), seed=seed)
+    # What is published is the finished run with its card: Trainer would push every checkpoint, the control's too.
+    args = replace(training, output_dir=str(folder), seed=seed, push_to_hub=False)
     tuned = Path(training.output_dir or "runs") / CONTROL / f"seed-{seed}" / TRAINED
     before, first, converted, sentences = _converted(task, model, conversion, args, folder, tuned)
     callbacks: list[TrainerCallback] = []
@@ -228,7 +229,12 @@ def _keep(trainer: Trainer, task: Task, folder: Path, outcome: Outcome) -> None:
 def _settings(
     task: Task, model: ModelArguments, conversion: ConversionArguments, training: TrainingArguments
 ) -> dict[str, Any]:
-    own = {"variant": model.variant, "options": model.options, "layers": model.layers, "model": model.model}
+    own = {
+        "variant": model.variant,
+        "options": model.options,
+        "layers": model.layers,
+        "model": model.model_name_or_path,
+    }
     if model.modules is not None:
         own["modules"] = model.modules
     if model.dtype != DTYPES[0]:

@@ -1,6 +1,6 @@
 """Defines the base class of all variants, and the five places of an attention layer that a variant may change.
 
-The places are scores -> normaliser -> weights -> (product with V) -> read -> W_o -> write. A variant names its places
+The places are scores -> normalizer -> weights -> (product with V) -> read -> W_o -> write. A variant names its places
 and overrides their methods. Everything else stays as in the pretrained layer, so a variant without places is ordinary
 attention. Two variants compose if they change different places. docs/mathematics.md, section Composition.
 Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, E model width.
@@ -19,7 +19,7 @@ from ..core.kind import Kind
 from ..core.options import Options
 from ..kernels.dispatch import Form, Setting
 
-PLACES = ("scores", "normaliser", "weights", "read", "write")
+PLACES = ("scores", "normalizer", "weights", "read", "write")
 
 
 def mix(start: Tensor, end: Tensor, strength: Strength) -> Tensor:
@@ -152,11 +152,11 @@ class Variant(nn.Module):
         """Set the parameters, so that a pretrained model stays close to its old output. Use this generator alone."""
 
     def carry(self, scores_BHQK: Tensor, call: Call) -> Tensor:
-        """Place "scores": from this layer's scaled scores before the mask to the scores that are normalised."""
+        """Place "scores": from this layer's scaled scores before the mask to the scores that are normalized."""
         raise NotImplementedError
 
-    def normalise(self, scores_BHQK: Tensor, call: Call) -> Tensor:
-        """Place "normaliser": from masked scores, in fp32 at least, to weights. The caller sets masked places to 0."""
+    def normalize(self, scores_BHQK: Tensor, call: Call) -> Tensor:
+        """Place "normalizer": from masked scores, in fp32 at least, to weights. The caller sets masked places to 0."""
         raise NotImplementedError
 
     def adjust(self, weights_BHQK: Tensor, call: Call) -> Tensor:
@@ -164,7 +164,7 @@ class Variant(nn.Module):
         raise NotImplementedError
 
     def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax, form: Form) -> Tensor | None:
-        """The fused form of the places "scores" and "normaliser": the heads (B,Q,H,D), without the weights.
+        """The fused form of the places "scores" and "normalizer": the heads (B,Q,H,D), without the weights.
 
         `form` is what the method `form` returned for this call. None means that the readable pipeline must run.
         """
@@ -205,7 +205,7 @@ class Variant(nn.Module):
 
 VARIANTS: dict[str, type[Variant]] = {}
 V = TypeVar("V", bound=type[Variant])
-METHODS = {"scores": "carry", "normaliser": "normalise", "weights": "adjust", "read": "read", "write": "write"}
+METHODS = {"scores": "carry", "normalizer": "normalize", "weights": "adjust", "read": "read", "write": "write"}
 REPLACING = ("linear", "products", "read", "read_between", "write")
 
 
@@ -256,7 +256,7 @@ def _disagreements(cls: type[Variant]) -> Iterator[str]:
             yield "a variant with replaces = True takes all places and composes with nothing; set places and alone so."
         if missing := [method for method in REPLACING if not own(method)]:
             yield f"replaces = True needs the methods {', '.join(missing)}."
-        needless: tuple[str, ...] = ("carry", "normalise", "adjust", "heads")
+        needless: tuple[str, ...] = ("carry", "normalize", "adjust", "heads")
     else:
         for place, method in METHODS.items():
             if place in cls.places and not own(method):
@@ -268,7 +268,7 @@ def _disagreements(cls: type[Variant]) -> Iterator[str]:
         yield f"the methods {', '.join(wrong)} would never run with replaces = {cls.replaces}; remove them."
     if ("scores" in cls.places and not cls.replaces) != own("carries"):
         yield "scores travel between layers through `carry`: set carries = True together with the place 'scores'."
-    if own("heads") and not {"scores", "normaliser"} & set(cls.places):
-        yield "the method heads would never run; it belongs to the places 'scores' and 'normaliser'."
+    if own("heads") and not {"scores", "normalizer"} & set(cls.places):
+        yield "the method heads would never run; it belongs to the places 'scores' and 'normalizer'."
     if own("wants_residual") and "write" not in cls.places:
         yield "wants_residual has a meaning for the place 'write' alone; add 'write' to places."

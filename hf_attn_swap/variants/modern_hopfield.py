@@ -2,7 +2,7 @@
 
 H_l = a' H_{l-1} + (1 - a') S_l, P = softmax(H_l + M), out = a x + (1 - a)(Y W_o + b_o). At strength s, a = s alpha and
 a' = s alpha_prime; a = a' = 0 is ordinary attention.
-The scheme "forward_forward" has H_l = alpha' H_{l-1} + (1 - alpha') S_{l-1}, and normalises (1 - s) S_l + s H_l.
+The scheme "forward_forward" has H_l = alpha' H_{l-1} + (1 - alpha') S_{l-1}, and normalizes (1 - s) S_l + s H_l.
 Modern Hopfield attention, eq. 10 and appendix F. The paper's recursive eq. 32 scales the carried part twice, against
 the sum that it is derived from; this file follows the sum. docs/mathematics.md, section Modern Hopfield attention.
 With matched heads, H keeps the order of the first layer's heads, and each layer puts its own heads into this order

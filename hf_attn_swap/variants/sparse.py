@@ -2,7 +2,7 @@
 
 P' = (1 - s) softmax(S) + s sparse(S); s = 0 is ordinary attention.
 Sparsemax: SparseHopfield (Hu et al., 2023). 1.5-entmax: STanHop (Wu et al., 2024). docs/mathematics.md, section
-Normalisers.
+Normalizers.
 Axes: B batch, H head, Q query, K key.
 """
 
@@ -16,18 +16,18 @@ from ..functional import entmax15, sparsemax
 from .base import Variant, mix, register
 
 
-class SparseNormaliser(Variant):
+class SparseNormalizer(Variant):
     """The base class of the two variants below."""
 
     fused = "none: needs the weights"
-    places = ("normaliser",)
+    places = ("normalizer",)
     explicit = True
 
     def sparse(self, scores_BHQK: Tensor) -> Tensor:
         """Turn masked scores (B,H,Q,K) into weights with exact zeros, of the same shape."""
         raise NotImplementedError
 
-    def normalise(self, scores_BHQK: Tensor, call: Call) -> Tensor:
+    def normalize(self, scores_BHQK: Tensor, call: Call) -> Tensor:
         sparse = self.sparse(scores_BHQK)
         if not call.between:
             return sparse
@@ -35,7 +35,7 @@ class SparseNormaliser(Variant):
 
 
 @register("sparsemax", aliases=("sparse_hopfield",))
-class Sparsemax(SparseNormaliser):
+class Sparsemax(SparseNormalizer):
     """Softmax becomes sparsemax (no parameters)."""
 
     summary = "softmax becomes sparsemax"
@@ -47,7 +47,7 @@ class Sparsemax(SparseNormaliser):
 
 
 @register("entmax15", aliases=("entmax",))
-class Entmax15(SparseNormaliser):
+class Entmax15(SparseNormalizer):
     """Softmax becomes 1.5-entmax (no parameters)."""
 
     summary = "softmax becomes 1.5-entmax"

@@ -26,9 +26,9 @@ def test_kurtosis_by_hand() -> None:
 
 def test_largest_value_by_hand() -> None:
     sample = torch.tensor([[[1.0, -7.0], [2.0, 3.0]], [[0.5, 0.0], [0.0, 9.0]]])
-    assert metrics.max_infinity_norm(sample).tolist() == [7.0, 9.0]
+    assert metrics.max_inf_norm(sample).tolist() == [7.0, 9.0]
     real = torch.tensor([[True, True], [True, False]])
-    assert metrics.max_infinity_norm(sample, real).tolist() == [7.0, 0.5]
+    assert metrics.max_inf_norm(sample, real).tolist() == [7.0, 0.5]
 
 
 def test_similarity_by_hand() -> None:
@@ -70,7 +70,7 @@ def test_geometry_by_hand() -> None:
     assert angle[2].isnan()
 
 
-SAMPLEWISE = [metrics.kurtosis, metrics.max_infinity_norm, metrics.token_similarity, metrics.residual_ratio]
+SAMPLEWISE = [metrics.kurtosis, metrics.max_inf_norm, metrics.token_similarity, metrics.residual_ratio]
 
 
 @pytest.mark.parametrize("metric", SAMPLEWISE)
@@ -99,4 +99,4 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match="at least two values"):
         metrics.kurtosis(states, nothing)
     with pytest.raises(ValueError, match="without a real token"):
-        metrics.max_infinity_norm(states, nothing)
+        metrics.max_inf_norm(states, nothing)

@@ -33,7 +33,7 @@ def test_they_are_the_formulas_without_padding(name: str) -> None:
             kurtosis.append([(each**4).mean() / (each.std(ddof=1) ** 4 + 1e-6) for each in centred])
             norms.append([np.abs(sample).max() for sample in samples])
     assert found.kurtosis == pytest.approx(np.mean(kurtosis), rel=1e-4)
-    assert found.max_infinity_norm == pytest.approx(np.mean(norms, 0).max(), rel=1e-4)
+    assert found.max_inf_norm == pytest.approx(np.mean(norms, 0).max(), rel=1e-4)
 
 
 def test_a_model_without_hidden_states_has_none() -> None:

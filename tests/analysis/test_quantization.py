@@ -59,7 +59,7 @@ def test_close_while_inside_and_gone_afterwards(name: str, variant: str | None) 
     kinds = {each.name.rpartition(".")[2] for each in quantized.points}
     assert {"weight", "output", "input", "context"} <= kinds
     assert ({"scores", "probabilities"} <= kinds) != linear
-    assert "normalised" not in kinds, "the weights are rounded once, as they multiply the values"
+    assert "normalized" not in kinds, "the weights are rounded once, as they multiply the values"
     assert {"query", "key"} <= kinds or name != "llama"
     assert all(math.isfinite(each.step) and each.low <= 0 <= each.high for each in quantized.points)
     assert f"{quantized.flops_covered:.1%}" in str(quantized)

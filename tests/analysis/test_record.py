@@ -41,7 +41,7 @@ def test_changes_nothing(name: str, variant: str | None, strength: float) -> Non
     assert recording.samples == 2 * len(next(iter(batch.values())))
     assert sorted(recording.layers) == [0, 1, 2]
     assert all(len(layer.similarity) == recording.samples for layer in recording.layers.values())
-    assert recording.max_infinity_norm > 0
+    assert recording.max_inf_norm > 0
     heads = 4
     linear = variant is not None and variant.startswith("simpletron") and strength == 1
     for layer in recording.layers.values():
@@ -87,7 +87,7 @@ def test_padding_does_not_count(name: str) -> None:
         found.append(recording)
     one, two = found
     assert one.kurtosis == pytest.approx(two.kurtosis, rel=1e-9)
-    assert one.max_infinity_norm == pytest.approx(two.max_infinity_norm, rel=1e-9)
+    assert one.max_inf_norm == pytest.approx(two.max_inf_norm, rel=1e-9)
     for place, layer in one.layers.items():
         assert torch.allclose(layer.entropy.value, two.layers[place].entropy.value, rtol=1e-9)
         assert torch.allclose(layer.sinks.value, two.layers[place].sinks.value, rtol=1e-9)
@@ -97,14 +97,14 @@ def test_padding_does_not_count(name: str) -> None:
 def test_outliers_by_hand() -> None:
     """Largest value: of each sample, then the mean over samples, then the largest module. 3, 9 and 6, 6 give 6."""
     recording = Recording()
-    recording.activations["a"] = Activation(kurtosis=[1.0, 5.0], max_infinity_norm=[3.0, 9.0])
-    recording.activations["b"] = Activation(kurtosis=[2.0, 2.0], max_infinity_norm=[6.0, 5.0])
-    assert recording.max_infinity_norm == pytest.approx(6.0)
+    recording.activations["a"] = Activation(kurtosis=[1.0, 5.0], max_inf_norm=[3.0, 9.0])
+    recording.activations["b"] = Activation(kurtosis=[2.0, 2.0], max_inf_norm=[6.0, 5.0])
+    assert recording.max_inf_norm == pytest.approx(6.0)
     assert recording.kurtosis == pytest.approx((3.0 + 2.0) / 2)
     found = recording.to_dict()
-    assert (found["max_infinity_norm"], found["kurtosis"]) == (pytest.approx(6.0), pytest.approx(2.5))
-    assert found["modules"]["a"] == {"kurtosis": pytest.approx(3.0), "max_infinity_norm": pytest.approx(6.0)}
-    assert found["modules"]["b"] == {"kurtosis": pytest.approx(2.0), "max_infinity_norm": pytest.approx(5.5)}
+    assert (found["max_inf_norm"], found["kurtosis"]) == (pytest.approx(6.0), pytest.approx(2.5))
+    assert found["modules"]["a"] == {"kurtosis": pytest.approx(3.0), "max_inf_norm": pytest.approx(6.0)}
+    assert found["modules"]["b"] == {"kurtosis": pytest.approx(2.0), "max_inf_norm": pytest.approx(5.5)}
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -132,7 +132,7 @@ def test_outliers_of_a_model(name: str) -> None:
             for row, states in enumerate(output):
                 largest.append(float(states[mask[row].bool()].abs().max() if mask is not None else states.abs().max()))
         means.append(sum(largest) / len(largest))
-    assert recording.max_infinity_norm == pytest.approx(max(means), rel=1e-9)
+    assert recording.max_inf_norm == pytest.approx(max(means), rel=1e-9)
     assert len(set(means)) == len(means)
 
 

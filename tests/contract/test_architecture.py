@@ -60,7 +60,7 @@ MAY = {
 }
 BELOW_PATCH = {*MAY, "wiring.install", "families"}
 ABOVE_PATCH = {
-    *("loading", "describe", "cli", "demo", "conversion", "training"),
+    *("loading", "describe", "cli", "demo", "conversion", "configurations", "training"),
     *("analysis", "quantization", "dynamics", "publish"),
 }
 PATCHED = ("PreTrainedModel", "PreTrainedConfig")

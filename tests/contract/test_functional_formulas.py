@@ -185,7 +185,7 @@ def test_hopfield_retrieve(count: int, width: int, n: float, steps: int, seed: i
 @pytest.mark.parametrize(
     ("normalizer", "function"), [("softmax", torch.softmax), ("sparsemax", F.sparsemax), ("entmax15", F.entmax15)]
 )
-def test_hopfield_retrieve_with_other_normalisers(normalizer: str, function: Any) -> None:
+def test_hopfield_retrieve_with_other_normalizers(normalizer: str, function: Any) -> None:
     patterns, state = normal(1, 5, 4), normal(2, 4)
     got = F.hopfield_retrieve(state, patterns, 2.0, normalizer=normalizer)
     close(got, function(2.0 * (patterns @ state), -1) @ patterns)

@@ -165,7 +165,7 @@ def allowed(family: str, batch: dict[str, Any], keys: int) -> Tensor:
 @over(GRID)
 @pytest.mark.parametrize(("padded", "strength"), [(False, 1.0), (True, 1.0), (True, 0.0)])
 def test_weights_on_request(family: str, padded: bool, cell: Cell, strength: float) -> None:
-    """(B,H,Q,K) per layer, zeros where masked, the rows of normalised variants sum to at most 1; same outputs."""
+    """(B,H,Q,K) per layer, zeros where masked, the rows of normalized variants sum to at most 1; same outputs."""
     model = model_of(family, cell, strength)
     batch = batch_of(family, padded=padding_side(family) if padded else None)
     wanted = forward(model, batch)

@@ -26,7 +26,7 @@ def plainest(place: str, seen: list[tuple[torch.dtype, torch.dtype]]) -> None:
         assert changed.dtype == tensor.dtype
         return changed
 
-    def normalised(self: Any, scores: torch.Tensor, call: Any) -> torch.Tensor:
+    def normalized(self: Any, scores: torch.Tensor, call: Any) -> torch.Tensor:
         return halved(self, torch.softmax(scores, -1), call)
 
     body: dict[str, Any] = {
@@ -36,10 +36,10 @@ def plainest(place: str, seen: list[tuple[torch.dtype, torch.dtype]]) -> None:
         "paper": "none",
         "fused": "SDPA",
     }
-    body[METHODS[place]] = normalised if place == "normaliser" else halved
+    body[METHODS[place]] = normalized if place == "normalizer" else halved
     if place == "scores":
         body["carries"] = True
-    if place in ("scores", "normaliser", "weights"):
+    if place in ("scores", "normalizer", "weights"):
         body["explicit"] = True
     register(NAME)(type("Plainest", (Variant,), body))
 

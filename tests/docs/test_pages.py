@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import re
 import shlex
@@ -17,10 +19,11 @@ import yaml
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast, LlamaConfig, LlamaForCausalLM
 
 import hf_attn_swap
-from hf_attn_swap import analysis, conversion, dynamics, functional, memory, quantization
+from hf_attn_swap import analysis, configurations, conversion, dynamics, functional, memory, quantization
 from hf_attn_swap.conversion.stages import read_stages
 from hf_attn_swap.variants.base import VARIANTS
 from hf_attn_swap_cli.app import app
+from tests.training.test_configurations import classes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -119,12 +122,22 @@ def test_scripts_configurations_and_options_exist(line: str) -> None:
     for word in arguments:
         if word.endswith(".yaml"):
             assert (ROOT / word).is_file()
-    sources = [script, *script.parent.glob("*.py"), *(ROOT / "hf_attn_swap" / "training").glob("*.py")]
+    sources = [script, *script.parent.glob("*.py"), *(ROOT / "hf_attn_swap" / "training").rglob("*.py")]
     text = "\n".join(path.read_text("utf-8") for path in sources)
     for word in arguments:
         if word.startswith("--"):
             option = word[2:].partition("=")[0]
             assert re.search(rf'^ +{option}: |"--{option}"', text, re.M), option
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if re.search(r" train \w", line)])
+def test_recipes_that_ship_take_these_arguments(line: str) -> None:
+    recipe, *words = shlex.split(line.partition(" train ")[2])
+    module = recipe.replace("-", "_")
+    named = list(itertools.takewhile(lambda word: not word.startswith("--"), words))
+    assert {word for word in named if not word.endswith(".yaml")} <= set(configurations.shipped(module))
+    known = {"help", *(field.name for each in classes(module) for field in dataclasses.fields(each))}
+    assert {word[2:] for word in words if word.startswith("--")} <= known
 
 
 @pytest.mark.parametrize("line", [line for line in commands() if line.startswith("make ")])

@@ -31,7 +31,7 @@ LN2, LN3 = math.log(2), math.log(3)
 def test_one_step_by_hand(normalizer: str, state: tuple[float, ...], wanted: tuple[float, ...]) -> None:
     stored = tensor([1.0, 0.0], [0.0, 2.0])
     close(retrieval(normalizer=normalizer)(tensor(*state), stored), tensor(wanted))
-    # beta is inside the normaliser: half the state at twice the beta is the same
+    # beta is inside the normalizer: half the state at twice the beta is the same
     close(retrieval(normalizer=normalizer, beta=2.0)(tensor(*state) / 2, stored), tensor(wanted))
 
 
@@ -59,7 +59,7 @@ def test_values_come_from_keys() -> None:
 
 
 def energy(normalizer: str, state: Tensor, stored: Tensor, beta: float) -> Tensor:
-    """-Psi*(beta Y xi) / beta + xi^2 / 2, Psi* the conjugate of which the normaliser is the gradient.
+    """-Psi*(beta Y xi) / beta + xi^2 / 2, Psi* the conjugate of which the normalizer is the gradient.
 
     OutEffHop eq. 2.9 and 2.10: log(1 + sum exp), that is, log-sum-exp with a zero; Ramsauer et al. (2020): log-sum-exp;
     SparseHopfield and STanHop: max_p <p, z> + H(p) with the Tsallis entropies of order 2 and 1.5.
@@ -78,7 +78,7 @@ def energy(normalizer: str, state: Tensor, stored: Tensor, beta: float) -> Tenso
 @pytest.mark.parametrize("normalizer", [name for name in NORMALIZERS if name != "polynomial"])
 @pytest.mark.parametrize("beta", [0.3, 1.0, 4.0])
 def test_energy_falls(normalizer: str, beta: float) -> None:
-    """With identity weights, from anywhere; the polynomial's normalised update has no such energy."""
+    """With identity weights, from anywhere; the polynomial's normalized update has no such energy."""
     state, stored = 3 * normal(1, 20, 5), normal(2, 9, 5)
     step = retrieval(normalizer=normalizer, beta=beta)
     for _ in range(30):

@@ -52,7 +52,7 @@ def stage(*paths: str, keyword: str = "") -> Stage:
 
 
 FORMULAS = stage("contract/test_functional_formulas.py")
-NORMALISERS = stage("contract/test_functional_normalisers.py")
+NORMALIZERS = stage("contract/test_functional_normalizers.py")
 KERNELS = stage("kernels/test_kernels.py")
 PASSES = stage("kernels/test_passes.py", keyword="not flash or llama")
 DEEP = "(bert or llama) and not albert"  # the two families that the contract's grid is deep on
@@ -71,9 +71,9 @@ MERGE = stage("conversion/test_merge.py", keyword="not saved and (llama or gpt2 
 
 # By file, or by folder for files that are not named: the narrowest and fastest tests first, as the first failure ends.
 TESTS: dict[str, tuple[Stage, ...]] = {
-    "functional/": (FORMULAS, NORMALISERS, stage("memory/test_promises.py")),
+    "functional/": (FORMULAS, NORMALIZERS, stage("memory/test_promises.py")),
     "functional/linear.py": (FORMULAS, stage("kernels/test_kernels.py", keyword="linear")),
-    "functional/sparse.py": (NORMALISERS,),
+    "functional/sparse.py": (NORMALIZERS,),
     "core/": (VALUES, MASKS),
     "core/calibration.py": (CALIBRATE, MERGE),
     "core/call.py": (MIXED, CACHED, MASKS, CARRIED_REFUSALS, PASSES),

@@ -17,7 +17,7 @@ from transformers import BertForSequenceClassification, TrainingArguments
 
 import hf_attn_swap
 from hf_attn_swap.publish.results import RunResult
-from hf_attn_swap.training import DataArguments, parse
+from hf_attn_swap.training import TextDataArguments, parse
 from tests.training.test_run import RECIPES, pytestmark, recipe  # noqa: F401  # skips without recipes/
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -57,10 +57,29 @@ def write(path: Path, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def options(data: Path, task: str, out: Path, *more: str) -> list[str]:
-    columns = ("--columns", "text1", "text2") if task == "matching" else ("--columns", "text")
+    columns = ("--text_column_names", "text1", "text2") if task == "matching" else ("--text_column_names", "text")
     return [
-        *("--model", "bert", "--task", task, "--dataset", str(data / task), "--dataset_name", task, *columns),
-        *("--output_dir", str(out), "--config_overrides", json.dumps(SIZES), "--max_length", "24", *SCHEDULE, *QUIET),
+        *(
+            "--model_name_or_path",
+            "bert",
+            "--task",
+            task,
+            "--dataset_name",
+            str(data / task),
+            "--dataset_card_name",
+            task,
+            *columns,
+        ),
+        *(
+            "--output_dir",
+            str(out),
+            "--config_overrides",
+            json.dumps(SIZES),
+            "--max_seq_length",
+            "24",
+            *SCHEDULE,
+            *QUIET,
+        ),
         *("--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "4", "--save_strategy", "no", *more),
     ]
 
@@ -91,10 +110,12 @@ def test_what_is_read(lra: Any) -> None:
     assert lra.read("listops", "( [MIN 0 9 ] )") == [2, 6, 15, 16]
     assert lra.read("text", "Aé") == [ord("A") + 2, 0xC3 + 2, 0xA9 + 2]
     rows = Dataset.from_dict({"a": ["abc", "x"], "b": ["de", ""], "labels": [0, 1]})
-    single = lra.encode(rows, "text", DataArguments(dataset="x", columns=["a"], max_length=3))
+    single = lra.encode(rows, "text", TextDataArguments(dataset_name="x", text_column_names=["a"], max_seq_length=3))
     assert single["input_ids"][:] == [[1, 99, 100], [1, 122]]
     assert single["labels"][:] == [0, 1]
-    pairs = lra.encode(rows, "matching", DataArguments(dataset="x", columns=["a", "b"], max_length=4))
+    pairs = lra.encode(
+        rows, "matching", TextDataArguments(dataset_name="x", text_column_names=["a", "b"], max_seq_length=4)
+    )
     assert pairs["input_ids"][:] == [[[1, 99, 100, 101], [1, 102, 103]], [[1, 122], [1]]]
     batch = lra.collate([pairs[0], pairs[1]])
     assert batch["input_ids"].tolist()[1] == [[1, 122, 0, 0], [1, 0, 0, 0]]
@@ -131,9 +152,13 @@ def test_pairs_are_encoded_alike_and_alone(variant: str, lra: Any) -> None:
     ("task", "words", "message"),
     [
         ("listops", (), r"row 1: unknown token '\[AVG'; known: \[MIN"),
-        ("text", ("--columns", "text", "text2"), "--task text reads 1 of --columns, got text text2"),
-        ("matching", ("--columns", "text1"), "--task matching reads 2 of --columns, got text1"),
-        ("text", ("--model", "gpt2"), "--model is bert, not gpt2"),
+        (
+            "text",
+            ("--text_column_names", "text", "text2"),
+            "--task text reads 1 of --text_column_names, got text text2",
+        ),
+        ("matching", ("--text_column_names", "text1"), "--task matching reads 2 of --text_column_names, got text1"),
+        ("text", ("--model_name_or_path", "gpt2"), "--model_name_or_path is bert, not gpt2"),
         ("text", ("--config_overrides", '{"layers": 2}'), "BertConfig has no 'layers'"),
     ],
 )
@@ -143,7 +168,10 @@ def test_one_line(
     flags = options(data, task, tmp_path / "out", *words)
     if task == "listops":
         write(tmp_path / "rows.csv", ["text"], [["[MIN 1 2 ]"], ["[AVG 1 2 ]"]])
-        flags[flags.index("--dataset") : flags.index("--dataset") + 2] = ["--train_file", str(tmp_path / "rows.csv")]
+        flags[flags.index("--dataset_name") : flags.index("--dataset_name") + 2] = [
+            "--train_file",
+            str(tmp_path / "rows.csv"),
+        ]
         flags += ["--test_file", str(tmp_path / "rows.csv")]
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
         recipe("lra.py", flags, monkeypatch)
@@ -153,18 +181,18 @@ def test_one_line(
 def test_a_missing_text_is_no_text(lra: Any) -> None:
     rows = Dataset.from_dict({"text": ["a", None]})
     with pytest.raises(ValueError, match="row 1: a text is missing"):
-        lra.encode(rows, "text", DataArguments(dataset="any"))
+        lra.encode(rows, "text", TextDataArguments(dataset_name="any"))
 
 
 @pytest.mark.parametrize("name", ["lra_listops", "lra_text", "lra_matching", "lra_listops_small", "lra_text_small"])
 def test_shipped_configs(name: str, lra: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is understood; the paper's have its schedule, with the peak learning rate base / sqrt(warmup)."""
     monkeypatch.setattr(sys, "argv", ["lra.py"])
-    kinds = (lra.ModelArguments, lra.DataArguments, lra.RecipeArguments, TrainingArguments)
+    kinds = (lra.ModelArguments, lra.TextDataArguments, lra.RecipeArguments, TrainingArguments)
     model, rows, own, training = parse(kinds, [str(RECIPES / "configs" / f"{name}.yaml"), "--use_cpu", "true"])
-    config = lra.scratch_config(model.model, own.config_overrides)
+    config = lra.scratch_config(model.model_name_or_path, own.config_overrides)
     assert config.hidden_size % config.num_attention_heads == 0
-    assert len(rows.columns) == (2 if own.task == "matching" else 1)
+    assert len(rows.text_column_names) == (2 if own.task == "matching" else 1)
     if name != "lra_text_small":  # does not learn with the paper's schedule in so few steps
         assert config.initializer_range == pytest.approx(config.hidden_size**-0.5, abs=1e-4)
         assert training.lr_scheduler_type == "inverse_sqrt"

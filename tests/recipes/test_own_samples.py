@@ -76,7 +76,16 @@ def test_curve(tiny_lm: Path, samples: Path, tmp_path: Path, monkeypatch: Any) -
 def test_language_model_recipe_reads_token_ids(tiny_lm: Path, samples: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """And measures KL and agreement beside the perplexity; the control, which is not trained, has lost nothing."""
     words = [
-        *("--model", str(tiny_lm), "--dataset", str(samples), "--columns", "input_ids", "--max_length", "16"),
+        *(
+            "--model_name_or_path",
+            str(tiny_lm),
+            "--dataset_name",
+            str(samples),
+            "--text_column_names",
+            "input_ids",
+            "--max_seq_length",
+            "16",
+        ),
         *("--variant", "belief", "--distill_tokens", "320", "--distill_options", '{"rank": 4}'),
         *("--num_train_epochs", "0", "--per_device_train_batch_size", "4", "--report_to", "none", "--use_cpu", "true"),
         *("--dataloader_pin_memory", "false", "--disable_tqdm", "true", "--output_dir", str(tmp_path / "run")),
@@ -99,7 +108,16 @@ def test_shorter_rows_to_train_on_and_another_precision(
     tiny_lm: Path, samples: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     words = [
-        *("--model", str(tiny_lm), "--dataset", str(samples), "--columns", "input_ids", "--max_length", "16"),
+        *(
+            "--model_name_or_path",
+            str(tiny_lm),
+            "--dataset_name",
+            str(samples),
+            "--text_column_names",
+            "input_ids",
+            "--max_seq_length",
+            "16",
+        ),
         *("--train_length", "8", "--dtype", "bfloat16", "--variant", "softmax", "--num_train_epochs", "0"),
         *("--report_to", "none", "--use_cpu", "true", "--dataloader_pin_memory", "false", "--disable_tqdm", "true"),
         *("--train_tokens", "80", "--output_dir", str(tmp_path / "run"), *NO_SAVING),

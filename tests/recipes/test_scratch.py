@@ -54,13 +54,13 @@ def test_language_models_of_bytes(model: str, tmp_path: Path, monkeypatch: Any) 
     text.write_text("abcd " * 300, encoding="utf-8")
     words = (
         *(
-            "--model",
+            "--model_name_or_path",
             model,
             "--config_overrides",
             json.dumps(SIZES[model]),
-            "--tokenizer",
+            "--tokenizer_name",
             "bytes",
-            "--max_length",
+            "--max_seq_length",
             "25",
         ),
         *("--train_file", str(text), "--test_file", str(text), "--max_steps", "30", "--variant", "modern_hopfield"),
@@ -95,9 +95,18 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("skip_free", [False, True])
 def test_small_vits(skip_free: bool, pictures: Path, tmp_path: Path, monkeypatch: Any) -> None:
     words = (
-        *("--model", "vit", "--config_overrides", json.dumps(VIT), "--image_size", "8", "--columns", "img"),
         *(
-            "--dataset",
+            "--model_name_or_path",
+            "vit",
+            "--config_overrides",
+            json.dumps(VIT),
+            "--image_size",
+            "8",
+            "--image_column_name",
+            "img",
+        ),
+        *(
+            "--dataset_name",
             str(pictures),
             "--max_steps",
             "12",
@@ -141,12 +150,24 @@ def test_a_layer_without_skips_loses_what_attention_does_not_read(monkeypatch: A
 
 
 def test_refusals(pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    words = ["--model", "vit", "--dataset", str(pictures), "--columns", "img", "--output_dir", str(tmp_path)]
+    words = [
+        "--model_name_or_path",
+        "vit",
+        "--dataset_name",
+        str(pictures),
+        "--image_column_name",
+        "img",
+        "--output_dir",
+        str(tmp_path),
+    ]
     for more, message in (
         (("--skip_free", "true"), "--skip_free and --config_overrides need --from_scratch"),
         (("--from_scratch", "true", "--config_overrides", '{"num_labels": 3}'), "'num_labels' follows from the data"),
         (("--from_scratch", "true", "--config_overrides", '{"to_dict": 3}'), "ViTConfig has no 'to_dict'"),
-        (("--from_scratch", "true", "--skip_free", "true", "--model", "deit"), "for the architecture vit, got deit"),
+        (
+            ("--from_scratch", "true", "--skip_free", "true", "--model_name_or_path", "deit"),
+            "for the architecture vit, got deit",
+        ),
         (("--from_scratch", "true", "--config_overrides", "[1]"), "must be a JSON object"),
         (("--from_scratch", "true", "--config_overrides", "{"), "must be a JSON object"),
         (("--from_scratch", "true", "--config_overrides", '{"width": 3}'), "ViTConfig has no 'width'"),
@@ -159,8 +180,12 @@ def test_refusals(pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any)
 def test_bytes_need_random_weights(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """Bytes are tokens of every vocabulary, and mean nothing to it."""
     with pytest.raises(SystemExit):
-        recipe("language_modeling.py", ["--model", "x", "--dataset", "y", "--tokenizer", "bytes"], monkeypatch)
-    assert "--tokenizer and --config_overrides need --from_scratch" in capsys.readouterr().err
+        recipe(
+            "language_modeling.py",
+            ["--model_name_or_path", "x", "--dataset_name", "y", "--tokenizer_name", "bytes"],
+            monkeypatch,
+        )
+    assert "--tokenizer_name and --config_overrides need --from_scratch" in capsys.readouterr().err
 
 
 def test_sizes_follow_from_what_is_given(tmp_path: Path) -> None:

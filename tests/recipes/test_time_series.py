@@ -52,7 +52,7 @@ def write(path: Path, rows: Table, names: tuple[str, ...] = NAMES) -> str:
 
 
 def arguments(module: Any, path: str, **changes: Any) -> Any:
-    return module.SeriesArguments(**{"dataset": path, **CUT, "config_overrides": SIZES, **changes})
+    return module.SeriesArguments(**{"dataset_name": path, **CUT, "config_overrides": SIZES, **changes})
 
 
 def trainer_of(task: Any, model: PatchTSTForPrediction, folder: Path) -> Trainer:
@@ -97,9 +97,9 @@ def test_windows_and_columns(module: Any, tmp_path: Path) -> None:
     data = arguments(module, write(tmp_path / "series.csv", table()), columns=["oil", "low"])
     series = data.read()
     assert series.shape == (210, 2)
-    everything = arguments(module, data.dataset).read()
+    everything = arguments(module, data.dataset_name).read()
     assert torch.equal(series, everything[:, [2, 1]])
-    task = module.build_task(ModelArguments(model="patchtst"), data)
+    task = module.build_task(ModelArguments(model_name_or_path="patchtst"), data)
     batch = task.collate([task.test[0], task.test[36]])
     assert batch["past_values"].shape == (2, 16, 2)
     assert batch["future_values"].shape == (2, 4, 2)
@@ -109,7 +109,7 @@ def test_windows_and_columns(module: Any, tmp_path: Path) -> None:
 def test_errors_are_the_models_loss(module: Any, tmp_path: Path) -> None:
     """Also with the model's own scaling of every window: what it gives is back on the series' scale."""
     data = arguments(module, write(tmp_path / "series.csv", table()))
-    task = module.build_task(ModelArguments(model="patchtst"), data)
+    task = module.build_task(ModelArguments(model_name_or_path="patchtst"), data)
     torch.manual_seed(0)
     model = task.load().eval()
     assert model.config.scaling == "std"
@@ -131,7 +131,14 @@ def test_errors_are_the_models_loss(module: Any, tmp_path: Path) -> None:
 def test_a_variant_beside_its_control(rows: int, module: Any, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "runs"
     words = [
-        *("--model", "patchtst", "--dataset", write(tmp_path / "series.csv", table()), "--variant", "outeffhop"),
+        *(
+            "--model_name_or_path",
+            "patchtst",
+            "--dataset_name",
+            write(tmp_path / "series.csv", table()),
+            "--variant",
+            "outeffhop",
+        ),
         *("--parts", "120", "40", str(rows), "--horizon", "4", "--context", "16", "--config_overrides", SIZES),
         *("--output_dir", str(out), "--max_steps", "3", "--per_device_train_batch_size", "8", "--save_strategy", "no"),
         *("--report_to", "none", "--disable_tqdm", "true", "--use_cpu", "true", "--dataloader_pin_memory", "false"),
@@ -157,7 +164,9 @@ def test_a_variant_beside_its_control(rows: int, module: Any, tmp_path: Path, ca
     assert (result.data.rows, result.budget.steps) == ({"train": 101, "test": 41}, 3)
     model = hf_attn_swap.from_pretrained(out / "outeffhop" / "seed-0" / "model")
     assert isinstance(model, PatchTSTForPrediction)
-    task = module.build_task(ModelArguments(model="patchtst"), arguments(module, words[3], parts=[120, 40, rows]))
+    task = module.build_task(
+        ModelArguments(model_name_or_path="patchtst"), arguments(module, words[3], parts=[120, 40, rows])
+    )
     with torch.no_grad():
         loss = model.eval()(**task.collate(list(task.test))).loss.item()
     assert result.converted.metrics[0].mean == pytest.approx(loss, rel=1e-4)
@@ -198,24 +207,24 @@ def test_bad_rows(kind: str, module: Any, tmp_path: Path) -> None:
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "column": (dict(columns=["oil", "gas"]), "no column 'gas' of numbers; it has high, low, oil"),
     "date column": (dict(date_column="day"), "no column 'day'"),
-    "file": (dict(dataset="./no.csv"), "there is no file"),
+    "file": (dict(dataset_name="./no.csv"), "there is no file"),
     "horizon": (dict(horizon=0), "horizon and context must be at least 1, got 0 and 16"),
     "context": (dict(context=0), "horizon and context must be at least 1, got 4 and 0"),
     "train": (dict(parts=[19, 40, 40]), r"train: 19 rows hold no context 16 \+ horizon 4"),
     "test": (dict(parts=[120, 40, 3]), r"test: 3 rows hold no context 16 \+ horizon 4"),
-    "validation": (dict(parts=[120, 3, 40], test_split="validation"), "validation: 3 rows hold no"),
+    "validation": (dict(parts=[120, 3, 40], test_split_name="validation"), "validation: 3 rows hold no"),
     "parts": (dict(parts=[120, 40]), "--parts are rows of train, validation, test"),
     "empty part": (dict(parts=[0, 40, 40]), r"--parts are rows of .*, got \[0, 40, 40\]"),
-    "split": (dict(test_split="train"), "--test_split is validation or test"),
-    "rows": (dict(train_rows=50), "--parts cuts it"),
+    "split": (dict(test_split_name="train"), "--test_split_name is validation or test"),
+    "rows": (dict(max_train_samples=50), "--parts cuts it"),
     "metric": (dict(metrics=["mae"]), "--metrics has no place here"),
     "horizon twice": (
         dict(config_overrides='{"prediction_length": 1}'),
         "'prediction_length' follows from the data; it is 4",
     ),
     "files": (
-        dict(dataset=None, train_file="a.csv", test_file="b.csv"),
-        "--train_file has no place here: --dataset names",
+        dict(dataset_name=None, train_file="a.csv", test_file="b.csv"),
+        "--train_file has no place here: --dataset_name names",
     ),
     "sizes": (dict(config_overrides='{"width": 3}'), "PatchTSTConfig has no 'width'"),
 }
@@ -226,14 +235,14 @@ def test_bad_arguments(kind: str, module: Any, tmp_path: Path) -> None:
     changes, message = BAD_ARGUMENTS[kind]
     path = write(tmp_path / "series.csv", table())
     with pytest.raises(ValueError, match=message) as caught:
-        module.build_task(ModelArguments(model="patchtst"), arguments(module, path, **changes))
+        module.build_task(ModelArguments(model_name_or_path="patchtst"), arguments(module, path, **changes))
     assert "\n" not in str(caught.value)
 
 
 def test_another_architecture_is_refused(module: Any, tmp_path: Path) -> None:
     data = arguments(module, write(tmp_path / "series.csv", table()), config_overrides="{}")
-    with pytest.raises(ValueError, match="--model must be patchtst"):
-        module.build_task(ModelArguments(model="bert"), data)
+    with pytest.raises(ValueError, match="--model_name_or_path must be patchtst"):
+        module.build_task(ModelArguments(model_name_or_path="bert"), data)
 
 
 @pytest.mark.parametrize("name", ["etth1", "etth1_small"])
@@ -242,8 +251,8 @@ def test_shipped_configs_on_etth1(name: str, module: Any) -> None:
         pytest.skip("HF_ATTN_SWAP_DATA names no folder with ett/ETTh1.csv")
     config = yaml.safe_load((RECIPES / "configs" / f"{name}.yaml").read_text("utf-8"))
     own = {key: config[key] for key in ("horizon", "context", "config_overrides")}
-    data = module.SeriesArguments(dataset=str(ETT), **own)
-    task = module.build_task(ModelArguments(model="patchtst"), data)
+    data = module.SeriesArguments(dataset_name=str(ETT), **own)
+    task = module.build_task(ModelArguments(model_name_or_path="patchtst"), data)
     assert (len(task.train), len(task.test)) == (10080 - 336 - 24 + 1, 3600 - 24 + 1)
     batch = task.collate([task.train[0], task.test[3576]])
     assert batch["past_values"].shape == (2, 336, 7)

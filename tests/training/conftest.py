@@ -55,7 +55,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(tiny: Path, out: Path, *more: str) -> list[str]:
     """Command-line options of a recipe on the tiny model."""
     return [
-        *("--model", str(tiny / "model"), "--dataset", str(tiny / "data"), "--output_dir", str(out)),
+        *("--model_name_or_path", str(tiny / "model"), "--dataset_name", str(tiny / "data"), "--output_dir", str(out)),
         *("--num_train_epochs", "1", "--per_device_train_batch_size", "8", "--learning_rate", "1e-2"),
         *("--report_to", "none", "--disable_tqdm", "true", "--use_cpu", "true", "--dataloader_pin_memory", "false"),
         *more,

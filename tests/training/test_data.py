@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 
-from hf_attn_swap.training import DataArguments, load_rows, load_splits
+from hf_attn_swap.training import TextDataArguments, load_rows, load_splits
 
 from .conftest import write_rows
 
 
-def files(tmp_path: Path, **changes: Any) -> DataArguments:
+def files(tmp_path: Path, **changes: Any) -> TextDataArguments:
     train, test = write_rows(tmp_path / "a.csv", 8, 1), write_rows(tmp_path / "b.csv", 6, 2)
-    return DataArguments(**{"train_file": str(train), "test_file": str(test), **changes})
+    return TextDataArguments(**{"train_file": str(train), "test_file": str(test), **changes})
 
 
 def test_splits_and_classes(tmp_path: Path) -> None:
-    train, test, classes = load_splits(files(tmp_path, train_rows=5, test_rows=4))
+    train, test, classes = load_splits(files(tmp_path, max_train_samples=5, max_eval_samples=4))
     assert (len(train), len(test), classes) == (5, 4, ["0", "1"])
     assert set(train["labels"]) | set(test["labels"]) == {0, 1}
-    again, _, _ = load_splits(files(tmp_path, train_rows=5, test_rows=4))
+    again, _, _ = load_splits(files(tmp_path, max_train_samples=5, max_eval_samples=4))
     assert again["text"] == train["text"]
 
 
@@ -32,22 +32,22 @@ def test_names_of_classes_keep_their_order(tmp_path: Path) -> None:
     for split in ("train", "test"):
         rows = Dataset.from_dict({"text": ["x", "y"], "label": [1, 0]}, features=features)
         rows.to_parquet(tmp_path / f"{split}.parquet")
-    train, _, classes = load_splits(DataArguments(dataset=str(tmp_path)))
+    train, _, classes = load_splits(TextDataArguments(dataset_name=str(tmp_path)))
     assert classes == ["sad", "glad"]
     assert train["labels"][:] == [1, 0]
 
 
 def test_plain_text_needs_no_labels(tmp_path: Path) -> None:
-    train, _, classes = load_splits(files(tmp_path, label_column="nothing"), labelled=False)
+    train, _, classes = load_splits(files(tmp_path, label_column_name="nothing"), labelled=False)
     assert (len(train), classes) == (8, [])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"columns": ["body"]}, "the training split has no column 'body'; it has text, label"),
-        ({"label_column": "stars"}, "no column 'stars'"),
-        ({"train_rows": 100}, "train_rows is 100, but the training split has 8 rows"),
+        ({"text_column_names": ["body"]}, "the training split has no column 'body'; it has text, label"),
+        ({"label_column_name": "stars"}, "no column 'stars'"),
+        ({"max_train_samples": 100}, "max_train_samples is 100, but the training split has 8 rows"),
         ({"train_file": "nowhere.csv"}, "there is no file 'nowhere.csv'"),
         ({"train_file": __file__}, "must end in .csv"),
     ],
@@ -87,23 +87,23 @@ def test_a_single_class(tmp_path: Path) -> None:
 def test_a_missing_split_and_folder(tmp_path: Path) -> None:
     write_rows(tmp_path / "train.csv", 4, 1)
     with pytest.raises(ValueError, match="has no split 'test'; it has train"):
-        load_splits(DataArguments(dataset=str(tmp_path)))
+        load_splits(TextDataArguments(dataset_name=str(tmp_path)))
     with pytest.raises(ValueError, match="there is no folder"):
-        load_splits(DataArguments(dataset=str(tmp_path / "nowhere")))
+        load_splits(TextDataArguments(dataset_name=str(tmp_path / "nowhere")))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({}, "name the data"),
-        ({"dataset": "x", "train_file": "y"}, "name the data"),
+        ({"dataset_name": "x", "train_file": "y"}, "name the data"),
         ({"train_file": "y"}, "go together"),
-        ({"dataset": "x", "max_length": 0}, "max_length must be at least 1"),
+        ({"dataset_name": "x", "max_seq_length": 0}, "max_seq_length must be at least 1"),
     ],
 )
 def test_arguments_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DataArguments(**arguments)
+        TextDataArguments(**arguments)
 
 
 def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub() -> None:

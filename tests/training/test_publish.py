@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.publish.results import versions
-from hf_attn_swap.training.arguments import DataArguments, ModelArguments
+from hf_attn_swap.training.arguments import ModelArguments, TextDataArguments
 from hf_attn_swap.training.outcome import Outcome
 from hf_attn_swap.training.publish import About, publish
 from tests.contract.harness import fresh
@@ -45,8 +45,10 @@ def outcome(seed: int, missed: int, references: tuple[float, ...] = REFERENCES) 
 
 
 def published(folder: Path, converted: list[Outcome], control: list[Outcome], **training: Any) -> Any:
-    data = DataArguments(dataset="some/rows")
-    model = ModelArguments(model="some/model", variant="modern_hopfield", seeds=[each.seed for each in converted])
+    data = TextDataArguments(dataset_name="some/rows")
+    model = ModelArguments(
+        model_name_or_path="some/model", variant="modern_hopfield", seeds=[each.seed for each in converted]
+    )
     args = TrainingArguments(output_dir=str(folder), report_to="none", use_cpu=True, **training)
     (folder / model.run_name).mkdir()
     return publish(converted, control, ABOUT, model, data, args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, TrainingArguments
 
 import hf_attn_swap
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import parse
-from hf_attn_swap.training.arguments import ConversionArguments, ModelArguments
+from hf_attn_swap.training.arguments import RENAMED, ConversionArguments, ModelArguments, TextDataArguments
+from hf_attn_swap.training.recipes import image_classification, language_modeling, text_classification
 
 from .conftest import options, write_rows
 
@@ -110,8 +112,8 @@ def test_linear_probe(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--columns", "body"), "no column 'body'"),
-        (("--dataset", "/nowhere"), "there is no folder '/nowhere'"),
+        (("--text_column_names", "body"), "no column 'body'"),
+        (("--dataset_name", "/nowhere"), "there is no folder '/nowhere'"),
         (("--variant", "modern_hopfield", "--calibrate", "gain", "--options", '{"alpha": 1.0}'), "drops the read-out"),
     ],
 )
@@ -131,18 +133,72 @@ def test_one_line(words: tuple[str, ...], message: str, tiny: Path, tmp_path: Pa
 )
 def test_arguments_refused(words: tuple[str, ...], message: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
-        parse((ModelArguments,), ["--model", "x", *words])
+        parse((ModelArguments,), ["--model_name_or_path", "x", *words])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_yaml_first_options_win(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text("model: x\nvariant: belief\nseeds: [3, 4]\ncalibrate: map\n")
+    file.write_text("model_name_or_path: x\nvariant: belief\nseeds: [3, 4]\ncalibrate: map\n")
     model, conversion = parse((ModelArguments, ConversionArguments), [str(file), "--variant", "modern_hopfield"])
     assert (model.variant, model.seeds, conversion.calibrate) == ("modern_hopfield", [3, 4], "map")
     with pytest.raises(SystemExit):
         parse((ModelArguments,), [str(tmp_path / "nowhere.yaml")])
+
+
+@pytest.mark.parametrize("old", [name for name in RENAMED if name != "push_to"])
+def test_an_old_name_is_refused_with_the_new_one(old: str, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(f"model_name_or_path: x\n{old}: y\n")
+    classes = (ModelArguments, TextDataArguments)
+    for words in ([str(file)], [f"--{old}", "y"], [f"--{old}=y"], [f"--{old.replace('_', '-')}", "y"]):
+        with pytest.raises(SystemExit) as ended:
+            parse(classes, words)
+        assert (ended.value.code, capsys.readouterr().err) == (2, f"error: --{old} is now --{RENAMED[old]}.\n")
+
+
+def test_new_names_are_arguments(capsys: Any) -> None:
+    """What a refusal tells is there; none of the old names is."""
+    for module in (text_classification, language_modeling, image_classification):
+        with pytest.raises(SystemExit):
+            module.main(["--help"])
+    told = capsys.readouterr().out
+    for old, new in RENAMED.items():
+        assert not re.search(rf"^ +--{old}[ ,]", told, re.M)
+        for word in re.findall(r"--(\w+)", f"--{new}"):
+            assert re.search(rf"^ +--{word}[ ,]", told, re.M), word
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_without_an_accelerator_training_is_told_to_use_the_cpu(there: bool, monkeypatch: Any) -> None:
+    """So that one YAML with bf16 runs on a GPU and on a CPU."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
+    precision = [] if there else ["--bf16", "true"]
+    (training,) = parse((TrainingArguments,), ["--output_dir", "x", *precision])
+    assert training.use_cpu is not there
+    (training,) = parse((TrainingArguments,), ["--output_dir", "x", "--use_cpu", "false"])
+    assert not training.use_cpu, "what the user says wins"
+
+
+def test_names_on_the_card(tmp_path: Path) -> None:
+    """A name for the card stands for what is read from this machine only: else the card would name another set."""
+    for here, named, shown in (
+        ("bert-base-uncased", None, "bert-base-uncased"),
+        ("bert-base-uncased", "some/other", "bert-base-uncased"),
+        (str(tmp_path), None, tmp_path.name),
+        (str(tmp_path), "some/other", "some/other"),
+    ):
+        assert ModelArguments(model_name_or_path=here, base_model_card_name=named).published_name == shown
+        assert TextDataArguments(dataset_name=here, dataset_card_name=named).published_name == shown
+    files = TextDataArguments(train_file="rows.csv", test_file="b.csv", dataset_card_name="some/rows")
+    assert files.published_name == "some/rows"
+
+
+def test_a_push_needs_a_name(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    with pytest.raises(SystemExit, match="--push_to_hub needs --hub_model_id"):
+        recipe("text_classification.py", options(tiny, tmp_path / "out", "--push_to_hub"), monkeypatch)
+    assert not (tmp_path / "out").exists()
 
 
 def test_labels_written_wrong_end_before_training(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -151,7 +207,7 @@ def test_labels_written_wrong_end_before_training(tiny: Path, tmp_path: Path, mo
     (tmp_path / "test.csv").write_text(text)
     files = ("--train_file", str(tiny / "data" / "train.csv"), "--test_file", str(tmp_path / "test.csv"))
     words = options(tiny, tmp_path / "out", *files, *NO_SAVING)
-    place = words.index("--dataset")
+    place = words.index("--dataset_name")
     with pytest.raises(SystemExit, match="unknown label 9"):
         recipe("text_classification.py", words[:place] + words[place + 2 :], monkeypatch)
     assert not (tmp_path / "out").exists()

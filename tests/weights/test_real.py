@@ -21,7 +21,7 @@ FP64 = 1e-11
 
 
 def loosely(variant: str) -> float:
-    """SimpleTRON's unnormalised sums on softmax weights are large and cancel: digits are lost in any order."""
+    """SimpleTRON's unnormalized sums on softmax weights are large and cancel: digits are lost in any order."""
     return 1e-3 if any(cls.replaces for cls in parse(variant)) else TOLERANCE
 
 

@@ -15,6 +15,7 @@ from .conftest import Setup
 from .store import WRITER
 
 RECIPE = Path(hf_attn_swap.__file__).parent.parent / "recipes" / "text_classification.py"
+PUSH = ("--push_to_hub", "true", "--hub_model_id")
 pytestmark = [
     pytest.mark.xdist_group("hub"),
     pytest.mark.skipif(not RECIPE.exists(), reason="recipes/ is not next to the installed package"),
@@ -22,7 +23,7 @@ pytestmark = [
 
 
 def test_pushed_with_its_card(world: Setup, tiny: Path, tmp_path: Path) -> None:  # noqa: F811  # the fixture
-    words = options(tiny, tmp_path / "out", "--variant", "belief_star", "--save_strategy", "no", "--push_to", "me/tiny")
+    words = options(tiny, tmp_path / "out", "--variant", "belief_star", "--save_strategy", "no", *PUSH, "me/tiny")
     environment = world.hub.env(tmp_path / "home", WRITER)
     done = subprocess.run(
         [sys.executable, str(RECIPE), *words], env=environment, capture_output=True, text=True, check=False
@@ -31,3 +32,5 @@ def test_pushed_with_its_card(world: Setup, tiny: Path, tmp_path: Path) -> None:
     files = world.hub.repository("me/tiny").at().files
     assert {"README.md", "config.json", "model.safetensors", "results.json"} <= set(files)
     assert "outcome.json" not in files
+    commits = world.hub.repository("me/tiny").commits
+    assert len(commits) == 2, "one after the first: Trainer pushes no checkpoints, and nothing of the control"

@@ -1,4 +1,4 @@
-"""The normalisers on plain tensors: equal to their definitions, stable, and differentiable everywhere."""
+"""The normalizers on plain tensors: equal to their definitions, stable, and differentiable everywhere."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_no_clip_is_softmax_bit_for_bit() -> None:
 @pytest.mark.parametrize(("ours", "literal", "oracle"), SPARSE, ids=SPARSE_IDS)
 @few
 @given(drawn=rows())
-def test_sparse_normalisers(ours: Any, literal: Any, oracle: Any, drawn: tuple[Tensor, Tensor]) -> None:
+def test_sparse_normalizers(ours: Any, literal: Any, oracle: Any, drawn: tuple[Tensor, Tensor]) -> None:
     """Against the definition (masked rows too) and against the `entmax` package (which fails on those)."""
     scores, seen = drawn
     some = seen | ~seen.any(-1, keepdim=True)
@@ -156,7 +156,7 @@ def ties(weights: Tensor, scores: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("ours", "literal", "oracle"), SPARSE, ids=SPARSE_IDS)
-def test_sparse_normalisers_on_hard_rows(ours: Any, literal: Any, oracle: Any) -> None:
+def test_sparse_normalizers_on_hard_rows(ours: Any, literal: Any, oracle: Any) -> None:
     """A row that may see nothing, equal scores, one key, and scores beyond any scale."""
     for row in ([LOWEST] * 4, [0.0] * 5, [3.0], [-1e30, -1e30, 5.0], [1e5, 1e5 - 0.5, -1e5], [LOWEST, 2.0, 1.9]):
         for dtype in (torch.float64, torch.float32):
@@ -172,13 +172,13 @@ def test_sparse_normalisers_on_hard_rows(ours: Any, literal: Any, oracle: Any) -
 
 
 @pytest.mark.parametrize(("ours", "literal", "oracle"), SPARSE, ids=SPARSE_IDS)
-def test_sparse_normalisers_gradcheck_and_axis(ours: Any, literal: Any, oracle: Any) -> None:
+def test_sparse_normalizers_gradcheck_and_axis(ours: Any, literal: Any, oracle: Any) -> None:
     scores = torch.tensor([[0.3, 0.1, -0.2, -3.0], [1.0, 0.9, 0.2, 0.35]], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(ours, scores)
     close(ours(scores.detach().T, 0).T, ours(scores.detach()))
 
 
 @pytest.mark.parametrize(("ours", "literal", "oracle"), SPARSE, ids=SPARSE_IDS)
-def test_sparse_normalisers_in_single_precision(ours: Any, literal: Any, oracle: Any) -> None:
+def test_sparse_normalizers_in_single_precision(ours: Any, literal: Any, oracle: Any) -> None:
     scores = torch.randn(50, 33, generator=torch.Generator().manual_seed(2)) * 3
     close(ours(scores), literal(scores.double()).float(), TOLERANCE[torch.float32])

@@ -1,0 +1,150 @@
+"""Fine-tunes an image classifier with a swapped attention, and the softmax control beside it.
+
+    hf-attn-swap train image-classification cifar10 --variant outeffhop
+
+The data set needs a column of images. It may be on the Hub, in parquet files, or in a folder with one folder per class.
+If `--image_size` differs from the model's size, position embeddings are interpolated; a smaller size has fewer patches
+and is several times faster. With `--from_scratch`, `--model_name_or_path vit` and `--config_overrides` define the
+model. skip_free.py describes `--skip_free`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ViTImageProcessorPil,
+)
+
+from .. import (
+    About,
+    ImageDataArguments,
+    ModelArguments,
+    Task,
+    launch,
+    load_splits,
+    made_of,
+    scratch_config,
+)
+from .skip_free import without_skips
+
+AUTO = AutoModelForImageClassification
+
+
+@dataclass(kw_only=True)
+class RecipeArguments:
+    """Arguments of this recipe alone."""
+
+    card_name: str = field(default="image-classifier", metadata={"help": "Start of the run's name on its card."})
+    image_size: int | None = field(default=None, metadata={"help": "Side in pixels; the processor's if left out."})
+    flip: bool = field(default=True, metadata={"help": "Mirror half of the training images."})
+    from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
+    config_overrides: str = field(default="{}", metadata={"help": "Config values as JSON; needs --from_scratch."})
+    skip_free: bool = field(default=False, metadata={"help": "No residual connections; needs --from_scratch."})
+
+    def __post_init__(self) -> None:
+        if not self.from_scratch and (self.skip_free or self.config_overrides != "{}"):
+            raise ValueError(
+                "--skip_free and --config_overrides need --from_scratch: pretrained weights fit one model."
+            )
+
+    def changed(self) -> dict[str, Any]:
+        """The arguments on which the metrics depend, if they differ from the default."""
+        names = ["from_scratch", "config_overrides", "skip_free"] if self.from_scratch else []
+        names += [] if self.flip else ["flip"]
+        return {"image_size": self.image_size, **{name: getattr(self, name) for name in names}}
+
+
+def predict(trainer: Any, test: Any) -> tuple[list[float], list[float]]:
+    """The predicted and the true class of every held-out image."""
+    found = trainer.predict(test)
+    return found.predictions.argmax(-1).tolist(), found.label_ids.tolist()
+
+
+def prepare(rows: dict[str, list[Any]], column: str, processor: Any, size: int | None, flip: bool) -> dict[str, Any]:
+    """The pixels (3,S,S) of some rows. The data set calls this function when the rows are used."""
+    sizes = {} if size is None else {"size": {"height": size, "width": size}, "do_center_crop": False}
+    images = [image.convert("RGB") for image in rows[column]]
+    pixels = processor(images, return_tensors="pt", **sizes)["pixel_values"]
+    if flip:
+        mirrored = torch.rand(len(images)) < 0.5
+        pixels[mirrored] = pixels[mirrored].flip(-1)
+    return {"pixel_values": list(pixels), "labels": rows["labels"]}
+
+
+def collate(rows: list[dict[str, Any]], interpolate: bool) -> dict[str, Any]:
+    """Make a batch of rows; `interpolate` fits the position embeddings to the size of the images."""
+    batch: dict[str, Any] = {"pixel_values": torch.stack([row["pixel_values"] for row in rows])}
+    if "labels" in rows[0]:
+        batch["labels"] = torch.tensor([row["labels"] for row in rows])
+    return {**batch, "interpolate_pos_encoding": True} if interpolate else batch
+
+
+def pretrained(model: ModelArguments, values: dict[str, Any]) -> tuple[Any, Any]:
+    """A function that loads the pretrained model, and its processor."""
+    load = functools.partial(AUTO.from_pretrained, model.model_name_or_path, dtype=model.dtype, **values)
+    return load, AutoImageProcessor.from_pretrained(model.model_name_or_path)
+
+
+def from_scratch(name: str, own: RecipeArguments, values: dict[str, Any]) -> tuple[Any, Any]:
+    """A function that builds the model with random weights, and its processor."""
+    sized = {} if own.image_size is None else {"image_size": own.image_size}
+    config = scratch_config(name, own.config_overrides, **values, **sized)
+    side = {"height": config.image_size, "width": config.image_size}
+    load = functools.partial(without_skips if own.skip_free else AUTO.from_config, config)
+    return load, ViTImageProcessorPil(size=side)
+
+
+def build_task(model: ModelArguments, data: ImageDataArguments, own: RecipeArguments) -> Task:
+    """Read and check the data and the options, before any training."""
+    train, test, classes = load_splits(data)
+    values = {
+        "num_labels": len(classes),
+        "id2label": dict(enumerate(classes)),
+        "label2id": {name: index for index, name in enumerate(classes)},
+    }
+    more = ["without residual connections"] if own.skip_free else []
+    load, processor = (
+        from_scratch(model.model_name_or_path, own, values) if own.from_scratch else pretrained(model, values)
+    )
+    ready = functools.partial(prepare, column=data.image_column_name, processor=processor, size=own.image_size)
+    return Task(
+        load=load,
+        train=train.with_transform(functools.partial(ready, flip=own.flip)),
+        test=test.with_transform(functools.partial(ready, flip=False)),
+        collate=functools.partial(collate, interpolate=own.image_size is not None and not own.from_scratch),
+        metrics=data.metrics,
+        predict=predict,
+        settings=data.settings | own.changed(),
+        processor=processor,
+        scratch=made_of(model.model_name_or_path, own.config_overrides, *more) if own.from_scratch else "",
+    )
+
+
+def about(own: RecipeArguments) -> About:
+    """The sentences of the card."""
+    return About(
+        prefix=own.card_name,
+        task="image-classification",
+        auto_class="skip_free.SkipFreeViTForImageClassification" if own.skip_free else AUTO.__name__,
+        intended_use="Compares attentions on this task; a classifier of images like those it was trained on.",
+        language=(),
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the recipe with these words, or with those of the command line."""
+    launch(
+        RecipeArguments,
+        build_task,
+        about,
+        arguments,
+        keep_columns=True,
+        recipe="image_classification",
+        data=ImageDataArguments,
+    )

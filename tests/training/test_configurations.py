@@ -1,0 +1,83 @@
+"""The configurations that ship: found by name or by path, read by their recipe, and the base of every sweep."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import TrainingArguments
+
+from hf_attn_swap import configurations
+from hf_attn_swap.training import ConversionArguments, ImageDataArguments, ModelArguments, TextDataArguments, parse
+from hf_attn_swap.training import recipes as package
+
+SHIPPED = configurations.shipped()
+
+
+def classes(recipe: str) -> tuple[Any, ...]:
+    """What the recipe's command line is read into."""
+    module = importlib.import_module(f"{package.__name__}.{recipe}")
+    data = ImageDataArguments if recipe == "image_classification" else TextDataArguments
+    return (ModelArguments, data, ConversionArguments, module.RecipeArguments, TrainingArguments)
+
+
+def test_every_recipe_has_configurations_of_different_names() -> None:
+    files = [path for path in configurations.FOLDER.rglob("*") if path.suffix in configurations.SUFFIXES]
+    assert sorted(SHIPPED.values()) == sorted(files)
+    modules = {path.stem for path in Path(str(package.__file__)).parent.glob("*.py")}
+    assert {path.parent.name for path in files} <= modules
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_configuration_is_what_its_recipe_takes(name: str) -> None:
+    path = SHIPPED[name]
+    model, data, _, _, training = parse(classes(path.parent.name), [name, "--use_cpu", "true"], recipe=path.parent.name)
+    given = yaml.safe_load(path.read_text("utf-8"))
+    assert (model.model_name_or_path, data.dataset_name) == (given["model_name_or_path"], given["dataset_name"])
+    assert training.output_dir == given["output_dir"]
+    assert re.fullmatch(r"[^#].*\.", configurations.first_line(path)), "a sentence, for `hf-attn-swap train --list`"
+
+
+def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.yaml").write_text("{}")
+    (tmp_path / "ag_news").mkdir()  # such as a folder of the data
+    monkeypatch.chdir(tmp_path)
+    assert configurations.find("ag_news") == SHIPPED["ag_news"]
+    assert configurations.find("own.yaml").samefile(tmp_path / "own.yaml")
+    monkeypatch.chdir("/")
+    assert configurations.find("own.yaml", beside=tmp_path) == tmp_path / "own.yaml"
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "message"),
+    [
+        (
+            "ag_nws",
+            None,
+            f"is called 'ag_nws'; the configurations that ship are {', '.join(SHIPPED)}.",
+        ),
+        ("cifar10", "text_classification", "the configurations of text_classification that ship are ag_news, depth"),
+        ("ag_news.yaml", "text_classification", "there is no file 'ag_news.yaml'; the configurations of text_class"),
+    ],
+)
+def test_a_wrong_name_lists_the_names(
+    name: str, recipe: str | None, message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        parse((ModelArguments,), [name], recipe=recipe)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+
+
+def test_options_win_over_a_configuration() -> None:
+    model, *_ = parse(classes("text_classification"), ["ag_news", "--model_name_or_path", "own", "--use_cpu", "true"])
+    assert model.model_name_or_path == "own"
+    assert json.loads(model.options) == {}
