@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import BertTokenizerFast, LlamaConfig, LlamaForCausalLM
 
 from docs.tables import conversions
+from docs.tables.names import canonical_label
 from tests.training.test_run import pytestmark, recipe  # noqa: F401  # skips without recipes/
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "film", "was", "fine", "and", "dull"]
@@ -64,7 +65,7 @@ def test_rules_are_compared(words: list[str], tmp_path: Path, monkeypatch: pytes
 def test_published_tables() -> None:
     """Each run and each context has its row."""
     runs = json.loads(conversions.CURVE.read_text())["runs"]
-    assert all(f"| `{name}` |" in conversions.curve_table() for name in runs)
+    assert all(f"| `{canonical_label(name)}` |" in conversions.curve_table() for name in runs)
     rows = json.loads(conversions.LAYERS.read_text())["runs"]
     assert len(conversions.layers_table().splitlines()) == 2 + len(rows)
     contexts = json.loads(conversions.DECODE.read_text())["options"]["contexts"]
