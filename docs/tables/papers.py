@@ -1,4 +1,4 @@
-"""The table of what the papers say beside what the published runs measured."""
+"""The table of what the papers say beside what the recorded runs measured."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def claims_table(runs: Mapping[str, RunResult], *, mark: str = "") -> str:
     """One row per claim; per run the swapped model's figure and the control's, * as `_clear` says.
 
     Args:
-        runs: the published ones, by name; what is missing is said to be.
+        runs: the recorded ones, by name; what is missing is said to be.
         mark: what stands behind a run of one seed.
     """
     rows = []

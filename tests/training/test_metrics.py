@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import bootstrap
 
 from hf_attn_swap.training.metrics import Score, paired_interval, scores
 
@@ -89,6 +91,19 @@ def test_neighbours_that_are_alike_widen_the_interval() -> None:
     for wrong, block in ((losses[:-1], 1), (losses, 600)):
         with pytest.raises(ValueError, match="no lists of the same rows"):
             paired_interval("mse", [wrong], [zeros], zeros, block=block)
+
+
+def test_an_interval_of_single_rows_is_that_of_scipy() -> None:
+    generator = np.random.default_rng(5)
+    truth, ours, control = (generator.integers(0, 2, size) for size in (200, (2, 200), (2, 200)))
+
+    def difference(rows: Any) -> float:
+        return float(np.mean((ours[:, rows] == truth[rows]).mean(1) - (control[:, rows] == truth[rows]).mean(1)))
+
+    options = {"n_resamples": 1000, "method": "percentile", "vectorized": False, "rng": np.random.default_rng(0)}
+    wanted = bootstrap((np.arange(200),), difference, **options).confidence_interval
+    _, low, high = paired_interval("accuracy", ours.tolist(), control.tolist(), truth.tolist())
+    assert (low, high) == pytest.approx((wanted.low, wanted.high), abs=1e-12)
 
 
 def test_an_interval_is_the_percentiles_of_literal_draws() -> None:

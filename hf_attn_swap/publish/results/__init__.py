@@ -1,4 +1,4 @@
-"""The record of one published run. Recipes write the record; cards, plots and tables read it."""
+"""The record of one run. Recipes write the record; cards, plots and tables read it."""
 
 from .from_model import applied_swaps, read_swaps
 from .parts import (

@@ -28,7 +28,7 @@ LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult(Record):
-    """One published run.
+    """One run.
 
     Args:
         name: short name, also of its folder.
