@@ -19,7 +19,7 @@ CONVERTED = {  # the variants whose figure README gives, and their runs
     "outeffhop": "smollm2-distilled-outeffhop",
     "outeffhop+gated": "smollm2-distilled-outeffhop-gated",
     "belief": "smollm2-distilled-belief",
-    "modern_hopfield": "smollm2-distilled-mha",
+    "modern_hopfield": "smollm2-distilled-modern-hopfield",
 }
 
 

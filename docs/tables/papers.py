@@ -29,50 +29,50 @@ CLAIMS = (
         "SimpleTRON, Table 1",
         "ListOps, accuracy, the best of five seeds: softmax 36.37, `simpletron` 37.45, `simpletron_res` 37.10, "
         "`simpletron_resl` 37.55",
-        {f"simpletron{end}": f"bert-small-lra-listops-simple{end.replace('_', '-')}" for end in ("", "_res", "_resl")},
+        {f"simpletron{end}": f"bert-small-lra-listops-simpletron{end.replace('_', '-')}" for end in ("", "_res", "_resl")},
         "2 layers of width 64, 100 to 300 tokens, 600 steps (there: 6 of width 512, 500 to 2,000 tokens, 15,000)",
     ),
     Claim(
         "SimpleTRON, Table 1",
         "IMDB, bytes, accuracy, the best of five seeds: softmax 64.27, `simpletron` 66.75, `simpletron_res` 66.65, "
         "`simpletron_resl` 66.71",
-        {f"simpletron{end}": f"bert-small-lra-text-simple{end.replace('_', '-')}" for end in ("", "_res", "_resl")}
-        | {f"simpletron_resl, {length} bytes": f"bert-small-lra-text-{length}-simple-resl" for length in (64, 256)},
+        {f"simpletron{end}": f"bert-small-lra-text-simpletron{end.replace('_', '-')}" for end in ("", "_res", "_resl")}
+        | {f"simpletron_resl, {length} bytes": f"bert-small-lra-text-{length}-simpletron-resl" for length in (64, 256)},
         "2 layers of width 64, 128 bytes, 2,000 steps of 32 (there: 4 of width 256, 4,000 bytes, 20,000 of 32)",
     ),
     Claim(
         "SimpleTRON, section 4",
         "AG News from scratch, `simpletron_resl` (softmax): 1 layer 90.90 (89.12), 2: 90.32 (90.38), 4: 90.41 (90.66), "
         "8: 89.98 (90.68)",
-        {layers(depth): f"bert-scratch-{depth}-layers-ag-news-simple-resl" for depth in (1, 2, 4, 8)},
+        {layers(depth): f"bert-scratch-{depth}-layers-ag-news-simpletron-resl" for depth in (1, 2, 4, 8)},
         "width 256, 4,000 rows, two epochs",
     ),
     Claim(
         "SimpleTRON, section 4",
         "AG News from BERT's weights, `simpletron_resl` (softmax): 6 layers 92.30 (92.70), 12: 92.70 (94.20)",
-        {layers(depth): f"minilm-{depth}-layers-ag-news-simple-resl" for depth in (1, 2, 4)}
-        | {"6 layers": "minilm-ag-news-simple-resl"},
+        {layers(depth): f"minilm-{depth}-layers-ag-news-simpletron-resl" for depth in (1, 2, 4)}
+        | {"6 layers": "minilm-ag-news-simpletron-resl"},
         "MiniLM, 6,000 rows, one epoch (fewer layers: 4,000 rows, two epochs)",
     ),
     Claim(
         "Modern Hopfield attention, Tables 1 and 2",
         "perplexity from scratch, `modern_hopfield` (softmax): GPT-2 20.70 (22.87), LLaMA 14.29 (14.49)",
-        {name: f"{name}-bytes-wikitext2-mha" for name in ("gpt2", "opt", "llama")},
+        {name: f"{name}-bytes-wikitext2-modern-hopfield" for name in ("gpt2", "opt", "llama")},
         "3 layers of width 96, 0.8 million bytes of WikiText-2, perplexity per byte (there: WikiText-103 and more)",
     ),
     Claim(
         "Modern Hopfield attention, Table 3",
         "CIFAR-10, ViT-Tiny, `modern_hopfield` (softmax): 93.02 (93.27) at α = 0.5, 93.78 at α = 0.7",
-        {"modern_hopfield": "vit-scratch-cifar10-mha"},
+        {"modern_hopfield": "vit-scratch-cifar10-modern-hopfield"},
         "4 layers of width 96, 10,000 images, two epochs",
     ),
     Claim(
         "Modern Hopfield attention, Table 7",
         "CIFAR-10 without residual connections, `modern_hopfield` (softmax): 1 layer 65.4 (55.1), 2: 79.8 (63.7), "
         "4: 85.7 (57.4), 8: 80.3 (48.6), 12: 10 (10)",
-        {layers(depth): f"vit-skip-free-{depth}-layers-cifar10-mha" for depth in (1, 2, 4, 8, 12)}
+        {layers(depth): f"vit-skip-free-{depth}-layers-cifar10-modern-hopfield" for depth in (1, 2, 4, 8, 12)}
         | {
-            f"α = 0, {layers(depth)}": f"vit-skip-free-{depth}-layers-cifar10-mha-alpha-0" for depth in (1, 2, 4, 8, 12)
+            f"α = 0, {layers(depth)}": f"vit-skip-free-{depth}-layers-cifar10-modern-hopfield-alpha-0" for depth in (1, 2, 4, 8, 12)
         },
         "width 96, 10,000 images, two epochs (there: ViT-Tiny)",
     ),
@@ -104,7 +104,7 @@ CLAIMS = (
         "and 1.134",
         {
             f"{name}, {hours} hours": f"patchtst-{hours}-hours-etth1-{run}"
-            for name, run in (("outeffhop", "outeffhop"), ("sparsemax", "sparse-hopfield"))
+            for name, run in (("outeffhop", "outeffhop"), ("sparsemax", "sparsemax"))
             for hours in (24, 720)
         },
         "PatchTST of width 16, 200 steps (there: STanHop-Net)",
