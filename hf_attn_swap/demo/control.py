@@ -51,7 +51,7 @@ class Bench:
     def fine_tune(self) -> tuple[PreTrainedModel, Outcome]:
         """The fine-tuned control as a stock model, and its predictions on the held-out sentences."""
         seed = self.options.seed
-        model = ModelArguments(model=self.source, seeds=[seed])
+        model = ModelArguments(model_name_or_path=self.source, seeds=[seed])
         outcome = run(self._task(), model, ConversionArguments(), self._arguments(), seed)
         trained = self.folder / model.run_name / f"seed-{seed}" / TRAINED
         control: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(trained)

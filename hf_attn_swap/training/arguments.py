@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.utils import is_torch_xla_available
+from transformers.utils.import_utils import is_torch_xla_available
 
 from .. import configurations
 from ..conversion.stages import Align, Calibrate, FineTune, Stage, read_stages

@@ -20,13 +20,14 @@ class SkipFreeConfig(ViTConfig):
     model_type = "skip_free_vit"
 
 
-class SkipFreeLayer(ViTLayer):  # type: ignore[misc]  # transformers carries no types
+class SkipFreeLayer(ViTLayer):
     """x <- MLP(LayerNorm(attention(LayerNorm(x)))), without a residual connection around either part."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Hidden states (B,T,E) to hidden states (B,T,E)."""
         read, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
-        return self.dropout(self.mlp(self.layernorm_after(self.dropout(read))))
+        out: Tensor = self.dropout(self.mlp(self.layernorm_after(self.dropout(read))))
+        return out
 
 
 class SkipFreeViTForImageClassification(ViTForImageClassification):
