@@ -330,7 +330,7 @@ def _wrap_read_config() -> None:
         swapped = "attn_swap" in config_dict
         return original(cls, shim.without(config_dict) if swapped else config_dict, **kwargs)
 
-    PreTrainedConfig.from_dict = classmethod(from_dict)  # type: ignore[assignment, method-assign]  # as above
+    PreTrainedConfig.from_dict = classmethod(from_dict)  # type: ignore[arg-type, assignment, method-assign]  # as above
 
 
 _wrap_post_init()

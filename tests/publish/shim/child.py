@@ -52,9 +52,12 @@ def check(folder: Path) -> str:
     return "ok"
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    """All files of a folder."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+def content(folder: Path) -> dict[str, Any]:
+    """All files of a folder, but each tensor of weights in shards: the second save may cut them in another place."""
+    shards = sorted(folder.glob("model-*.safetensors"))
+    whole = [path for path in folder.iterdir() if path not in shards and not path.name.endswith(".index.json")]
+    tensors = {key: value.tolist() for shard in shards for key, value in load_file(shard).items()}
+    return {**{path.name: path.read_bytes() for path in whole}, **tensors}
 
 
 def forked(folder: Path) -> None:
