@@ -29,7 +29,10 @@ CLAIMS = (
         "SimpleTRON, Table 1",
         "ListOps, accuracy, the best of five seeds: softmax 36.37, `simpletron` 37.45, `simpletron_res` 37.10, "
         "`simpletron_resl` 37.55",
-        {f"simpletron{end}": f"bert-small-lra-listops-simpletron{end.replace('_', '-')}" for end in ("", "_res", "_resl")},
+        {
+            f"simpletron{end}": f"bert-small-lra-listops-simpletron{end.replace('_', '-')}"
+            for end in ("", "_res", "_resl")
+        },
         "2 layers of width 64, 100 to 300 tokens, 600 steps (there: 6 of width 512, 500 to 2,000 tokens, 15,000)",
     ),
     Claim(
@@ -72,7 +75,8 @@ CLAIMS = (
         "4: 85.7 (57.4), 8: 80.3 (48.6), 12: 10 (10)",
         {layers(depth): f"vit-skip-free-{depth}-layers-cifar10-modern-hopfield" for depth in (1, 2, 4, 8, 12)}
         | {
-            f"α = 0, {layers(depth)}": f"vit-skip-free-{depth}-layers-cifar10-modern-hopfield-alpha-0" for depth in (1, 2, 4, 8, 12)
+            f"α = 0, {layers(depth)}": f"vit-skip-free-{depth}-layers-cifar10-modern-hopfield-alpha-0"
+            for depth in (1, 2, 4, 8, 12)
         },
         "width 96, 10,000 images, two epochs (there: ViT-Tiny)",
     ),

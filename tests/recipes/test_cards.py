@@ -55,9 +55,10 @@ def test_the_first_command_makes_the_model_of_the_card(folder: Path, monkeypatch
     assert tuple(model.seeds) == run.converted.seeds
     options = {name: value for swap in run.swaps for part in swap.components for name, value in part.options.items()}
     assert json.loads(model.options).items() <= options.items()
-    assert data.published_name == run.data.name
-    assert run.data.config in (None, data.dataset_config)  # a run on a folder of this data has no configuration
-    assert (data.test_split, data.max_length) == (run.data.evaluated, run.budget.sequence_length)
+    made_here = data.dataset_name.startswith("data/")  # prepare_data.py makes these folders
+    assert (data.dataset_card_name if made_here else data.published_name) == run.data.name
+    assert run.data.config in (None, data.dataset_config_name)  # a run on a folder of this data has no configuration
+    assert (data.test_split_name, data.max_seq_length) == (run.data.evaluated, run.budget.sequence_length)
     assert conversion.steps == run.steps
     assert training.train_batch_size == run.budget.batch_size
     told = " ".join(run.conversion)

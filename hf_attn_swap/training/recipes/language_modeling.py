@@ -146,7 +146,7 @@ def build_task(model: ModelArguments, data: TextDataArguments, own: RecipeArgume
     name = own.tokenizer_name or model.model_name_or_path
     auto, causal = AUTO[own.objective], own.objective == "causal"
     # Rows of token ids need no tokenizer, but a masked model needs the tokenizer's mask token.
-    tokenizer = None if causal and data.input_columns[0] == TOKENS else tokenizer_of(name)
+    tokenizer: Any = None if causal and data.input_columns[0] == TOKENS else tokenizer_of(name)
     if own.from_scratch:
         config = scratch_config(model.model_name_or_path, own.config_overrides, **vocabulary(tokenizer))
         load = functools.partial(auto.from_config, config, dtype=torch.float32)
