@@ -206,6 +206,9 @@ class DataArguments:
     dataset_card_name: str | None = field(
         default=None, metadata={"help": "Name of the set on the card, if it is read from a folder or a file."}
     )
+    train_data_card_name: str | None = field(
+        default=None, metadata={"help": "What the training rows are, on the card, if they are not of that set."}
+    )
     train_file: str | None = field(
         default=None, metadata={"help": "CSV, JSON lines or parquet, instead of --dataset_name."}
     )

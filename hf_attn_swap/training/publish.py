@@ -81,6 +81,7 @@ def publish(
     """
     first, relation = converted[0], SCRATCH if scratch else "finetune"
     modules, swaps = read_swaps(json.loads(first.swap))
+    told = [f"The training rows are of {data.train_data_card_name}."] if data.train_data_card_name else []
     result = RunResult(
         name=f"{about.prefix}-{model.run_name}",
         study=about.prefix,
@@ -88,7 +89,7 @@ def publish(
         modules=modules,
         swaps=swaps,
         parameters_added=first.parameters_added,
-        conversion=first.conversion,
+        conversion=(*first.conversion, *told),
         steps=tuple(steps),
         task=about.task,
         data=_data(data, first),

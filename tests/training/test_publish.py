@@ -44,8 +44,10 @@ def outcome(seed: int, missed: int, references: tuple[float, ...] = REFERENCES) 
     )
 
 
-def published(folder: Path, converted: list[Outcome], control: list[Outcome], **training: Any) -> Any:
-    data = TextDataArguments(dataset_name="some/rows")
+def published(
+    folder: Path, converted: list[Outcome], control: list[Outcome], trained_on: str | None = None, **training: Any
+) -> Any:
+    data = TextDataArguments(dataset_name="some/rows", train_data_card_name=trained_on)
     model = ModelArguments(
         model_name_or_path="some/model", variant="modern_hopfield", seeds=[each.seed for each in converted]
     )
@@ -61,6 +63,11 @@ def test_the_difference_is_paired_over_seeds_and_rows(tmp_path: Path) -> None:
     assert result.converted.metrics[0].values == (pytest.approx(38 / 40), pytest.approx(36 / 40))
     assert result.wall_seconds == pytest.approx(1.5 + 2.5)
     assert result.data.rows == {"train": 100, "test": ROWS}
+
+
+def test_the_card_names_other_training_rows(tmp_path: Path) -> None:
+    result = published(tmp_path, [outcome(0, 2)], [outcome(0, 6)], trained_on="other rows")
+    assert result.conversion == (*outcome(0, 2).conversion, "The training rows are of other rows.")
 
 
 def test_a_run_whose_settings_hold_an_older_name_is_found_again(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_card_without_control_seeds_cost_and_outliers_says_so() -> None:
     assert "One seed: its spread is not known" in text
     assert "## Cost\n\nNot measured." in text
     assert "Outliers" not in text
-    assert "Not trained; run on batches of 16 × 64 tokens." in text
+    assert "Not fine-tuned; run on batches of 16 × 64 tokens." in text
 
 
 def test_seeds_that_differ_are_not_paired() -> None:
