@@ -1,0 +1,122 @@
+r"""Shows what options do to a pretrained model as patched, before any training.
+
+    python recipes/as_patched.py MODEL data/test.parquet --column text --length 512 \
+        --try '{"variant": "clipped_softmax", "gamma": -0.025}' '{"variant": "clipped_softmax", "gamma": -0.00001}'
+    python recipes/as_patched.py MODEL data/test.parquet --column text --length 512 --fit gain \
+        --try '{"variant": "modern_hopfield", "alpha_prime": 0.1}' '{"variant": "modern_hopfield", "alpha_prime": 0.25}'
+
+The first `--rows` rows are measured, and the next `--rows` rows serve the calibration. Text is joined and cut into
+blocks of `--length` tokens; a column of token ids or of images is taken row by row. A causal language model gives its
+perplexity. Any other model gives the relative error of its last hidden states, |h - h*| / |h*|, where h* are those of
+the stock model. For `clipped_softmax`, the table also shows which share of the attention the clip cuts away, as a mean
+over the layers and in the worst layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.conversion import calibrate, cut_shares
+from hf_attn_swap.core.registry import canonical_name
+from hf_attn_swap.core.table import markdown, markdown_row
+
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+HEADER = ("options", "cut, mean", "cut, worst layer", "result")
+Batch = dict[str, torch.Tensor]
+
+
+def parse() -> argparse.Namespace:
+    """The arguments of the command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("model", help="Name on the Hub, or folder.")
+    parser.add_argument("data", help="A parquet file.")
+    parser.add_argument("--column", default="text", help="The column of texts, token ids or images.")
+    parser.add_argument("--length", type=int, default=512, help="Tokens per row.")
+    parser.add_argument("--rows", type=int, default=4, help="Rows that are measured.")
+    parser.add_argument("--fit", choices=("gain", "map"), help="Calibrate on the next rows first.")
+    parser.add_argument(
+        "--try", dest="tried", nargs="+", type=json.loads, default=[], help="A variant with its options."
+    )
+    return parser.parse_args()
+
+
+def rows_of(given: argparse.Namespace, count: int) -> list[Batch]:
+    """The first rows of the data, one batch (1,L) or (1,C,S,S) per row.
+
+    Raises:
+        ValueError: the data have fewer rows.
+    """
+    data = Dataset.from_parquet(given.data)
+    first = data[0][given.column]
+    if isinstance(first, str):
+        tokenizer = AutoTokenizer.from_pretrained(given.model)
+        words = "".join(data[given.column])[: 12 * given.length * count]  # a token has far fewer than 12 letters
+        tokens = tokenizer(words, add_special_tokens=False)["input_ids"]
+        cut = [tokens[start : start + given.length] for start in range(0, len(tokens) - given.length, given.length)]
+        found = [{"input_ids": torch.tensor([block])} for block in cut[:count]]
+    elif isinstance(first, list):
+        found = [{"input_ids": torch.tensor([ids[: given.length]])} for ids in data[:count][given.column]]
+    else:
+        processor = AutoImageProcessor.from_pretrained(given.model)
+        images = (image.convert("RGB") for image in data[:count][given.column])
+        found = [{"pixel_values": processor(image, return_tensors="pt")["pixel_values"]} for image in images]
+    if len(found) < count:
+        raise ValueError(f"{given.data} has {len(found)} rows, but {count} are needed.")
+    return found
+
+
+@torch.no_grad()
+def outputs(model: Any, rows: list[Batch]) -> list[torch.Tensor]:
+    """The logits (1,L,V) of a causal language model, or the last hidden states (1,L,E) of any other model."""
+    return [model(**row)[0] for row in rows]
+
+
+def result(found: list[torch.Tensor], stock: list[torch.Tensor], rows: list[Batch], causal: bool) -> float:
+    """The perplexity of logits, or the relative error of hidden states."""
+    if causal:
+        losses = [cross_entropy(out[0, :-1], row["input_ids"][0, 1:]) for out, row in zip(found, rows, strict=True)]
+        return float(torch.stack(losses).mean().exp())
+    ours, theirs = torch.cat(found, 1), torch.cat(stock, 1)
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def shown(name: str, shares: list[float], value: float) -> str:
+    """One row of the table, in Markdown."""
+    cut = (f"{sum(shares) / len(shares):.2%}", f"{max(shares):.2%}") if shares else ("–", "–")
+    return markdown_row((name, *cut, f"{value:.4g}"))
+
+
+def main() -> None:
+    """Print the table: the stock model first, then every choice of options."""
+    given = parse()
+    classes = AutoConfig.from_pretrained(given.model).architectures or ()
+    causal = any(name.endswith(CAUSAL) for name in classes)
+    stock = (AutoModelForCausalLM if causal else AutoModel).from_pretrained(given.model, dtype=torch.float32).eval()
+    rows = rows_of(given, 2 * given.rows if given.fit else given.rows)
+    measured, rest = rows[: given.rows], rows[given.rows :]
+    wanted = outputs(stock, measured)
+    print(markdown(HEADER, []))
+    print(shown("stock", [], result(wanted, wanted, measured, causal)), flush=True)
+    for choice in given.tried or ():
+        options = {name: value for name, value in choice.items() if name != "variant"}
+        model = patch_model(copy.deepcopy(stock), choice["variant"], **options)
+        if given.fit:
+            calibrate(model, rest, fit=given.fit, progress=False)
+        shares = []
+        if canonical_name(choice["variant"]) == "clipped_softmax":
+            gamma = model.config.attn_swap["swaps"][0]["options"]["clipped_softmax"]["gamma"]
+            shares = [found[0] for found in cut_shares(stock, measured, [gamma], progress=False).values()]
+        print(shown(json.dumps(choice), shares, result(outputs(model, measured), wanted, measured, causal)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,7 @@ def spread(values: list[float]) -> tuple[float, float]:
 
 def table(names: list[str], found: dict[str, list[list[float]]]) -> str:
     """A Markdown table of percentages, with a row per query and a column per normalizer."""
-    lines = [f"| | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
+    lines = []
     for asked, values in found.items():
         cells = (f"{100 * mean:.1f} ± {100 * deviation:.1f}" for mean, deviation in map(spread, values))
         lines.append((asked, *cells))
