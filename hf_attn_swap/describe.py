@@ -14,6 +14,10 @@ from .kernels.dispatch import Form, Setting
 from .wiring.home import home
 from .wiring.install import installation_of, model_root
 
+NOTHING = (
+    "no attention module goes through transformers' attention interface, so nothing can be swapped (BLOOM, Falcon and "
+    "GPT-J, for example, compute attention in their own code)"
+)
 HEADER = ("layer", "module", "attention", "strength", "options", "parameters", "runs")
 
 
@@ -65,7 +69,9 @@ class Description:
         return self.table().text()
 
     def summary(self) -> str:
-        """One sentence that says how many modules are swapped and how many parameters were added."""
+        """One sentence: how many modules are swapped and how many parameters were added, or why nothing can be."""
+        if not self.rows:
+            return f"{self.model}: {NOTHING}"
         swapped = sum(row.strength is not None for row in self.rows)
         countable = sum(row.layer is not None for row in self.rows)
         added = sum(row.parameters for row in self.rows)

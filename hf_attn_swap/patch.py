@@ -13,6 +13,7 @@ from torch import nn
 
 from .core.registry import Options, fit_options, parse, parse_options
 from .core.swap import Swap
+from .describe import NOTHING
 from .families import Site, obstacle, sites
 from .variants.base import Variant
 from .wiring.blocks import BLOCKS, Block
@@ -165,10 +166,7 @@ def swappable(root: nn.Module) -> list[Site]:
     if usable:
         return usable
     if not found:
-        raise ValueError(
-            f"{name}: no attention module goes through transformers' attention interface, so nothing can be swapped "
-            "(BLOOM, Falcon and GPT-J, for example, compute attention in their own code)."
-        )
+        raise ValueError(f"{name}: {NOTHING}.")
     reasons = sorted({f"{type(site.core).__name__}: {site.refused or 'cross-attention'}" for site in found})
     raise ValueError(f"{name}: nothing can be swapped ({'; '.join(reasons)}).")
 

@@ -73,6 +73,18 @@ def lra_table() -> str:
     return markdown(("attention", *titles), lines)
 
 
+def long_texts_of(variant: str) -> str | None:
+    """One variant's ratios to stock on long texts, one row per length; None if the variant was not measured there."""
+    rows = json.loads((FIGURES / "bench-lra.json").read_text("utf-8"))["rows"]
+    first = {row["tokens"]: row for row in rows if row["variant"] == "stock"}
+    lines = [
+        (f"{row['tokens']:,}", *(_ratio(row, first[row["tokens"]], kind) for kind in ("train", "peak_mb")))
+        for row in rows
+        if canonical_label(row["variant"]) == variant
+    ]
+    return markdown(("tokens", "training step", "peak memory"), lines) if lines else None
+
+
 def decode_table() -> str:
     """Milliseconds per decoded token against the context, from `benchmarks/bench.py --kinds=decode`."""
     rows = json.loads((FIGURES / "bench-decode.json").read_text("utf-8"))["rows"]

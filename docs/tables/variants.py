@@ -16,7 +16,7 @@ from hf_attn_swap.variants.base import Variant
 
 from .runs import conversion_table, recorded, scratch_table
 from .seeds import figures, with_marks
-from .speed import speed_of
+from .speed import long_texts_of, speed_of
 
 MATHEMATICS = Path(__file__).parents[1] / "mathematics.md"
 STEPS = {
@@ -161,13 +161,13 @@ def _composes(cls: type[Variant]) -> str:
 
 def _cost(name: str) -> str:
     """The rows of the table of speed, or where the cost is told."""
-    table = speed_of(name)
-    if table is None:
-        return "Not measured yet in whole models. [Speed and memory](../results/speed.md) has what was measured."
-    return (
-        "Ratios to stock attention, in two BERT-base layers; 1 is the time or memory of stock. "
-        f"[Speed and memory](../results/speed.md) says how this was measured.\n\n{figures(table)}"
-    )
+    parts = []
+    if (table := speed_of(name)) is not None:
+        parts.append(f"Ratios to stock attention, in two BERT-base layers; 1 is stock.\n\n{figures(table)}")
+    if (table := long_texts_of(name)) is not None:
+        parts.append(f"A small BERT on long texts; 1 is stock.\n\n{figures(table)}")
+    where = "[Speed and memory](../results/speed.md) says what was measured, and how."
+    return "\n\n".join([*(parts or ["Not measured yet in whole models."]), where])
 
 
 def _results(name: str) -> str:

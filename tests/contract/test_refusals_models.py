@@ -34,6 +34,7 @@ def test_attention_that_is_not_behind_the_interface(config: Any, variant: str) -
         patch_model(model, variant)
     assert model.config is before
     assert not swaps(model)
+    assert "nothing can be swapped" in str(describe(model))  # and not "0 of 0"
 
 
 def test_the_zoo_names_what_cannot_be_swapped() -> None:
