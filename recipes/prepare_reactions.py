@@ -1,8 +1,9 @@
-"""Prepares chemical reactions (SMILES) for an ALBERT that was pretrained on reactions, as in RXNMapper.
+r"""Prepares chemical reactions (SMILES) for an ALBERT that was pretrained on reactions, as in RXNMapper.
 
     pip install rdkit
     python recipes/prepare_reactions.py MODEL OUT --train eval.csv --test test.csv
-    python recipes/language_modeling.py distil_albert --model_name_or_path MODEL --dataset_name OUT
+    python recipes/language_modeling.py recipes/configs/distil_albert.yaml --variant belief \
+        --model_name_or_path MODEL --dataset_name OUT
 
 A CSV file has a column `reactants>reagents>production`, as the files of USPTO-50k have. Atom maps are removed, and the
 molecules are written in RDKit's canonical form, since the model was pretrained on such text. The script also writes

@@ -68,6 +68,7 @@ _WHISPER |= dict(max_source_positions=10, max_target_positions=32, decoder_start
 _WHISPER |= dict(begin_suppress_tokens=None, **TOKENS)
 _T5 = dict(vocab_size=VOCABULARY, d_model=HIDDEN, d_kv=8, d_ff=48, num_layers=LAYERS, num_heads=HEADS, dropout_rate=0.0)
 _T5 |= dict(decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+_MODERN = dict(**ENCODER, **TOKENS, local_attention=8, cls_token_id=0, sep_token_id=1)
 _SMALL = dict(vocab_size=VOCABULARY, hidden_size=HIDDEN)
 _GPTJ = dict(vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=2, n_head=HEADS, rotary_dim=4, n_positions=64, **TOKENS)
 _NEOX_LIKE = dict(**ENCODER, **TOKENS)
@@ -89,6 +90,7 @@ SPECS: dict[str, Spec] = {
     "qwen3": Spec("Qwen3Config", GROUPED | dict(head_dim=16), _decoder("Qwen3"), "causal"),
     "gemma": Spec("GemmaConfig", GROUPED | dict(num_key_value_heads=1, head_dim=8), _decoder("Gemma"), "causal"),
     "gpt_neox": Spec("GPTNeoXConfig", _NEOX_LIKE, _decoder("GPTNeoX"), "causal"),
+    "modernbert": Spec("ModernBertConfig", _MODERN, _text("ModernBert")),
     "whisper": Spec("WhisperConfig", _WHISPER, {"lm": "WhisperForConditionalGeneration"}, "speech"),
     "clip_vision": Spec("CLIPVisionConfig", IMAGE | dict(intermediate_size=48), {"base": "CLIPVisionModel"}, "image"),
     "gemma2": Spec("Gemma2Config", GROUPED | dict(head_dim=8, sliding_window=6), _decoder("Gemma2"), "causal"),
@@ -118,6 +120,7 @@ GENERIC = (
     "qwen3",
     "gemma",
     "gpt_neox",
+    "modernbert",
     "whisper",
     "clip_vision",
 )

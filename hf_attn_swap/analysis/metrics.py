@@ -58,9 +58,8 @@ def _similarity(sample_TE: Tensor) -> Tensor:
 def attention_entropy(weights_BHQK: Tensor) -> Tensor:
     """(B,H,Q): -sum p ln p of each row; 0 for a row on one key, ln K for an even one.
 
-    Weights are taken as they are: rows of softmax_1 or of clipped softmax need not sum to 1. Weights of `simpletron*`
-    can
-    be negative and have no entropy: NaN.
+    Weights are taken as they are: rows of softmax_1 or of clipped softmax need not sum to 1. Weights of
+    `simpletron*` can be negative and have no entropy: NaN.
     """
     wide = _wide(weights_BHQK)
     entropy: Tensor = torch.special.entr(wide).sum(-1)

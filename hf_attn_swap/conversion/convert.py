@@ -178,8 +178,10 @@ def convert(
         )
         patch_model(model, variant, layers=chosen, **options)
         try:
-            work.note("swap")
-            _fit(work)
+            swapped = work.note("swap")
+            within = max_loss is not None and swapped.lost.share <= max_loss
+            if plan.calibrate is not None or not within:
+                _fit(work)
             groups, sensitivity, choosing = _groups(work, chosen is None, max_loss, keep)
             kept = _convert_groups(work, groups, max_loss, choosing)
         except BaseException:

@@ -21,7 +21,7 @@ SINKS = ("s_aux", "sinks")  # the names of attention sinks, which are added to t
 RELATIVE = ("has_relative_attention_bias", "rel_logits_proj")  # attributes of modules that always have a position bias
 CROSS = ("crossattention", "cross_attn", "encoder_attn", "encdecattention")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-FUSED = ("query_key_value", "qkv")
+FUSED = ("query_key_value", "qkv", "Wqkv")
 QUERIES = ("q_proj", "query", "q_lin", "q", *FUSED)
 WIDTHS = ("v_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 PATCHES = ("image_size", "patch_size")  # the configs of models that read images have one of these
@@ -175,7 +175,7 @@ def family(name: str, core: nn.Module, parent: nn.Module | None) -> Family:
         query=_path(core, *QUERIES),
         key=_path(core, "k_proj", "key", "k_lin", "k", *FUSED),
         value=_path(core, "v_proj", "value", "v_lin", "v", *FUSED),
-        output="output.dense" if bert else _path(core, "o_proj", "out_proj", "out_lin", "o", "dense"),
+        output="output.dense" if bert else _path(core, "o_proj", "out_proj", "out_lin", "o", "dense", "Wo"),
         dropout="output.dropout" if bert else None,
         block="bert" if bert else "core",
         geometry=geometry,

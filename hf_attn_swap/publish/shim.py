@@ -58,7 +58,9 @@ def is_ours(reference: Any) -> bool:
 
 def others(auto_map: Any) -> dict[str, Any]:
     """The entries of an `auto_map` that do not name the shim."""
-    return {name: value for name, value in auto_map.items() if not is_ours(value)} if isinstance(auto_map, dict) else {}
+    if not isinstance(auto_map, dict):
+        return {}
+    return {name: value for name, value in auto_map.items() if not is_ours(value)}
 
 
 def names_code(auto_map: Mapping[str, Any]) -> bool:

@@ -80,7 +80,9 @@ class ModelArguments:
     def published_name(self) -> str:
         """The name of the pretrained model on the card."""
         path = Path(self.model_name_or_path)
-        return self.base_model_card_name or path.name if path.is_dir() else self.model_name_or_path
+        if not path.is_dir():
+            return self.model_name_or_path
+        return self.base_model_card_name or path.name
 
     @property
     def run_name(self) -> str:

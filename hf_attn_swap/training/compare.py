@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -107,10 +106,10 @@ def push_run(model: ModelArguments, training: TrainingArguments) -> str:
     assert training.hub_model_id is not None
     folder = Path(training.output_dir or "runs") / model.run_name
     trained = folder / f"seed-{model.seeds[0]}" / TRAINED
-    shutil.copyfile(folder / RESULTS_FILE, trained / RESULTS_FILE)
     return push_folder(
         trained,
         training.hub_model_id,
+        results=folder / RESULTS_FILE,
         private=bool(training.hub_private_repo),
         revision=training.hub_revision,
         token=training.hub_token,

@@ -37,6 +37,7 @@ BESIDE = "the norm in front also feeds matrices outside this attention"
 NO_NORM = "no norm was found right in front of this attention"
 ADDED = "the norm in front also feeds something that is no projection (add)"
 LEFT = {"roberta": STREAM, "electra": STREAM, "bert_cross": STREAM, "distilbert": ADDED}  # others start neutrally
+FIRST_LEFT = {"modernbert": ADDED}  # the norm of the embeddings is the first layer's input and the residual stream
 
 
 def with_skip(cells: tuple[Cell, ...], wanted: bool = True) -> list[Any]:
@@ -102,8 +103,9 @@ def test_which_layers_of_other_architectures(name: str) -> None:
         assert all(LEFT[name] in reason for reason in report.left.values())
         assert exponents(model) == [None] * len(swaps(model))
     else:
-        assert report.layers == tuple(range(len(swaps(model))))
-        assert not report.left
+        left = {0: FIRST_LEFT[name]} if name in FIRST_LEFT else {}
+        assert report.left == left
+        assert report.layers == tuple(range(len(left), len(swaps(model))))
     if name.startswith("whisper"):
         with refused("reads input_features; pass a batch"):
             neutral_start(model)

@@ -72,20 +72,17 @@ def test_curve(tiny_lm: Path, samples: Path, tmp_path: Path, monkeypatch: Any) -
         recipe("distil_curve.py", [*words[:-1], str(out), "--rows", "4", "--variants", "belief"], monkeypatch)
 
 
+def reading(model: Path, samples: Path) -> list[str]:
+    """The arguments of the recipe that name the model and its rows of 16 token ids."""
+    data = ["--dataset_name", str(samples), "--text_column_names", "input_ids", "--max_seq_length", "16"]
+    return ["--model_name_or_path", str(model), *data]
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 def test_language_model_recipe_reads_token_ids(tiny_lm: Path, samples: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """And measures KL and agreement beside the perplexity; the control, which is not trained, has lost nothing."""
     words = [
-        *(
-            "--model_name_or_path",
-            str(tiny_lm),
-            "--dataset_name",
-            str(samples),
-            "--text_column_names",
-            "input_ids",
-            "--max_seq_length",
-            "16",
-        ),
+        *reading(tiny_lm, samples),
         *("--variant", "belief", "--distill_tokens", "320", "--distill_options", '{"rank": 4}'),
         *("--num_train_epochs", "0", "--per_device_train_batch_size", "4", "--report_to", "none", "--use_cpu", "true"),
         *("--dataloader_pin_memory", "false", "--disable_tqdm", "true", "--output_dir", str(tmp_path / "run")),
@@ -108,16 +105,7 @@ def test_shorter_rows_to_train_on_and_another_precision(
     tiny_lm: Path, samples: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     words = [
-        *(
-            "--model_name_or_path",
-            str(tiny_lm),
-            "--dataset_name",
-            str(samples),
-            "--text_column_names",
-            "input_ids",
-            "--max_seq_length",
-            "16",
-        ),
+        *reading(tiny_lm, samples),
         *("--train_length", "8", "--dtype", "bfloat16", "--variant", "softmax", "--num_train_epochs", "0"),
         *("--report_to", "none", "--use_cpu", "true", "--dataloader_pin_memory", "false", "--disable_tqdm", "true"),
         *("--train_tokens", "80", "--output_dir", str(tmp_path / "run"), *NO_SAVING),

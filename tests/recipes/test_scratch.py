@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from transformers import AutoModelForImageClassification
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.training import scratch_config
-from tests.training.test_run import NO_SAVING, RECIPES, pytestmark, recipe  # noqa: F401  # skips without recipes/
+from hf_attn_swap.training.recipes import skip_free
+from tests.training.test_run import NO_SAVING, pytestmark, recipe  # noqa: F401  # skips without recipes/
 
 SIZES = {
     "gpt2": {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32},
@@ -132,13 +132,11 @@ def test_small_vits(skip_free: bool, pictures: Path, tmp_path: Path, monkeypatch
         )
 
 
-def test_a_layer_without_skips_loses_what_attention_does_not_read(monkeypatch: Any) -> None:
-    monkeypatch.syspath_prepend(str(RECIPES))
-    study = importlib.import_module("skip_free")  # a module: transformers reads the source of a model's class
+def test_a_layer_without_skips_loses_what_attention_does_not_read() -> None:
     torch.manual_seed(0)
     sizes = {**VIT, "num_hidden_layers": 1, "image_size": 8, "num_labels": 2}
-    model = study.SkipFreeViTForImageClassification(study.SkipFreeConfig(**sizes)).eval()
-    (layer,) = (module for module in model.modules() if isinstance(module, study.SkipFreeLayer))
+    model = skip_free.SkipFreeViTForImageClassification(skip_free.SkipFreeConfig(**sizes)).eval()
+    (layer,) = (module for module in model.modules() if isinstance(module, skip_free.SkipFreeLayer))
     x = torch.randn(1, 5, 16)
     read = layer.attention(layer.layernorm_before(x), None)[0]
     torch.testing.assert_close(layer(x), layer.mlp(layer.layernorm_after(read)))

@@ -39,7 +39,7 @@ def trusting(trust: bool | None) -> dict[str, bool]:
 
 def fresh_processes(folder: Path, work: Path, package: Path = ROOT) -> dict[str, str]:
     """By case, "ok" or the error of a process that has not imported the package, which lies in `package`."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(work / "home")}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "HF_HOME": str(work / "home")}
     command = [sys.executable, "-m", "tests.publish.shim.child", str(folder), str(package)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
