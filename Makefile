@@ -25,7 +25,7 @@ define new_venv
 endef
 
 help:
-	@echo "make demo         convert a pretrained BERT, fine-tuned on real text, to four attentions and compare them (minutes)"
+	@echo "make demo         convert a pretrained BERT, fine-tuned on real text, to three attentions and compare them (minutes)"
 	@echo "make test         the fast tests                 make test-all     also the slow ones"
 	@echo "make lint         ruff and mypy --strict        make test-matrix  oldest and newest transformers"
 	@echo "make wheel        build the package, and try the wheel in an environment of its own"

@@ -15,7 +15,7 @@ from .options import Column, Config, Data, Device, Dtype, Model, Options, Revisi
 def demo(
     variants: Annotated[
         str, typer.Option(help="Names, separated by commas; the first is saved.")
-    ] = "belief,outeffhop,modern_hopfield,simpletron_resl",
+    ] = "belief,modern_hopfield,simpletron_resl",
     model: Annotated[str | None, typer.Option(help="Hub name or folder; by default the extra's MiniLM.")] = None,
     dataset: Annotated[str | None, typer.Option(help="Hub name or folder; by default rotten_tomatoes.")] = None,
     config: Annotated[str | None, typer.Option(help="Configuration of --dataset, such as a GLUE task.")] = None,

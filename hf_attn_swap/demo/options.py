@@ -6,7 +6,7 @@ from pathlib import Path
 from ..core.registry import canonical_name
 
 CONTROL = "softmax"
-DEFAULT_VARIANTS = ("belief", "outeffhop", "modern_hopfield", "simpletron_resl")
+DEFAULT_VARIANTS = ("belief", "modern_hopfield", "simpletron_resl")
 
 
 @dataclass(frozen=True, kw_only=True)
