@@ -18,7 +18,7 @@ from .conftest import Outcome
 
 
 def test_default_variants_exist_and_differ() -> None:
-    assert len(DEFAULT_VARIANTS) >= 4
+    assert len(DEFAULT_VARIANTS) >= 3
     assert len({parse(name) for name in DEFAULT_VARIANTS}) == len(DEFAULT_VARIANTS)
 
 
