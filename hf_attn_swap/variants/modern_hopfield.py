@@ -153,9 +153,9 @@ class ModernHopfield(Variant):
         """
         if call.carried is None:
             raise ValueError(
-                "modern_hopfield: this architecture does not pass keyword arguments from the model to its attention "
-                "layers, so scores cannot be carried across layers; use another variant, or "
-                "modern_hopfield with alpha_prime=0."
+                "modern_hopfield: nothing arrived that could carry scores across the layers. If the program calls "
+                "model.forward(...), call model(...). If it calls model(...), this architecture does not pass keyword "
+                "arguments on to its attention layers: use another variant, or modern_hopfield with alpha_prime=0."
             )
         if call.order == 0:
             return None

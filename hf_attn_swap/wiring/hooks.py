@@ -27,6 +27,22 @@ def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {**kwargs, CARRIED: Carried(want_weights=bool(want), gradients=torch.is_grad_enabled())}
 
 
+def before_encoder(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Before the part of a stack that holds all layers: add a `Carried` if `before_stack` did not run.
+
+    A program that calls `model.forward(...)` and not `model(...)`, as sentence-transformers does, passes by the hooks
+    of the model.
+    """
+    if CARRIED in kwargs:
+        return args, kwargs
+    return args, {**kwargs, CARRIED: Carried(gradients=torch.is_grad_enabled())}
+
+
+def after_encoder(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """After the part of a stack that holds all layers: close the `Carried`."""
+    kwargs[CARRIED].closed = True
+
+
 def after_stack(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """After a stack: close the `Carried`. A later call of a shared module is a re-computation of an unknown layer.
 

@@ -242,6 +242,10 @@ class Installation:
             if _takes_keywords(stack):
                 self._pre(stack, hooks.before_stack)
                 self.record.handles.append(stack.register_forward_hook(hooks.after_stack, with_kwargs=True))
+            encoder = _encoder(stack, [each.site.container for each in placed if each.stack is stack])
+            if encoder is not None:
+                self._pre(encoder, hooks.before_encoder)
+                self.record.handles.append(encoder.register_forward_hook(hooks.after_encoder, with_kwargs=True))
         self._name(placed)
 
     def _name(self, placed: list[Placed]) -> None:
@@ -361,6 +365,15 @@ def _forget(root: PreTrainedModel) -> None:
         root.set_attn_implementation("sdpa")
     except ValueError:  # an architecture without SDPA
         root.set_attn_implementation("eager")
+
+
+def _encoder(stack: nn.Module, containers: list[nn.Module]) -> nn.Module | None:
+    """The child of a stack that calls all of these modules and passes on keyword arguments; None if there is none."""
+    for child in stack.children():
+        inside = {id(module) for module in child.modules()}
+        if not isinstance(child, nn.ModuleList) and all(id(each) in inside for each in containers):
+            return child if _takes_keywords(child) else None
+    return None
 
 
 def _takes_keywords(module: nn.Module) -> bool:
