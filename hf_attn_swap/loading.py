@@ -285,11 +285,18 @@ def _wrap_from_pretrained() -> None:
     @functools.wraps(original)
     def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
         wanted = kwargs.pop("output_loading_info", False)
+        _leave_out_none(kwargs)
         model, info = original(cls, *args, output_loading_info=True, **kwargs)
         _check_loaded(model, info, str(args[0] if args else kwargs.get("pretrained_model_name_or_path")))
         return (model, info) if wanted else model
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment, method-assign]  # as above
+
+
+def _leave_out_none(arguments: dict[str, Any]) -> None:
+    """Leave out `attn_implementation=None`: tools pass it for "no wish", and it would undo the config's own."""
+    if arguments.get("attn_implementation", ABSENT) is None:
+        del arguments["attn_implementation"]
 
 
 def _wrap_save_config() -> None:
@@ -328,6 +335,8 @@ def _wrap_read_config() -> None:
     @functools.wraps(original)
     def from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
         swapped = "attn_swap" in config_dict
+        if swapped:
+            _leave_out_none(kwargs)
         return original(cls, shim.without(config_dict) if swapped else config_dict, **kwargs)
 
     PreTrainedConfig.from_dict = classmethod(from_dict)  # type: ignore[arg-type, assignment, method-assign]  # as above

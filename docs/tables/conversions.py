@@ -12,7 +12,7 @@ from .names import canonical_label
 
 ROOT = Path(__file__).parents[2]
 CURVE = ROOT / "recipes" / "figures" / "distil-curve-stories260k.json"
-LAYERS = ROOT / "recipes" / "figures" / "which-layers-smollm2-simple-resl.json"
+LAYERS = ("which-layers-smollm2-simple-resl.json", "which-layers-smollm2-250k.json")
 DECODE = ROOT / "benchmarks" / "figures" / "bench-decode-hybrid.json"
 
 
@@ -31,11 +31,13 @@ def curve_table() -> str:
 def layers_table() -> str:
     """Which layers to convert: `recipes/which_layers.py`."""
     lines = []
-    for run in sorted(_read(LAYERS)["runs"], key=lambda run: (run["count"], run["rule"] != "auto", run["rule"])):
+    runs = [run for name in LAYERS for run in _read(ROOT / "recipes" / "figures" / name)["runs"]]
+    for run in sorted(runs, key=lambda run: (run["count"], run["rule"] != "auto", run["rule"], run["tokens"])):
         fitted, ended = (f"{1 + run[name]:.3g}" for name in ("fitted", "loss"))
         layers = f"{run['count']} of {run['of']}"
-        lines.append((layers, run["rule"], fitted, ended, f"{run['kl']:.3f}", f"{run['agreement']:.1%}"))
-    figures = ("perplexity after the fit, stock = 1", "distilled", "KL", "same first choice")
+        cells = (f"{run['tokens']:,}", ended, f"{run['kl']:.3f}", f"{run['agreement']:.1%}")
+        lines.append((layers, run["rule"], fitted, *cells))
+    figures = ("perplexity after the fit, stock = 1", "tokens", "distilled", "KL", "same first choice")
     return markdown(("linear layers", "rule", *figures), lines)
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from hf_attn_swap import list_variants, patch_model
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, swaps
+from tests.lifecycle.steps import same_bits
 
 Change = Callable[[dict[str, Any]], Any]
 
@@ -166,6 +167,18 @@ def test_another_attention_by_hand(name: str, other: str, tmp_path: Path) -> Non
     patch_model(fresh(name, torch.float32), "belief").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="leave that argument out"):
         type(fresh(name)).from_pretrained(tmp_path, attn_implementation=other)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_no_wish_for_an_attention(name: str, tmp_path: Path) -> None:
+    """Tools such as the server of transformers pass None for "no wish", to classes and to Auto classes."""
+    model = patch_model(fresh(name, torch.float32), "belief")
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation=None)
+    config = transformers.AutoConfig.from_pretrained(tmp_path, attn_implementation=None)
+    batch = batch_of(name, torch.float32)
+    assert same_bits(forward(again, batch), forward(model, batch))
+    assert same_bits(forward(type(model).from_pretrained(tmp_path, config=config), batch), forward(model, batch))
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
