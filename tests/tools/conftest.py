@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, ViTImageProcessor
 
 from hf_attn_swap import patch_model
 from tests import zoo
@@ -29,20 +28,27 @@ def byte_tokenizer(padding_side: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=128, padding_side=padding_side, **names)
 
 
+def build(architecture: str, head: str | None = None, **config: Any) -> tuple[Any, Any]:
+    """A model with random weights, and its tokenizer of bytes or its image processor."""
+    if zoo.SPECS[architecture].kind == "image":
+        return zoo.build(architecture, head=head, **config), ViTImageProcessor(size={"height": 16, "width": 16})
+    causal = architecture in zoo.CAUSAL
+    tokenizer = byte_tokenizer("left" if causal else "right")
+    tokenizer.chat_template = CHAT if causal else None  # sentence-transformers would apply it
+    sizes = dict(vocab_size=len(tokenizer), max_position_embeddings=128)
+    tokens = dict(bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    return zoo.build(architecture, head=head, **sizes, **tokens, **config), tokenizer
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    """Makes a folder with a converted model of some architecture, whose weights are random, and its tokenizer."""
+    """Makes a folder with a converted model of some architecture and its tokenizer or image processor."""
 
     def make(architecture: str, variant: str, head: str | None = None, **config: Any) -> Path:
-        tokenizer = byte_tokenizer("left" if architecture in zoo.CAUSAL else "right")
-        tokenizer.chat_template = CHAT if architecture in zoo.CAUSAL else None  # sentence-transformers would apply it
-        tokens = dict(bos_token_id=0, eos_token_id=1, pad_token_id=2)
-        sizes = dict(vocab_size=len(tokenizer), max_position_embeddings=128)
-        model = zoo.build(architecture, torch.float32, head=head, **sizes, **tokens, **config)
-        patch_model(model, variant)
+        model, processor = build(architecture, head, **config)
         folder = tmp_path / f"{architecture}-{variant}"
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        patch_model(model, variant).save_pretrained(folder)
+        processor.save_pretrained(folder)
         return folder
 
     return make
