@@ -13,6 +13,7 @@ from .names import canonical_label
 ROOT = Path(__file__).parents[2]
 CURVE = ROOT / "recipes" / "figures" / "distil-curve-stories260k.json"
 LAYERS = ("which-layers-smollm2-simple-resl.json", "which-layers-smollm2-250k.json")
+EMBEDDINGS = ROOT / "recipes" / "figures" / "embeddings-minilm.json"
 DECODE = ROOT / "benchmarks" / "figures" / "bench-decode-hybrid.json"
 
 
@@ -39,6 +40,17 @@ def layers_table() -> str:
         lines.append((layers, run["rule"], fitted, *cells))
     figures = ("perplexity after the fit, stock = 1", "tokens", "distilled", "KL", "same first choice")
     return markdown(("linear layers", "rule", *figures), lines)
+
+
+def embeddings_table() -> str:
+    """What a conversion costs sentence embeddings: `recipes/embeddings.py`."""
+    record = _read(EMBEDDINGS)
+    lines = []
+    for variant, run in record["runs"].items():
+        low, high = run["difference_95"]
+        figures = (f"{value:.2f}" for value in (run["patched"], run["converted"], record["stock"]))
+        lines.append((f"`{variant}`", *figures, f"{run['difference']:+.2f} [{low:+.2f}, {high:+.2f}]"))
+    return markdown(("attention", "as patched", "converted", "stock", "difference [95 %]"), lines)
 
 
 def hybrid_table() -> str:
