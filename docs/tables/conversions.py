@@ -12,7 +12,10 @@ from .names import canonical_label
 
 ROOT = Path(__file__).parents[2]
 CURVE = ROOT / "recipes" / "figures" / "distil-curve-stories260k.json"
-LAYERS = ("which-layers-smollm2-simple-resl.json", "which-layers-smollm2-250k.json")
+LAYERS = (
+    ROOT / "recipes" / "figures" / "which-layers-smollm2-simple-resl.json",
+    ROOT / "recipes" / "figures" / "which-layers-smollm2-250k.json",
+)
 EMBEDDINGS = ROOT / "recipes" / "figures" / "embeddings-minilm.json"
 DECODE = ROOT / "benchmarks" / "figures" / "bench-decode-hybrid.json"
 
@@ -32,7 +35,7 @@ def curve_table() -> str:
 def layers_table() -> str:
     """Which layers to convert: `recipes/which_layers.py`."""
     lines = []
-    runs = [run for name in LAYERS for run in _read(ROOT / "recipes" / "figures" / name)["runs"]]
+    runs = [run for path in LAYERS for run in _read(path)["runs"]]
     for run in sorted(runs, key=lambda run: (run["count"], run["rule"] != "auto", run["rule"], run["tokens"])):
         fitted, ended = (f"{1 + run[name]:.3g}" for name in ("fitted", "loss"))
         layers = f"{run['count']} of {run['of']}"

@@ -58,7 +58,7 @@ def test_rules_are_compared(words: list[str], tmp_path: Path, monkeypatch: pytes
     assert [(run["rule"], run["count"]) for run in again[2:]] == [("auto", 4)]
     with pytest.raises(SystemExit, match="made with another hidden"):
         recipe("which_layers.py", [*words, "--hidden", "1", "--out", str(out)], monkeypatch)
-    monkeypatch.setattr(conversions, "LAYERS", out)
+    monkeypatch.setattr(conversions, "LAYERS", (out,))
     assert conversions.layers_table().count("| 2 of 4 |") == 2
 
 
@@ -66,8 +66,10 @@ def test_published_tables() -> None:
     """Each run and each context has its row."""
     runs = json.loads(conversions.CURVE.read_text())["runs"]
     assert all(f"| `{canonical_label(name)}` |" in conversions.curve_table() for name in runs)
-    rows = json.loads(conversions.LAYERS.read_text())["runs"]
+    rows = [run for path in conversions.LAYERS for run in json.loads(path.read_text())["runs"]]
     assert len(conversions.layers_table().splitlines()) == 2 + len(rows)
+    embedded = json.loads(conversions.EMBEDDINGS.read_text())["runs"]
+    assert all(f"| `{name}` |" in conversions.embeddings_table() for name in embedded)
     contexts = json.loads(conversions.DECODE.read_text())["options"]["contexts"]
     assert [line.split(" | ")[0] for line in conversions.hybrid_table().splitlines()[2:]] == [
         f"| {context:,}" for context in contexts
