@@ -1,4 +1,4 @@
-"""A vision-language model whose text model alone is converted: generation from image and text, training, checkpoints."""
+"""A vision-language model with a converted text model: generation from image and text, training, checkpoints."""
 
 from __future__ import annotations
 
