@@ -1,6 +1,8 @@
-"""Weights that bitsandbytes or torchao rounded: patched afterwards, or a converted checkpoint that is rounded on loading.
+"""Weights that bitsandbytes or torchao rounded: patched afterwards, or a converted checkpoint rounded on loading.
 
 torchao's `Int4WeightOnlyConfig` needs a GPU package; `IntxWeightOnlyConfig` with int4 weights is its form for a CPU.
+On a CPU, the first pass of bitsandbytes' 4-bit projections packs their weights in another order, and only that pass
+knows the order. The tests therefore read and save such weights before the first pass.
 """
 
 from __future__ import annotations
@@ -62,12 +64,15 @@ def batch_of(family: str) -> dict[str, Tensor]:
 def floats(module: nn.Module) -> Tensor:
     """The weight of a rounded projection as the numbers that it stands for."""
     weight: Any = module.weight
-    if type(module).__name__ == "Linear4bit":
+    kind = type(module).__name__
+    if kind == "Linear4bit":
         from bitsandbytes.functional import dequantize_4bit
 
         made: Tensor = dequantize_4bit(weight.data, weight.quant_state)
         return made
-    return weight.dequantize() if hasattr(weight, "dequantize") and weight.dtype != torch.int8 else weight
+    if kind == "Linear8bitLt":  # one scale per row, for the whole numbers from -127 to 127
+        return weight.data.float() * weight.SCB[:, None] / 127
+    return weight.dequantize() if hasattr(weight, "tensor_data_names") else weight
 
 
 def in_floats(model: Any, family: str) -> Any:
@@ -88,20 +93,18 @@ def test_patched_after_loading(tool: str, family: str, cell: Cell, tmp_path: Pat
     """At strength 0 the rounded stock model bit for bit; at strength 1 the variant on the rounded weights."""
     zoo.build(family, **WIDER).save_pretrained(tmp_path)
     model, batch = rounded(tmp_path, family, tool), batch_of(family)
+    plain = in_floats(model, family)
     stock = forward(model, batch)
     swap_in(model, cell[0], **cell[1], strength=0.0)
     assert torch.equal(forward(model, batch), stock)
     found = forward(set_strength(perturb(model), 1.0), batch)
     unpatched = forward(unpatch_model(copy.deepcopy(model)), batch)
     assert torch.equal(unpatched, stock)
-    if tool == "bitsandbytes int8":  # its activations are rounded too, so no model in floats is equal
-        wanted = forward(perturb(swap_in(zoo.build(family, **WIDER), cell[0], **cell[1])), batch)
-        assert cell[0] == "softmax" or distance(found, wanted) < 0.5 * distance(found, stock)
-    else:
-        plain = in_floats(model, family)
-        assert distance(forward(plain, batch), stock) <= 1e-4
-        wanted = forward(perturb(swap_in(plain, cell[0], **cell[1])), batch)
+    wanted = forward(perturb(swap_in(plain, cell[0], **cell[1])), batch)
+    if tool.startswith("torchao"):
         assert distance(found, wanted) <= 1e-4
+    elif cell[0] != "softmax":  # bitsandbytes rounds activations too: to int8, or to bf16
+        assert distance(found, wanted) < 0.5 * distance(found, stock)
     assert (cell[0] == "softmax") == (distance(found, stock) <= 1e-4)
 
 
@@ -125,11 +128,10 @@ def test_converted_checkpoint(tool: str, family: str, cell: Cell, tmp_path: Path
         )
 
 
-@pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool != "bitsandbytes int4"])
+@tools
 @families
 @cells
 def test_saved_and_loaded(tool: str, family: str, cell: Cell, tmp_path: Path) -> None:
-    """4-bit weights of bitsandbytes are left out: a stock model comes back as another one, too (0.50.2, on a CPU)."""
     batch = batch_of(family)
     perturb(swap_in(zoo.build(family, **WIDER), cell[0], **cell[1])).save_pretrained(tmp_path / "converted")
     model = rounded(tmp_path / "converted", family, tool)
