@@ -86,6 +86,23 @@ def token_mask(batch: Batch, tokens_BL: Tensor) -> Tensor:
     return torch.ones(shape, dtype=torch.bool, device=tokens_BL.device)
 
 
+def refuse_other_tokens(root: nn.Module, cores: Iterable[nn.Module], batch: Batch) -> None:
+    """Refuse attention modules whose tokens the batch's mask does not count: the vision tower beside a text model.
+
+    Raises:
+        ValueError: the batch has a mask, and a module lies outside the text model of a model of several parts.
+    """
+    text = getattr(root.config, "text_config", None)
+    if text is None or not any(batch.get(name) is not None for name in MASKS):
+        return
+    other = sorted({type(core).__name__ for core in cores if type(core.config) is not type(text)})
+    if other:
+        raise ValueError(
+            f"the attention mask counts tokens of text, and not those that {', '.join(other)} reads; swap the text "
+            'model alone, as with modules="language_model".'
+        )
+
+
 def gives_numbers(model: nn.Module) -> bool:
     """True if a row's outputs are no logits of classes: a regression, or labels that do not exclude each other.
 

@@ -33,7 +33,7 @@ from ..core.call import NORMALIZED, Call
 from ..core.registry import parse, parse_options
 from ..patch import build_swap, need_installation, swappable
 from ..wiring.install import Installation
-from .batches import Batch, as_batches, forward, token_mask
+from .batches import Batch, as_batches, forward, refuse_other_tokens, token_mask
 from .cut import Share
 from .heads import first_rows, match_heads
 from .moments import Moments
@@ -126,7 +126,9 @@ def _fit(
     fittings = {index: _Fitting(target, Moments(target.swap.geometry, fit)) for index, target in targets.items()}
     lengths: list[Tensor] = []
     with _source_in_place(model, installation, targets):
+        cores = [target.site.core for target in targets.values()]
         for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
+            refuse_other_tokens(installation.root, cores, batch)
             with contextlib.ExitStack() as hooked:
                 for fitting in fittings.values():
                     fitting.hook(batch, lengths, hooked)

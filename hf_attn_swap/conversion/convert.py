@@ -69,6 +69,7 @@ def convert(
     tokens: int = 300_000,
     max_loss: float | None = None,
     layers: Literal["auto"] | int | Iterable[int] = "auto",
+    modules: str | None = None,
     keep: float = 0.0,
     stages: Sequence[Stage] | None = None,
     low_memory: bool = False,
@@ -98,6 +99,8 @@ def convert(
             perplexity. The conversion stops as soon as the loss is within this budget.
         layers: the layers to convert: numbers, or "auto" for all; with `max_loss`, "auto" means as many as the budget
             allows, the cheapest first.
+        modules: convert only inside these modules, as in `patch_model`: "language_model" leaves the vision tower of a
+            vision-language model as it is. `layers` then counts inside these modules.
         keep: the share of layers that keep their own attention: the costliest layers.
         stages: how to convert; None chooses by the kind and size of the model. At most one `Calibrate` comes first
             and names the fit. One or more `Distil` follow. The last takes what is left of `tokens`; each before it
@@ -158,6 +161,7 @@ def convert(
             "rows": len(train),
             "held_out": len(held),
             "length": train.length,
+            **({} if modules is None else {"modules": modules}),
         }
         folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
         args = args or TrainingArguments(output_dir=str(folder), report_to="none")
@@ -176,7 +180,7 @@ def convert(
             progress=progress,
             left=tokens,
         )
-        patch_model(model, variant, layers=chosen, **options)
+        patch_model(model, variant, layers=chosen, modules=modules, **options)
         try:
             swapped = work.note("swap")
             within = max_loss is not None and swapped.lost.share <= max_loss

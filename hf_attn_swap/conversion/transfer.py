@@ -25,7 +25,7 @@ from ..core.swap import STOCK, Phase
 from ..families import Site
 from ..patch import need_installation, swappable
 from ..wiring.install import Installation
-from .batches import token_mask, without_labels
+from .batches import refuse_other_tokens, token_mask, without_labels
 from .parts import PARTS, site_part
 from .trainer import TrainerWithoutLabels
 
@@ -62,7 +62,7 @@ class AttentionTransferTrainer(TrainerWithoutLabels):
         installation = need_installation(model)
         self.swapped = _swapped(installation)
         _choose(model, self.swapped, tuple([trainable] if isinstance(trainable, str) else trainable))
-        self.errors = LayerErrors(self.swapped, follow=True)
+        self.errors = LayerErrors(installation.root, self.swapped, follow=True)
         super().__init__(model, args, **kwargs)
         self.no_logits: dict[str, int] = {}
         if "logits_to_keep" in inspect.signature(installation.root.forward).parameters:
@@ -103,11 +103,13 @@ class LayerErrors:
     """Compares swapped layers with the original attention on the same input.
 
     Args:
+        root: the model.
         swapped: the attention blocks.
         follow: True if the model goes on with the teacher's output, False if it goes on with its own output.
     """
 
-    def __init__(self, swapped: list[Site], *, follow: bool) -> None:
+    def __init__(self, root: nn.Module, swapped: list[Site], *, follow: bool) -> None:
+        self.root = root
         self.swapped = swapped
         self.follow = follow
         self.frozen = [_copies(site.container) for site in swapped]
@@ -115,6 +117,7 @@ class LayerErrors:
     @contextlib.contextmanager
     def watch(self, batch: dict[str, Any]) -> Iterator[list[Tensor]]:
         """Inside, every pass of the model adds the relative squared error of each swapped layer to the list."""
+        refuse_other_tokens(self.root, [site.core for site in self.swapped], batch)
         errors: list[Tensor] = []
         with contextlib.ExitStack() as hooked:
             for site, frozen in zip(self.swapped, self.frozen, strict=True):
@@ -129,7 +132,7 @@ def layer_errors(installation: Installation) -> LayerErrors:
     Raises:
         ValueError: a layer is merged or at strength 0.
     """
-    return LayerErrors(_swapped(installation), follow=False)
+    return LayerErrors(installation.root, _swapped(installation), follow=False)
 
 
 def _comparison(frozen: dict[str, Tensor], batch: dict[str, Any], losses: list[Tensor], follow: bool) -> Any:
