@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCORES = {"cpu": 2**18}  # how many scores a block holds, by the type of device; on a CPU it must fit in the cache
+SCORES = {"cpu": 2**20}  # how many scores a block holds, by the type of device; on a CPU it should fit in the cache
 OTHERWISE = 2**24  # for other devices, which want large products: 64 MB in fp32
 ROWS = 64  # a block has at least so many rows: with fewer, the sums over queries would cost more than the products
 

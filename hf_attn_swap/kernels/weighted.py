@@ -47,8 +47,7 @@ def attend(rule: Rule, inputs: Inputs, call: Call) -> Tensor:
     return torch.as_tensor(heads)
 
 
-@library.custom_op("hf_attn_swap::weighted", mutates_args=())
-def weighted(
+def compute(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -92,6 +91,9 @@ def weighted(
     return heads, rows
 
 
+weighted = library.custom_op("hf_attn_swap::weighted", compute, mutates_args=())
+
+
 @weighted.register_fake
 def _(
     q: Tensor,
@@ -110,8 +112,7 @@ def _(
     return _empty(q, v, rule, strength)
 
 
-@library.custom_op("hf_attn_swap::weighted_backward", mutates_args=())
-def _backward(
+def compute_backward(
     grad: Tensor,
     rows: Tensor,
     q: Tensor,
@@ -127,6 +128,7 @@ def _backward(
     zeta: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v from that of the heads and the rows of the forward pass; the rest as in `compute`."""
     how = _weighing(strength, seed, rule, gamma, zeta, dropout)
     grad_q, grad_k, grad_v = (torch.empty_like(each) for each in (q, k, v))
     with without_autocast(q.device):
@@ -149,6 +151,9 @@ def _backward(
                 grad_k[block.shared] = sum_k.view(grad_k[block.shared].shape)
                 grad_v[block.shared] = sum_v.view(grad_v[block.shared].shape)
     return grad_q, grad_k, grad_v
+
+
+_backward = library.custom_op("hf_attn_swap::weighted_backward", compute_backward, mutates_args=())
 
 
 @_backward.register_fake
@@ -178,7 +183,7 @@ def _weighing(
 
 
 def _empty(q: Tensor, v: Tensor, rule: str, strength: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Memory for the results of `weighted`."""
+    """Memory for the results of `compute`."""
     batch, heads, queries = q.shape[:3]
     kept = normalizer(rule, strength).kept
     rows = q.new_empty(batch, heads, queries, kept, dtype=_wider(q.dtype))
