@@ -19,12 +19,34 @@ from .thresholds import entmax15_threshold, sparsemax_threshold
 Parts = tuple[Tensor, ...]  # the weights (B,H,Q,K) of one normalizer, or of the two that are mixed
 
 
-class Exponential:
-    """softmax, or softmax_n if n is given; keeps the log of each row's denominator.
+class Normalizer:
+    """From one block of scores to weights, and back.
 
-    Args:
-        n: as in `functional.softmax_n`, a (1,) tensor; None is ordinary softmax.
+    Attributes:
+        kept: R, how many numbers are kept per row.
     """
+
+    kept: int
+
+    def find(self, scores_BHQK: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights (B,H,Q,K), and what is kept (B,H,Q,R)."""
+        raise NotImplementedError
+
+    def again(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Parts:
+        """The weights from the same scores and what was kept."""
+        raise NotImplementedError
+
+    def joined(self, parts: Parts) -> Tensor:
+        """The weights (B,H,Q,K) of all parts together."""
+        return parts[0]
+
+    def back(self, parts: Parts, grad_BHQK: Tensor) -> Tensor:
+        """The gradient of the scores from the weights and their gradient, all (B,H,Q,K). The weights stay."""
+        raise NotImplementedError
+
+
+class _Exponential(Normalizer):
+    """softmax, or softmax_n if n is given, a (1,) tensor; keeps the log of each row's denominator."""
 
     kept = 1
 
@@ -32,10 +54,9 @@ class Exponential:
         self.n = n
 
     def find(self, scores_BHQK: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights (B,H,Q,K), and what is kept (B,H,Q,R)."""
         top = _top(scores_BHQK)
         if self.n is not None:
-            log_n = self.n.to(top.dtype).log()
+            log_n = self.n.to(top).log()
             top = torch.maximum(top, log_n)
         weights = scores_BHQK.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
@@ -45,20 +66,14 @@ class Exponential:
         return weights.div_(total), top + total.log()
 
     def again(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Parts:
-        """The weights from the same scores and what was kept."""
         return (scores_BHQK.sub_(rows_BHQR).exp_(),)
 
-    def joined(self, parts: Parts) -> Tensor:
-        """The weights (B,H,Q,K) of all parts together."""
-        return parts[0]
-
     def back(self, parts: Parts, grad_BHQK: Tensor) -> Tensor:
-        """The gradient of the scores from the weights and their gradient."""
         return _back(parts[0], 1.0, grad_BHQK)
 
 
-class Sparsemax:
-    """Sparsemax; keeps each row's greatest score, and the threshold below it. The methods are `Exponential`'s."""
+class _Sparsemax(Normalizer):
+    """Sparsemax; keeps each row's greatest score, and the threshold below it."""
 
     kept = 2
 
@@ -69,19 +84,16 @@ class Sparsemax:
         return centred.sub_(threshold).relu_(), torch.cat([top, threshold], -1)
 
     def again(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Parts:
-        top, threshold = rows_BHQR.split(1, -1)
+        top, threshold = rows_BHQR[..., :1], rows_BHQR[..., 1:]
         return (scores_BHQK.sub_(top).sub_(threshold).relu_(),)
-
-    def joined(self, parts: Parts) -> Tensor:
-        return parts[0]
 
     def back(self, parts: Parts, grad_BHQK: Tensor) -> Tensor:
         support = parts[0].sign()
         return _back(support, _total(support), grad_BHQK)
 
 
-class Entmax15:
-    """1.5-entmax; keeps each row's greatest score, and the threshold below its half. The methods are `Exponential`'s."""
+class _Entmax15(Normalizer):
+    """1.5-entmax; keeps each row's greatest score, and the threshold below its half."""
 
     kept = 2
 
@@ -92,27 +104,19 @@ class Entmax15:
         return centred.sub_(threshold).relu_().square_(), torch.cat([top, threshold], -1)
 
     def again(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Parts:
-        top, threshold = rows_BHQR.split(1, -1)
+        top, threshold = rows_BHQR[..., :1], rows_BHQR[..., 1:]
         return (scores_BHQK.sub_(top).mul_(0.5).sub_(threshold).relu_().square_(),)
-
-    def joined(self, parts: Parts) -> Tensor:
-        return parts[0]
 
     def back(self, parts: Parts, grad_BHQK: Tensor) -> Tensor:
         roots = parts[0].sqrt()
         return _back(roots, _total(roots), grad_BHQK)
 
 
-class Mixed:
-    """(1 - s) softmax + s sparse, for a strength s between 0 and 1. The methods are `Exponential`'s.
+class _Mixed(Normalizer):
+    """(1 - s) softmax + s sparse, for a strength s between 0 and 1, a (1,) tensor."""
 
-    Args:
-        sparse: the sparse normalizer.
-        strength: s, a (1,) tensor.
-    """
-
-    def __init__(self, sparse: Sparsemax | Entmax15, strength: Tensor) -> None:
-        self.softmax, self.sparse, self.strength = Exponential(), sparse, strength
+    def __init__(self, sparse: Normalizer, strength: Tensor) -> None:
+        self.softmax, self.sparse, self.strength = _Exponential(), sparse, strength
         self.kept = self.softmax.kept + sparse.kept
 
     def find(self, scores_BHQK: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,19 +125,17 @@ class Mixed:
         return self.joined((soft, sparse)), torch.cat([total, rows], -1)
 
     def again(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Parts:
-        total, rows = rows_BHQR.split([self.softmax.kept, self.sparse.kept], -1)
+        total, rows = rows_BHQR[..., :1], rows_BHQR[..., 1:]
         return *self.softmax.again(scores_BHQK.clone(), total), *self.sparse.again(scores_BHQK, rows)
 
     def joined(self, parts: Parts) -> Tensor:
-        return torch.lerp(*parts, self.strength.to(parts[0].dtype))
+        soft, sparse = parts
+        return torch.lerp(soft, sparse, self.strength.to(soft.dtype))
 
     def back(self, parts: Parts, grad_BHQK: Tensor) -> Tensor:
         soft = self.softmax.back(parts[:1], grad_BHQK.clone())
         sparse = self.sparse.back(parts[1:], grad_BHQK)
         return torch.lerp(soft, sparse, self.strength.to(soft.dtype))
-
-
-Normalizer = Exponential | Sparsemax | Entmax15 | Mixed
 
 
 def normalizer(name: str, strength: Tensor | None) -> Normalizer:
@@ -144,11 +146,11 @@ def normalizer(name: str, strength: Tensor | None) -> Normalizer:
         strength: a (1,) tensor between 0 and 1, or None for full strength. It is the n of softmax_n.
     """
     if name == "softmax":
-        return Exponential()
+        return _Exponential()
     if name == "softmax_n":
-        return Exponential(torch.ones(1) if strength is None else strength)
-    sparse = {"sparsemax": Sparsemax, "entmax15": Entmax15}[name]()
-    return sparse if strength is None else Mixed(sparse, strength)
+        return _Exponential(torch.ones(1) if strength is None else strength)
+    sparse: Normalizer = {"sparsemax": _Sparsemax, "entmax15": _Entmax15}[name]()
+    return sparse if strength is None else _Mixed(sparse, strength)
 
 
 def _top(scores_BHQK: Tensor) -> Tensor:
@@ -162,6 +164,6 @@ def _total(slopes_BHQK: Tensor) -> Tensor:
 
 
 def _back(slopes_BHQK: Tensor, total: Tensor | float, grad_BHQK: Tensor) -> Tensor:
-    """d (dP - <d, dP> / c)."""
+    """The gradient of scores, d (dP - <d, dP> / c)."""
     product = grad_BHQK.mul_(slopes_BHQK)
     return product.addcmul_(slopes_BHQK, product.sum(-1, keepdim=True) / total, value=-1)

@@ -84,7 +84,7 @@ class Weighing:
         return (weights * factor).add_(gamma)
 
     def _factor(self, weights: Tensor) -> tuple[Tensor | float, Tensor | float]:
-        """zeta - gamma and gamma at this strength."""
+        """The factor zeta - gamma and the number gamma at this strength."""
         strength = 1.0 if self.strength is None else self.strength.to(weights.dtype)
         gamma = strength * self.rule.gamma
         return 1 + strength * (self.rule.zeta - 1) - gamma, gamma

@@ -10,6 +10,7 @@ groups of a block.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,7 +74,9 @@ def compute(
         seed: one whole number on the CPU, which decides what is dropped; None without dropout.
         causal: the last query sees all keys, the query before it one key less, and so on.
         scaling: the factor of q k^T.
-        rule, gamma, zeta: as in `Rule`.
+        rule: the name of the normalizer, as in `Rule`.
+        gamma: the lower end of the stretched weights.
+        zeta: the upper end of the stretched weights.
         dropout: the probability that a weight is dropped.
 
     Returns:
@@ -190,11 +193,10 @@ def _empty(q: Tensor, v: Tensor, rule: str, strength: Tensor | None) -> tuple[Te
     return v.new_empty(batch, queries, heads, v.shape[3]), rows
 
 
-def _blocks(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+def _blocks(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Iterator[tuple[Block, Tensor, Tensor]]:
     """Each block with its keys and its values (N,K,D), in fp32 at least. Blocks with the same keys share them."""
-    keys = values = None
     for block in split(q, k, causal):
-        if block.queries.start == 0:
+        if block.queries.start == 0:  # the first of the blocks with the same keys
             keys, values = (_wide(each[block.shared]).flatten(0, 1) for each in (k, v))
         yield block, keys, values
 
