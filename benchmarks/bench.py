@@ -9,6 +9,7 @@ same round, with its bootstrap 95 % interval. "stock again" is a second copy of 
 a batch size has three lengths or more, the slope of log time in log length is computed: 1 is linear, 2 is quadratic.
 
 Memory is the peak of a training step above the model at rest, measured in a process per model (on Linux, or with CUDA).
+With --readable every variant also runs by the readable formula, which makes all weights as one tensor.
 With --compile every model also runs compiled in the same rounds, and memory is not measured.
 """
 
@@ -30,6 +31,7 @@ from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.core.table import markdown
 
 STOCK, AGAIN = "stock", "stock again"
+READABLE = ", readable"  # what follows the name of a variant that runs by its readable formula
 WARM_UPS = 3  # rounds that do not count: a compiler may compile again in the second pass
 
 
@@ -48,6 +50,7 @@ class Options:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: str = "float32"
     compile: bool = False
+    readable: bool = False
     memory: bool = True
     out: str = "bench.json"
     child: str = ""
@@ -57,7 +60,12 @@ def build(model: str, length: int, name: str, options: Options) -> Any:
     """The model, stock or with the named variant."""
     made = bench_models.build(model, length, options.layers, options.width)
     made = made.to(options.device, getattr(torch, options.dtype))
-    return made if name in (STOCK, AGAIN) else patch_model(made, name)
+    return made if name in (STOCK, AGAIN) else patch_model(made, name.removesuffix(READABLE))
+
+
+def words(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of this model's passes. A model that is asked for its weights computes the readable formula."""
+    return {**given, "output_attentions": True} if name.endswith(READABLE) else given
 
 
 def measure(model: str, shape: str, names: list[str], options: Options, bar: Any) -> list[dict[str, Any]]:
@@ -77,24 +85,25 @@ def measure(model: str, shape: str, names: list[str], options: Options, bar: Any
         times: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(-WARM_UPS, options.rounds):
             for name in random.sample(names, len(names)):
-                taken = bench_models.seconds(models[name], given, kind, caches[name])
+                taken = bench_models.seconds(models[name], words(name, given), kind, caches[name])
                 times[name] += [taken] if turn >= 0 else []
                 bar.update()
         for row in rows:
             row |= summary(kind, times[row["variant"]], times[names[0]])
     for row in rows if options.memory and not options.compile else ():
-        row["peak_mb"] = in_child(__file__, options, f"{model},{shape},{row['variant']}")
+        row["peak_mb"] = in_child(__file__, options, f"{model};{shape};{row['variant']}")
     return rows
 
 
 def print_peak(options: Options) -> None:
     """Print the peak memory of one model's training step above the model at rest, in MB. Runs in a new process."""
-    model, shape, name = options.child.split(",")
+    model, shape, name = options.child.split(";")
     batch, length = map(int, shape.split("x"))
     swapped, where = build(model, length, name, options), (options.device, getattr(torch, options.dtype))
-    bench_models.seconds(swapped, bench_models.little(model, *where), "train")
+    bench_models.seconds(swapped, words(name, bench_models.little(model, *where)), "train")
     before = peak(options.device)
-    bench_models.seconds(swapped, bench_models.inputs(model, batch, length, *where), "train")
+    given = words(name, bench_models.inputs(model, batch, length, *where))
+    bench_models.seconds(swapped, given, "train")
     print((peak(options.device) - before) / 2**20)
 
 
@@ -129,7 +138,8 @@ def main() -> None:
     models, kinds = options.models.split(","), options.kinds.split(",")
     if unknown := [name for name in (*models, *kinds) if name not in (*MODELS, *KINDS)]:
         sys.exit(f"error: unknown {', '.join(unknown)}; models: {', '.join(MODELS)}; kinds: {', '.join(KINDS)}.")
-    names = [STOCK, AGAIN, *options.variants.split(",")]
+    variants = options.variants.split(",")
+    names = [STOCK, AGAIN, *variants, *(f"{name}{READABLE}" for name in variants if options.readable)]
     cells = [(model, shape) for model in models for shape in options.shapes.split(",")]
     rounds = sum(len(bench_models.kinds_of(model, options.kinds)) for model, _ in cells)
     rows: list[dict[str, Any]] = []

@@ -15,7 +15,7 @@ from .memory import bags_table, recall_table
 from .names import canonical_label
 from .papers import claims_table
 from .runs import conversion_table, published_table, recorded, scratch_table
-from .speed import compile_table, decode_table, lra_table, operator_table, speed_table
+from .speed import compile_table, decode_table, lra_table, operator_table, speed_table, weighted_table
 
 FIGURES = Path(__file__).parents[2] / "recipes" / "figures"
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "figures"
@@ -116,6 +116,7 @@ TABLES = {
     "recall": recall_table,
     "bags": bags_table,
     "speed": speed_table,
+    "weighted": weighted_table,
     "operator": operator_table,
     "lra": lra_table,
     "decode": decode_table,

@@ -16,7 +16,16 @@ FIGURES = Path(__file__).parents[2] / "benchmarks" / "figures"
 
 def speed_table() -> str:
     """Ratios of whole models to stock, one column per shape and kind, from `benchmarks/bench.py`."""
-    rows = json.loads((FIGURES / "bench-bert.json").read_text("utf-8"))["rows"]
+    return _whole_models("bench-bert.json")
+
+
+def weighted_table() -> str:
+    """As `speed_table`, for the variants that need the weights, and for their readable formula if it was measured."""
+    return _whole_models("bench-weighted.json")
+
+
+def _whole_models(record: str) -> str:
+    rows = json.loads((FIGURES / record).read_text("utf-8"))["rows"]
     kinds = {"forward": "forward", "train": "training step", "peak_mb": "peak memory"}
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     titles = [f"{shape.replace('x', ' × ')}, {title}" for shape in shapes for title in kinds.values()]

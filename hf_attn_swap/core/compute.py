@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.dispatch import Form, Setting
+from ..kernels import weighted
+from ..kernels.dispatch import Form, Setting, weighted_form
+from ..kernels.weighing import Rule
 from ..variants.base import Variant
 from .call import NORMALIZED, Call, FusedSoftmax, Inputs
 from .masks import traced
@@ -38,13 +40,23 @@ class Places:
     replacement: Variant | None = None
 
     def form(self, setting: Setting) -> Form:
-        """The form that computes the heads in this setting: the variant's own, or the reference for several."""
+        """The form that computes the heads in this setting: the variant's own, or a general one for several."""
         if self.replacement is not None:
             return self.replacement.form(setting)
         changing = [each for each in (self.carrier, self.normalizer, self.adjuster) if each is not None]
         if not changing:
             return Form.SDPA
-        return changing[0].form(setting) if len(changing) == 1 else Form.REFERENCE
+        if len(changing) == 1:
+            return changing[0].form(setting)
+        return Form.REFERENCE if self.rule() is None else weighted_form(setting)
+
+    def rule(self) -> Rule | None:
+        """How scores become weights, or None if only the variants' methods say it."""
+        rule = Rule() if self.carrier is None else None
+        for variant in (self.normalizer, self.adjuster):
+            if variant is not None and rule is not None:
+                rule = variant.rule(rule)
+        return rule
 
 
 def attend(
@@ -61,6 +73,11 @@ def attend(
     form = Form.REFERENCE if biased or shows_inside else places.form(Setting.of(inputs, call))
     if form is Form.REFERENCE:
         return reference(places, inputs, call)
+    if form is Form.WEIGHTED:
+        rule = places.rule()
+        if rule is None or not weighted.fits(inputs):
+            return reference(places, inputs, call)
+        return weighted.attend(rule, inputs, call), None
     variant = places.carrier or places.normalizer or places.adjuster
     if variant is None:
         return ordinary(inputs, sdpa), None

@@ -145,7 +145,14 @@ class Masks:
 
 def traced() -> bool:
     """True while a program is recorded (compiled, exported, traced or captured): then no number can be read."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # torch's
+    return torch.compiler.is_compiling() or recorded()
+
+
+def recorded() -> bool:
+    """True while a program is recorded for later: exported, traced or captured, but not compiled."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # torch's
         return True
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 

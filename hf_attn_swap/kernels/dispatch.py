@@ -13,6 +13,7 @@ from enum import Enum
 import torch
 
 from ..core.call import Call, Inputs
+from ..core.masks import recorded
 from ..functional.linear import CHUNK
 from . import linear, softmax_n
 
@@ -30,6 +31,7 @@ class Form(Enum):
     TERMS = "H as a sum of products, a block of queries at a time"
     PRODUCTS = "reordered products"
     BLOCKS = "reordered products, in blocks by a CPU operator when causal"
+    WEIGHTED = "weights, a block of queries at a time"
     REFERENCE = "reference"
 
 
@@ -43,6 +45,7 @@ class Setting:
         between: True if the strength lies between 0 and 1.
         dropout: True if weights are dropped.
         compiling: True under a compiler, which plans memory by itself.
+        recorded: True while a program is recorded for later, without this package: exported, traced or captured.
         autocast: True under autocast.
         uniform: True if all layers of the model have the same masks.
         causal: True if the order is causal, without another mask; None if this is not known yet, as in `describe`.
@@ -54,6 +57,7 @@ class Setting:
     between: bool = False
     dropout: bool = False
     compiling: bool = False
+    recorded: bool = False
     autocast: bool = False
     uniform: bool = True
     causal: bool | None = None
@@ -69,6 +73,7 @@ class Setting:
             between=call.between,
             dropout=inputs.dropout > 0,
             compiling=torch.compiler.is_compiling(),
+            recorded=recorded(),
             autocast=torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device),
             uniform=call.uniform,
             causal=inputs.masks.causal or call.state is not None,  # a state stands for earlier tokens
@@ -99,6 +104,11 @@ def carried_form(setting: Setting) -> Form:
     if setting.autocast or not setting.uniform or not setting.one_dtype:
         return Form.REFERENCE
     return Form.IN_PLACE
+
+
+def weighted_form(setting: Setting) -> Form:
+    """The form of a formula that needs the weights: in blocks of queries, by an operator of this package."""
+    return Form.REFERENCE if setting.recorded else Form.WEIGHTED
 
 
 def linear_form(setting: Setting) -> Form:

@@ -18,6 +18,7 @@ from ..core.call import Call, FusedSoftmax, Geometry, Inputs, Strength, Three
 from ..core.kind import Kind
 from ..core.options import Options
 from ..kernels.dispatch import Form, Setting
+from ..kernels.weighing import Rule
 
 PLACES = ("scores", "normalizer", "weights", "read", "write")
 
@@ -53,7 +54,8 @@ class Variant(nn.Module):
         places: the places that the variant changes, in the order of `PLACES`.
         replaces: True if the variant computes the heads without scores and weights, as SimpleTRON does.
         alone: True if the variant composes with no other variant.
-        explicit: True if there is no fused form, because the variant needs the weights as a tensor.
+        explicit: True if only the readable pipeline computes the variant, because its methods need all weights as one
+            tensor. A variant with a `rule` is not explicit.
         keeps_projection: False if the heads are the layer's output, without W_o.
         projections: the names of the variant's own projections of the heads beside W_o. Quantisation treats these
             projections like W_o.
@@ -138,6 +140,19 @@ class Variant(nn.Module):
     def form(self, setting: Setting) -> Form:
         """The form that computes the heads in this setting. The readable pipeline runs for `Form.REFERENCE`."""
         return Form.REFERENCE if self.explicit else Form.SDPA
+
+    def rule(self, rule: Rule) -> Rule | None:
+        """How scores become weights with this variant in its place, so that blocks of scores can be computed in turn.
+
+        A class that overrides `normalize` or `adjust` must override this method too.
+
+        Args:
+            rule: the rule without the variant.
+
+        Returns:
+            The changed rule, or None if no rule can say what the variant's methods compute.
+        """
+        return None
 
     @property
     def follows(self) -> str:

@@ -8,6 +8,8 @@ Axes: B batch, H head, G key/value head, Q query, K key, D head width.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,7 @@ from .. import functional
 from ..core.call import Call, FusedSoftmax, Inputs, Three
 from ..kernels import softmax_n
 from ..kernels.dispatch import Form, Setting, softmax_n_form
+from ..kernels.weighing import Rule
 from .base import Variant, register
 
 
@@ -31,6 +34,9 @@ class OutEffHop(Variant):
 
     def normalize(self, scores_BHQK: Tensor, call: Call) -> Tensor:
         return functional.softmax_n(scores_BHQK, call.strength)
+
+    def rule(self, rule: Rule) -> Rule:
+        return replace(rule, normalizer="softmax_n")
 
     def form(self, setting: Setting) -> Form:
         return softmax_n_form(setting)

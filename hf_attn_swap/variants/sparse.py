@@ -8,20 +8,26 @@ Axes: B batch, H head, Q query, K key.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ..core.call import Call
 from ..functional import entmax15, sparsemax
+from ..kernels.dispatch import Form, Setting, weighted_form
+from ..kernels.weighing import Rule
 from .base import Variant, mix, register
 
 
 class SparseNormalizer(Variant):
     """The base class of the two variants below."""
 
-    fused = "none: needs the weights"
+    fused = "the weights of a block of queries at a time, from thresholds that are found without a sort"
     places = ("normalizer",)
-    explicit = True
+
+    def form(self, setting: Setting) -> Form:
+        return weighted_form(setting)
 
     def sparse(self, scores_BHQK: Tensor) -> Tensor:
         """Turn masked scores (B,H,Q,K) into weights with exact zeros, of the same shape."""
@@ -45,6 +51,9 @@ class Sparsemax(SparseNormalizer):
     def sparse(self, scores_BHQK: Tensor) -> Tensor:
         return sparsemax(scores_BHQK)
 
+    def rule(self, rule: Rule) -> Rule:
+        return replace(rule, normalizer="sparsemax")
+
 
 @register("entmax15", aliases=("entmax",))
 class Entmax15(SparseNormalizer):
@@ -56,3 +65,6 @@ class Entmax15(SparseNormalizer):
 
     def sparse(self, scores_BHQK: Tensor) -> Tensor:
         return entmax15(scores_BHQK)
+
+    def rule(self, rule: Rule) -> Rule:
+        return replace(rule, normalizer="entmax15")

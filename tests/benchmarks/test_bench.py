@@ -97,3 +97,13 @@ def test_bench_reports_every_cell(tmp_path: Path) -> None:
         assert row["peak_mb"] >= 0
         assert row["variant"] in done.stdout
     assert all(row["forward"] == 1 for row in rows if row["variant"] == "stock")
+
+
+def test_the_readable_formula_is_a_row_of_its_own(tmp_path: Path, monkeypatch: Any) -> None:
+    out = tmp_path / "bench.json"
+    flags = ["--shapes=1x300", "--variants=sparsemax", "--kinds=train", "--readable=true", f"--out={out}"]
+    run(flags, monkeypatch)
+    rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == ["stock", "stock again", "sparsemax", "sparsemax, readable"]
+    assert rows["sparsemax"]["peak_mb"] > 0
+    assert rows["sparsemax, readable"]["train_ms"] > rows["sparsemax"]["train_ms"]

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hf_attn_swap import describe
 from hf_attn_swap.core import compute
+from hf_attn_swap.kernels import weighted
+from hf_attn_swap.kernels.dispatch import Form
 from tests import zoo
 
 from .cells import EVERY, FAMILY_NAMES, GRID, Cell, is_linear, over, swap_in
@@ -119,7 +121,9 @@ def test_what_describe_says_is_what_runs(family: str, cell: Cell, grad: bool, mo
     model, batch = model_of(family, cell), batch_of(family, padded=padding_side(family))
     (words,) = runs(model)
     layers = model.config.num_hidden_layers
-    calls = count_references(monkeypatch)
+    calls, in_blocks = count_references(monkeypatch), []
+    attend = weighted.attend
+    monkeypatch.setattr(weighted, "attend", lambda *given: in_blocks.append(1) or attend(*given))
     with torch.set_grad_enabled(grad), Recorder() as seen:
         model(**batch)
     if words.startswith("reference"):
@@ -127,7 +131,10 @@ def test_what_describe_says_is_what_runs(family: str, cell: Cell, grad: bool, mo
         return
     assert not calls
     expected = "baddbmm" if "baddbmm" in words else "SDPA" if "SDPA" in words else "reordered products"
-    if expected == "baddbmm":
+    if words.startswith(Form.WEIGHTED.value):
+        assert len(in_blocks) == layers
+        assert seen.count(*SDPA, "softmax", "_softmax") == 0
+    elif expected == "baddbmm":
         unread = 0 if grad or family == "albert" else 1  # ALBERT does not know its last call
         assert seen.count("baddbmm") == layers - unread
         assert seen.count("softmax") == (layers if grad else 0)

@@ -114,7 +114,7 @@ def test_a_compiler_is_given_the_general_form(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(got, wanted, rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("name", ["simpletron_resl", "modern_hopfield", "outeffhop"])
+@pytest.mark.parametrize("name", ["simpletron_resl", "modern_hopfield", "outeffhop", "entmax15", "clipped_softmax"])
 def test_autocast_over_several_blocks(name: str) -> None:
     """Operators of ours are opaque to autocast: inside, products must not be cast one by one."""
     model = patch_model(fresh("llama", torch.float32, max_position_embeddings=200), name)

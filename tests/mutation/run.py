@@ -54,6 +54,7 @@ def stage(*paths: str, keyword: str = "") -> Stage:
 FORMULAS = stage("contract/test_functional_formulas.py")
 NORMALIZERS = stage("contract/test_functional_normalizers.py")
 KERNELS = stage("kernels/test_kernels.py")
+WEIGHTED = stage("kernels/test_weighted.py")
 PASSES = stage("kernels/test_passes.py", keyword="not flash or llama")
 DEEP = "(bert or llama) and not albert"  # the two families that the contract's grid is deep on
 VALUES = stage("contract/test_values.py", keyword=f"({DEEP}) and (in_between or without_padding)")
@@ -88,6 +89,11 @@ TESTS: dict[str, tuple[Stage, ...]] = {
         stage("lifecycle/test_save_load.py", keyword="bert"),
     ),
     "kernels/": (KERNELS, PASSES, CARRYING),
+    "kernels/blocks.py": (WEIGHTED,),
+    "kernels/normalizers.py": (WEIGHTED,),
+    "kernels/thresholds.py": (WEIGHTED,),
+    "kernels/weighing.py": (WEIGHTED,),
+    "kernels/weighted.py": (WEIGHTED,),
     "kernels/linear.py": (stage("kernels/test_kernels.py", keyword="linear"), FORMULAS),
     "kernels/softmax_n.py": (stage("kernels/test_kernels.py", keyword="softmax_n"), PASSES),
     "conversion/": (CALIBRATE, MERGE, stage("conversion/test_transfer.py", keyword="bert or not learns")),

@@ -1,0 +1,222 @@
+"""Computes attention whose formula needs the weights, without a tensor of queries and keys.
+
+heads = dropout(clip(normalizer(w q k^T + M))) v, one block of scores at a time. The forward pass keeps a few numbers
+per query. The backward pass computes each block's scores and weights again.
+This is an operator of PyTorch, so a compiler calls it and does not unroll its blocks.
+FlashAttention (Dao et al., 2022), section 3.1, for the backward pass.
+Axes: B batch, H head, G key/value head, Q query, K key, D head width, R numbers that are kept per row, N = sequences x
+groups of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, library
+
+from ..core.call import Call, Inputs
+from ..functional.linear import without_autocast
+from .blocks import Block, split
+from .normalizers import normalizer
+from .weighing import Rule, Weighing
+
+
+def fits(inputs: Inputs) -> bool:
+    """True if the operator can compute with these tensors: the mask needs no gradient, and each query has a key."""
+    masks = inputs.masks
+    learned = masks.given is not None and masks.given.requires_grad
+    return not learned and masks.keys > 0 and not (masks.causal and masks.keys < masks.queries)
+
+
+def attend(rule: Rule, inputs: Inputs, call: Call) -> Tensor:
+    """Compute the heads (B,Q,H,D) of one layer.
+
+    Args:
+        rule: how scores become weights.
+        inputs: the tensors and the masks, for which `fits` is True.
+        call: the call, for its strength.
+    """
+    masks = inputs.masks
+    mask = masks.given if masks.key_mask is None else masks.key_mask[:, None, None, :]
+    strength = call.exact_strength if isinstance(call.exact_strength, Tensor) else None
+    seed = torch.randint(2**62, (1,)) if inputs.dropout > 0 else None
+    qkv = [_as_products(each) for each in inputs.three]
+    how = (inputs.scaling, rule.normalizer, rule.gamma, rule.zeta, inputs.dropout)
+    heads, _ = weighted(*qkv, mask, strength, seed, masks.causal, *how)
+    return torch.as_tensor(heads)
+
+
+def compute(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    strength: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    scaling: float,
+    rule: str,
+    gamma: float,
+    zeta: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute dropout(clip(normalizer(scaling q k^T + mask))) v. Sums are computed in fp32 at least.
+
+    Args:
+        q: (B,H,Q,D).
+        k: (B,G,K,D).
+        v: (B,G,K,D).
+        mask: broadcastable to (B,H,Q,K): bool, True where the query may see the key; or numbers to add, where half the
+            lowest number of the dtype and less forbids a key.
+        strength: a (1,) tensor between 0 and 1, or None for full strength.
+        seed: one whole number on the CPU, which decides what is dropped; None without dropout.
+        causal: the last query sees all keys, the query before it one key less, and so on.
+        scaling: the factor of q k^T.
+        rule: the name of the normalizer, as in `Rule`.
+        gamma: the lower end of the stretched weights.
+        zeta: the upper end of the stretched weights.
+        dropout: the probability that a weight is dropped.
+
+    Returns:
+        The heads (B,Q,H,D) in the dtype of v, with zeros for a query that sees no key; and what the backward pass needs
+        of each row (B,H,Q,R).
+    """
+    how = _weighing(strength, seed, rule, gamma, zeta, dropout)
+    heads, rows = _empty(q, v, rule, strength)
+    with without_autocast(q.device):
+        for block, keys, values in _blocks(q, k, v, causal):
+            weights, rows[block.index] = how.normalizer.find(block.scores(q, keys, mask, scaling))
+            weights = _times(how.clipped(weights), how.kept(weights, block.number))
+            read = torch.bmm(block.flat(weights), values[:, : block.seen])
+            heads.transpose(1, 2)[block.index] = read.view(*weights.shape[:3], -1)
+    return heads, rows
+
+
+weighted = library.custom_op("hf_attn_swap::weighted", compute, mutates_args=())
+
+
+@weighted.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    strength: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    scaling: float,
+    rule: str,
+    gamma: float,
+    zeta: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    return _empty(q, v, rule, strength)
+
+
+def compute_backward(
+    grad: Tensor,
+    rows: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    strength: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    scaling: float,
+    rule: str,
+    gamma: float,
+    zeta: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v from that of the heads and the rows of the forward pass; the rest as in `compute`."""
+    how = _weighing(strength, seed, rule, gamma, zeta, dropout)
+    grad_q, grad_k, grad_v = (torch.empty_like(each) for each in (q, k, v))
+    with without_autocast(q.device):
+        for block, keys, values in _blocks(q, k, v, causal):
+            if block.queries.start == 0:
+                sum_k, sum_v = torch.zeros_like(keys), torch.zeros_like(values)
+            own, g = (block.flat(_wide(each[block.index])) for each in (q, grad.transpose(1, 2)))
+            parts = how.normalizer.again(block.scores(q, keys, mask, scaling), rows[block.index])
+            weights = how.normalizer.joined(parts)
+            kept = how.kept(weights, block.number)
+            read = block.flat(_times(how.clipped(weights), kept))
+            sum_v[:, : block.seen].baddbmm_(read.transpose(1, 2), g)
+            of_read = torch.bmm(g, values[:, : block.seen].transpose(1, 2)).view(weights.shape)
+            of_weights = how.clipped_back(weights, _times(of_read, kept))
+            of_scores = block.flat(how.normalizer.back(parts, of_weights))
+            sum_k[:, : block.seen].baddbmm_(of_scores.transpose(1, 2), own, alpha=scaling)
+            of_q = torch.bmm(of_scores, keys[:, : block.seen]).mul_(scaling)
+            grad_q[block.index] = of_q.view(*weights.shape[:3], -1)
+            if block.queries.stop == q.shape[2]:
+                grad_k[block.shared] = sum_k.view(grad_k[block.shared].shape)
+                grad_v[block.shared] = sum_v.view(grad_v[block.shared].shape)
+    return grad_q, grad_k, grad_v
+
+
+_backward = library.custom_op("hf_attn_swap::weighted_backward", compute_backward, mutates_args=())
+
+
+@_backward.register_fake
+def _(grad: Tensor, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1], *inputs[:6])
+    ctx.others = inputs[6:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return *_backward(grad, *ctx.saved_tensors, *ctx.others), *(None,) * 9
+
+
+weighted.register_autograd(_gradients, setup_context=_save)
+
+
+def _weighing(
+    strength: Tensor | None, seed: Tensor | None, rule: str, gamma: float, zeta: float, dropout: float
+) -> Weighing:
+    """The operator's arguments as one object."""
+    number = 0 if seed is None else int(seed)
+    return Weighing(Rule(normalizer=rule, gamma=gamma, zeta=zeta), strength, dropout, number)
+
+
+def _empty(q: Tensor, v: Tensor, rule: str, strength: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Memory for the results of `compute`."""
+    batch, heads, queries = q.shape[:3]
+    kept = normalizer(rule, strength).kept
+    rows = q.new_empty(batch, heads, queries, kept, dtype=_wider(q.dtype))
+    return v.new_empty(batch, queries, heads, v.shape[3]), rows
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    """Each block with its keys and its values (N,K,D), in fp32 at least. Blocks with the same keys share them."""
+    for block in split(q, k, causal):
+        if block.queries.start == 0:  # the first of the blocks with the same keys
+            keys, values = (_wide(each[block.shared]).flatten(0, 1) for each in (k, v))
+        yield block, keys, values
+
+
+def _as_products(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype that autocast gives to products; without autocast, the tensor itself."""
+    device = tensor.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensor
+    return tensor if tensor.dtype == torch.float64 else tensor.to(torch.get_autocast_dtype(device))
+
+
+def _times(tensor: Tensor, factors: Tensor | None) -> Tensor:
+    return tensor if factors is None else tensor * factors
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The tensor in fp32 at least."""
+    return tensor.to(_wider(tensor.dtype))
