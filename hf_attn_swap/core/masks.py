@@ -149,9 +149,12 @@ def traced() -> bool:
 
 
 def recorded() -> bool:
-    """True while a program is recorded for later: exported, traced or captured, but not compiled."""
+    """True while a program is recorded for later: exported, traced or captured, but not compiled.
+
+    PyTorch 2.6 cannot tell an export from a compilation, so both are taken for an export there.
+    """
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        return bool(getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)())
     if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # torch's
         return True
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

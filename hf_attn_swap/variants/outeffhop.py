@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import functional
 from ..core.call import Call, FusedSoftmax, Inputs, Three
+from ..core.masks import recorded
 from ..kernels import softmax_n
 from ..kernels.dispatch import Form, Setting, softmax_n_form
 from ..kernels.weighing import Rule
@@ -49,7 +50,7 @@ class OutEffHop(Variant):
             added, causal = inputs.masks.additive(inputs.query.dtype)
             rescaled = softmax_n.softmax_n_attention(*qkv, added, causal, inputs.scaling, call.strength)
             return rescaled.transpose(1, 2)
-        if _exporting():  # keys of a group that are repeated after the zero key have strides that export cannot compare
+        if recorded():  # keys of a group that are repeated after the zero key have strides that export cannot compare
             qkv = inputs.query, inputs.repeated(inputs.key), inputs.repeated(inputs.value)
         qkv, mask, shifted = self.with_zero_key(qkv, mask, causal, call)
         heads = sdpa(qkv, mask, shifted)
@@ -86,8 +87,3 @@ class OutEffHop(Variant):
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
         return torch.cat([logit.expand(*mask.shape[:-1], 1), mask], -1)
-
-
-def _exporting() -> bool:
-    """True inside torch.export. PyTorch 2.6 cannot tell it from torch.compile."""
-    return bool(getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)())
