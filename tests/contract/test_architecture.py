@@ -30,11 +30,17 @@ MAY = {
     "core.call": {"core.masks"},
     "core.options": set(),
     "core.table": set(),
-    VARIANT_BASE: {"core.call", "core.kind", "core.options", "kernels.dispatch"},
+    VARIANT_BASE: {"core.call", "core.kind", "core.options", "kernels.dispatch", "kernels.weighing"},
     "kernels": set(),
-    "kernels.dispatch": {"core.call", "functional.linear", "kernels", "kernels.linear", "kernels.softmax_n"},
+    "kernels.dispatch": {
+        *("core.call", "core.masks", "functional.linear"),
+        *("kernels", "kernels.linear", "kernels.softmax_n"),
+    },
     "variants": IDEAS,
-    "core.compute": {"core.call", "core.masks", "kernels.dispatch", VARIANT_BASE},
+    "core.compute": {
+        *("core.call", "core.masks", VARIANT_BASE),
+        *("kernels", "kernels.dispatch", "kernels.weighing", "kernels.weighted"),
+    },
     "core.registry": {"core.kind", "core.options", "variants", VARIANT_BASE},
     "core.calibration": {"core.call"},
     "core.typed": set(),
@@ -51,7 +57,7 @@ MAY = {
     "wiring.plan": {"core.swap", "families", "wiring", "wiring.seam"},
     **{
         idea: {"functional", "functional.linear", "kernels", *KERNELS, VARIANT_BASE}
-        | {"core.call", "core.kind", "core.options"}
+        | {"core.call", "core.kind", "core.masks", "core.options"}
         for idea in IDEAS
     },
     **{
