@@ -9,6 +9,7 @@ same round, with its bootstrap 95 % interval. "stock again" is a second copy of 
 a batch size has three lengths or more, the slope of log time in log length is computed: 1 is linear, 2 is quadratic.
 
 Memory is the peak of a training step above the model at rest, measured in a process per model (on Linux, or with CUDA).
+A variant may have one option that takes a name, as in modern_hopfield:memory=low.
 With --readable every variant also runs by the readable formula, which makes all weights as one tensor.
 With --compile every model also runs compiled in the same rounds, and memory is not measured.
 """
@@ -23,7 +24,7 @@ from typing import Any
 import bench_models
 import torch
 import transformers
-from bench_figures import cell, in_child, megabytes, peak, slopes, summary, write
+from bench_figures import cell, in_child, megabytes, peak_above, slopes, summary, write
 from bench_models import KINDS, MODELS
 from tqdm import tqdm
 
@@ -60,7 +61,11 @@ def build(model: str, length: int, name: str, options: Options) -> Any:
     """The model, stock or with the named variant."""
     made = bench_models.build(model, length, options.layers, options.width)
     made = made.to(options.device, getattr(torch, options.dtype))
-    return made if name in (STOCK, AGAIN) else patch_model(made, name.removesuffix(READABLE))
+    if name in (STOCK, AGAIN):
+        return made
+    variant, _, option = name.removesuffix(READABLE).partition(":")
+    key, _, value = option.partition("=")
+    return patch_model(made, variant, **({key: value} if option else {}))
 
 
 def words(name: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -101,10 +106,9 @@ def print_peak(options: Options) -> None:
     batch, length = map(int, shape.split("x"))
     swapped, where = build(model, length, name, options), (options.device, getattr(torch, options.dtype))
     bench_models.seconds(swapped, words(name, bench_models.little(model, *where)), "train")
-    before = peak(options.device)
     given = words(name, bench_models.inputs(model, batch, length, *where))
-    bench_models.seconds(swapped, given, "train")
-    print((peak(options.device) - before) / 2**20)
+    swapped.zero_grad()
+    print(peak_above(options.device, lambda: bench_models.seconds(swapped, given, "train")))
 
 
 def tables(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from bench_figures import cell, in_child, megabytes, peak, summary, write
+from bench_figures import cell, in_child, megabytes, peak_above, summary, write
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
@@ -101,14 +101,17 @@ def print_peak(options: Options) -> None:
     variant, name = options.child.split(",", 1)
     if name in CALLS:
         model = stock_model(options).to(options.device)
-        before = peak(options.device)
-        call_convert(model, variant, options, low_memory=CALLS[name])
+
+        def run() -> None:
+            call_convert(model, variant, options, low_memory=CALLS[name])
     else:
         made, batch = trainer(name, variant, options)
-        before = peak(options.device)
-        for _ in range(3):
-            step(made, batch)
-    print((peak(options.device) - before) / 2**20)
+
+        def run() -> None:
+            for _ in range(3):
+                step(made, batch)
+
+    print(peak_above(options.device, run))
 
 
 def call_convert(model: Any, variant: str, options: Options, *, low_memory: bool) -> None:

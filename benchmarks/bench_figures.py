@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import os
 import platform
 import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,21 +74,38 @@ def megabytes(row: Mapping[str, Any], first: Mapping[str, Any]) -> str:
 
 
 def in_child(script: str, options: Any, what: str) -> float:
-    """Run a script in a new process with `what` as the option `child`, and return the last number that it prints."""
+    """Run a script in a new process with `what` as the option `child`, and return the last number that it prints.
+
+    In that process every tensor above 64 KB has memory of its own, which goes back when the tensor is freed. Otherwise
+    the holes in the heap would count as memory, and they differ from run to run by more than the attentions do.
+    """
     flags = [f"--{name}={value}" for name, value in asdict(options).items() if name != "child"]
     command = [sys.executable, script, *flags, f"--child={what}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    exact = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | exact)
     if done.returncode:
         raise RuntimeError(f"{what}: {done.stderr}")
     return float(done.stdout.split()[-1])
 
 
-def peak(device: str) -> int:
-    """The most memory this process has held so far, in bytes."""
+def peak_above(device: str, run: Callable[[], Any]) -> float:
+    """The most memory that this process holds during `run`, above what it holds before, in MB."""
+    gc.collect()
     if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status").read_text()  # getrusage would count the parent process too
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    Path("/proc/self/clear_refs").write_text("5")  # the highest mark becomes what the process holds now
+    before = _held("VmRSS")
+    run()
+    return (_held("VmHWM") - before) / 2**20
+
+
+def _held(name: str) -> int:
+    """A memory figure of this process, in bytes. `getrusage` would count the parent process too."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition(f"{name}:")[2].split()[0])
 
 
 def write(out: str, options: Any, **found: Any) -> None:

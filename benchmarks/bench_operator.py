@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from bench_attentions import OWN, Operator, check, peers, quadratic, seconds, tensors
-from bench_figures import cell, in_child, megabytes, peak, slopes, summary, write
+from bench_figures import cell, in_child, megabytes, peak_above, slopes, summary, write
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import HfArgumentParser
@@ -98,9 +98,7 @@ def print_peak(options: Options) -> None:
     operator, where = {**OWN, **peers()}[name], (options.device, getattr(torch, options.dtype))
     given = tensors(shape(int(length), options), *where)
     seconds(operator, tensors(shape(8, options), *where), options.causal, "train")
-    before = peak(options.device)
-    seconds(operator, given, options.causal, "train")
-    print((peak(options.device) - before) / 2**20)
+    print(peak_above(options.device, lambda: seconds(operator, given, options.causal, "train")))
 
 
 def tables(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> str:

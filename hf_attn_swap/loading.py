@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .core.calibration import check_fit
+from .core.options import option_names
 from .core.registry import Options, canonical_keys, parse, parse_options
 from .core.swap import LARGEST_EXPONENT, Swap
 from .families import sites
@@ -114,9 +115,7 @@ def _read_swap(entry: Any, modules: int) -> Planned:
         options = canonical_keys(options) if isinstance(options, dict) else options
         _keys(options, {cls.name for cls in classes}, "the options")
         for cls in classes:
-            _keys(
-                options[cls.name], {field.name for field in dataclasses.fields(cls.Options)}, f"options of {cls.name}"
-            )
+            _option_keys(cls, options[cls.name])
         chosen = parse_options(classes, options if len(classes) > 1 else options[classes[0].name])
         strength = check_strength(entry["strength"])
         fit, merged = _read_calibration(entry, strength)
@@ -180,6 +179,12 @@ def _keys(thing: Any, wanted: set[str], where: str) -> None:
     if not isinstance(thing, dict) or set(thing) != wanted:
         found = sorted(map(str, thing)) if isinstance(thing, dict) else type(thing).__name__
         raise _damaged(f"{where} must have exactly {sorted(wanted)}, found {found}")
+
+
+def _option_keys(cls: type[Variant], given: Any) -> None:
+    """Check that the options of a variant are a dict with all names that it must have, and no unknown names."""
+    needed, later = option_names(cls.Options)
+    _keys(given, needed | (later & set(given) if isinstance(given, dict) else set()), f"options of {cls.name}")
 
 
 def _whole(value: Any) -> bool:

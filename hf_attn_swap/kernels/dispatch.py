@@ -18,6 +18,7 @@ from ..functional.linear import CHUNK
 from . import linear, softmax_n
 
 LONG = 4096  # from this number of tokens on, H is not held as a tensor; for 12 heads, H would take 800 MB per layer
+MIDDLE = 512  # the same number for a user who wants to save memory; for 12 heads, H would take 12 MB per layer
 
 
 class Form(Enum):
@@ -95,11 +96,14 @@ def softmax_n_form(setting: Setting) -> Form:
     return Form.ZERO_KEY
 
 
-def carried_form(setting: Setting) -> Form:
-    """The form of carried scores: H updated in place, H as a sum of products for long sequences, or the reference."""
+def carried_form(setting: Setting, *, low: bool = False) -> Form:
+    """The form of carried scores: H updated in place, H as a sum of products for long sequences, or the reference.
+
+    With `low`, sequences of middle length count as long.
+    """
     if setting.between or setting.compiling:
         return Form.REFERENCE
-    if setting.tokens is not None and setting.tokens[0] * setting.tokens[1] >= LONG**2:
+    if setting.tokens is not None and setting.tokens[0] * setting.tokens[1] >= (MIDDLE if low else LONG) ** 2:
         return Form.TERMS
     if setting.autocast or not setting.uniform or not setting.one_dtype:
         return Form.REFERENCE

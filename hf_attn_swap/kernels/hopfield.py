@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-BLOCK = 2**24  # the largest number of scores that one block of queries holds
+BLOCK = 2**22  # the largest number of scores that one block of queries holds: 16 MB in fp32
 Term = tuple[Tensor, Tensor, float]  # q (B,H,Q,D), k (B,H,K,D) and the factor of q k^T in H
 
 

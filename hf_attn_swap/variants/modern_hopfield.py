@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.call import Call, FusedSoftmax, Hidden, Inputs, heads_in_order
-from ..core.options import REASON, Options
+from ..core.options import LATER, REASON, Options
 from ..functional import hopfield_scores
 from ..kernels import carried
 from ..kernels.dispatch import Form, Setting, carried_form
@@ -41,6 +41,9 @@ class ModernHopfieldOptions(Options):
             scores.
         skip: the tensor that is added again. "input" is the layer's input x, "residual" is the block's residual stream.
         scheme: how scores are carried, as the paper's appendix F names the schemes.
+        memory: "low" never holds a tensor of queries and keys when 512 tokens or more read each other. Memory is then
+            linear in the length, and layer l computes the products of all l layers again. "auto" does so from 4,096
+            tokens on. The results are equal.
 
     Raises:
         ValueError: a value lies outside its range.
@@ -53,6 +56,7 @@ class ModernHopfieldOptions(Options):
     scheme: Literal["forward_backward", "forward_forward"] = field(
         default="forward_backward", metadata={REASON: NOT_AVAILABLE}
     )
+    memory: Literal["auto", "low"] = field(default="auto", metadata={LATER: True})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,7 +87,7 @@ class ModernHopfield(Variant):
 
     def form(self, setting: Setting) -> Form:
         if self.options.scheme == "forward_backward":
-            return carried_form(setting)
+            return carried_form(setting, low=self.options.memory == "low")
         return Form.REFERENCE
 
     @property

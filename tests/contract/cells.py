@@ -59,6 +59,9 @@ def _accepts(cls: type[Any], values: dict[str, Any]) -> bool:
     return True
 
 
+EQUAL = ("memory",)  # options that change no result, only memory and speed: tests/kernels has their tests
+
+
 def option_sets(name: str) -> list[dict[str, Any]]:
     """All combinations of the options that take a name, then each number with other values, then the optional ones.
 
@@ -68,7 +71,7 @@ def option_sets(name: str) -> list[dict[str, Any]]:
     cls = VARIANTS[name].Options
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)
-    strings = [field.name for field in fields if choices(cls, field.name)]
+    strings = [field.name for field in fields if choices(cls, field.name) and field.name not in EQUAL]
     combinations = itertools.product(*(choices(cls, field) for field in strings))
     sets: list[dict[str, Any]] = [dict(zip(strings, values, strict=True)) for values in combinations]
     sets = [chosen if is_default(name, chosen) else chosen | unequal(cls) for chosen in sets]

@@ -166,6 +166,19 @@ def test_long_sequences_never_hold_scores(
         torch.testing.assert_close(model(**batch)[0], read[0], rtol=EXACT, atol=EXACT)
 
 
+def test_low_memory_never_holds_scores_at_middle_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = zoo.inputs("bert", batch=2, length=9)
+    monkeypatch.setattr(dispatch, "MIDDLE", 9)
+    calls = []
+    in_blocks = hopfield.attend_long
+    monkeypatch.setattr(hopfield, "attend_long", lambda *args: calls.append(1) or in_blocks(*args))
+    wanted = run_all(perturb(patch_model(fresh("bert"), "modern_hopfield", memory="auto")), batch)
+    assert not calls
+    model = perturb(patch_model(fresh("bert"), "modern_hopfield", memory="low"))
+    assert_same(run_all(model, batch), wanted)
+    assert len(calls) == model.config.num_hidden_layers
+
+
 @pytest.mark.parametrize("train", [False, True])
 def test_one_h_is_alive(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch_model(fresh("bert", num_hidden_layers=5), "modern_hopfield")
