@@ -2,10 +2,10 @@
 
 The model is a Llama of the shape of SmolLM2-135M with random weights, or `--model`. An ordinary step trains LoRA
 adapters on the swapped model with labels, as `Trainer` does. A distillation step trains the same adapters by KL to the
-model's own distribution before the swap. Both run in each round, in random order; the result is the median of the
-rounds' ratios with its bootstrap 95 % interval. Memory is the peak of three steps above the model at rest, in a process
-of its own (on Linux, or with CUDA). Two more rows give the peak of a whole call of `convert`, with the fit and all
-measurements: as it is, and with `low_memory=True`.
+model's own distribution before the swap. The teacher's pass, a part of that step, is also timed alone. All run in each
+round, in random order; the result is the median of the rounds' ratios with its bootstrap 95 % interval. Memory is the
+peak of three steps above the model at rest, in a process of its own (on Linux, or with CUDA). Two more rows give the
+peak of a whole call of `convert`, with the fit and all measurements: as it is, and with `low_memory=True`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from hf_attn_swap.conversion.stages import Calibrate, Distil
 from hf_attn_swap.conversion.take import with_adapters
 from hf_attn_swap.core.table import markdown
 
+TEACHER = "the teacher's pass alone"
 NAMES = ("ordinary", "distillation")
+TIMED = (*NAMES, TEACHER)
 CALLS = {"convert": False, "convert, low memory": True}
 KIND = "train"
 
@@ -96,6 +98,18 @@ def step(made: Trainer, batch: dict[str, Any]) -> float:
     return time.perf_counter() - start
 
 
+def teach(made: DistillationTrainer, batch: dict[str, Any]) -> float:
+    """Seconds of the teacher's pass up to the last hidden states, as a step runs it."""
+    start = time.perf_counter()
+    plain = made.accelerator.unwrap_model(made.model_wrapped)
+    wanted = {"input_ids": batch["input_ids"], "logits_to_keep": torch.tensor([-1]), "use_cache": False}
+    with made.accelerator.autocast():
+        made.teacher(made.model_wrapped, plain, wanted)
+    if next(plain.parameters()).is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def print_peak(options: Options) -> None:
     """Print the peak memory of three steps above the model at rest, in MB. Runs in a new process."""
     variant, name = options.child.split(",", 1)
@@ -130,17 +144,17 @@ def call_convert(model: Any, variant: str, options: Options, *, low_memory: bool
 
 
 def measure(variant: str, options: Options) -> list[dict[str, Any]]:
-    """A row for the ordinary step and a row for the distillation step."""
+    """A row for the ordinary step, one for the distillation step, and one for the teacher's part of it."""
     made = {name: trainer(name, variant, options) for name in NAMES}
-    times: dict[str, list[float]] = {name: [] for name in NAMES}
+    times: dict[str, list[float]] = {name: [] for name in TIMED}
     for turn in tqdm(range(-1, options.rounds), desc=variant, unit="round"):
-        for name in random.sample(NAMES, len(NAMES)):
-            taken = step(*made[name])
+        for name in random.sample(TIMED, len(TIMED)):
+            taken = teach(*made["distillation"]) if name == TEACHER else step(*made[name])
             times[name] += [taken] if turn >= 0 else []
     rows: list[dict[str, Any]] = []
-    for name in NAMES:
+    for name in TIMED:
         row: dict[str, Any] = {"variant": variant, "step": name, **summary(KIND, times[name], times[NAMES[0]])}
-        if options.memory:
+        if options.memory and name != TEACHER:
             row["peak_mb"] = in_child(__file__, options, f"{variant},{name}")
         rows.append(row)
     if options.memory:
