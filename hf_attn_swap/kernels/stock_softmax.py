@@ -37,7 +37,8 @@ def operators(name: str, forward: str, backward: str) -> Operators | None:
 
     Args:
         name: the operator's name.
-        forward, backward: the names of the arguments that the two operators must have, in this order.
+        forward: the names of the arguments that the operator must have, in this order.
+        backward: the same for the operator of the backward pass.
 
     Returns:
         The operators, or None if one of them is missing or has other arguments.

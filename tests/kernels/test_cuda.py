@@ -1,4 +1,4 @@
-"""softmax_n by the kernels of CUDA, with stand-ins that compute by plain formulas what the kernels are documented to do.
+"""softmax_n by the kernels of CUDA: stand-ins compute by plain formulas what the kernels are documented to do.
 
 No CUDA device runs here. The tests hold which kernel is chosen, what it is given, and that values and gradients are
 right if the kernel keeps to its contract.
