@@ -4,7 +4,7 @@ SHELL := /bin/sh
 .SHELLFLAGS := -ec
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint docs test test-all test-matrix bench clean
+.PHONY: help setup demo lint docs test test-all test-matrix bench bench-gpu bench-compare clean
 .PHONY: test-oldest test-newest cross-load wheel
 
 PYTHON ?= python3
@@ -29,7 +29,9 @@ help:
 	@echo "make test         the fast tests                 make test-all     also the slow ones"
 	@echo "make lint         ruff and mypy --strict        make test-matrix  oldest and newest transformers"
 	@echo "make wheel        build the package, and try the wheel in an environment of its own"
-	@echo "make bench        speed and memory against stock attention"
+	@echo "make bench        speed and memory against stock attention, kept in benchmarks/history/"
+	@echo "make bench-compare REF=<commit>   how much faster or slower this tree is than that commit"
+	@echo "make bench-gpu    on a GPU: is every variant right there, and how fast"
 	@echo "make docs         the documentation, as a site in site/"
 
 setup: $(VENV)/.installed
@@ -103,7 +105,14 @@ docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict $(DOCS_ARGS)
 
 bench: $(VENV)/.installed
-	$(VENV)/bin/python benchmarks/bench.py $(BENCH_ARGS)
+	$(VENV)/bin/python benchmarks/bench.py --history benchmarks/history $(BENCH_ARGS)
+
+bench-compare: $(VENV)/.installed
+	$(VENV)/bin/python benchmarks/bench_compare.py "$(REF)" $(BENCH_ARGS)
+
+# PyTorch from PyPI has CUDA on Linux. With a PyTorch of your own, run benchmarks/bench_gpu.py without make.
+bench-gpu: $(VENV)/.installed
+	$(VENV)/bin/python benchmarks/bench_gpu.py $(BENCH_ARGS)
 
 clean:
 	rm -rf dist site .venv .venv-build .venv-wheel .venv-oldest .venv-newest .mypy_cache .ruff_cache .pytest_cache

@@ -25,6 +25,7 @@ import bench_models
 import torch
 import transformers
 from bench_figures import cell, in_child, megabytes, peak_above, slopes, summary, write
+from bench_history import keep
 from bench_models import KINDS, MODELS
 from tqdm import tqdm
 
@@ -38,7 +39,10 @@ WARM_UPS = 3  # rounds that do not count: a compiler may compile again in the se
 
 @dataclass
 class Options:
-    """What to measure. `compile` needs torch 2.13 or newer. Only this script itself sets `child`."""
+    """What to measure. `compile` needs torch 2.13 or newer. Only this script itself sets `child`.
+
+    `history` is a folder: the ratios are also kept there, see `bench_history.py`.
+    """
 
     variants: str = ",".join((*list_variants(), "outeffhop+gated", "modern_hopfield+belief"))
     models: str = "bert"
@@ -54,6 +58,7 @@ class Options:
     readable: bool = False
     memory: bool = True
     out: str = "bench.json"
+    history: str = ""
     child: str = ""
 
 
@@ -131,28 +136,39 @@ def tables(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> str:
     return text
 
 
-def main() -> None:
-    (options,) = transformers.HfArgumentParser(Options).parse_args_into_dataclasses()  # type: ignore[arg-type]  # is one
-    torch.set_num_threads(options.threads)
-    if options.child:
-        print_peak(options)
-        return
-    torch._dynamo.config.recompile_limit = 64  # layers and kinds of pass share code, and each compiles it anew
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # an error, so that no uncompiled code is timed
+def refuse_unknown(options: Options) -> None:
     models, kinds = options.models.split(","), options.kinds.split(",")
     if unknown := [name for name in (*models, *kinds) if name not in (*MODELS, *KINDS)]:
         sys.exit(f"error: unknown {', '.join(unknown)}; models: {', '.join(MODELS)}; kinds: {', '.join(KINDS)}.")
+
+
+def run(options: Options) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Measure all that the options ask for: the rows of the first table, and the slopes."""
+    torch._dynamo.config.recompile_limit = 64  # layers and kinds of pass share code, and each compiles it anew
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # an error, so that no uncompiled code is timed
     variants = options.variants.split(",")
     names = [STOCK, AGAIN, *variants, *(f"{name}{READABLE}" for name in variants if options.readable)]
-    cells = [(model, shape) for model in models for shape in options.shapes.split(",")]
+    cells = [(model, shape) for model in options.models.split(",") for shape in options.shapes.split(",")]
     rounds = sum(len(bench_models.kinds_of(model, options.kinds)) for model, _ in cells)
     rows: list[dict[str, Any]] = []
     passes = rounds * (WARM_UPS + options.rounds) * len(names) * (1 + options.compile)
     with tqdm(total=passes, unit="pass") as bar:
         for model, shape in cells:
             rows += measure(model, shape, names, options, bar)
-    fits = slopes(rows, ("model", "batch", "variant"), "tokens", KINDS)
+    return rows, slopes(rows, ("model", "batch", "variant"), "tokens", KINDS)
+
+
+def main() -> None:
+    (options,) = transformers.HfArgumentParser(Options).parse_args_into_dataclasses()  # type: ignore[arg-type]  # is one
+    torch.set_num_threads(options.threads)
+    if options.child:
+        print_peak(options)
+        return
+    refuse_unknown(options)
+    rows, fits = run(options)
     write(options.out, options, rows=rows, slopes=fits)
+    if options.history:
+        keep(options.history, options, rows)
     print(tables(rows, fits))
 
 

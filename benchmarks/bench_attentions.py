@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_attn_swap.functional import simple_attention
-from hf_attn_swap.kernels.softmax_n import fits, softmax_n_attention
+from hf_attn_swap.kernels.softmax_n import softmax_n_attention
 
 Operator = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # q, k, v (B,H,L,D) and whether it is causal
 
@@ -49,8 +49,9 @@ def published(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 def softmax_1(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """softmax_1 as the variant computes it: by the fused kernel's log-sum-exp where possible, else by a zero key."""
-    if fits(q, k, v, None):
-        return softmax_n_attention(q, k, v, None, causal, q.shape[-1] ** -0.5, 1.0)
+    rescaled = softmax_n_attention(q, k, v, None, causal, q.shape[-1] ** -0.5, 1.0)
+    if rescaled is not None:
+        return rescaled
     more = (0, 0, 1, 0)
     heads = sdpa(F.pad(q, more) if causal else q, F.pad(k, more), F.pad(v, more), causal)
     return heads[:, :, 1:] if causal else heads

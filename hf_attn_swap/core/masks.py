@@ -70,7 +70,8 @@ class Masks:
     def additive(self, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
         """As `dense`, with the mask as finite numbers to add, in `dtype`.
 
-        Where a query may not see a key, the mask holds the lowest number of `dtype`.
+        Where a query may not see a key, the mask holds half the lowest number of `dtype`: kernels that compute with
+        powers of 2 multiply the mask by log2(e), which must not give -inf.
         """
         mask, causal = self.dense()
         if mask is None:
@@ -176,7 +177,7 @@ def expand_key_mask(key_mask_BK: Tensor, queries: int, causal: bool) -> Tensor:
 def _numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask as numbers to add to scores. If all queries share one row, the result has this one row."""
     rows = mask[:, :, :1] if mask.stride(2) == 0 else mask
-    lowest = torch.finfo(dtype).min
+    lowest = torch.finfo(dtype).min / 2
     if rows.dtype == torch.bool:
         return torch.zeros_like(rows, dtype=dtype).masked_fill_(~rows, lowest)
     return rows.to(dtype).clamp_min(lowest)

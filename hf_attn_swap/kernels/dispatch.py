@@ -88,10 +88,12 @@ class Setting:
 
 
 def softmax_n_form(setting: Setting) -> Form:
-    """The form of softmax_n: by the log-sum-exp of the CPU kernel, or by SDPA with one more key of value 0."""
-    if setting.compiling or setting.dropout or not setting.one_dtype:
+    """The form of softmax_n: by the log-sum-exp of a stock kernel, or by SDPA with one more key of value 0."""
+    if setting.compiling or not setting.one_dtype:
         return Form.ZERO_KEY
-    if softmax_n.available(setting.device, setting.dtypes[0]):
+    if setting.recorded and setting.device != "cpu":  # the padding for CUDA would be that of this length
+        return Form.ZERO_KEY
+    if softmax_n.available(setting.device, setting.dtypes[0], setting.dropout):
         return Form.RESCALED
     return Form.ZERO_KEY
 

@@ -1,10 +1,10 @@
-"""Computes softmax_n attention from the log-sum-exp of PyTorch's fused CPU kernel.
+"""Computes softmax_n attention from the log-sum-exp of PyTorch's fused kernels.
 
 This form needs no zero key, and so no copy of keys and values. If lse is the log-sum-exp of a row, softmax_n scales
 the output of softmax by exp(lse - lse'), with lse' = log(n + exp(lse)). n = 0 is ordinary attention.
 In the backward pass, the same kernel is given lse' and the scaled output O'. The kernel then computes
-dS = P' (dP - <dO, O'>) with P' = exp(S - lse'), which is the exact gradient of softmax_n: the zero key adds nothing to
-<dO, O'>, because its value is 0.
+dS = P' (m dP - <dO, O'>) with P' = exp(S - lse'), which is the exact gradient of softmax_n: the zero key adds nothing
+to <dO, O'>, because its value is 0. m is what dropout multiplies the weights by, and 1 without dropout.
 OutEffHop (Hu et al., 2024), eq. 2.2; FlashAttention-2, section 2.3.2, for the backward pass.
 Axes: B batch, H head, G key/value head, Q query, K key, D head width.
 """
@@ -17,83 +17,96 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-GROUPED = torch.__version__ >= "2.13"  # the first version with which shared key/value heads are tested
-_OPERATORS = torch.ops.aten
-FORWARD = getattr(_OPERATORS, "_scaled_dot_product_flash_attention_for_cpu", None)
-BACKWARD = getattr(_OPERATORS, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+from ..core.call import Three
+from .stock_softmax import Found, How, kernels
 
 
-def available(device: str, dtype: torch.dtype) -> bool:
-    """True if this version of PyTorch has the kernel for tensors of this dtype on this type of device."""
-    switched_on: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]  # the switch of sdpa_kernel(...), CPU too
-    return FORWARD is not None and BACKWARD is not None and device == "cpu" and dtype in DTYPES and switched_on
-
-
-def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """True if the kernel can compute with these tensors.
-
-    The kernel needs rows that are contiguous in memory, equal widths of query, key and value, one dtype, and a mask
-    without a gradient.
-    """
-    if torch.compiler.is_compiling():  # the checks below would break the graph
-        return False
-    if not available(query.device.type, query.dtype) or not (GROUPED or query.shape[1] == key.shape[1]):
-        return False
-    if mask is not None and (mask.requires_grad or mask.dim() != 4):
-        return False
-    same_width = key.shape[3] == value.shape[3] == query.shape[3]
-    return same_width and all(
-        each.device.type == "cpu" and each.dtype == query.dtype and each.stride(-1) == 1 and each.numel() > 0
-        for each in (query, key, value)
-    )
+def available(device: str, dtype: torch.dtype, dropout: bool) -> bool:
+    """True if this version of PyTorch has a kernel for tensors of this dtype on this type of device."""
+    return bool(kernels(device, dtype, dropout))
 
 
 def softmax_n_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scaling: float, n: float | Tensor
-) -> Tensor:
-    """Compute softmax_n(scaling q k^T + mask) v.
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scaling: float,
+    n: float | Tensor,
+    dropout: float = 0.0,
+) -> Tensor | None:
+    """Compute dropout(softmax_n(scaling q k^T + mask)) v.
 
     Args:
         query: (B,H,Q,D).
         key: (B,G,K,D).
         value: (B,G,K,D).
-        mask: finite numbers to add in the dtype of the query, (B|1,H|1,Q|1,K), or None. The dtype's minimum forbids a
-            key, and a row in which every key is forbidden gives zeros.
+        mask: finite numbers to add in the dtype of the query, (B|1,H|1,Q|1,K), or None. Half the lowest number of the
+            dtype forbids a key, and a row in which every key is forbidden gives zeros.
         causal: as SDPA's flag. Not together with a mask.
         scaling: the factor of q k^T.
         n: a number above 0, or a (1,) tensor without a gradient.
+        dropout: the probability that a weight is dropped.
 
     Returns:
-        The heads (B,H,Q,D).
+        The heads (B,H,Q,D), or None if no kernel can compute with these tensors.
     """
-    if mask is not None:
-        mask = mask.expand(-1, -1, query.shape[2], -1)
-    log_n: float | Tensor
+    if not _plain((query, key, value), mask):
+        return None
+    how = How(causal, scaling, dropout)
+    for kernel in kernels(query.device.type, query.dtype, dropout > 0):
+        qkv, ready_mask = kernel.prepared((query, key, value), mask)
+        if kernel.takes(qkv, ready_mask, how):
+            heads: Tensor = _SoftmaxN.apply(*qkv, ready_mask, kernel, _log(n, query), how)  # type: ignore[no-untyped-call]  # torch's
+            return heads[..., : query.shape[3]]
+    return None
+
+
+def _plain(qkv: Three, mask: Tensor | None) -> bool:
+    """True if a kernel may read these tensors.
+
+    The kernels need rows that are contiguous in memory, equal widths of query, key and value, one dtype, and a mask
+    without a gradient.
+    """
+    if torch.compiler.is_compiling():  # the checks below would break the graph
+        return False
+    if mask is not None and (mask.requires_grad or mask.dim() != 4):
+        return False
+    query = qkv[0]
+    return all(
+        each.device == query.device
+        and each.dtype == query.dtype
+        and each.shape[3] == query.shape[3]
+        and each.stride(-1) == 1
+        and each.numel() > 0
+        for each in qkv
+    )
+
+
+def _log(n: float | Tensor, query: Tensor) -> float | Tensor:
+    """The logarithm of n, in fp32 at least."""
     if isinstance(n, float):
-        log_n = math.log(n)
-    else:
-        log_n = n.detach().to(torch.promote_types(query.dtype, torch.float32)).log()
-    heads: Tensor = _SoftmaxN.apply(query, key, value, mask, causal, scaling, log_n)  # type: ignore[no-untyped-call]  # torch's
-    return heads
+        return math.log(n)
+    return n.detach().to(torch.promote_types(query.dtype, torch.float32)).log()
 
 
 class _SoftmaxN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
-        query, key, value, mask, causal, scaling, log_n = given
-        heads, lse = FORWARD(query, key, value, 0.0, causal, attn_mask=mask, scale=scaling)  # type: ignore[misc]  # there
-        heads.mul_(torch.sigmoid(lse - log_n).unsqueeze(-1))  # exp(lse - lse')
+        query, key, value, mask, kernel, log_n, how = given
+        heads, lse, kept = kernel.forward((query, key, value), mask, how)
+        heads.mul_(torch.sigmoid(lse[:, :, : query.shape[2]] - log_n).unsqueeze(-1))  # exp(lse - lse')
         ctx.save_for_backward(query, key, value, mask, heads, lse)
-        ctx.causal, ctx.scaling, ctx.log_n = causal, scaling, log_n
+        ctx.kernel, ctx.log_n, ctx.kept, ctx.how = kernel, log_n, kept, how
         return heads
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, mask, heads, lse = ctx.saved_tensors
-        log_n = ctx.log_n if isinstance(ctx.log_n, Tensor) else lse.new_tensor(ctx.log_n)
-        wider = torch.logaddexp(lse, log_n)
-        kept = {"attn_mask": mask, "scale": ctx.scaling}
-        grads = BACKWARD(grad, query, key, value, heads, wider, 0.0, ctx.causal, **kept)  # type: ignore[misc]  # there
+        log_n = ctx.log_n if isinstance(ctx.log_n, Tensor) else lse.new_full((1,), ctx.log_n)
+        found = Found(heads, torch.logaddexp(lse, log_n), ctx.kept)
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        grads = ctx.kernel.backward(grad, (query, key, value), mask, found, ctx.how)
         return (*grads, None, None, None, None)

@@ -43,13 +43,15 @@ class OutEffHop(Variant):
         return softmax_n_form(setting)
 
     def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax, form: Form) -> Tensor | None:
-        """The heads (B,Q,H,D), by the log-sum-exp of the CPU kernel if possible, otherwise by SDPA and a zero key."""
+        """The heads (B,Q,H,D), by the log-sum-exp of a stock kernel if possible, otherwise by SDPA and a zero key."""
         qkv = inputs.three
+        if form is Form.RESCALED:
+            added, flag = inputs.masks.additive(inputs.query.dtype)
+            how = (inputs.scaling, call.strength, inputs.dropout)
+            rescaled = softmax_n.softmax_n_attention(*qkv, added, flag, *how)
+            if rescaled is not None:
+                return rescaled.transpose(1, 2)
         mask, causal = inputs.masks.dense()
-        if form is Form.RESCALED and softmax_n.fits(*qkv, mask):
-            added, causal = inputs.masks.additive(inputs.query.dtype)
-            rescaled = softmax_n.softmax_n_attention(*qkv, added, causal, inputs.scaling, call.strength)
-            return rescaled.transpose(1, 2)
         if recorded():  # keys of a group that are repeated after the zero key have strides that export cannot compare
             qkv = inputs.query, inputs.repeated(inputs.key), inputs.repeated(inputs.value)
         qkv, mask, shifted = self.with_zero_key(qkv, mask, causal, call)

@@ -70,10 +70,10 @@ def test_softmax_n(sizes: tuple[int, ...], kind: str, n: float, as_tensor: bool,
     keys = queries if kind == "causal" else keys
     q, k, v = drawn(seed, (batch, groups * share, queries, width), *[(batch, groups, keys, width)] * 2)
     mask, causal, allowed = masked(kind, batch, queries, keys, seed)
-    assert kernel.fits(q, k, v, mask)
     given_n = torch.tensor([n]) if as_tensor else n
     masks = Masks(queries=queries, keys=keys, device=q.device, given=mask, causal=causal)
     got = kernel.softmax_n_attention(q, k, v, masks.additive(q.dtype)[0], causal, 0.7, given_n)
+    assert got is not None
     wanted = softmax_n_reference(q, k, v, allowed, 0.7, given_n)
     assert_equal(got, wanted, [q, k, v], seed + 1)
 
@@ -108,13 +108,18 @@ def test_softmax_n_of_half_precision_is_as_exact_as_sdpa(dtype: torch.dtype, cau
 
 def test_softmax_n_leaves_to_sdpa_what_its_kernel_does_not_take() -> None:
     q, k, v = drawn(0, *[(1, 2, 4, 8)] * 3)
-    assert kernel.fits(q, k, v, None)
-    assert not kernel.fits(q, k.float(), v, None)
-    assert not kernel.fits(q, k, v[..., :4], None)
-    assert not kernel.fits(q.to("meta"), k, v, None)
-    assert not kernel.fits(q, k, v, torch.zeros(1, 1, 4, 4, requires_grad=True))
+
+    def fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> bool:
+        return kernel.softmax_n_attention(q, k, v, mask, False, 0.7, 1.0, dropout) is not None
+
+    assert fits(q, k, v)
+    assert not fits(q, k.float(), v)
+    assert not fits(q, k, v[..., :4])
+    assert not fits(q.to("meta"), k, v)
+    assert not fits(q, k, v, torch.zeros(1, 1, 4, 4, requires_grad=True))
+    assert not fits(q, k, v, None, 0.1)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert not kernel.fits(q, k, v, None)
+        assert not fits(q, k, v)
 
 
 @MANY
