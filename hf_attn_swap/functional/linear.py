@@ -59,10 +59,12 @@ def simple_attention(
         if causal:
             behind = keys.shape[2] - queries.shape[2]
             state = state_before(keys, values, behind, past)
-            mixed = _causal(queries, keys[:, :, behind:], values[:, :, behind:], state)
-        else:
-            mixed = queries @ (keys.transpose(2, 3) @ values)
-        return mixed.mul_(factor_BQ[:, None, :, None].to(mixed.dtype)).to(q.dtype)
+            if behind:
+                keys, values = keys[:, :, behind:], values[:, :, behind:]
+            mixed = _causal(queries, keys, values, state)
+            return mixed.mul_(factor_BQ[:, None, :, None].to(mixed.dtype)).to(q.dtype)
+        state = keys.transpose(2, 3) @ values  # all queries have the same factor, so the smaller tensor takes it
+        return (queries @ (state * factor_BQ[:, None, :, None].to(state.dtype))).to(q.dtype)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -114,6 +116,9 @@ def masked_keys(k: Tensor, key_mask: Tensor | None) -> Tensor:
 
 def state_before(k: Tensor, v: Tensor, behind: int, past: Past | None) -> Tensor:
     """The sum of k^T v over the first `behind` keys and over the tokens in `past`: (B,H,D,D), in fp32 at least."""
+    if not behind:  # a slice of no keys would still cost the size of all keys, in the backward pass
+        empty = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=wide(k))
+        return empty if past is None else past[0].to(empty.dtype)
     state = k[:, :, :behind].transpose(2, 3).to(wide(k)) @ v[:, :, :behind].to(wide(v))
     return state if past is None else state + past[0].to(state.dtype)
 
