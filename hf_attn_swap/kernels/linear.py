@@ -1,7 +1,7 @@
 """Computes linear attention on the CPU, one block of tokens after the other.
 
-Causal: f_t q_t (S + sum_{i <= t} k_i v_i^T) with f_t = L_t^(-1/2). Not causal: q (f sum_i k_i v_i^T). For one token, with
-S = 0 and f = 1, the result is q k^T v.
+Causal: f_t q_t (S + sum_{i <= t} k_i v_i^T) with f_t = L_t^(-1/2). Not causal: q (f sum_i k_i v_i^T). For one token,
+with S = 0 and f = 1, the result is q k^T v.
 One block of queries, keys and values fits into the processor's cache, together with the sum over all earlier tokens.
 Only a block is converted to fp32 at a time, and the tensors are read where they lie: no pass makes a copy of the size
 L x D beside its results.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from ..functional.linear import Past, length_factor, masked_keys, state_before, wide, without_autocast
+from ..functional.linear import Past, length_factor, masked_keys, per_head, state_before, wide, without_autocast
 
 # Any of these numbers gives the same result.
 BLOCK = 64  # the number of tokens in a block of the causal form
@@ -54,7 +54,7 @@ def attend(
         return all_keys_linear(q, k, v, factor)[0]
     behind = k.shape[2] - q.shape[2]
     with without_autocast(q.device):
-        state = state_before(k, v, behind, past)
+        state = per_head(state_before(k, v, behind, past), q.shape[1])
     if behind:  # otherwise the gradient of the slice would be one more copy
         k, v = k[:, :, behind:], v[:, :, behind:]
     return causal_linear(q, k, v, state, factor)[0]
