@@ -162,14 +162,14 @@ def _decoded(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -
             f"{variant.name}: a cache that holds a state has no keys to show or to mask one by one; pass 4-D masks and "
             "output_attentions=True from the first token on, or use use_cache=False."
         )
-    heads, queries = inputs.query.shape[1:3]
+    queries = inputs.query.shape[2]
     key_mask = inputs.masks.key_mask
     real = key_mask[:, -queries:] if key_mask is not None else None
     key, value = inputs.repeated(inputs.key), inputs.repeated(inputs.value)
-    past = call.state.past(heads)
-    call.state.absorb(inputs.key, inputs.value, real)
     form = variant.form(Setting.of(inputs, call))
-    return variant.linear((inputs.query, key, value), real, True, past, form).transpose(1, 2)
+    heads = variant.linear((inputs.query, key, value), real, True, call.state.past(), form)
+    call.state.absorb(inputs.key, inputs.value, real)  # afterwards: the sums may change in place
+    return heads.transpose(1, 2)
 
 
 def _refuse_bias(variant: Variant, inputs: Inputs) -> None:

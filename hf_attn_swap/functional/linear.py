@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Tokens before the given keys: the sum of k^T v (B,H,D,D), the number of real keys (B,), the number of all keys (1,).
+# Tokens before the given keys: the sum of k^T v (B,H,D,D), or (B,G,D,D) if groups of heads share it; the number of real
+# keys (B,); and the number of all keys (1,).
 Past = tuple[Tensor, Tensor, Tensor]
 CHUNK = 128  # the number of queries per chunk of the causal form; any number gives the same result
 
@@ -59,10 +60,12 @@ def simple_attention(
         if causal:
             behind = keys.shape[2] - queries.shape[2]
             state = state_before(keys, values, behind, past)
-            mixed = _causal(queries, keys[:, :, behind:], values[:, :, behind:], state)
-        else:
-            mixed = queries @ (keys.transpose(2, 3) @ values)
-        return mixed.mul_(factor_BQ[:, None, :, None].to(mixed.dtype)).to(q.dtype)
+            if behind:
+                keys, values = keys[:, :, behind:], values[:, :, behind:]
+            mixed = _causal(queries, keys, values, state)
+            return mixed.mul_(factor_BQ[:, None, :, None].to(mixed.dtype)).to(q.dtype)
+        state = keys.transpose(2, 3) @ values  # all queries have the same factor, so the smaller tensor takes it
+        return (queries @ (state * factor_BQ[:, None, :, None].to(state.dtype))).to(q.dtype)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -113,9 +116,21 @@ def masked_keys(k: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def state_before(k: Tensor, v: Tensor, behind: int, past: Past | None) -> Tensor:
-    """The sum of k^T v over the first `behind` keys and over the tokens in `past`: (B,H,D,D), in fp32 at least."""
+    """The sum of k^T v over the first `behind` keys and over the tokens in `past`: (B,H,D,D), in fp32 at least.
+
+    It is (B,G,D,D) if `behind` is 0 and groups of heads share the sum in `past`.
+    """
+    if not behind:  # a slice of no keys would still cost the size of all keys, in the backward pass
+        empty = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=wide(k))
+        return empty if past is None else past[0].to(empty.dtype)
     state = k[:, :, :behind].transpose(2, 3).to(wide(k)) @ v[:, :, :behind].to(wide(v))
-    return state if past is None else state + past[0].to(state.dtype)
+    return state if past is None else state + per_head(past[0].to(state.dtype), k.shape[1])
+
+
+def per_head(state: Tensor, heads: int) -> Tensor:
+    """The sum of each head: from (B,G,D,D) to (B,H,D,D)."""
+    groups = state.shape[1]
+    return state if groups == heads else state.repeat_interleave(heads // groups, 1)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
@@ -123,9 +138,13 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
 
     The cost is quadratic inside a chunk. Between chunks, the sum over all earlier tokens is carried on.
     """
-    queries = q.shape[2]
+    batch, heads, queries, width = q.shape
     if queries <= CHUNK:
-        return q @ state + (q @ k.transpose(2, 3)).tril() @ v
+        read = (
+            q.reshape(batch, state.shape[1], -1, width) @ state
+        )  # the heads of a group share a state: no copies of it
+        return read.view(batch, heads, queries, -1) + (q @ k.transpose(2, 3)).tril() @ v
+    state = per_head(state, heads)
     q_BHNCD, k_BHNCD, v_BHNCD = (_chunks(each) for each in (q, k, v))
     sums = k_BHNCD.transpose(3, 4) @ v_BHNCD
     before = torch.cat([state.unsqueeze(2), sums[:, :, :-1]], 2).cumsum(2)

@@ -31,7 +31,7 @@ class Form(Enum):
     IN_PLACE = "H moved on in place by baddbmm, then softmax (without gradients: SDPA with H as mask)"
     TERMS = "H as a sum of products, a block of queries at a time"
     PRODUCTS = "reordered products"
-    BLOCKS = "reordered products, in blocks by a CPU operator when causal"
+    BLOCKS = "reordered products, in blocks by a CPU operator when causal or in half precision"
     WEIGHTED = "weights, a block of queries at a time"
     REFERENCE = "reference"
 
@@ -118,8 +118,14 @@ def weighted_form(setting: Setting) -> Form:
 
 
 def linear_form(setting: Setting) -> Form:
-    """The form of linear attention: reordered products, with an operator for long causal sequences on the CPU."""
-    if setting.causal is False or not linear.available(setting.device) or not setting.one_dtype:
+    """The form of linear attention: reordered products, or an operator for long sequences on the CPU.
+
+    Without causal order the plain products are as fast in fp32. In half precision they would first copy each tensor
+    to fp32, and the operator copies one block at a time.
+    """
+    if setting.recorded or not linear.available(setting.device) or not setting.one_dtype:
+        return Form.PRODUCTS
+    if setting.causal is False and setting.dtypes[0] not in (torch.bfloat16, torch.float16):
         return Form.PRODUCTS
     if setting.tokens is not None and setting.tokens[0] <= CHUNK:  # a single chunk has no running sum
         return Form.PRODUCTS

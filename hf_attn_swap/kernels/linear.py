@@ -1,12 +1,15 @@
-"""Computes causal linear attention on the CPU, one block of tokens after the other.
+"""Computes linear attention on the CPU, one block of tokens after the other.
 
-The formula is f_t q_t (S + sum_{i <= t} k_i v_i^T) with f_t = L_t^(-1/2). For one token, with S = 0 and f = 1, the
-result is q k^T v.
+Causal: f_t q_t (S + sum_{i <= t} k_i v_i^T) with f_t = L_t^(-1/2). Not causal: q (f sum_i k_i v_i^T). For one token,
+with S = 0 and f = 1, the result is q k^T v.
 One block of queries, keys and values fits into the processor's cache, together with the sum over all earlier tokens.
-Beside the inputs and the result, the forward and the backward pass hold no tensor of size L x D. On other devices,
-many small products in turn are slow, so the chunks of `functional.linear` run there.
+Only a block is converted to fp32 at a time, and the tensors are read where they lie: no pass makes a copy of the size
+L x D beside its results.
+The causal backward pass goes through the tokens once, from the last to the first. It needs the sum before each block.
+The forward pass keeps the sum before every span of `SPAN` blocks, and the backward pass makes the other sums of one
+span again. To subtract blocks from the last sum would be shorter, but a large block would cancel the sums before it.
 SimpleTRON (2021), section 3; Katharopoulos et al. (2020) for the state.
-Axes: B batch, H head, L token, D head width, N = B H.
+Axes: B batch, H head, L token, Q query, K key, D head width, N = B H, C token of a block, S span.
 """
 
 from __future__ import annotations
@@ -17,32 +20,48 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from ..functional.linear import Past, length_factor, masked_keys, state_before, without_autocast
+from ..functional.linear import Past, length_factor, masked_keys, per_head, state_before, wide, without_autocast
 
-BLOCK = 64  # the number of tokens in a block; any number gives the same result
+# Any of these numbers gives the same result.
+BLOCK = 64  # the number of tokens in a block of the causal form
+ALL_BLOCK = 256  # the same for the form that is not causal, which has no products of queries and keys
+SPAN = 16  # the number of blocks between two sums that the causal forward pass keeps
 
 
 def available(device: str) -> bool:
-    """True if the operator runs on this type of device."""
+    """True if the operators run on this type of device."""
     return device == "cpu"
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, length: str, past: Past | None) -> Tensor:
-    """Compute `functional.simple_attention` in causal order, by the operator of this file: `Form.BLOCKS`.
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None,
+    length: str,
+    past: Past | None,
+    causal: bool = True,
+) -> Tensor:
+    """Compute `functional.simple_attention` by the operators of this file: `Form.BLOCKS`.
 
     The arguments, the result (B,H,Q,D) and the errors are those of `functional.simple_attention`. All three tensors
     have the same dtype.
     """
-    factor_BQ = length_factor(q, k, causal=True, key_mask=key_mask, length=length, past=past)
+    factor = length_factor(q, k, causal=causal, key_mask=key_mask, length=length, past=past)
     k = masked_keys(k, key_mask)
+    if not causal:
+        return all_keys_linear(q, k, v, factor)[0]
     behind = k.shape[2] - q.shape[2]
     with without_autocast(q.device):
-        state = state_before(k, v, behind, past)
-    return torch.as_tensor(causal_linear(q, k[:, :, behind:], v[:, :, behind:], state, factor_BQ))
+        state = per_head(state_before(k, v, behind, past), q.shape[1])
+    if behind:  # otherwise the gradient of the slice would be one more copy
+        k, v = k[:, :, behind:], v[:, :, behind:]
+    return causal_linear(q, k, v, state, factor)[0]
 
 
 @library.custom_op("hf_attn_swap::causal_linear", mutates_args=(), device_types="cpu")
-def causal_linear(q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor) -> Tensor:
+def causal_linear(q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Compute causal linear attention. Sums are computed in fp32 at least.
 
     Args:
@@ -53,66 +72,147 @@ def causal_linear(q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor
         factor: f (B|1,L).
 
     Returns:
-        (B,H,L,D), in the dtype of v.
+        The heads (B,H,L,D), in the dtype of v; in memory the order is (B,L,H,D), in which W_o reads heads. And the sum
+        before each span (S,N,D,D), for the backward pass.
 
     Source: SimpleTRON (2021), section 3, made causal.
     """
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    out, kept = _heads(q, v), _kept(q, state)
     with torch.autocast("cpu", enabled=False):
-        flat = out.flatten(0, 1)
         running = _wide(state).flatten(0, 1).clone()
         factors = _per_row(factor, q)
-        for part, a, b, c in _blocks(q, k, v):
-            own = torch.bmm(torch.bmm(a, b.transpose(1, 2)).tril_(), c)
-            flat[:, part] = own.baddbmm_(a, running).mul_(factors[:, part])
-            running.baddbmm_(b.transpose(1, 2), c)
-    return out
+        for place, part in enumerate(_parts(q, BLOCK)):
+            if place % SPAN == 0:
+                kept[place // SPAN] = running
+            a, b, c = _block(q, part) * factors[:, part], _block(k, part), _block(v, part)
+            own = torch.bmm(torch.bmm(a, b.mT).tril_(), c)
+            _put(out, part, own.baddbmm_(a, running))
+            running.baddbmm_(b.mT, c)
+    return out, kept
 
 
 @causal_linear.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor) -> Tensor:
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+def _(q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    return _heads(q, v), _kept(q, state)
 
 
 @library.custom_op("hf_attn_swap::causal_linear_backward", mutates_args=(), device_types="cpu")
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor
+def _causal_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
-    grad_q, grad_k, grad_v = (t.flatten(0, 1) for t in grads)
+    grad_q, grad_k, grad_v = (torch.empty_like(each) for each in (q, k, v))
     with torch.autocast("cpu", enabled=False):
-        running = _wide(state).flatten(0, 1).clone()
         factors = _per_row(factor, q)
-        for part, _, b, c, g in _blocks(q, k, v, grad):
-            g = g * factors[:, part]
-            own = torch.bmm(torch.bmm(g, c.transpose(1, 2)).tril_(), b)
-            grad_q[:, part] = own.baddbmm_(g, running.transpose(1, 2))
-            running.baddbmm_(b.transpose(1, 2), c)
-        later = torch.zeros_like(running)  # the sum of q g^T over the queries after the block
-        for part, a, b, c, g in reversed(list(_blocks(q, k, v, grad))):
-            g = g * factors[:, part]
-            weights = torch.bmm(a, b.transpose(1, 2)).tril_()
-            pairs = torch.bmm(g, c.transpose(1, 2)).tril_()
-            grad_v[:, part] = torch.bmm(weights.transpose(1, 2), g).baddbmm_(b, later)
-            grad_k[:, part] = torch.bmm(pairs.transpose(1, 2), a).baddbmm_(c, later.transpose(1, 2))
-            later.baddbmm_(a.transpose(1, 2), g)
-    return grads[0], grads[1], grads[2], later.view(state.shape).to(state.dtype)
+        later = torch.zeros_like(kept[0])  # the sum of f q g^T over the queries after the block
+        before = kept.new_empty(SPAN, *later.shape)  # the sum before each block of a span
+        parts = list(_parts(q, BLOCK))
+        for number, start in reversed(list(enumerate(range(0, len(parts), SPAN)))):
+            span = parts[start : start + SPAN]
+            before[0] = kept[number]
+            for place, part in enumerate(span[:-1]):
+                torch.baddbmm(before[place], _block(k, part).mT, _block(v, part), out=before[place + 1])
+            for place, part in reversed(list(enumerate(span))):
+                a, b, c = _block(q, part) * factors[:, part], _block(k, part), _block(v, part)
+                g = _block(grad, part)
+                weights = torch.bmm(a, b.mT).tril_()
+                pairs = torch.bmm(g, c.mT).tril_()
+                own = torch.bmm(pairs, b).baddbmm_(g, before[place].mT)
+                _put(grad_q, part, own.mul_(factors[:, part]))
+                _put(grad_k, part, torch.bmm(pairs.mT, a).baddbmm_(c, later.mT))
+                _put(grad_v, part, torch.bmm(weights.mT, g).baddbmm_(b, later))
+                later.baddbmm_(a.mT, g)
+    return grad_q, grad_k, grad_v, later.unflatten(0, q.shape[:2])
 
 
-@_backward.register_fake
+@_causal_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, state)]
-    return made[0], made[1], made[2], made[3]
+    grad_q, grad_k, grad_v = (torch.empty_like(each) for each in (q, k, v))
+    return grad_q, grad_k, grad_v, kept.new_empty(*q.shape[:2], *kept.shape[2:])
 
 
-def _blocks(*tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """For each block: its slice of the tokens, and its part of each tensor as (N,block,D), in fp32 at least."""
-    flat = [tensor.flatten(0, 1) for tensor in tensors]
-    for start in range(0, flat[0].shape[1], BLOCK):
-        part = slice(start, start + BLOCK)
-        yield part, *(_wide(tensor[:, part]) for tensor in flat)
+@library.custom_op("hf_attn_swap::all_keys_linear", mutates_args=(), device_types="cpu")
+def all_keys_linear(q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute linear attention in which every query sees all keys. Sums are computed in fp32 at least.
+
+    Args:
+        q: (B,H,Q,D).
+        k: (B,H,K,D).
+        v: (B,H,K,D).
+        factor: f (B|1,1).
+
+    Returns:
+        The heads (B,H,Q,D), as those of `causal_linear`; and the sum f k^T v (N,D,D), for the backward pass.
+
+    Source: SimpleTRON (2021), section 3.
+    """
+    out = _heads(q, v)
+    with torch.autocast("cpu", enabled=False):
+        state = _wide(q.new_zeros(q.shape[0] * q.shape[1], q.shape[3], v.shape[3]))
+        for part in _parts(k, ALL_BLOCK):
+            state.baddbmm_(_block(k, part).mT, _block(v, part))
+        state *= _per_row(factor, q[:, :, :1])
+        for part in _parts(q, ALL_BLOCK):
+            _put(out, part, torch.bmm(_block(q, part), state))
+    return out, state
+
+
+@all_keys_linear.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    return _heads(q, v), _wide(q.new_empty(q.shape[0] * q.shape[1], q.shape[3], v.shape[3]))
+
+
+@library.custom_op("hf_attn_swap::all_keys_linear_backward", mutates_args=(), device_types="cpu")
+def _all_keys_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_q, grad_k, grad_v = (torch.empty_like(each) for each in (q, k, v))
+    with torch.autocast("cpu", enabled=False):
+        grad_state = torch.zeros_like(state)
+        for part in _parts(q, ALL_BLOCK):
+            g = _block(grad, part)
+            _put(grad_q, part, torch.bmm(g, state.mT))
+            grad_state.baddbmm_(_block(q, part).mT, g)
+        grad_state *= _per_row(factor, q[:, :, :1])
+        for part in _parts(k, ALL_BLOCK):
+            _put(grad_k, part, torch.bmm(_block(v, part), grad_state.mT))
+            _put(grad_v, part, torch.bmm(_block(k, part), grad_state))
+    return grad_q, grad_k, grad_v
+
+
+@_all_keys_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _heads(q: Tensor, v: Tensor) -> Tensor:
+    """An empty result (B,H,Q,D), which lies in memory as (B,Q,H,D)."""
+    batch, heads, queries, _ = q.shape
+    return v.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
+
+
+def _kept(q: Tensor, state: Tensor) -> Tensor:
+    """An empty tensor for the sum before each span (S,N,D,D), in fp32 at least."""
+    batch, heads, length, _ = q.shape
+    spans = -(-length // (BLOCK * SPAN))
+    return state.new_empty(spans, batch * heads, *state.shape[2:], dtype=wide(state))
+
+
+def _parts(tensor: Tensor, size: int) -> Iterator[slice]:
+    """The slices of the tokens of a tensor (B,H,L,D), each of `size` tokens; the last may be shorter."""
+    for start in range(0, tensor.shape[2], size):
+        yield slice(start, start + size)
+
+
+def _block(tensor: Tensor, part: slice) -> Tensor:
+    """A block of a tensor (B,H,L,D) as (N,C,D), in fp32 at least. It may share memory with the tensor."""
+    return _wide(tensor[:, :, part].flatten(0, 1))
+
+
+def _put(tensor: Tensor, part: slice, block: Tensor) -> None:
+    """Write a block (N,C,D) into a tensor (B,H,L,D)."""
+    tensor[:, :, part] = block.unflatten(0, tensor.shape[:2])
 
 
 def _per_row(factor_BL: Tensor, like_BHLD: Tensor) -> Tensor:
@@ -123,15 +223,29 @@ def _per_row(factor_BL: Tensor, like_BHLD: Tensor) -> Tensor:
 
 def _wide(tensor: Tensor) -> Tensor:
     """The tensor in fp32 at least."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.to(wide(tensor))
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save_causal(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, state, factor = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, factor, output[1])
+    ctx.state_dtype = state.dtype
 
 
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(grad, *ctx.saved_tensors), None)
+def _causal_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *grads, grad_state = _causal_backward(grad, *ctx.saved_tensors)
+    return (*grads, grad_state.to(ctx.state_dtype), None)
 
 
-causal_linear.register_autograd(_gradients, setup_context=_save)
+def _save_all_keys(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _all_keys_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_all_keys_backward(grad, *ctx.saved_tensors), None)
+
+
+causal_linear.register_autograd(_causal_gradients, setup_context=_save_causal)
+all_keys_linear.register_autograd(_all_keys_gradients, setup_context=_save_all_keys)

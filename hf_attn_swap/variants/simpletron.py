@@ -91,7 +91,7 @@ class Simpletron(Variant):
         """A (B,H,Q,D) in linear time. In causal order, the last query sees the last key."""
         length = self.options.length
         if form is Form.BLOCKS:
-            return linear.attend(*qkv, key_mask=key_mask, length=length, past=past)
+            return linear.attend(*qkv, key_mask=key_mask, length=length, past=past, causal=causal)
         return simple_attention(*qkv, causal=causal, key_mask=key_mask, length=length, past=past)
 
     def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:

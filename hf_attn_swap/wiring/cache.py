@@ -2,6 +2,7 @@
 
 The state is S = sum_i k_i v_i^T and the count of real keys, for each key/value head. Decoding one token then takes
 time and memory that do not grow with the context.
+Without gradients, a token is added to the sums in place, so that no token copies them.
 `LinearState.of` puts a state in place of an empty `DynamicLayer` on the first call of a layer, so that `generate()`
 and `model(..., use_cache=True)` use the state by themselves.
 Assisted decoding takes tokens back, but a token cannot be taken out of a sum again. The state therefore also keeps the
@@ -91,8 +92,8 @@ class Sums:
     seen: Tensor | None = None
     length: int = 0
 
-    def plus(self, chunk: Chunk) -> Sums:
-        """The sums after the tokens of this chunk were added."""
+    def plus(self, chunk: Chunk, *, in_place: bool = False) -> Sums:
+        """The sums after the tokens of this chunk were added. With `in_place`, the tensors of these sums change."""
         key, value = chunk.key, chunk.value
         if chunk.real is None:
             count = key.new_full(key.shape[:1], chunk.length, dtype=torch.long)
@@ -100,12 +101,16 @@ class Sums:
             count = chunk.real.sum(-1)
             key = key.masked_fill(~chunk.real[:, None, :, None], 0)
         wide = torch.promote_types(key.dtype, torch.float32)
+        key, value = key.transpose(2, 3).to(wide), value.to(wide)
+        length = self.length + chunk.length
         with torch.autocast(key.device.type, enabled=False):  # otherwise autocast rounds the product to half precision
-            added = key.transpose(2, 3).to(wide) @ value.to(wide)
-        if self.state is not None and self.seen is not None:
-            added = self.state + added
-            count = self.seen + count
-        return Sums(added, count, self.length + chunk.length)
+            if self.state is None or self.seen is None:
+                return Sums(key @ value, count, length)
+            if not in_place:
+                return Sums(self.state + key @ value, self.seen + count, length)
+            flat = self.state.view(-1, *self.state.shape[2:])
+            flat.baddbmm_(key.flatten(0, 1), value.flatten(0, 1))
+            return Sums(self.state, self.seen.add_(count), length)
 
     def rows(self, choose: Rows) -> Sums:
         """The sums of other rows of the batch. `choose` maps a tensor to the tensor with the new rows."""
@@ -128,6 +133,7 @@ class LinearState(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         self.full, self.base = Sums(), Sums()
         self.tail: list[Chunk] = []
+        self._alone = False  # True if nothing but `full` holds the tensors of `full`
         self._claim: weakref.ref[nn.Module] | None = None
 
     @classmethod
@@ -154,13 +160,13 @@ class LinearState(CacheLayerMixin):
 
     @property
     def state_BGDD(self) -> Tensor | None:  # noqa: N802  # axis suffix, as in argument names
-        """The sum of k v^T over all tokens (B,G,D,D), in fp32 at least; None before the first token."""
-        return self.full.state
+        """A copy of the sum of k v^T over all tokens (B,G,D,D), in fp32 at least; None before the first token."""
+        return None if self.full.state is None else self.full.state.clone()
 
     @property
     def seen_B(self) -> Tensor | None:  # noqa: N802  # as above
-        """The number of real keys (B,); None before the first token."""
-        return self.full.seen
+        """A copy of the number of real keys (B,); None before the first token."""
+        return None if self.full.seen is None else self.full.seen.clone()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note the dtype and the device. The state holds no tensor before the first `absorb`."""
@@ -198,33 +204,35 @@ class LinearState(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         return key_states, value_states
 
-    def past(self, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The sums over all tokens so far, for each query head, as `simple_attention` takes them.
+    def past(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The sums over all tokens so far, as `simple_attention` takes them. The next `absorb` may change them.
 
         Returns:
-            The sum of k v^T (B,H,D,D), the number of real keys (B,) and the number of all keys (1,); None before the
+            The sum of k v^T (B,G,D,D), the number of real keys (B,) and the number of all keys (1,); None before the
             first token.
         """
         state, seen = self.full.state, self.full.seen
         if state is None or seen is None:
             return None
-        per_head = state.repeat_interleave(heads // state.shape[1], 1)
-        return per_head, seen, seen.new_full((1,), self.length)
+        return state, seen, seen.new_full((1,), self.length)
 
     def absorb(self, key_BGLD: Tensor, value_BGLD: Tensor, real_BL: Tensor | None) -> None:
         """Add the keys and values of a call to the state. `real_BL` (B,L) is False at padding; None means no padding.
 
         Up to `CROPPED` tokens become a part of the tail without a copy. Of more tokens, the last `CROPPED` become the
-        new tail.
+        new tail. Without gradients the sums change in place, unless the sums before the tail or a graph of gradients
+        hold the same tensors.
         """
         real = None if real_BL is None else real_BL.clone()  # a view would keep the masks of the whole context
         chunk = Chunk(key_BGLD, value_BGLD, real)
         if chunk.length > CROPPED:
             many = chunk.length - CROPPED
             self.base = self.full = self.full.plus(chunk.part(0, many))
+            self._alone = False
             self.tail = []
             chunk = chunk.part(many, chunk.length).copy()
-        self.full = self.full.plus(chunk)
+        self.full = self.full.plus(chunk, in_place=self._alone and _changeable(self.full.state))
+        self._alone = not torch.is_grad_enabled()
         self.tail.append(chunk)
         kept = self.full.length - self.base.length
         if kept > 2 * CROPPED:  # at most once per CROPPED tokens, so that the average cost of a token is constant
@@ -267,6 +275,7 @@ class LinearState(CacheLayerMixin):
         remove = -tokens_to_remove if tokens_to_remove <= 0 else self.length - tokens_to_remove
         if remove <= 0:
             return
+        self._alone = False
         if remove >= self.length:
             self.full, self.base, self.tail = Sums(), Sums(), []
             return
@@ -293,6 +302,7 @@ class LinearState(CacheLayerMixin):
         self._rows(lambda rows: rows[indices])
 
     def _rows(self, choose: Rows) -> None:
+        self._alone = False
         self.full, self.base = self.full.rows(choose), self.base.rows(choose)
         if self.tail:
             self.tail = [Chunk.joined(self.tail).rows(choose)]
@@ -304,5 +314,16 @@ class LinearState(CacheLayerMixin):
         """Do nothing, as `offload` moved nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """The content of a copy or a pickle, without the claim: a weak reference cannot be written to a file."""
+        """The content of a copy or a pickle, without the claim: a weak reference cannot be written to a file.
+
+        A shallow copy shares the tensors, so neither of the two changes them in place after this.
+        """
+        self._alone = False
         return {**self.__dict__, "_claim": None}
+
+
+def _changeable(tensor: Tensor | None) -> bool:
+    """True if PyTorch lets this tensor change in place now, and no gradient needs its present numbers."""
+    if tensor is None or torch.is_grad_enabled():
+        return False
+    return torch.is_inference_mode_enabled() or not tensor.is_inference()

@@ -132,6 +132,7 @@ def assert_same_sums(state: LinearState, wanted: LinearState) -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("seed", range(20))
+@torch.no_grad()
 def test_a_cropped_state_is_the_state_of_the_shorter_text(seed: int, padded: bool) -> None:
     """Calls of 1 to 200 tokens in any order, and crops to any length less than `CROPPED` before the longest so far."""
     generator = torch.Generator().manual_seed(seed)
@@ -183,6 +184,112 @@ def test_a_token_is_taken_into_the_tail_without_a_copy() -> None:
         chunk.key is key and chunk.value is value for chunk, (key, value, _) in zip(state.tail, given, strict=True)
     )
     assert recorder.count("cat", "clone", "stack") == 0
+
+
+@torch.no_grad()
+def test_a_token_does_not_copy_the_state() -> None:
+    """Of 300 tokens, the first makes the tensor and all others change it in place."""
+    generator = torch.Generator().manual_seed(0)
+    state, made, given = LinearState(), [], tokens(generator, 300, True)
+    for token in range(300):
+        before = state.full.state
+        state.absorb(
+            given[0][:, :, token : token + 1], given[1][:, :, token : token + 1], given[2][:, token : token + 1]
+        )
+        if state.full.state is not before:
+            made.append(token)
+    assert made == [0]
+    assert_same_sums(state, fed(given))
+
+
+CHANGES: dict[str, Any] = {
+    "crop": lambda state: state.crop(-1),
+    "crop the tail": lambda state: state.crop(state.base.length - state.length),
+    "beams": lambda state: state.reorder_cache(torch.tensor([1, 1])),
+    "rows": lambda state: state.batch_select_indices(slice(0, 2)),  # views of the same memory
+    "none": lambda state: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("held", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+@torch.no_grad()
+def test_what_else_holds_the_sums_keeps_its_numbers(change: str, held: Any) -> None:
+    """A copy of the cache, and the sums before the tail."""
+    generator = torch.Generator().manual_seed(0)
+    state = fed(tokens(generator, CROPPED + 9, False))
+    state.absorb(*tokens(generator, 1, False))
+    CHANGES[change](state)
+    other, wanted, base = held(state), state.state_BGDD, state.base.state.clone()
+    token = tokens(torch.Generator().manual_seed(1), 1, False)
+    for each in (state, other):
+        for _ in range(3):
+            each.absorb(*token)
+    assert torch.equal(state.base.state, base)
+    assert torch.equal(other.base.state, base)
+    assert_same_sums(state, other)
+    assert distance(state.state_BGDD, wanted + 3 * token[0].mT @ token[1]) <= TOLERANCE[torch.float64]
+
+
+@torch.no_grad()
+def test_what_a_state_shows_keeps_its_numbers() -> None:
+    token = tokens(torch.Generator().manual_seed(0), 1, False)
+    state = fed(token)
+    shown, seen = state.state_BGDD, state.seen_B
+    state.absorb(*token)
+    assert distance(shown, token[0].mT @ token[1]) <= TOLERANCE[torch.float64]
+    assert seen.tolist() == [1, 1]
+
+
+@torch.no_grad()
+def test_rows_that_are_a_view_go_on() -> None:
+    """Every second row of a batch is no plain piece of memory."""
+    key, value = torch.randn(2, 4, 2, 1, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    state, every = fed((key, value, None)), slice(None, None, 2)
+    state.absorb(key, value, None)
+    state.batch_select_indices(every)
+    state.absorb(key[every], value[every], None)
+    assert distance(state.state_BGDD, 3 * (key.mT @ value)[every]) <= TOLERANCE[torch.float64]
+
+
+def test_a_graph_of_gradients_keeps_its_sums() -> None:
+    """Tokens without gradients, after one with gradients, leave alone what its backward pass needs; and they end it."""
+    model = model_of("llama")
+    last, cache = prefilled(model, "llama")
+    other = copy.deepcopy(cache)
+    embedded = model.get_input_embeddings()(last["input_ids"]).detach().requires_grad_()
+
+    def read(cache: Any, **words: Any) -> torch.Tensor:
+        mask = torch.ones(2, cache.get_seq_length() + 1, dtype=torch.long)
+        return model(**words, attention_mask=mask, past_key_values=cache).logits
+
+    gradients = []
+    for each, later in ((cache, 3), (other, 0)):
+        with torch.no_grad():
+            for _ in range(3):
+                read(each, input_ids=last["input_ids"])
+        out = read(each, inputs_embeds=embedded)
+        with torch.no_grad():
+            for _ in range(later):
+                read(each, input_ids=last["input_ids"])
+        gradients += torch.autograd.grad(out.sum(), embedded)
+    assert distance(*gradients) <= TOLERANCE[torch.float64]
+    assert not state_of(cache).full.state.requires_grad
+
+
+def test_a_state_of_inference_mode_goes_on_without_it() -> None:
+    """PyTorch forbids changes in place of such tensors outside of inference mode."""
+    given = [tokens(torch.Generator().manual_seed(seed), 1, False) for seed in range(6)]
+    state, wanted = LinearState(), LinearState()
+    for some in given:
+        wanted.absorb(*some)
+    with torch.inference_mode():
+        for some in given[:3]:
+            state.absorb(*some)
+    with torch.no_grad():
+        for some in given[3:]:
+            state.absorb(*some)
+    assert_same_sums(state, wanted)
 
 
 def test_autocast_does_not_round_the_state() -> None:

@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, library
+from torch import Tensor
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.core.masks import Masks
 from hf_attn_swap.functional import softmax_n
 from hf_attn_swap.kernels import carried, dispatch, hopfield
-from hf_attn_swap.kernels import linear as blocks
 from hf_attn_swap.kernels import softmax_n as kernel
 from tests import zoo
 from tests.contract.harness import TOLERANCE, assert_same, fresh, perturb, run_all
@@ -201,33 +200,3 @@ def test_one_h_is_alive(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         model(**zoo.inputs("bert", batch=2, length=7))
     assert alive == [1, 1, 1, 1, int(train)]
     assert len(places) == 1, "moved on in place"
-
-
-LINEAR_SIZES = st.tuples(*(st.integers(1, high) for high in (2, 2, 40, 6)))  # B, H, L, D
-
-
-@MANY
-@given(sizes=LINEAR_SIZES, block=st.sampled_from([1, 7, 64]), past=st.integers(0, 5), seed=st.integers(0, 999))
-def test_causal_linear(sizes: tuple[int, ...], block: int, past: int, seed: int) -> None:
-    batch, heads, length, width = sizes
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(blocks, "BLOCK", block)
-        q, k, v = drawn(seed, (batch, heads, length, width), *[(batch, heads, length + past, width)] * 2)
-        got = blocks.attend(q, k, v, key_mask=None, length="true", past=None)
-        visible = torch.arange(past + 1, past + length + 1).to(q.dtype)
-        wanted = ((q @ k.transpose(2, 3)).tril(past) @ v) / visible.sqrt()[:, None]
-        assert_equal(got, wanted, [q, k, v], seed + 1)
-
-
-def test_causal_linear_is_a_sound_operator() -> None:
-    """Schema, fake form and gradients as `torch.compile` and `torch.export` need them."""
-    q, k, v, state = drawn(0, *[(2, 2, 70, 4)] * 3, (2, 2, 4, 4))
-    factor = torch.arange(1, 71).double().rsqrt()[None]
-    library.opcheck(blocks.causal_linear, (q, k, v, state, factor))
-
-
-def test_causal_linear_of_half_precision_sums_in_fp32() -> None:
-    """Summed in bf16, a state of 16,384 tokens would lose every further block of 64."""
-    ones = torch.ones(1, 1, 40_000, 2, dtype=torch.bfloat16)
-    out = blocks.causal_linear(ones, ones, ones, torch.zeros(1, 1, 2, 2, dtype=torch.bfloat16), torch.ones(1, 40_000))
-    assert out[0, 0, -1, 0].item() == pytest.approx(80_000, rel=2**-8)

@@ -73,7 +73,7 @@ MERGE = stage("conversion/test_merge.py", keyword="not saved and (llama or gpt2 
 # By file, or by folder for files that are not named: the narrowest and fastest tests first, as the first failure ends.
 TESTS: dict[str, tuple[Stage, ...]] = {
     "functional/": (FORMULAS, NORMALIZERS, stage("memory/test_promises.py")),
-    "functional/linear.py": (FORMULAS, stage("kernels/test_kernels.py", keyword="linear")),
+    "functional/linear.py": (FORMULAS, stage("kernels/test_linear.py")),
     "functional/sparse.py": (NORMALIZERS,),
     "core/": (VALUES, MASKS),
     "core/calibration.py": (CALIBRATE, MERGE),
@@ -94,7 +94,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "kernels/thresholds.py": (WEIGHTED,),
     "kernels/weighing.py": (WEIGHTED,),
     "kernels/weighted.py": (WEIGHTED,),
-    "kernels/linear.py": (stage("kernels/test_kernels.py", keyword="linear"), FORMULAS),
+    "kernels/linear.py": (stage("kernels/test_linear.py"), FORMULAS),
     "kernels/softmax_n.py": (stage("kernels/test_kernels.py", keyword="softmax_n"), PASSES),
     "conversion/": (CALIBRATE, MERGE, stage("conversion/test_transfer.py", keyword="bert or not learns")),
     "conversion/calibrate.py": (CALIBRATE,),
