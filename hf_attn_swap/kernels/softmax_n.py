@@ -74,16 +74,32 @@ def softmax_n_attention(
         log_n = math.log(n)
     else:
         log_n = n.detach().to(torch.promote_types(query.dtype, torch.float32)).log()
+    if not torch.is_grad_enabled():
+        return _scaled(query, key, value, mask, causal, scaling, log_n)[0]
     heads: Tensor = _SoftmaxN.apply(query, key, value, mask, causal, scaling, log_n)  # type: ignore[no-untyped-call]  # torch's
     return heads
+
+
+def _scaled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scaling: float,
+    log_n: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The heads of softmax_n, and the log-sum-exp of softmax."""
+    heads, lse = FORWARD(query, key, value, 0.0, causal, attn_mask=mask, scale=scaling)  # type: ignore[misc]  # there
+    heads.mul_(torch.sigmoid(lse - log_n).unsqueeze(-1))  # exp(lse - lse')
+    return heads, lse
 
 
 class _SoftmaxN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
         query, key, value, mask, causal, scaling, log_n = given
-        heads, lse = FORWARD(query, key, value, 0.0, causal, attn_mask=mask, scale=scaling)  # type: ignore[misc]  # there
-        heads.mul_(torch.sigmoid(lse - log_n).unsqueeze(-1))  # exp(lse - lse')
+        heads, lse = _scaled(*given)
         ctx.save_for_backward(query, key, value, mask, heads, lse)
         ctx.causal, ctx.scaling, ctx.log_n = causal, scaling, log_n
         return heads
