@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_attn_swap.functional import simple_attention
+from hf_attn_swap.kernels import linear
+from hf_attn_swap.kernels.dispatch import Form, Setting, linear_form
 from hf_attn_swap.kernels.softmax_n import softmax_n_attention
 
 Operator = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # q, k, v (B,H,L,D) and whether it is causal
@@ -58,6 +60,11 @@ def softmax_1(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def simple(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Linear attention by the form that the variant takes for these tensors."""
+    tokens = q.shape[2], k.shape[2]
+    setting = Setting(device=q.device.type, dtypes=(q.dtype, k.dtype, v.dtype), causal=causal, tokens=tokens)
+    if linear_form(setting) is Form.BLOCKS:
+        return linear.attend(q, k, v, key_mask=None, length="true", past=None, causal=causal)
     return simple_attention(q, k, v, causal=causal)
 
 

@@ -104,7 +104,7 @@ class Swap(nn.Module):
     @property
     def variants(self) -> tuple[Variant, ...]:
         """The variants, in the order of the name."""
-        return tuple(child for child in self.children() if isinstance(child, Variant))
+        return tuple(child for child in self._modules.values() if isinstance(child, Variant))
 
     def at(self, place: str) -> Variant | None:
         """The variant that changes this place, or None."""
@@ -112,16 +112,22 @@ class Swap(nn.Module):
 
     def places(self) -> Places:
         """The variants that change the steps between the scores and the heads."""
-        replacement = self.variants[0] if self.variants[0].replaces else None
-        carrier = self.at("scores")
+        at = {place: variant for variant in self.variants for place in variant.places}
+        carrier = at.get("scores")
         if carrier is not None and not carrier.carries:
             carrier = None
         return Places(
             carrier=carrier,
-            normalizer=self.at("normalizer"),
-            adjuster=self.at("weights"),
-            replacement=replacement,
+            normalizer=at.get("normalizer"),
+            adjuster=at.get("weights"),
+            replacement=self.replacement,
         )
+
+    @property
+    def replacement(self) -> Variant | None:
+        """The variant that computes the heads without scores, or None."""
+        first = self.variants[0]
+        return first if first.replaces else None
 
     @property
     def carries(self) -> bool:

@@ -70,9 +70,14 @@ def simple_attention(
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Inside, products keep the dtype of their factors: autocast would round them to half precision."""
-    if not torch.amp.is_autocast_available(device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    if under_autocast(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def under_autocast(device: str) -> bool:
+    """True if autocast is on for this type of device."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def wide(tensor: Tensor) -> torch.dtype:

@@ -14,7 +14,7 @@ import torch
 
 from ..core.call import Call, Inputs
 from ..core.masks import recorded
-from ..functional.linear import CHUNK
+from ..functional.linear import CHUNK, under_autocast
 from . import linear, softmax_n
 
 LONG = 4096  # from this number of tokens on, H is not held as a tensor; for 12 heads, H would take 800 MB per layer
@@ -75,7 +75,7 @@ class Setting:
             dropout=inputs.dropout > 0,
             compiling=torch.compiler.is_compiling(),
             recorded=recorded(),
-            autocast=torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device),
+            autocast=under_autocast(device),
             uniform=call.uniform,
             causal=inputs.masks.causal or call.state is not None,  # a state stands for earlier tokens
             tokens=(inputs.query.shape[2], inputs.key.shape[2]),

@@ -51,13 +51,13 @@ def attend(
     factor = length_factor(q, k, causal=causal, key_mask=key_mask, length=length, past=past)
     k = masked_keys(k, key_mask)
     if not causal:
-        return all_keys_linear(q, k, v, factor)[0]
+        return torch.as_tensor(all_keys_linear(q, k, v, factor)[0])
     behind = k.shape[2] - q.shape[2]
     with without_autocast(q.device):
         state = per_head(state_before(k, v, behind, past), q.shape[1])
     if behind:  # otherwise the gradient of the slice would be one more copy
         k, v = k[:, :, behind:], v[:, :, behind:]
-    return causal_linear(q, k, v, state, factor)[0]
+    return torch.as_tensor(causal_linear(q, k, v, state, factor)[0])
 
 
 @library.custom_op("hf_attn_swap::causal_linear", mutates_args=(), device_types="cpu")
@@ -121,7 +121,7 @@ def _causal_backward(
                 _put(grad_k, part, torch.bmm(pairs.mT, a).baddbmm_(c, later.mT))
                 _put(grad_v, part, torch.bmm(weights.mT, g).baddbmm_(b, later))
                 later.baddbmm_(a.mT, g)
-    return grad_q, grad_k, grad_v, later.unflatten(0, q.shape[:2])
+    return grad_q, grad_k, grad_v, later.reshape(*q.shape[:2], *later.shape[1:])
 
 
 @_causal_backward.register_fake
@@ -212,7 +212,7 @@ def _block(tensor: Tensor, part: slice) -> Tensor:
 
 def _put(tensor: Tensor, part: slice, block: Tensor) -> None:
     """Write a block (N,C,D) into a tensor (B,H,L,D)."""
-    tensor[:, :, part] = block.unflatten(0, tensor.shape[:2])
+    tensor[:, :, part] = block.reshape(*tensor.shape[:2], *block.shape[1:])
 
 
 def _per_row(factor_BL: Tensor, like_BHLD: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.call import Three
-from .stock_softmax import Found, How, kernels
+from .stock_softmax import Found, How, Kernel, kernels
 
 
 def available(device: str, dtype: torch.dtype, dropout: bool) -> bool:
@@ -58,7 +58,11 @@ def softmax_n_attention(
     for kernel in kernels(query.device.type, query.dtype, dropout > 0):
         qkv, ready_mask = kernel.prepared((query, key, value), mask)
         if kernel.takes(qkv, ready_mask, how):
-            heads: Tensor = _SoftmaxN.apply(*qkv, ready_mask, kernel, _log(n, query), how)  # type: ignore[no-untyped-call]  # torch's
+            given = (ready_mask, kernel, _log(n, query), how)
+            if torch.is_grad_enabled():
+                heads: Tensor = _SoftmaxN.apply(*qkv, *given)  # type: ignore[no-untyped-call]  # torch's
+            else:
+                heads = _scaled(qkv, *given)[0]
             return heads[..., : query.shape[3]]
     return None
 
@@ -91,12 +95,20 @@ def _log(n: float | Tensor, query: Tensor) -> float | Tensor:
     return n.detach().to(torch.promote_types(query.dtype, torch.float32)).log()
 
 
+def _scaled(
+    qkv: Three, mask: Tensor | None, kernel: Kernel, log_n: float | Tensor, how: How
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """The heads of softmax_n, the log-sum-exp of softmax, and what else the kernel's backward pass needs."""
+    heads, lse, kept = kernel.forward(qkv, mask, how)
+    heads.mul_(torch.sigmoid(lse[:, :, : qkv[0].shape[2]] - log_n).unsqueeze(-1))  # exp(lse - lse')
+    return heads, lse, kept
+
+
 class _SoftmaxN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
         query, key, value, mask, kernel, log_n, how = given
-        heads, lse, kept = kernel.forward((query, key, value), mask, how)
-        heads.mul_(torch.sigmoid(lse[:, :, : query.shape[2]] - log_n).unsqueeze(-1))  # exp(lse - lse')
+        heads, lse, kept = _scaled((query, key, value), mask, kernel, log_n, how)
         ctx.save_for_backward(query, key, value, mask, heads, lse)
         ctx.kernel, ctx.log_n, ctx.kept, ctx.how = kernel, log_n, kept, how
         return heads

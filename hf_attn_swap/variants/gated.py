@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..core.call import Call, Geometry
 from ..core.options import Options
+from ..functional.linear import without_autocast
 from .base import Variant, register
 
 
@@ -139,7 +140,7 @@ class Gated(Variant):
     def logits(self, x_BLE: Tensor) -> Tensor:
         """G(x), (B,L,H) or (H,), in fp32 at least, also in models of half precision and under autocast."""
         wide = torch.promote_types(x_BLE.dtype, torch.float32)
-        with torch.autocast(x_BLE.device.type, enabled=False):
+        with without_autocast(x_BLE.device):
             x = x_BLE.to(wide)
             if self.options.kind in ("linear", "mlp"):
                 x = x.view(*x.shape[:-1], self.geometry.heads, -1)

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from ..functional.linear import without_autocast
+
 CROPPED = 64  # how many tokens `crop` can take back at least; assisted decoding proposes fewer tokens than that
 Rows = Callable[[Tensor], Tensor]
 
@@ -103,7 +105,7 @@ class Sums:
         wide = torch.promote_types(key.dtype, torch.float32)
         key, value = key.transpose(2, 3).to(wide), value.to(wide)
         length = self.length + chunk.length
-        with torch.autocast(key.device.type, enabled=False):  # otherwise autocast rounds the product to half precision
+        with without_autocast(key.device):
             if self.state is None or self.seen is None:
                 return Sums(key @ value, count, length)
             if not in_place:
@@ -185,7 +187,7 @@ class LinearState(CacheLayerMixin):
         core = None if self._claim is None else self._claim()
         self._claim = None
         swap: Any = getattr(core, "attn_swap", None)  # absent after `unpatch_model`; under PEFT, a wrapper of the swap
-        return swap is not None and swap.phase == "full" and swap.places().replacement is not None
+        return swap is not None and swap.phase == "full" and swap.replacement is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the current tokens, without any earlier tokens.

@@ -214,7 +214,7 @@ def _linear_state(core: nn.Module, swap: Swap, cache: Any, mask: Any, carried: C
     A new state is started only for causal attention without gradients, if the caller wants no attention weights and
     the mask is no mask of queries and keys.
     """
-    if cache is None or swap.places().replacement is None or swap.phase != Phase.FULL or torch.compiler.is_compiling():
+    if cache is None or swap.replacement is None or swap.phase != Phase.FULL or torch.compiler.is_compiling():
         return None
     shown = carried is not None and carried.want_weights
     start = not shown and (mask is None or mask.dim() == 2) and not torch.is_grad_enabled()

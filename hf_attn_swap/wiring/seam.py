@@ -70,7 +70,7 @@ class MaskWithContext:
 
 def eager_masks(config: Any) -> bool:
     """True if the stock model runs without SDPA: masks are then numbers to add, also for the model's own code."""
-    return getattr(config, MASKS, None) == "eager"
+    return getattr(config, "__dict__", {}).get(MASKS) == "eager"  # a missing attribute of a config is slow to ask for
 
 
 def attention_forward(
@@ -246,11 +246,14 @@ def _check_tokens(module: nn.Module, swap: Swap, query: Tensor, call: Call) -> N
     Raises:
         ValueError: the input has other rows.
     """
+    rows = query.shape[0], query.shape[2]
+    if call.x.dim() == 3 and call.x.shape[:2] == rows:
+        return
     if all(swap.at(place) is None for place in ("scores", "read", "write")):
         return  # the variant changes weights alone, and does not read the module's input
     if call.x.dim() == 4:  # a grid of patches: the rows of the grid, one after the other, are the sequence
         call.x = call.x.flatten(1, 2)
-    if call.x.dim() != 3 or call.x.shape[:2] != (query.shape[0], query.shape[2]):
+    if call.x.dim() != 3 or call.x.shape[:2] != rows:
         raise ValueError(
             f"{type(module).__name__}: its input {tuple(call.x.shape)} is not one row per query {tuple(query.shape)} "
             "(packed, windowed or pooled tokens); this architecture cannot be swapped."
