@@ -59,4 +59,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, length: 
         # Each head is a sequence with one head, (N,Q,1,D): some versions of fla refuse more heads than tokens.
         sequences = [each.flatten(0, 1).unsqueeze(2) for each in (q, k[:, :, behind:], v[:, :, behind:])]
         mixed, _ = run(*sequences, scale=1.0, initial_state=state, output_final_state=False, normalize=False)
-    return (mixed.reshape(q.shape) * factor_BQ[:, None, :, None]).to(q.dtype)
+    scaled: Tensor = mixed.reshape(q.shape) * factor_BQ[:, None, :, None]
+    return scaled.to(q.dtype)
