@@ -33,7 +33,6 @@ from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.core.table import markdown
 
 NOW, AGAIN, THEN = "this tree", "this tree again", "commit"
-PACKAGE = "hf_attn_swap"
 
 
 def options() -> argparse.Namespace:
@@ -87,6 +86,7 @@ class Worker:
         self.process = subprocess.Popen(command, env=environment, text=True, cwd=tree, **pipes)
         hello = json.loads(self.answer())
         if not Path(hello["package"]).resolve().is_relative_to(tree.resolve()):
+            self.process.communicate()
             sys.exit(f"error: the process for {tree} imported {hello['package']}.")
         self.variants = set(hello["variants"])
 

@@ -15,7 +15,7 @@ import torch
 from ..core.call import Call, Inputs
 from ..core.masks import recorded
 from ..functional.linear import CHUNK, under_autocast
-from . import linear, softmax_n
+from . import linear, linear_fla, softmax_n
 
 LONG = 4096  # from this number of tokens on, H is not held as a tensor; for 12 heads, H would take 800 MB per layer
 MIDDLE = 512  # the same number for a user who wants to save memory; for 12 heads, H would take 12 MB per layer
@@ -32,6 +32,7 @@ class Form(Enum):
     TERMS = "H as a sum of products, a block of queries at a time"
     PRODUCTS = "reordered products"
     BLOCKS = "reordered products, in blocks by a CPU operator when causal or in half precision"
+    FLA = "reordered products, by a kernel of flash-linear-attention when causal"
     WEIGHTED = "weights, a block of queries at a time"
     REFERENCE = "reference"
 
@@ -118,15 +119,19 @@ def weighted_form(setting: Setting) -> Form:
 
 
 def linear_form(setting: Setting) -> Form:
-    """The form of linear attention: reordered products, or an operator for long sequences on the CPU.
+    """The form of linear attention: reordered products, or an operator or a kernel for long sequences.
 
-    Without causal order the plain products are as fast in fp32. In half precision they would first copy each tensor
-    to fp32, and the operator copies one block at a time.
+    On the CPU without causal order, the plain products are as fast in fp32. In half precision they would first copy
+    each tensor to fp32, and the operator copies one block at a time.
     """
-    if setting.recorded or not linear.available(setting.device) or not setting.one_dtype:
-        return Form.PRODUCTS
-    if setting.causal is False and setting.dtypes[0] not in (torch.bfloat16, torch.float16):
+    if setting.recorded or not setting.one_dtype:
         return Form.PRODUCTS
     if setting.tokens is not None and setting.tokens[0] <= CHUNK:  # a single chunk has no running sum
         return Form.PRODUCTS
-    return Form.BLOCKS
+    ordered = setting.causal is not False
+    if linear.available(setting.device):
+        half = setting.dtypes[0] in (torch.bfloat16, torch.float16)
+        return Form.BLOCKS if ordered or half else Form.PRODUCTS
+    if ordered and not setting.compiling and linear_fla.available(setting.device, setting.dtypes[0]):
+        return Form.FLA
+    return Form.PRODUCTS

@@ -21,7 +21,7 @@ from ..core.call import Call, Geometry, Three
 from ..core.options import Options
 from ..functional import simple_attention
 from ..functional.linear import wide, without_autocast
-from ..kernels import linear
+from ..kernels import linear, linear_fla
 from ..kernels.dispatch import Form, Setting, linear_form
 from .base import Variant, mix, register
 
@@ -92,6 +92,8 @@ class Simpletron(Variant):
         length = self.options.length
         if form is Form.BLOCKS:
             return linear.attend(*qkv, key_mask=key_mask, length=length, past=past, causal=causal)
+        if form is Form.FLA:
+            return linear_fla.attend(*qkv, key_mask=key_mask, length=length, past=past)
         return simple_attention(*qkv, causal=causal, key_mask=key_mask, length=length, past=past)
 
     def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
