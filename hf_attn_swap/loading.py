@@ -4,8 +4,9 @@ After `PreTrainedModel.post_init`, which ends every constructor, a model whose c
 its swaps, before any weights load. After `PreTrainedModel.from_pretrained`, every weight of the swaps must have come
 from the checkpoint. `PreTrainedConfig.save_pretrained` also writes the shim (`publish/shim.py`) beside config.json, and
 `PreTrainedConfig.from_dict` reads a config without the shim's entries: this process has the package, so it runs nothing
-from the repository. In config.json the model's class has a name that no other program knows; in memory it has its own. All four do nothing for any other config. The block is data: this file checks all of it, and
-nothing of the block is executed or imported by name.
+from the repository. In config.json the model's class has a name that no other program knows; in memory it has its own.
+All four do nothing for any other config. The block is data: this file checks all of it, and nothing of the block is
+executed or imported by name.
 """
 
 from __future__ import annotations
