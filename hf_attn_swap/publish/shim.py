@@ -148,7 +148,7 @@ def _put(config: PreTrainedConfig, key: str, value: Any) -> None:
 def as_saved(config: PreTrainedConfig) -> Iterator[bool]:
     """Inside, the config of a swapped model has the keys of its config.json. Gives True if it names the shim."""
     auto_map = merged(config, config.__dict__.get(KEY))
-    changes = [
+    changes: list[tuple[PreTrainedConfig, str, Any]] = [
         (part, NAMES, list(map(saved_name, part.architectures))) for part in _parts(config) if part.architectures
     ]
     if auto_map is not None:
