@@ -4,8 +4,9 @@ After `PreTrainedModel.post_init`, which ends every constructor, a model whose c
 its swaps, before any weights load. After `PreTrainedModel.from_pretrained`, every weight of the swaps must have come
 from the checkpoint. `PreTrainedConfig.save_pretrained` also writes the shim (`publish/shim.py`) beside config.json, and
 `PreTrainedConfig.from_dict` reads a config without the shim's entries: this process has the package, so it runs nothing
-from the repository. All four do nothing for any other config. The block is data: this file checks all of it, and
-nothing of the block is executed or imported by name.
+from the repository. In config.json the model's class has a name that no other program knows; in memory it has its own.
+All four do nothing for any other config. The block is data: this file checks all of it, and nothing of the block is
+executed or imported by name.
 """
 
 from __future__ import annotations
@@ -305,7 +306,7 @@ def _leave_out_none(arguments: dict[str, Any]) -> None:
 
 
 def _wrap_save_config() -> None:
-    """Let the config of a swapped model write the shim beside itself.
+    """Let the config of a swapped model write the shim beside itself, and a class that other programs refuse.
 
     Every way to save a model writes its config, in one process only, and before anything is uploaded.
     """
@@ -315,20 +316,13 @@ def _wrap_save_config() -> None:
     def save_pretrained(
         self: PreTrainedConfig, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> None:
-        auto_map = self.__dict__.get(shim.KEY)
-        wanted = shim.merged(self, auto_map) if "attn_swap" in self.__dict__ else None
-        if wanted is None:
+        if "attn_swap" not in self.__dict__:
             original(self, save_directory, *args, **kwargs)
             return
-        self.auto_map = wanted
-        try:
+        with shim.as_saved(self) as names_shim:
             original(self, save_directory, *args, **kwargs)
-        finally:
-            if auto_map is None:
-                del self.auto_map
-            else:
-                self.auto_map = auto_map
-        shim.write(Path(save_directory))
+        if names_shim:
+            shim.write(Path(save_directory))
 
     PreTrainedConfig.save_pretrained = save_pretrained  # type: ignore[method-assign]  # as above
 

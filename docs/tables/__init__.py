@@ -15,7 +15,7 @@ from .memory import bags_table, recall_table
 from .names import canonical_label
 from .papers import claims_table
 from .runs import conversion_table, published_table, recorded, scratch_table
-from .speed import compile_table, decode_table, lra_table, operator_table, speed_table, weighted_table
+from .speed import compile_table, decode_table, lra_table, operator_table, serving_table, speed_table, weighted_table
 
 FIGURES = Path(__file__).parents[2] / "recipes" / "figures"
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "figures"
@@ -120,6 +120,7 @@ TABLES = {
     "operator": operator_table,
     "lra": lra_table,
     "decode": decode_table,
+    "serving": serving_table,
     "compile": compile_table,
 }
 

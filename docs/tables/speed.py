@@ -105,6 +105,18 @@ def decode_table() -> str:
     return markdown(("attention", *(f"{n:,} tokens" for n in lengths)), lines)
 
 
+def serving_table() -> str:
+    """Tokens per second and memory of a hybrid beside stock: `benchmarks/bench_serving.py`."""
+    study = json.loads((FIGURES / "bench-serving.json").read_text("utf-8"))
+    lines = []
+    for row in study["rows"]:
+        low, high = row["generate_95"]
+        ratio = "1" if row["model"] == "stock" else f"{row['generate']:.2f} [{low:.2f}, {high:.2f}]"
+        memory = (f"{row[key]:,.0f} MB" for key in ("cache_mb", "weights_mb"))
+        lines.append((row["model"], f"{row['tokens_per_second']:.2f}", ratio, *memory))
+    return markdown(("model", "tokens per second", "time, stock = 1", "cache", "weights"), lines)
+
+
 def compile_table() -> str:
     """What `torch.compile` brings each attention: the compiled twin over its own, as ratios to stock."""
     rows = json.loads((FIGURES / "bench-compile.json").read_text("utf-8"))["rows"]

@@ -28,7 +28,12 @@ def __getattr__(name: str) -> Any:
     transformers marks the class that a file hands out as custom code. The subclass takes this mark. What it builds
     is an instance of the class of transformers itself, so the model is the same as after `import hf_attn_swap`.
     """
-    stock = getattr(transformers, name)
+    stock = getattr(transformers, name, None)
+    if stock is None:
+        raise AttributeError(
+            f"transformers has no {name!r}; this model's attention is swapped, and only transformers with hf-attn-swap "
+            "computes it."
+        )
 
     def build(cls: type, *args: Any, **kwargs: Any) -> Any:
         return stock(*args, **kwargs)

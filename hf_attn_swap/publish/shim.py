@@ -3,12 +3,18 @@
 transformers reads the key `auto_map` of config.json and, if the caller passes `trust_remote_code=True`, takes the
 model's class from the file that the key names. Here this file is `attn_swap.py`, the same for every model: it imports
 the package and hands out the class of transformers.
+
+Other programs (vLLM, SGLang, llama.cpp, MLX) compute attention by themselves. They choose a model by the keys
+`architectures` or `model_file` of config.json. A saved config.json therefore names "HfAttnSwapLlamaForCausalLM" instead
+of "LlamaForCausalLM", and names the shim as `model_file`, so that these programs refuse the model. A config in memory
+has the name that transformers knows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +25,10 @@ SOURCE = Path(__file__).with_name("attn_swap.py")
 FILE = SOURCE.name
 CONFIG = "config.json"
 KEY = "auto_map"
+NAMES = "architectures"
+PREFIX = "HfAttnSwap"
+CODE = "model_file"  # MLX runs this file in the place of its own model, and without trust it refuses the model
+ABSENT = object()
 
 
 def auto_classes() -> list[Any]:
@@ -44,7 +54,7 @@ def entries(config: PreTrainedConfig) -> dict[str, str]:
             continue
         classes = auto._model_mapping[kind]
         choices = list(classes) if isinstance(classes, (list, tuple)) else [classes]
-        saved = [cls for cls in choices if cls.__name__ in (config.architectures or ())]
+        saved = [cls for cls in choices if cls.__name__ in map(stock_name, config.architectures or ())]
         cls = (saved or choices)[0]
         if cls.config_class is kind and hasattr(transformers, cls.__name__):
             found[auto.__name__] = f"{SOURCE.stem}.{cls.__name__}"
@@ -75,23 +85,82 @@ def merged(config: PreTrainedConfig, auto_map: Any) -> dict[str, Any] | None:
     return {**kept, **ours} if ours else None
 
 
+def saved_name(name: str) -> str:
+    """The name of a class in the config.json of a swapped model. No program has a class of this name."""
+    return f"{PREFIX}{stock_name(name)}"
+
+
+def stock_name(name: str) -> str:
+    """The name of the same class in transformers."""
+    return name.removeprefix(PREFIX)
+
+
+def _renamed(config: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """The content of a config.json with other names of classes, also in the configs of a model's parts."""
+    made = dict(config)
+    for key, value in config.items():
+        if isinstance(value, dict):
+            made[key] = _renamed(value, change)
+        elif key == NAMES and isinstance(value, list):
+            made[key] = [change(name) if isinstance(name, str) else name for name in value]
+    return made
+
+
 def without(config: dict[str, Any]) -> dict[str, Any]:
-    """The content of a config.json without the shim's entries."""
-    auto_map = config.get(KEY)
-    kept = others(auto_map)
-    if not isinstance(auto_map, dict) or len(kept) == len(auto_map):
-        return config
-    rest = {key: value for key, value in config.items() if key != KEY}
-    return {**rest, KEY: kept} if kept else rest
+    """The content of a config.json as transformers knows it: its names of classes, and no entries of the shim."""
+    made = _renamed(config, stock_name)
+    if made.get(CODE) == FILE:
+        del made[CODE]
+    kept = others(made.get(KEY))
+    if isinstance(made.get(KEY), dict) and len(kept) < len(made[KEY]):
+        del made[KEY]
+        made |= {KEY: kept} if kept else {}
+    return made
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A config, and the configs of the model's parts."""
+    yield config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig):
+            yield from _parts(part)
 
 
 def forget(config: PreTrainedConfig) -> None:
-    """Remove the shim's entries from a config, in place."""
-    kept = without(config.__dict__)
-    if KEY in kept:
-        config.auto_map = kept[KEY]
+    """Give a config that was read without this package the names of transformers, and no shim, in place."""
+    for part in _parts(config):
+        part.architectures = part.architectures and list(map(stock_name, part.architectures))
+    kept = without({key: config.__dict__[key] for key in (KEY, CODE) if key in config.__dict__})
+    for key in (KEY, CODE):
+        _put(config, key, kept.get(key, ABSENT))
+
+
+def _put(config: PreTrainedConfig, key: str, value: Any) -> None:
+    """Set a key of a config, or remove it."""
+    if value is ABSENT:
+        config.__dict__.pop(key, None)
     else:
-        config.__dict__.pop(KEY, None)
+        setattr(config, key, value)
+
+
+@contextlib.contextmanager
+def as_saved(config: PreTrainedConfig) -> Iterator[bool]:
+    """Inside, the config of a swapped model has the keys of its config.json. Gives True if it names the shim."""
+    auto_map = merged(config, config.__dict__.get(KEY))
+    changes: list[tuple[PreTrainedConfig, str, Any]] = [
+        (part, NAMES, list(map(saved_name, part.architectures))) for part in _parts(config) if part.architectures
+    ]
+    if auto_map is not None:
+        changes += [(config, KEY, auto_map), (config, CODE, config.__dict__.get(CODE, FILE))]
+    before = [(part, key, part.__dict__.get(key, ABSENT)) for part, key, _ in changes]
+    try:
+        for change in changes:
+            _put(*change)
+        yield auto_map is not None
+    finally:
+        for change in before:
+            _put(*change)
 
 
 def write(folder: Path) -> None:
@@ -100,9 +169,12 @@ def write(folder: Path) -> None:
 
 
 def completed(folder: Path) -> str | None:
-    """The content of a folder's config.json with the shim's entries; None if this model gets no shim."""
+    """The content of a folder's config.json as `as_saved` has it; None if this model gets no shim."""
     content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if names_code(content.get(KEY) or {}) or content.get("model_type") not in CONFIG_MAPPING:
         return None
     auto_map = merged(AutoConfig.from_pretrained(folder), content.get(KEY))
-    return None if auto_map is None else json.dumps({**content, KEY: auto_map}, indent=2, sort_keys=True) + "\n"
+    if auto_map is None:
+        return None
+    made = {CODE: FILE, **_renamed(content, saved_name), KEY: auto_map}
+    return json.dumps(made, indent=2, sort_keys=True) + "\n"

@@ -201,9 +201,17 @@ def _cache_length(core: nn.Module, cache: Any) -> int | Tensor | None:
     """The number of tokens in the cache before this call; None without a cache.
 
     A static cache counts in a tensor, and its update changes this tensor in place, so the tensor is copied here.
+
+    Raises:
+        ValueError: there is a cache, and this architecture has none.
     """
     if cache is None:
         return None
+    if not hasattr(core, "layer_idx"):
+        raise ValueError(
+            f"{type(core).__name__} reads no cache, so keys and values before the text (past_key_values, or PEFT's "
+            "prefix tuning) cannot be given; use another adapter, such as LoRA."
+        )
     length: int | Tensor = cache.get_seq_length(core.layer_idx)
     return length.clone() if isinstance(length, Tensor) else length
 

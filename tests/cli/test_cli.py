@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 from typer.main import get_command
 
 import hf_attn_swap
@@ -221,11 +221,11 @@ def test_patch_saves_what_plain_from_pretrained_loads(command: Command, tiny_ber
 
 def test_patch_keeps_the_saved_class_and_takes_another(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
     assert command("patch", tiny_bert, "belief", tmp_path / "same").code == 0
-    assert json.loads((tmp_path / "same/config.json").read_text())["architectures"] == ["BertForSequenceClassification"]
+    assert AutoConfig.from_pretrained(tmp_path / "same").architectures == ["BertForSequenceClassification"]
     outcome = command("patch", tiny_bert, "belief", tmp_path / "other", "--task", "token-classification")
     assert outcome.code == 0
     assert "newly initialised: classifier" not in outcome.err  # the checkpoint has a classifier of that shape
-    assert json.loads((tmp_path / "other/config.json").read_text())["architectures"] == ["BertForTokenClassification"]
+    assert AutoConfig.from_pretrained(tmp_path / "other").architectures == ["BertForTokenClassification"]
     outcome = command("patch", tiny_bert, "belief", tmp_path / "third", "--auto-class", "AutoModelForQuestionAnswering")
     assert "newly initialised: qa_outputs.bias, qa_outputs.weight" in outcome.err
 

@@ -8,8 +8,10 @@ import itertools
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -92,6 +94,7 @@ def test_python_runs_as_written(page: str, models: Path, tmp_path: Path, monkeyp
         "texts": ["the film was fine and dull " * 20] * 20,
     }
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"text": names["texts"]})
+    monkeypatch.setitem(sys.modules, "gradio", Mock())  # tests/tools/test_gradio.py runs these lines with Gradio
     with without_new_variants():
         for block in blocks("python")[page]:
             for there, here in TINY.items():

@@ -41,7 +41,7 @@ def entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def load(folder: Path) -> Any:
-    cls = getattr(transformers, config_of(folder)["architectures"][0])
+    cls = getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
     return cls.from_pretrained(folder)
 
 

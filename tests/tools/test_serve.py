@@ -31,12 +31,13 @@ CUT = "\N{REPLACEMENT CHARACTER}"  # a stream waits for the other bytes of a let
 
 
 @contextmanager
-def served(folder: Path, *words: str) -> Iterator[tuple[str, Path]]:
+def served(folder: Path, *words: str, imported: bool = True) -> Iterator[tuple[str, Path]]:
     """The address of a running server, and the file with what it prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    program = [sys.executable, "-m", "hf_attn_swap.run", "transformers", "serve", str(folder)]
+    start = ["hf_attn_swap.run", "transformers"] if imported else ["transformers.cli.transformers"]
+    program = [sys.executable, "-m", *start, "serve", str(folder)]
     program += ["--host", "127.0.0.1", "--port", port, "--device", "cpu", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     log = folder.parent / "server.log"
@@ -108,3 +109,11 @@ def test_continuous_batching_is_refused(checkpoint: Callable[..., Path]) -> None
     with batching as (address, log), pytest.raises(urllib.error.HTTPError, match="500"):
         ask(address, folder, QUESTIONS[0])
     assert "Implementation hf_attn_swap is not supported for continuous batching" in log.read_text()
+
+
+def test_refused_without_the_package(checkpoint: Callable[..., Path]) -> None:
+    """The server passes `attn_implementation=None`, which would run stock attention; but it finds no class."""
+    folder = checkpoint("llama", "outeffhop")
+    with served(folder, imported=False) as (address, log), pytest.raises(urllib.error.HTTPError, match="500"):
+        ask(address, folder, QUESTIONS[0])
+    assert "HfAttnSwapLlamaForCausalLM" in log.read_text()

@@ -197,7 +197,9 @@ def test_unpatched_model_has_no_shim(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "swapped")
     for each, folder in ((model, "first"), (type(model).from_pretrained(tmp_path / "swapped"), "second")):
         unpatch_model(each).save_pretrained(tmp_path / folder)
-        assert "auto_map" not in json.loads((tmp_path / folder / "config.json").read_text())
+        written = json.loads((tmp_path / folder / "config.json").read_text())
+        assert written["architectures"] == [type(model).__name__]
+        assert not {"auto_map", "model_file"} & set(written)
         assert not (tmp_path / folder / "attn_swap.py").exists()
 
 
@@ -233,6 +235,8 @@ hf_attn_swap.patch_model(model, "belief").save_pretrained(swapped)
 names = json.loads((swapped / "config.json").read_text())["auto_map"]
 assert names == {"AutoModelForMaskedLM": "modeling_own.OwnBert"}, names
 assert (swapped / "modeling_own.py").exists() and not (swapped / "attn_swap.py").exists()
+config = json.loads((swapped / "config.json").read_text())
+assert config["architectures"] == ["HfAttnSwapOwnBert"] and "model_file" not in config
 again = AutoModelForMaskedLM.from_pretrained(swapped, trust_remote_code=True)
 assert again.marked and torch.equal(again(ids).logits, model(ids).logits)
 assert not torch.equal(before, model(ids).logits)

@@ -1,0 +1,112 @@
+"""PEFT beyond LoRA: DoRA on every projection, and prefix tuning in the families that read a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+from hf_attn_swap import list_variants, patch_model, set_strength
+from tests import zoo
+from tests.contract.cells import FAMILY_NAMES
+from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
+from tests.lifecycle.test_peft import adapted, fill, projections
+
+# PEFT 0.21 reads a property that transformers 5.23 has renamed
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+PREFIX, LENGTH = 3, 9  # tokens
+CAUSAL = [name for name in FAMILY_NAMES if name in zoo.CAUSAL]
+WITH_SINK = [name for name in list_variants() if name != "outeffhop"]
+
+
+def composes(variant: str) -> bool:
+    """True if `outeffhop` can be added to a variant."""
+    try:
+        patch_model(fresh("bert"), f"outeffhop+{variant}")
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["dora_first", "swap_first"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", list_variants())
+def test_dora(name: str, variant: str, before: bool) -> None:
+    """Off, it is stock attention with the same adapters; on, merging the adapters changes nothing."""
+    batch = batch_of(name)
+    model = adapted(name, variant, before, use_dora=True)
+    untouched = forward(model, batch)
+    for path in set(projections(name).values()):
+        fill(model, path)
+    found = forward(model, batch)
+    assert not torch.allclose(found, untouched)
+    stock = adapted(name, "softmax", before, use_dora=True)
+    for path in set(projections(name).values()):
+        fill(stock, path)
+    assert distance(forward(set_strength(model, 0.0), batch), forward(stock, batch)) <= 1e-10
+    merged = set_strength(model, 1.0).merge_and_unload()
+    assert swaps(merged)
+    assert distance(forward(merged, batch), found) <= 1e-10
+
+
+def prefixed(model: Any, name: str, keys_and_values: Tensor) -> Any:
+    """A model with a prefix of these keys and values: (layer, 2, head, token, width), the same for every text."""
+    task = "CAUSAL_LM" if name in zoo.CAUSAL else "FEATURE_EXTRACTION"
+    tokens = keys_and_values.shape[3]
+    with torch.random.fork_rng():
+        wrapper = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=tokens))
+    weight = wrapper.prompt_encoder["default"].embedding.weight
+    weight.data = keys_and_values.permute(3, 0, 1, 2, 4).reshape(tokens, -1)
+    return wrapper.eval()
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("variant", list_variants())
+def test_a_prefix_of_real_tokens(name: str, variant: str) -> None:
+    """The keys and values of the first tokens, given as a prefix, are as good as these tokens."""
+    model = perturb(patch_model(fresh(name), variant))
+    ids = zoo.inputs(name, batch=2, length=LENGTH)["input_ids"]
+    ids[1, :PREFIX] = ids[0, :PREFIX]
+    cache = model(input_ids=ids[:1, :PREFIX], use_cache=True).past_key_values  # with gradients: keys and values
+    read = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]).detach()
+    found = forward(prefixed(model, name, read), {"input_ids": ids[:, PREFIX:]})
+    wanted = forward(model, {"input_ids": ids})[:, PREFIX:]
+    assert distance(found, wanted) <= 1e-10
+    assert distance(forward(model, {"input_ids": ids[:, PREFIX:]}), wanted) > 1e-4
+
+
+@pytest.mark.parametrize("variant", [name for name in WITH_SINK if composes(name)])
+def test_a_prefix_of_zeros_on_an_encoder(variant: str) -> None:
+    """One key and value of zeros adds 1 to the softmax's denominator, as `outeffhop` does."""
+    batch = zoo.inputs("bert", batch=2, length=LENGTH, padded="right")
+    model = perturb(patch_model(fresh("bert"), variant))
+    zeros = torch.zeros(zoo.LAYERS, 2, zoo.HEADS, 1, zoo.HIDDEN // zoo.HEADS, dtype=torch.float64)
+    found = forward(prefixed(model, "bert", zeros), batch)
+    both = patch_model(fresh("bert"), f"outeffhop+{variant}" if variant != "softmax" else "outeffhop")
+    both.load_state_dict(model.state_dict())
+    later = torch.arange(1, LENGTH + 1).expand(2, -1)  # the prefix takes position 0
+    assert distance(found, forward(both, {**batch, "position_ids": later})) <= 1e-10
+
+
+@pytest.mark.parametrize("variant", list_variants())
+def test_a_prefix_trains_on_an_encoder(variant: str) -> None:
+    batch = batch_of("bert")
+    random = torch.randn(
+        zoo.LAYERS, 2, zoo.HEADS, PREFIX, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    stock = forward(prefixed(fresh("bert"), "bert", random), batch)
+    model = prefixed(patch_model(fresh("bert"), variant, strength=0.0), "bert", random)
+    assert torch.equal(forward(model, batch), stock)
+    zoo.output(set_strength(model, 1.0)(**batch)).square().mean().backward()
+    gradient = model.prompt_encoder["default"].embedding.weight.grad
+    assert gradient.abs().amax(dim=1).gt(0).all()
+
+
+def test_no_prefix_without_a_cache() -> None:
+    """ALBERT reads no cache; stock attention fails on the size of the mask."""
+    zeros = torch.zeros(zoo.LAYERS, 2, zoo.HEADS, PREFIX, zoo.HIDDEN // zoo.HEADS, dtype=torch.float64)
+    with refused("AlbertAttention reads no cache", "LoRA"):
+        prefixed(patch_model(fresh("albert"), "outeffhop"), "albert", zeros)(**batch_of("albert"))
