@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional.linear import Past, length_factor, masked_keys, state_before, without_autocast
+from ..functional.linear import Past, length_factor, masked_keys, per_head, state_before, without_autocast
 
 ARGUMENTS = {"q", "k", "v", "scale", "initial_state", "output_final_state", "normalize"}
 TOKENS_FIRST = {"head_first", "cu_seqlens"}  # versions with one of these arguments take tokens before heads
@@ -55,7 +55,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, length: 
     with without_autocast(q.device):
         state = None
         if behind > 0 or past is not None:
-            state = state_before(k, v, behind, past).flatten(0, 1).unsqueeze(1)
+            state = per_head(state_before(k, v, behind, past), q.shape[1]).flatten(0, 1).unsqueeze(1)
         # Each head is a sequence with one head, (N,Q,1,D): some versions of fla refuse more heads than tokens.
         sequences = [each.flatten(0, 1).unsqueeze(2) for each in (q, k[:, :, behind:], v[:, :, behind:])]
         mixed, _ = run(*sequences, scale=1.0, initial_state=state, output_final_state=False, normalize=False)
