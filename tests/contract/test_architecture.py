@@ -34,7 +34,7 @@ MAY = {
     "kernels": set(),
     "kernels.dispatch": {
         *("core.call", "core.masks", "functional.linear"),
-        *("kernels", "kernels.linear", "kernels.softmax_n"),
+        *("kernels", "kernels.linear", "kernels.linear_fla", "kernels.softmax_n"),
     },
     "variants": IDEAS,
     "core.compute": {

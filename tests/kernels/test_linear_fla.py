@@ -87,8 +87,9 @@ def test_values_and_gradients(
 ) -> None:
     batch, heads, tokens, width = sizes
     keys = tokens + behind
+    shared = heads // 2 if heads % 2 == 0 else heads  # groups of heads may share the sum over earlier tokens
     shapes = (batch, heads, tokens, width), (batch, heads, keys, width), (batch, heads, keys, width)
-    q, k, v, state = drawn(seed, *shapes, (batch, heads, width, width))
+    q, k, v, state = drawn(seed, *shapes, (batch, shared, width, width))
     mask = torch.rand(batch, keys, generator=torch.Generator().manual_seed(seed)) < 0.7 if padded else None
     past = (state, torch.full((batch,), 4), torch.tensor([5])) if with_past else None
     given: dict[str, Any] = {"key_mask": mask, "length": length, "past": past}
