@@ -112,7 +112,7 @@ def test_continuous_batching_is_refused(checkpoint: Callable[..., Path]) -> None
 
 
 def test_refused_without_the_package(checkpoint: Callable[..., Path]) -> None:
-    """The server passes `attn_implementation=None`, which would run stock attention; but it finds no class, and stops."""
+    """The server passes `attn_implementation=None`, which would run stock attention; it finds no class."""
     folder = checkpoint("llama", "outeffhop")
     stopped = pytest.raises(AssertionError, match="no attribute HfAttnSwapLlamaForCausalLM")
     with stopped, served(folder, imported=False):
