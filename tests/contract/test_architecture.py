@@ -50,7 +50,7 @@ MAY = {
     },
     "wiring": set(),
     "wiring.blocks": set(),
-    "wiring.cache": set(),
+    "wiring.cache": {"functional.linear"},
     FAMILY_BASE: {"core.call"},
     "wiring.seam": {"core.call", "core.compute", "core.masks", "core.registry", "core.swap"},
     "wiring.hooks": {"core.call", "core.swap", "wiring.cache", "wiring.seam"},
