@@ -4,6 +4,12 @@ r"""Draws what a swap loses against the tokens of distillation: does the gap clo
     python recipes/distil_curve.py --model MODEL --data data/own --tokens 10000000 \
         --variants belief modern_hopfield simpletron_resl
 
+The data are rows of token ids, or texts, which the model's tokenizer turns into rows of `--length` tokens:
+
+    python recipes/distil_curve.py --model HuggingFaceTB/SmolLM2-135M-Instruct --data data/mixture \
+        --test_data data/wikitext-2 --tokens 160000 --rows 4 --test_rows 32 --learning_rate 3e-4 \
+        --variants simpletron_resl --out recipes/figures/distil-curve-smollm2.json
+
 For each variant a new copy of the model is swapped, fitted (as `FITS` says, from a neutral start) and distilled without
 labels on rows of token ids. Every weight trains, at a constant learning rate after a short rise.
 At budgets in equal ratios, KL to the original model and the share of equal first choices are measured on the test rows.
@@ -13,17 +19,18 @@ The points and a picture go to `--out`. A variant that is in the file already is
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from matplotlib.figure import Figure
 from memory_figures import STYLES  # memory_figures.py and records.py lie beside this recipe
 from records import open_record, save_record
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.analysis import lost
@@ -39,7 +46,9 @@ class Options:
     """What to distil, and where to write. `layers` is for variants with an @, as in simpletron_resl@1,3."""
 
     model: str = field(metadata={"help": "Name on the Hub, or folder, of a causal language model."})
-    data: str = field(metadata={"help": "Folder with train.parquet and test.parquet of token ids."})
+    data: str = field(metadata={"help": "Folder with train.parquet and test.parquet, of input_ids or of text."})
+    test_data: str = field(default="", metadata={"help": "Folder with another test.parquet."})
+    length: int = field(default=256, metadata={"help": "Tokens per row, if the data are texts."})
     variants: list[str] = field(default_factory=lambda: ["belief", "modern_hopfield", "simpletron_resl"])
     options: str = field(default="{}", metadata={"help": "Options by variant, as JSON."})
     tokens: int = 1_000_000
@@ -80,13 +89,25 @@ def label(variant: str) -> str:
     return canonical_name(name) + at + layers
 
 
+def token_rows(file: Path, options: Options, *, mixed: bool = False) -> Dataset:
+    """The rows of token ids in a file. Texts are joined, and cut into rows of `length` tokens, `mixed` or in order."""
+    found = load_dataset("parquet", data_files=str(file), split="train")
+    if "input_ids" in found.column_names:
+        return found
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    ids = [number for text in found["text"] for number in tokenizer(text)["input_ids"]]
+    starts = range(0, len(ids) - options.length + 1, options.length)
+    rows = [ids[start : start + options.length] for start in starts]
+    if mixed:
+        random.Random(options.seed).shuffle(rows)
+    return Dataset.from_dict({"input_ids": rows})
+
+
 def run(variant: str, options: Options) -> list[dict[str, float]]:
     """The points of one variant."""
     name, _, layers = variant.partition("@")
-    train, test = (
-        load_dataset("parquet", data_files=str(Path(options.data) / f"{split}.parquet"), split="train")
-        for split in ("train", "test")
-    )
+    train = token_rows(Path(options.data) / "train.parquet", options, mixed=True)
+    test = token_rows(Path(options.test_data or options.data) / "test.parquet", options)
     stock = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     given = {label(name): values for name, values in json.loads(options.options).items()}
