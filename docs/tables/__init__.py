@@ -10,7 +10,7 @@ from hf_attn_swap import list_variants
 from hf_attn_swap.core.registry import get_variant
 from hf_attn_swap.core.table import markdown
 
-from .conversions import curve_table, embeddings_table, hybrid_table, layers_table
+from .conversions import CURVE_SMOLLM2, curve_table, embeddings_table, hybrid_table, layers_table
 from .memory import bags_table, recall_table
 from .names import canonical_label
 from .papers import claims_table
@@ -106,6 +106,7 @@ TABLES = {
     "scratch": scratch_table,
     "papers": lambda: claims_table({run.name: run for run in recorded()}),
     "curve": curve_table,
+    "curve-smollm2": lambda: curve_table(CURVE_SMOLLM2),
     "embeddings": embeddings_table,
     "layers": layers_table,
     "hybrid": hybrid_table,

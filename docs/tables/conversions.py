@@ -12,6 +12,7 @@ from .names import canonical_label
 
 ROOT = Path(__file__).parents[2]
 CURVE = ROOT / "recipes" / "figures" / "distil-curve-stories260k.json"
+CURVE_SMOLLM2 = ROOT / "recipes" / "figures" / "distil-curve-smollm2.json"
 LAYERS = (
     ROOT / "recipes" / "figures" / "which-layers-smollm2-simple-resl.json",
     ROOT / "recipes" / "figures" / "which-layers-smollm2-250k.json",
@@ -20,9 +21,9 @@ EMBEDDINGS = ROOT / "recipes" / "figures" / "embeddings-minilm.json"
 DECODE = ROOT / "benchmarks" / "figures" / "bench-decode-hybrid.json"
 
 
-def curve_table() -> str:
+def curve_table(record: Path = CURVE) -> str:
     """What a swap loses against the tokens of distillation: `recipes/distil_curve.py`."""
-    runs = _read(CURVE)["runs"]
+    runs = _read(record)["runs"]
     first: list[dict[str, float]] = next(iter(runs.values()))
     tokens = (f"{point['tokens']:,}" for point in first)
     lines = []

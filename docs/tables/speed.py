@@ -33,7 +33,9 @@ def _whole_models(record: str) -> str:
     for name in dict.fromkeys(row["variant"] for row in rows):
         found = {row["shape"]: row for row in rows if row["variant"] == name}
         first = {row["shape"]: row for row in rows if row["variant"] == "stock"}
-        cells = [_ratio(found[shape], first[shape], kind) for shape in shapes for kind in kinds]
+        cells = [
+            _ratio(found[shape], first[shape], kind) if shape in found else "" for shape in shapes for kind in kinds
+        ]
         label = canonical_label(name)
         shown = f"`{label}`" if label in list_variants() else label
         lines.append((shown, *cells))
@@ -95,13 +97,14 @@ def long_texts_of(variant: str) -> str | None:
 
 
 def decode_table() -> str:
-    """Milliseconds per decoded token against the context, from `benchmarks/bench.py --kinds=decode`."""
+    """Decoding one token onto a context: stock's milliseconds, and ratios to stock, from `benchmarks/bench.py`."""
     rows = json.loads((FIGURES / "bench-decode.json").read_text("utf-8"))["rows"]
     lengths = sorted({row["tokens"] for row in rows})
+    found = {(row["variant"], row["tokens"]): row for row in rows}
     lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):
-        found = {row["tokens"]: row["decode_ms"] for row in rows if row["variant"] == name}
-        lines.append((canonical_label(name), *(f"{found[n]:.1f} ms" for n in lengths)))
+        cells = (_ratio(found[name, n], found["stock", n], "decode") for n in lengths)
+        lines.append((canonical_label(name), *cells))
     return markdown(("attention", *(f"{n:,} tokens" for n in lengths)), lines)
 
 

@@ -15,6 +15,7 @@ from .cells import (
     COMPOSED,
     COMPOSITIONS,
     DEEP,
+    EQUAL,
     EXTRA_CELLS,
     FAMILY_NAMES,
     GRID,
@@ -118,7 +119,7 @@ def string_options() -> list[tuple[Cell, Cell]]:
     for name in SINGLES:
         cls = VARIANTS[name].Options
         for field in dataclasses.fields(cls):
-            if isinstance(field.default, str):
+            if isinstance(field.default, str) and field.name not in EQUAL:
                 others = [value for value in choices(cls, field.name) if value != field.default]
                 numbers = unequal(cls)
                 pairs += [((name, {field.name: value, **numbers}), (name, numbers)) for value in others]
