@@ -99,6 +99,7 @@ def test_bench_reports_every_cell(tmp_path: Path) -> None:
     assert all(row["forward"] == 1 for row in rows if row["variant"] == "stock")
 
 
+@pytest.mark.slow
 def test_the_readable_formula_is_a_row_of_its_own(tmp_path: Path, monkeypatch: Any) -> None:
     out = tmp_path / "bench.json"
     flags = ["--shapes=1x300", "--variants=sparsemax", "--kinds=train", "--readable=true", f"--out={out}"]
