@@ -17,7 +17,10 @@ LAYERS = (
     ROOT / "recipes" / "figures" / "which-layers-smollm2-simple-resl.json",
     ROOT / "recipes" / "figures" / "which-layers-smollm2-250k.json",
 )
-EMBEDDINGS = ROOT / "recipes" / "figures" / "embeddings-minilm.json"
+EMBEDDINGS = {
+    "AG News": ROOT / "recipes" / "figures" / "embeddings-minilm.json",
+    "STS-B, train": ROOT / "recipes" / "figures" / "embeddings-minilm-stsb.json",
+}
 DECODE = ROOT / "benchmarks" / "figures" / "bench-decode-hybrid.json"
 
 
@@ -47,14 +50,16 @@ def layers_table() -> str:
 
 
 def embeddings_table() -> str:
-    """What a conversion costs sentence embeddings: `recipes/embeddings.py`."""
-    record = _read(EMBEDDINGS)
+    """What a conversion costs sentence embeddings, by the texts that it read: `recipes/embeddings.py`."""
     lines = []
-    for variant, run in record["runs"].items():
-        low, high = run["difference_95"]
-        figures = (f"{value:.2f}" for value in (run["patched"], run["converted"], record["stock"]))
-        lines.append((f"`{variant}`", *figures, f"{run['difference']:+.2f} [{low:+.2f}, {high:+.2f}]"))
-    return markdown(("attention", "as patched", "converted", "stock", "difference [95 %]"), lines)
+    for texts, path in EMBEDDINGS.items():
+        record = _read(path)
+        for variant, run in record["runs"].items():
+            low, high = run["difference_95"]
+            figures = (f"{value:.2f}" for value in (run["patched"], run["converted"], record["stock"]))
+            difference = f"{run['difference']:+.2f} [{low:+.2f}, {high:+.2f}]"
+            lines.append((f"`{variant}`", texts, f"{run['tokens']:,}", *figures, difference))
+    return markdown(("attention", "texts", "tokens", "as patched", "converted", "stock", "difference [95 %]"), lines)
 
 
 def hybrid_table() -> str:

@@ -68,8 +68,9 @@ def test_published_tables() -> None:
     assert all(f"| `{canonical_label(name)}` |" in conversions.curve_table() for name in runs)
     rows = [run for path in conversions.LAYERS for run in json.loads(path.read_text())["runs"]]
     assert len(conversions.layers_table().splitlines()) == 2 + len(rows)
-    embedded = json.loads(conversions.EMBEDDINGS.read_text())["runs"]
-    assert all(f"| `{name}` |" in conversions.embeddings_table() for name in embedded)
+    for texts, path in conversions.EMBEDDINGS.items():
+        embedded = json.loads(path.read_text())["runs"]
+        assert all(f"| `{name}` | {texts} |" in conversions.embeddings_table() for name in embedded)
     contexts = json.loads(conversions.DECODE.read_text())["options"]["contexts"]
     assert [line.split(" | ")[0] for line in conversions.hybrid_table().splitlines()[2:]] == [
         f"| {context:,}" for context in contexts
