@@ -53,7 +53,7 @@ class Options:
     tokens: int = field(default=300_000, metadata={"help": "Tokens of distillation per run (patches, for images)."})
     fit: str = field(default="map", metadata={"help": '"gain" or "map".'})
     fit_rows: int = 64
-    rank: int = 32
+    rank: int = field(default=32, metadata={"help": "Rank of LoRA; 0 trains every weight but the embeddings."})
     learning_rate: float = 7e-4
     align_tokens: int = field(default=0, metadata={"help": "Of these tokens, those that align the swapped layers."})
     hidden: float = field(default=0.0, metadata={"help": "Weight of the hidden states in the loss."})
@@ -129,10 +129,13 @@ class Study:
         options = self.options
         model, processor = self.stock()
         last = Distil(
-            rank=options.rank, learning_rate=options.learning_rate, hidden=options.hidden, logits=options.logits
+            rank=options.rank or None,
+            learning_rate=options.learning_rate,
+            hidden=options.hidden,
+            logits=options.logits,
         )
         first = Distil(
-            rank=options.rank,
+            rank=options.rank or None,
             learning_rate=options.learning_rate,
             layers=1.0,
             logits=0.0,

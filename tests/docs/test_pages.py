@@ -109,6 +109,15 @@ def test_every_block_has_a_language_that_is_held() -> None:
     assert opened
 
 
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if "\n|" in text])
+def test_every_table_has_a_header(page: str) -> None:
+    """An empty line in a table would turn the rest of the table into plain text."""
+    first_lines = re.findall(r"(?:^|\n)(?!\|)[^\n]*\n(\|[^\n]*\n[^\n]*)", PAGES[page])
+    assert first_lines
+    for lines in first_lines:
+        assert re.search(r"\n\|[-:| ]+\|$", lines), lines
+
+
 @pytest.mark.parametrize("line", [line for line in commands() if "hf-attn-swap" in shlex.split(line)[0]])
 def test_the_command_line_takes_these_arguments(line: str) -> None:
     _, name, *arguments = shlex.split(line)[:3] if line.endswith("-swap demo") else shlex.split(line)

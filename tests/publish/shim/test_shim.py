@@ -230,6 +230,7 @@ folder, swapped, stock = map(Path, sys.argv[1:])
 ids = torch.arange(4, 12)[None]
 model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
 assert type(model).__name__ == "OwnBert" and model.marked
+type(model).register_for_auto_class("AutoModelForMaskedLM")  # transformers 5.10 saves the code only of such classes
 before = model(ids).logits
 hf_attn_swap.patch_model(model, "belief").save_pretrained(swapped)
 names = json.loads((swapped / "config.json").read_text())["auto_map"]
@@ -238,6 +239,7 @@ assert (swapped / "modeling_own.py").exists() and not (swapped / "attn_swap.py")
 config = json.loads((swapped / "config.json").read_text())
 assert config["architectures"] == ["HfAttnSwapOwnBert"] and "model_file" not in config
 again = AutoModelForMaskedLM.from_pretrained(swapped, trust_remote_code=True)
+type(again).register_for_auto_class("AutoModelForMaskedLM")
 assert again.marked and torch.equal(again(ids).logits, model(ids).logits)
 assert not torch.equal(before, model(ids).logits)
 hf_attn_swap.unpatch_model(again).save_pretrained(stock)
