@@ -13,6 +13,7 @@ has the name that transformers knows.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,11 +32,12 @@ CODE = "model_file"  # MLX runs this file in the place of its own model, and wit
 ABSENT = object()
 
 
-def auto_classes() -> list[Any]:
+@functools.cache  # `dir(transformers)` takes 0.2 s, as long as ten saves of a small model
+def auto_classes() -> tuple[Any, ...]:
     """The classes of transformers that choose a model's class by its config, such as `AutoModelForCausalLM`."""
     names = (name for name in dir(transformers) if name.startswith("AutoModel") or name == "AutoBackbone")
     found = (getattr(transformers, name) for name in names)
-    return [auto for auto in found if getattr(auto, "_model_mapping", None) is not None]
+    return tuple(auto for auto in found if getattr(auto, "_model_mapping", None) is not None)
 
 
 def entries(config: PreTrainedConfig) -> dict[str, str]:
