@@ -68,7 +68,10 @@ def test_without_gradients_and_padded(name: str, variant: str) -> None:
     assert distance(forward(compiled(model), batch), forward(model, batch)) <= 3e-5
 
 
-@pytest.mark.parametrize("variant", list_variants())
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(name, marks=() if name in SMOKES else pytest.mark.slow) for name in list_variants()],
+)
 def test_a_schedule_recompiles_at_its_two_ends(variant: str) -> None:
     model = patch_model(fresh("bert", torch.float32, num_hidden_layers=1), variant, strength=0.0)
     batch = batch_of("bert", torch.float32)
