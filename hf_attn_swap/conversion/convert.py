@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
 from ..analysis.held_out import HeldOut
+from ..analysis.lost import Lost
 from ..core.registry import canonical_keys, parse
 from ..core.swap import Swap
 from ..patch import need_installation, patch_model, set_strength, unpatch_model
@@ -50,6 +51,7 @@ from .take import last_whole_checkpoint, with_adapters
 from .teacher import Teacher, check_teacher, note_retrained, trains_the_original
 
 FITS = ("gain", "map")
+NO_FIT = "no fit"
 CHECKS = 4  # measurements within one group's distillation
 SAVE_EVERY = 100  # steps of a training between two checkpoints
 GROUPS = 6  # groups of layers, when a budget decides how many layers are converted
@@ -408,17 +410,25 @@ def _fit(work: _Work) -> None:
     rows = work.train.some(range(min(len(work.train), count)))
     batches = list(rows.batches(1 if work.low_memory else 8))
     if (known := work.journal.recall("fit")) is not None:
-        if known["fit"] in FITS:
+        if known["fit"] != NO_FIT:
             _calibrate(work, batches, known["fit"])
         work.steps.append(Step.from_dict(known["step"]))
         return
     if wanted is not None:
-        _calibrate(work, batches, wanted.fit)
-        step = work.note(f"fit: {wanted.fit}", since=start)
-        work.journal.record("fit", {"fit": wanted.fit, "step": asdict(step)})
-        return
+        chosen = wanted.fit
+        _calibrate(work, batches, chosen)
+        lost = work.held.lost(work.model, progress=work.progress)
+    else:
+        chosen, lost = _best_fit(work, batches)
+    step = Step(name=f"fit: {chosen}", layers=work.layers, lost=lost, seconds=time.perf_counter() - start)
+    work.steps.append(step)
+    work.journal.record("fit", {"fit": chosen, "step": asdict(step)})
+
+
+def _best_fit(work: _Work, batches: Sequence[Batch]) -> tuple[str, Lost]:
+    """Fit the swap by the way that loses least. Returns the way and its loss."""
     swaps = [swap for group in work.installation.swaps().values() for swap in group]
-    chosen = "no fit"
+    chosen = NO_FIT
     best = work.steps[-1].lost
     fitted = [_fitted(swap) for swap in swaps]
     for fit in FITS:
@@ -432,10 +442,7 @@ def _fit(work: _Work) -> None:
         for name, value in values.items():
             setattr(swap, name, value)
     work.installation.refresh()
-    seconds = time.perf_counter() - start
-    step = Step(name=f"fit: {chosen}", layers=work.layers, lost=best, seconds=seconds)
-    work.steps.append(step)
-    work.journal.record("fit", {"fit": chosen, "step": asdict(step)})
+    return chosen, best
 
 
 def _calibrate(work: _Work, batches: Sequence[Batch], fit: str) -> None:

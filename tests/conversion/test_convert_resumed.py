@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from hf_attn_swap.conversion import convert as module
 from hf_attn_swap.conversion.journal import NAME, Journal
+from hf_attn_swap.conversion.stages import Calibrate
 
-from .converting import converted, rows, same, stock, timeless, weights
+from .converting import ADAPTERS, converted, rows, same, stock, timeless, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 Result = tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]
@@ -65,12 +66,22 @@ def killed_at(state: dict[str, Any], place: int, after: bool, *given: Any, **mor
     state.update(seen=[], last=0)
 
 
+STAGES = [Calibrate(fit="map", rows=4), ADAPTERS]
 CASES = [
     ("bert", "simpletron_resl", {"max_loss": 1e-12, "layers": [0, 2]}),  # all weights train, and layers were named
     ("bert", "modern_hopfield", {"keep": 0.4}),  # calibration with an order of heads
     ("bert", "belief", {"max_loss": 1e-12, "tokens": 150}),  # several groups, the last one taken back
     ("llama", "outeffhop+gated", {}),  # adapters, and parameters of the variant beside them
+    ("llama", "simpletron_resl", {"stages": STAGES}),  # a fit that the user named
 ]
+
+
+def test_killed_after_a_fit_that_the_user_named(writes: dict[str, Any], tmp_path: Path) -> None:
+    more = {"tokens": 100, "stages": STAGES}
+    wanted = run("llama", "simpletron_resl", None, **more)
+    place = writes["seen"].index("fit") + 1
+    killed_at(writes, place, True, "llama", "simpletron_resl", tmp_path, **more)
+    assert_equal(run("llama", "simpletron_resl", tmp_path, **more), wanted)
 
 
 @pytest.mark.slow
