@@ -71,7 +71,7 @@ def name_of(run: Run) -> str:
 
 def call(command: list[str], log: Path, threads: int) -> bool:
     """Run a command and append its output to the log. True if the command succeeds."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "TOKENIZERS_PARALLELISM": "false"}
     with log.open("a", encoding="utf-8") as lines:
         return not subprocess.run(
             command, stdout=lines, stderr=subprocess.STDOUT, env=environment, check=False
@@ -81,7 +81,12 @@ def call(command: list[str], log: Path, threads: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path)
-    parser.add_argument("--jobs", type=int, default=1, help="Runs at a time; each gets its share of the cores.")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="Runs at a time. Each gets its share of the cores, or OMP_NUM_THREADS threads, if that is set.",
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/logs"), help="Folder of the logs.")
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments, rest = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]

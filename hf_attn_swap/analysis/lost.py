@@ -28,6 +28,7 @@ from ..patch import need_installation
 from ..wiring.install import Installation, model_root
 
 PIECE = 2**22  # numbers of logits that are compared at a time
+Z95 = 1.96  # 95 % of a normal distribution lie within so many standard deviations
 UNKNOWN = -100  # in the place of a class: no label, or no next token
 LARGEST_EXPONENT = 709.0  # e to a larger power is no float any more
 
@@ -46,6 +47,8 @@ class Lost:
             labels that do not exclude each other.
         accuracy: the share of rows whose likeliest class is the label; classifiers on rows with labels only.
         stock_accuracy: the same for the stock model.
+        accuracy_margin: half of the 95 % interval of the difference of the two accuracies. Rows that both models get
+            right or wrong do not count (paired proportions, normal approximation); the spread of seeds is not in it.
         per_token: True if a prediction belongs to a token, False if it belongs to a row.
     """
 
@@ -57,6 +60,7 @@ class Lost:
     relative_error: float | None = None
     accuracy: float | None = None
     stock_accuracy: float | None = None
+    accuracy_margin: float | None = None
     per_token: bool = True
 
     @property
@@ -105,6 +109,9 @@ class Lost:
         """The figures in words and as text, those that exist."""
         if self.accuracy is not None and self.stock_accuracy is not None:
             yield "Accuracy (the stock model's)", f"{self.accuracy:.1%} ({self.stock_accuracy:.1%})"
+            if self.accuracy_margin is not None:
+                gained = 100 * (self.accuracy - self.stock_accuracy)
+                yield "Difference of accuracy, points", f"{gained:+.1f} ± {100 * self.accuracy_margin:.1f} (95 %)"
         if self.perplexity is not None and self.stock_perplexity is not None:
             words = (
                 f"{self.perplexity:.4g} ({self.perplexity / self.stock_perplexity:.3f} x {self.stock_perplexity:.4g})"
@@ -188,7 +195,7 @@ class Sums:
         self.same = self.divergence = self.loss = self.stock_loss = 0.0
         self.errors: list[float] = []
         self.square_error = self.square = 0.0
-        self.right = self.stock_right = self.labelled = 0
+        self.right = self.stock_right = self.one_right = self.labelled = 0
         self.logits = False
         self.per_token = True
 
@@ -249,8 +256,10 @@ class Sums:
         count = int((target_N != UNKNOWN).sum())
         if not self.per_token:
             self.labelled += count
-            self.right += int((mine_N == target_N).sum())
-            self.stock_right += int((stock_N == target_N).sum())
+            right_N, stock_right_N = mine_N == target_N, stock_N == target_N
+            self.right += int(right_N.sum())
+            self.stock_right += int(stock_right_N.sum())
+            self.one_right += int((right_N != stock_right_N).sum())
         elif count:
             self.targets += count
             self.loss += float(cross_entropy(mine_NV, target_N, ignore_index=UNKNOWN, reduction="sum"))
@@ -267,6 +276,8 @@ class Sums:
         figures = {"divergence": mean, "agreement": self.same / self.tokens}
         if self.labelled:
             figures |= {"accuracy": self.right / self.labelled, "stock_accuracy": self.stock_right / self.labelled}
+            square = self.one_right - (self.right - self.stock_right) ** 2 / self.labelled
+            figures |= {"accuracy_margin": Z95 * math.sqrt(square) / self.labelled}
         if self.targets:
             figures |= {"perplexity": _exp(self.loss / self.targets)}
             figures |= {"stock_perplexity": _exp(self.stock_loss / self.targets)}

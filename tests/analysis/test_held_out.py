@@ -11,6 +11,8 @@ import hf_attn_swap.analysis.held_out as module
 from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.analysis import Lost, lost
 from hf_attn_swap.analysis.held_out import HeldOut
+from hf_attn_swap.analysis.lost import Sums
+from hf_attn_swap.training.metrics import paired_interval
 from tests import zoo
 from tests.contract.harness import batch_of, fresh, padding_side, refused, swaps
 
@@ -110,9 +112,29 @@ def test_accuracy_by_hand(name: str) -> None:
     assert (found.tokens, found.per_token) == (12, False)
     unlabelled = HeldOut(model, plain, progress=False).lost(model)
     assert unlabelled.share == 1 - unlabelled.agreement
+    assert unlabelled.accuracy_margin is None
     assert unlabelled.measure == "rows with another first choice"
     wrong = [batch | {name: torch.full((2,), float("nan"))} for batch in plain]
     assert HeldOut(model, wrong, progress=False).lost(model) == unlabelled
+
+
+def test_the_margin_of_the_accuracy_is_that_of_a_bootstrap() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = (torch.randn(2000, 3, generator=generator) for _ in range(2))
+    theirs[:1500] = ours[:1500]
+    truth = ours.argmax(-1).where(torch.rand(2000, generator=generator) < 0.9, torch.zeros(2000, dtype=torch.long))
+    sums = Sums(causal=False, numbers=False)
+    for some in (slice(0, 700), slice(700, 2000)):
+        sums.add_logits(ours[some], theirs[some], {}, truth[some])
+    found = sums.result()
+    assert found.accuracy is not None
+    assert found.stock_accuracy is not None
+    assert found.accuracy_margin is not None
+    guesses = [ours.argmax(-1).tolist()], [theirs.argmax(-1).tolist()]
+    mean, low, high = paired_interval("accuracy", *guesses, truth.tolist(), samples=4000)
+    assert mean == pytest.approx(found.accuracy - found.stock_accuracy)
+    assert (high - low) / 2 == pytest.approx(found.accuracy_margin, rel=0.05)
+    assert "± " in str(found)
 
 
 def test_predictions_of_tokens() -> None:
@@ -141,7 +163,7 @@ def test_figures_stay_numbers() -> None:
     """A model that is broken altogether has a perplexity, and rounding gives no KL below 0."""
     found = Lost(tokens=1, divergence=0.5, perplexity=8.0, stock_perplexity=2.0)
     assert (found.ratio, found.share, found.cost) == (4, 3, 0.5)
-    sums = module.Sums(causal=True, numbers=False)
+    sums = Sums(causal=True, numbers=False)
     sums.logits, sums.tokens, sums.targets = True, 2, 1
     sums.loss, sums.divergence = 5000.0, -1e-9
     assert 1e300 < sums.result().perplexity < float("inf")
