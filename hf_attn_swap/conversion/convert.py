@@ -35,6 +35,7 @@ from ..analysis.lost import Lost
 from ..core.registry import canonical_keys, parse
 from ..core.swap import Swap
 from ..patch import need_installation, patch_model, set_strength, unpatch_model
+from ..variants.softmax import Softmax
 from ..wiring.install import Installation, installation_of, model_root
 from .as_before import as_before
 from .batches import Batch
@@ -87,6 +88,8 @@ def convert(
         report = convert(model, "belief", texts, processor=tokenizer, max_loss=0.02)
         print(report)
 
+    A model whose swaps are all the control `softmax`, as the recipes save their control, counts as a stock model.
+
     Args:
         model: a stock model, as from_pretrained returns it.
         variant: the name of the variant, or a composition such as "outeffhop+gated".
@@ -126,12 +129,11 @@ def convert(
         (`modern_hopfield`), the swap stays at strength 0, since the converted layers above read what it carries.
 
     Raises:
-        ValueError: the model is already patched, the data do not fit the model, an argument is out of range, or the
+        ValueError: the model is already converted, the data do not fit the model, an argument is out of range, or the
             folder holds another conversion. After an error the model is the stock model as it was.
     """
     root = model_root(model)
-    if installation_of(root) is not None:
-        raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
+    without_control(model)
     variant = "+".join(cls.name for cls in parse(variant))
     if max_loss is not None and not max_loss > 0:
         raise ValueError(f"max_loss must be above 0 (0.02 is 2 %), got {max_loss!r}.")
@@ -207,6 +209,20 @@ def convert(
         rows_per_step=_rows_per_step(plan.last, train),
         learning_rate=plan.last.learning_rate,
     )
+
+
+def without_control(model: nn.Module) -> None:
+    """Take the control `softmax` out of a model, so that the model is a stock model again.
+
+    Raises:
+        ValueError: a layer has another attention.
+    """
+    installation = installation_of(model_root(model))
+    if installation is None:
+        return
+    if any(swap.names != (Softmax.name,) for group in installation.swaps().values() for swap in group):
+        raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
+    unpatch_model(model)
 
 
 @dataclass

@@ -13,10 +13,9 @@ from typing import Any
 import transformers
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel, TrainingArguments
 
-from ..conversion.convert import FITS, convert
+from ..conversion.convert import FITS, convert, without_control
 from ..conversion.outcome import ConversionReport
 from ..core.registry import parse, parse_options
-from ..wiring.install import installation_of
 from .card import render
 from .checkpoint import (
     check_dtype,
@@ -105,8 +104,10 @@ def convert_checkpoint(
                 "the model first, or choose another class with --task."
             )
         notify(f"note: not in the checkpoint, so newly initialised: {', '.join(fresh)}")
-    if installation_of(model) is not None:
-        raise ValueError(f"{source} is converted already; convert the stock model.")
+    try:
+        without_control(model)
+    except ValueError:
+        raise ValueError(f"{source} is converted already; convert the stock model.") from None
     work = out.with_name(out.name + WORK)
     training = _training(work, on_cpu=where == "cpu")
     model.to(training.device if device is None else where)

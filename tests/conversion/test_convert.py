@@ -537,6 +537,15 @@ def test_a_converted_model_is_refused() -> None:
         converted(patch_model(stock("bert"), "modern_hopfield"), "modern_hopfield", rows("bert"))
 
 
+def test_the_control_counts_as_a_stock_model() -> None:
+    """The recipes save their control with the swap `softmax`; a conversion of it is that of the stock model."""
+    models = [stock("bert"), patch_model(stock("bert"), "softmax")]
+    reports = [converted(model, "belief", rows("bert")) for model in models]
+    assert timeless(reports[0]) == timeless(reports[1])
+    assert same(weights(models[0]), weights(models[1]))
+    assert models[0].config.attn_swap == models[1].config.attn_swap
+
+
 @pytest.mark.parametrize("other", [{"variant": "belief"}, {"model": "llama"}, {"data": 4}, {"tokens": 99}])
 def test_a_folder_of_another_conversion_is_refused(other: dict[str, Any], tmp_path: Path) -> None:
     """Another variant, model, data or budget; also data of the same number, and weights of the same shapes."""
