@@ -10,7 +10,7 @@ from hf_attn_swap import list_variants
 from hf_attn_swap.core.registry import get_variant
 from hf_attn_swap.core.table import markdown
 
-from .conversions import CURVE_SMOLLM2, curve_table, embeddings_table, hybrid_table, layers_table
+from .conversions import CURVE_SMOLLM2, curve_table, embeddings_table, hybrid_table, layers_table, news_table
 from .memory import bags_table, recall_table
 from .names import canonical_label
 from .papers import claims_table
@@ -108,6 +108,7 @@ TABLES = {
     "curve": curve_table,
     "curve-smollm2": lambda: curve_table(CURVE_SMOLLM2),
     "embeddings": embeddings_table,
+    "news": news_table,
     "layers": layers_table,
     "hybrid": hybrid_table,
     "rank": rank_table,

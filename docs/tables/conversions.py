@@ -16,11 +16,14 @@ CURVE_SMOLLM2 = ROOT / "recipes" / "figures" / "distil-curve-smollm2.json"
 LAYERS = (
     ROOT / "recipes" / "figures" / "which-layers-smollm2-simple-resl.json",
     ROOT / "recipes" / "figures" / "which-layers-smollm2-250k.json",
+    ROOT / "recipes" / "figures" / "which-layers-smollm2-all-weights-20k.json",
+    ROOT / "recipes" / "figures" / "which-layers-smollm2-all-weights.json",
 )
 EMBEDDINGS = {
     "AG News": ROOT / "recipes" / "figures" / "embeddings-minilm.json",
     "STS-B, train": ROOT / "recipes" / "figures" / "embeddings-minilm-stsb.json",
 }
+NEWS = ROOT / "recipes" / "figures" / "compare-minilm-ag-news.json"
 DECODE = ROOT / "benchmarks" / "figures" / "bench-decode-hybrid.json"
 
 
@@ -39,13 +42,15 @@ def curve_table(record: Path = CURVE) -> str:
 def layers_table() -> str:
     """Which layers to convert: `recipes/which_layers.py`."""
     lines = []
-    runs = [run for path in LAYERS for run in _read(path)["runs"]]
+    records = [_read(path) for path in LAYERS]
+    runs = [run | {"rank": record["options"]["rank"]} for record in records for run in record["runs"]]
     for run in sorted(runs, key=lambda run: (run["count"], run["rule"] != "auto", run["rule"], run["tokens"])):
         fitted, ended = (f"{1 + run[name]:.3g}" for name in ("fitted", "loss"))
         layers = f"{run['count']} of {run['of']}"
-        cells = (f"{run['tokens']:,}", ended, f"{run['kl']:.3f}", f"{run['agreement']:.1%}")
+        trained = "adapters" if run["rank"] else "all weights"
+        cells = (trained, f"{run['tokens']:,}", ended, f"{run['kl']:.3f}", f"{run['agreement']:.1%}")
         lines.append((layers, run["rule"], fitted, *cells))
-    figures = ("perplexity after the fit, stock = 1", "tokens", "distilled", "KL", "same first choice")
+    figures = ("perplexity after the fit, stock = 1", "trained", "tokens", "distilled", "KL", "same first choice")
     return markdown(("linear layers", "rule", *figures), lines)
 
 
@@ -60,6 +65,19 @@ def embeddings_table() -> str:
             difference = f"{run['difference']:+.2f} [{low:+.2f}, {high:+.2f}]"
             lines.append((f"`{variant}`", texts, f"{run['tokens']:,}", *figures, difference))
     return markdown(("attention", "texts", "tokens", "as patched", "converted", "stock", "difference [95 %]"), lines)
+
+
+def news_table() -> str:
+    """A fine-tuned classifier beside what `convert` made of it: `hf-attn-swap compare --json`, one entry per run."""
+    lines = []
+    for run in _read(NEWS)["runs"]:
+        found = run["compare"]
+        accuracies = (f"{found[name]:.2%}" for name in ("accuracy", "stock_accuracy"))
+        gained, margin = (100 * value for value in (-found["loss"], found["accuracy_margin"]))
+        figures = (*accuracies, f"{gained:+.2f} ± {margin:.2f}", f"{found['divergence']:.3f}")
+        lines.append((f"`{run['variant']}`", f"{run['seed']}", f"{run['tokens']:,}", *figures))
+    header = ("attention", "seed", "tokens", "converted", "control", "difference, points (95 %)", "KL")
+    return markdown(header, lines)
 
 
 def hybrid_table() -> str:

@@ -143,7 +143,7 @@ def convert(
         raise ValueError(f"tokens must be at least 1, got {tokens!r}.")
     if teacher is not None:
         check_teacher(root, teacher)
-    plan = plan_of(root, stages, low_memory=low_memory)
+    plan = plan_of(root, variant, stages, low_memory=low_memory)
     with contextlib.ExitStack() as inside:
         inside.enter_context(as_before(model))
         train, held = _split(root, data, eval_data, processor, length)

@@ -371,12 +371,31 @@ def test_kinds_of_models(kind: str) -> None:
 
 
 def test_settings_by_kind_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = [default_distil(each) for each in (stock("llama"), stock("bert"), zoo.build("bert", head="base"))]
-    assert [(each.rank, each.logits, each.hidden) for each in small] == [(32, 1, 0), (None, 1, 1), (None, 0, 1)]
-    assert default_distil(zoo.build("bert", head="qa")).logits == 0
-    assert default_distil(stock("vit")).rank == 16
+    def settings(model: Any, variant: str = "belief") -> tuple[int | None, float, float]:
+        how = default_distil(model, variant)
+        return how.rank, how.logits, how.hidden
+
+    assert settings(stock("llama")) == (32, 1, 0)
+    assert settings(stock("bert")) == (None, 1, 1)
+    assert settings(zoo.build("bert", head="base")) == (None, 0, 1)
+    assert settings(zoo.build("bert", head="qa")) == (None, 0, 1)
+    assert settings(stock("vit")) == (16, 1, 1)
     monkeypatch.setattr(plan, "SMALL", 100)
-    assert default_distil(stock("bert")).rank == 16
+    assert settings(stock("bert")) == (16, 1, 1)
+
+
+def test_a_language_model_that_becomes_linear_trains_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variant in ("simpletron", "simpletron_resl"):
+        assert default_distil(stock("llama"), variant).rank is None
+    assert default_distil(stock("llama"), "belief").rank == 32
+    monkeypatch.setattr(plan, "MIDDLE", 100)
+    assert default_distil(stock("llama"), "simpletron_resl").rank == 32
+
+
+def test_weights_in_half_precision_do_not_train() -> None:
+    assert default_distil(stock("bert").bfloat16(), "belief").rank == 16
+    with pytest.warns(UserWarning, match="the weights are in torch.bfloat16, so adapters train; load .* float32"):
+        assert default_distil(stock("llama").bfloat16(), "simpletron_resl").rank == 32
 
 
 def test_stages_of_the_user() -> None:
@@ -420,7 +439,7 @@ def test_low_memory(variant: str) -> None:
     ends = [report.steps[-1].lost.cost for report in reports]
     assert [report.training_steps for report in reports] == [reports[0].training_steps] * 2
     assert ends[1] == pytest.approx(ends[0], rel=1e-3)
-    assert plan.plan_of(stock("bert"), low_memory=True).last.rank == plan.RANK
+    assert plan.plan_of(stock("bert"), "belief", low_memory=True).last.rank == plan.RANK
     with refused("give the Distil stages a rank"):
         converted(stock("bert"), "belief", rows("bert"), low_memory=True)
 
