@@ -14,7 +14,7 @@ from ..core.registry import parse
 from .stages import Align, Calibrate, Distil, FineTune, Stage
 
 SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters
-MIDDLE = 500_000_000  # the same for a language model that becomes linear: 20 bytes per parameter while it trains
+MIDDLE = 500_000_000  # the same for a language model that becomes linear: 24 bytes per parameter while it trains
 RANK = 16  # of the adapters, where memory is short
 HALF = (
     "the weights are in {dtype}, so adapters train; load the model in float32 to train all weights, which loses less "
