@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -15,7 +15,7 @@ from .stages import Align, Calibrate, Distil, FineTune, Stage
 
 SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters
 MIDDLE = 500_000_000  # the same for a language model that becomes linear: 24 bytes per parameter while it trains
-RANK = 16  # of the adapters, where memory is short
+RANK = 16  # of the adapters of an encoder
 HALF = (
     "the weights are in {dtype}, so adapters train; load the model in float32 to train all weights, which loses less "
     "when a language model becomes linear."
@@ -54,8 +54,7 @@ def plan_of(
         ValueError: a stage is of another kind, or in another place, than a conversion by one call can take.
     """
     if stages is None:
-        chosen = default_distil(root, variant)
-        return Plan(calibrate=None, distil=(replace(chosen, rank=chosen.rank or RANK) if low_memory else chosen,))
+        return Plan(calibrate=None, distil=(default_distil(root, variant, low_memory=low_memory),))
     calibrate = stages[0] if stages and isinstance(stages[0], Calibrate) else None
     distil = tuple(stage for stage in stages if isinstance(stage, Distil))
     if any(isinstance(stage, Align) for stage in stages):
@@ -77,17 +76,19 @@ def plan_of(
     return Plan(calibrate=calibrate, distil=distil)
 
 
-def default_distil(root: PreTrainedModel, variant: str) -> Distil:
+def default_distil(root: PreTrainedModel, variant: str, *, low_memory: bool = False) -> Distil:
     """How a model of this kind and size is distilled to a variant.
 
-    Weights in half precision do not train: small steps would be lost in rounding. Adapters do.
+    Weights in half precision do not train: small steps would be lost in rounding. Adapters train then, and where memory
+    is short.
 
     Measured on SmolLM2, ViT-S and MiniLM; docs/mathematics.md, section Conversion.
     """
     whole = root.dtype == torch.float32
     size = root.num_parameters()
     if predicts_next(root):
-        if any(cls.replaces for cls in parse(variant)) and size <= MIDDLE:
+        linear = any(cls.replaces for cls in parse(variant))
+        if linear and size <= MIDDLE and not low_memory:
             if whole:
                 return Distil(learning_rate=3e-4)
             warnings.warn(HALF.format(dtype=root.dtype), stacklevel=4)
@@ -95,6 +96,6 @@ def default_distil(root: PreTrainedModel, variant: str) -> Distil:
     name = type(root).__name__
     headless = not any(part in name for part in ("For", "LMHead")) or "QuestionAnswering" in name  # gives no logits
     logits = 0.0 if headless else 1.0
-    if root.main_input_name == "pixel_values" or size > SMALL or not whole:
-        return Distil(rank=16, learning_rate=5e-4, logits=logits, hidden=1.0, batch=16)
+    if root.main_input_name == "pixel_values" or size > SMALL or not whole or low_memory:
+        return Distil(rank=RANK, learning_rate=5e-4, logits=logits, hidden=1.0, batch=16)
     return Distil(learning_rate=1e-4, logits=logits, hidden=1.0, batch=16)

@@ -388,6 +388,7 @@ def test_a_language_model_that_becomes_linear_trains_its_weights(monkeypatch: py
     for variant in ("simpletron", "simpletron_resl"):
         assert default_distil(stock("llama"), variant).rank is None
     assert default_distil(stock("llama"), "belief").rank == 32
+    assert default_distil(stock("llama"), "simpletron_resl", low_memory=True).rank == 32
     monkeypatch.setattr(plan, "MIDDLE", 100)
     assert default_distil(stock("llama"), "simpletron_resl").rank == 32
 
