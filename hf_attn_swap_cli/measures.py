@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Label = Annotated[str | None, typer.Option(help="Column of the class (a number), for the accuracy of a classifier.")]
 RowCount = Annotated[int, typer.Option(min=1, help="Number of rows, or blocks of text, from the first.")]
 Length = Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")]
+FEW = 8  # batches at most that are timed, and searched for outliers
 ROWS = (  # the rows of the table that `compare` prints: words, name of the figure, unit
     ("milliseconds per batch", "milliseconds", 1),
     ("MB of parameters", "parameter_bytes", 1e6),
@@ -49,8 +50,9 @@ def compare(
     """Compare two saved models, such as a base and the model that was converted from it, on the same rows.
 
     The first model is the one that the second is measured against: KL, equal first choices, and perplexity or accuracy.
-    Below stand the time of a pass, the memory, and the outliers in the hidden states of both. The models take turns,
-    and the time is the median of nine passes. The peak of the memory is told on CUDA alone.
+    Below stand the time of a pass, the memory, and the outliers in the hidden states of both, on at most eight batches
+    at equal distances. The models take turns, and the time is the median of nine passes. The peak of the memory is told
+    on CUDA alone.
     """
     from hf_attn_swap.analysis.cost import beside
     from hf_attn_swap.analysis.held_out import HeldOut
@@ -59,8 +61,9 @@ def compare(
     models = [_load(name, task, device=device, dtype=dtype, token=token) for name in (first, second)]
     batches = _batches(models[0], first, data, column, label, config, split, rows, length, token=token)
     found = HeldOut(models[0], batches, as_it_is=True).lost(models[1], progress=True)
-    costs, ratio = beside(models[0], models[1], batches)
-    states = [outliers(model, batches) for model in models]
+    few = batches[:: -(-len(batches) // FEW)]
+    costs, ratio = beside(models[0], models[1], few)
+    states = [outliers(model, few) for model in models]
     if as_json:
         more = {"loss": found.share, "measure": found.measure, "time_ratio": ratio}
         both = dict(zip(("first", "second"), map(_figures, costs, states), strict=True))
