@@ -60,8 +60,9 @@ def compare(
 
     models = [_load(name, task, device=device, dtype=dtype, token=token) for name in (first, second)]
     batches = _batches(models[0], first, data, column, label, config, split, rows, length, token=token)
-    found = HeldOut(models[0], batches, as_it_is=True).lost(models[1], progress=True)
-    few = batches[:: -(-len(batches) // FEW)]
+    held = HeldOut(models[0], batches, as_it_is=True)
+    found = held.lost(models[1], progress=True)
+    few = [kept.batch for kept in held.part(FEW).kept]
     costs, ratio = beside(models[0], models[1], few)
     states = [outliers(model, few) for model in models]
     if as_json:

@@ -47,8 +47,8 @@ class Lost:
             labels that do not exclude each other.
         accuracy: the share of rows whose likeliest class is the label; classifiers on rows with labels only.
         stock_accuracy: the same for the stock model.
-        accuracy_margin: half of the 95 % interval of the difference of the two accuracies. Rows that both models get
-            right or wrong do not count (paired proportions, normal approximation); the spread of seeds is not in it.
+        accuracy_margin: half of the 95 % interval of the difference of the two accuracies on the same rows (Agresti and
+            Min, 2005, with half a row added to each of the four outcomes of a row). The spread of seeds is not in it.
         per_token: True if a prediction belongs to a token, False if it belongs to a row.
     """
 
@@ -276,8 +276,9 @@ class Sums:
         figures = {"divergence": mean, "agreement": self.same / self.tokens}
         if self.labelled:
             figures |= {"accuracy": self.right / self.labelled, "stock_accuracy": self.stock_right / self.labelled}
-            square = self.one_right - (self.right - self.stock_right) ** 2 / self.labelled
-            figures |= {"accuracy_margin": Z95 * math.sqrt(square) / self.labelled}
+            count = self.labelled + 2
+            square = self.one_right + 1 - (self.right - self.stock_right) ** 2 / count
+            figures |= {"accuracy_margin": Z95 * math.sqrt(square) / count}
         if self.targets:
             figures |= {"perplexity": _exp(self.loss / self.targets)}
             figures |= {"stock_perplexity": _exp(self.stock_loss / self.targets)}

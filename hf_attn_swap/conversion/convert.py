@@ -88,7 +88,8 @@ def convert(
         report = convert(model, "belief", texts, processor=tokenizer, max_loss=0.02)
         print(report)
 
-    A model whose swaps are all the control `softmax`, as the recipes save their control, counts as a stock model.
+    A model whose swaps are all the control `softmax`, as the recipes save their control, counts as a stock model; the
+    conversion takes the place of these swaps.
 
     Args:
         model: a stock model, as from_pretrained returns it.
@@ -133,7 +134,7 @@ def convert(
             folder holds another conversion. After an error the model is the stock model as it was.
     """
     root = model_root(model)
-    without_control(model)
+    refuse_converted(model)
     variant = "+".join(cls.name for cls in parse(variant))
     if max_loss is not None and not max_loss > 0:
         raise ValueError(f"max_loss must be above 0 (0.02 is 2 %), got {max_loss!r}.")
@@ -144,6 +145,8 @@ def convert(
     if teacher is not None:
         check_teacher(root, teacher)
     plan = plan_of(root, variant, stages, low_memory=low_memory)
+    if installation_of(root) is not None:
+        unpatch_model(model)  # the control `softmax`
     with contextlib.ExitStack() as inside:
         inside.enter_context(as_before(model))
         train, held = _split(root, data, eval_data, processor, length)
@@ -211,18 +214,17 @@ def convert(
     )
 
 
-def without_control(model: nn.Module) -> None:
-    """Take the control `softmax` out of a model, so that the model is a stock model again.
+def refuse_converted(model: nn.Module) -> None:
+    """Refuse a model with another attention than stock attention or the control `softmax`, which computes the same.
 
     Raises:
-        ValueError: a layer has another attention.
+        ValueError: a layer has another attention, or its control was calibrated to another attention.
     """
     installation = installation_of(model_root(model))
-    if installation is None:
-        return
-    if any(swap.names != (Softmax.name,) for group in installation.swaps().values() for swap in group):
-        raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
-    unpatch_model(model)
+    swaps = [] if installation is None else [swap for group in installation.swaps().values() for swap in group]
+    for swap in swaps:
+        if swap.names != (Softmax.name,) or swap.calibration is not None or swap.merged is not None:
+            raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 import transformers
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel, TrainingArguments
 
-from ..conversion.convert import FITS, convert, without_control
+from ..conversion.convert import FITS, convert, refuse_converted
 from ..conversion.outcome import ConversionReport
 from ..core.registry import parse, parse_options
 from .card import render
@@ -105,7 +105,7 @@ def convert_checkpoint(
             )
         notify(f"note: not in the checkpoint, so newly initialised: {', '.join(fresh)}")
     try:
-        without_control(model)
+        refuse_converted(model)
     except ValueError:
         raise ValueError(f"{source} is converted already; convert the stock model.") from None
     work = out.with_name(out.name + WORK)

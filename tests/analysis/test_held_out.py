@@ -137,6 +137,13 @@ def test_the_margin_of_the_accuracy_is_that_of_a_bootstrap() -> None:
     assert "± " in str(found)
 
 
+def test_the_margin_of_equal_models_on_few_rows_is_not_0() -> None:
+    sums = Sums(causal=False, numbers=False)
+    logits = torch.eye(3)
+    sums.add_logits(logits, logits, {}, torch.arange(3))
+    assert sums.result().accuracy_margin == pytest.approx(1.96 / 5)
+
+
 def test_predictions_of_tokens() -> None:
     model = patch_model(stock("bert"), "simpletron_resl")
     labels = torch.ones(2, dtype=torch.long)

@@ -8,14 +8,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+import hf_attn_swap.analysis.cost as cost
+import hf_attn_swap.analysis.outliers as outliers
 from hf_attn_swap.core.typed import parse_count, parse_share
 from hf_attn_swap.publish.converted import auto_class
 from hf_attn_swap.publish.results import RunResult
+from hf_attn_swap_cli import measures
 from tests.contract.harness import refused
 
 from .conftest import Outcome
@@ -172,6 +176,24 @@ def test_compare_says_what_was_lost(command: Command, tiny_bert: Path, texts: Pa
     assert found["time_ratio"] > 0
     same = command("compare", tiny_bert, tiny_bert, "--data", texts)
     assert "Same first choice as the stock model: 100.0%" in same.out
+
+
+def test_compare_measures_costs_on_few_batches(
+    command: Command, tiny_bert: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, list[int]] = {"beside": [], "outliers": []}
+    for name, home in (("beside", cost), ("outliers", outliers)):
+        real = getattr(home, name)
+
+        def counted(*given: Any, real: Any = real, name: str = name) -> Any:
+            seen[name].append(len(given[-1]))
+            return real(*given)
+
+        monkeypatch.setattr(home, name, counted)
+    monkeypatch.setattr(measures, "FEW", 2)
+    outcome = command("compare", tiny_bert, tiny_bert, "--data", texts, "--rows", "20", "--json")
+    assert json.loads(outcome.out)["tokens"] == 20, "the loss is measured on all rows"
+    assert seen == {"beside": [2], "outliers": [2, 2]}
 
 
 def test_a_converted_model_is_compared_as_it_is(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:

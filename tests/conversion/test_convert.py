@@ -18,8 +18,8 @@ from transformers import TrainingArguments
 from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.analysis import lost
 from hf_attn_swap.analysis.held_out import HeldOut
+from hf_attn_swap.conversion import calibrate, plan
 from hf_attn_swap.conversion import convert as module
-from hf_attn_swap.conversion import plan
 from hf_attn_swap.conversion.convert import convert
 from hf_attn_swap.conversion.outcome import ConversionReport
 from hf_attn_swap.conversion.plan import default_distil
@@ -564,6 +564,23 @@ def test_the_control_counts_as_a_stock_model() -> None:
     assert timeless(reports[0]) == timeless(reports[1])
     assert same(weights(models[0]), weights(models[1]))
     assert models[0].config.attn_swap == models[1].config.attn_swap
+
+
+def test_a_calibrated_control_is_refused() -> None:
+    """The way back: softmax that was fitted to another attention computes something else than stock attention."""
+    model = patch_model(stock("bert"), "softmax")
+    calibrate(model, [batch_of("bert", torch.float32)], source="simpletron_resl", fit="gain", progress=False)
+    before = weights(model)
+    with refused("the model is already converted; load the stock model, or call unpatch_model first."):
+        converted(model, "belief", rows("bert"))
+    assert same(weights(model), before)
+
+
+def test_a_refusal_leaves_the_control_in_place() -> None:
+    model = patch_model(stock("bert"), "softmax")
+    with refused("tokens must be at least 1"):
+        converted(model, "belief", rows("bert"), tokens=0)
+    assert describe(model).to_dict() == describe(patch_model(stock("bert"), "softmax")).to_dict()
 
 
 @pytest.mark.parametrize("other", [{"variant": "belief"}, {"model": "llama"}, {"data": 4}, {"tokens": 99}])
