@@ -84,7 +84,7 @@ def _claims() -> str:
     return f"{claims_table({run.name: run for run in recorded()}, mark=MARK)}\n\n{LEGEND}"
 
 
-OF_RUNS = ("published", "conversion", "scratch")  # their last column counts seeds
+OF_RUNS = ("published", "conversion", "scratch", "glue")  # their last column counts seeds
 OF_THE_SITE = {"families": families_table, "papers": _claims, "variants": names_table}
 
 

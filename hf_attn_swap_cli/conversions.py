@@ -36,6 +36,9 @@ def convert(
     low_memory: Annotated[
         bool, typer.Option("--low-memory", help="Slower, with less memory: adapters, and one row at a time.")
     ] = False,
+    bf16: Annotated[
+        bool, typer.Option("--bf16", help="Train with products in bf16, the weights stay as they are: often faster.")
+    ] = False,
     task: Task = None,
     device: Device = None,
     dtype: Dtype = "auto",
@@ -76,6 +79,7 @@ def convert(
         options=parse_options(option or [], composed="+" in variant),
         length=length,
         low_memory=low_memory,
+        bf16=bf16,
         task=task,
         device=device,
         dtype=dtype,

@@ -62,6 +62,7 @@ class Options:
     test_length: int = field(default=512, metadata={"help": "Tokens of a row to measure on."})
     test_rows: int = 32
     dtype: str = "auto"
+    bf16: bool = field(default=False, metadata={"help": "Train under bf16 autocast; the weights keep their dtype."})
     seed: int = 0
     out: str = "recipes/figures/which-layers.json"
 
@@ -156,7 +157,13 @@ class Study:
             ],
             length=options.length,
             output_dir=folder,
-            args=TrainingArguments(output_dir=str(folder), report_to="none", seed=options.seed),
+            args=TrainingArguments(
+                output_dir=str(folder),
+                report_to="none",
+                seed=options.seed,
+                bf16=options.bf16,
+                use_cpu=not torch.accelerator.is_available(),
+            ),
         )
         return report.to_dict() | {"summary": report.summary}
 
@@ -198,6 +205,8 @@ def main() -> None:
     path = Path(options.out)
     apart = ("counts", "rules", "out")
     given = {name: value for name, value in asdict(options).items() if name not in apart}
+    if not options.bf16:
+        del given["bf16"]  # files from before this option stay valid
     record = open_record(path, given, [])
     study = Study.read(options)
     if "sensitivity" not in record:

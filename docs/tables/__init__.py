@@ -14,7 +14,7 @@ from .conversions import CURVE_SMOLLM2, curve_table, embeddings_table, hybrid_ta
 from .memory import bags_table, recall_table
 from .names import canonical_label
 from .papers import claims_table
-from .runs import conversion_table, published_table, recorded, scratch_table
+from .runs import conversion_table, perplexities_table, published_table, recorded, scratch_table, tasks_table
 from .speed import compile_table, decode_table, lra_table, operator_table, serving_table, speed_table, weighted_table
 
 FIGURES = Path(__file__).parents[2] / "recipes" / "figures"
@@ -109,6 +109,9 @@ TABLES = {
     "curve-smollm2": lambda: curve_table(CURVE_SMOLLM2),
     "embeddings": embeddings_table,
     "news": news_table,
+    "glue": lambda: tasks_table("minilm-distilled"),
+    "reactions": lambda: perplexities_table("albert-distilled-reactions"),
+    "small-models": lambda: perplexities_table("gpt2-distilled-imdb", "opt-distilled-imdb"),
     "layers": layers_table,
     "hybrid": hybrid_table,
     "rank": rank_table,

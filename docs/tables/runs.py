@@ -42,6 +42,30 @@ def scratch_table(variant: str | None = None) -> str:
     return markdown(header, [[_link(run), _attention(run), *_figures(run)] for run in found])
 
 
+def tasks_table(model: str) -> str:
+    """One Markdown row per task and attention of the runs that are named MODEL-TASK: the first metric of each."""
+    rows = []
+    for run in recorded():
+        kind, _, task = (run.study or "").rpartition("-")
+        if kind == model:
+            rows.append([task, _attention(run), *_figures(run)])
+    return markdown(("task", "attention", *SHOWN), rows)
+
+
+def perplexities_table(*studies: str) -> str:
+    """One Markdown row per run of these studies: the perplexity before and after the conversion, and the control's."""
+    rows = []
+    for run in recorded():
+        if run.study in studies:
+            assert run.control is not None
+            found = {metric.name: metric.mean for metric in run.converted.metrics}
+            before, ours, control = found["perplexity_before"], found["perplexity"], run.control.metrics[0].mean
+            model = run.study.partition("-")[0]
+            ratio = f"{ours / control:.3f}"
+            rows.append([model, _attention(run), f"{before:,.2f}", f"{ours:.3f}", f"{control:.3f}", ratio])
+    return markdown(("model", "attention", "as patched", "converted", "control", "converted / control"), rows)
+
+
 def recorded(variant: str | None = None) -> list[RunResult]:
     """All runs with a control, or those of one variant, by study (one model on one data set), the best first."""
     return [run for run in _controlled() if variant is None or variant in _components(run)]

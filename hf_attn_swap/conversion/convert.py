@@ -118,8 +118,9 @@ def convert(
         length: the number of tokens of a row, when `data` are texts.
         output_dir: a folder for checkpoints. The same call with the same folder goes on where the last one ended. None
             keeps nothing.
-        args: more arguments of the training, such as `bf16=True`; the budget, the learning rate and the batch are set
-            by `tokens` and `distil`, the folder and when to save by `output_dir`.
+        args: more arguments of the training, such as `bf16=True` (without a GPU, transformers wants `use_cpu=True`
+            beside it); the budget, the learning rate and the batch are set by `tokens` and `distil`, the folder and
+            when to save by `output_dir`.
         progress: show progress bars.
         options: the options of the variant.
 
@@ -169,6 +170,7 @@ def convert(
             "held_out": len(held),
             "length": train.length,
             **({} if modules is None else {"modules": modules}),
+            **({"bf16": True} if args is not None and args.bf16 else {}),
         }
         folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
         args = args or TrainingArguments(output_dir=str(folder), report_to="none")

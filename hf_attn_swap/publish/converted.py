@@ -53,6 +53,7 @@ def convert_checkpoint(
     dtype: str = "auto",
     revision: str | None = None,
     token: str | None = None,
+    bf16: bool = False,
     keep_anyway: bool = False,
     overwrite: bool = False,
     notify: Callable[[str], None],
@@ -75,6 +76,7 @@ def convert_checkpoint(
         dtype: the precision of the weights; "auto" is that of the checkpoint.
         revision: branch, tag or commit on the Hub.
         token: of the Hub, for a private model.
+        bf16: train under bf16 autocast. The weights keep their precision, and the losses are measured without it.
         keep_anyway: save a model whose loss is above the budget, too.
         overwrite: write into a folder that is not empty.
         notify: receives a line before each step.
@@ -109,7 +111,7 @@ def convert_checkpoint(
     except ValueError:
         raise ValueError(f"{source} is converted already; convert the stock model.") from None
     work = out.with_name(out.name + WORK)
-    training = _training(work, on_cpu=where == "cpu")
+    training = _training(work, on_cpu=where == "cpu", bf16=bf16)
     model.to(training.device if device is None else where)
     report = convert(
         model,
@@ -167,6 +169,9 @@ def results(
             converted.append(Metric(name=metric, higher_is_better=higher, values=(ours,)))
             stock.append(Metric(name=metric, higher_is_better=higher, values=(theirs,)))
     seconds = sum(step.seconds for step in report.steps)
+    sentences = [report.summary, *(f"{step.name}: {step.cells()[2]} lost." for step in report.steps)]
+    if training.bf16:
+        sentences.append("Trained under bf16 autocast.")
     fits = [fit for fit in FITS if any(step.name == f"fit: {fit}" for step in report.steps)]
     return RunResult(
         name=name,
@@ -174,7 +179,7 @@ def results(
         modules=modules,
         swaps=swaps,
         parameters_added=sum(p.numel() for n, p in model.named_parameters() if "attn_swap" in n),
-        conversion=(report.summary, *(f"{step.name}: {step.cells()[2]} lost." for step in report.steps)),
+        conversion=tuple(sentences),
         steps=(*fits, "distil") if report.training_steps else tuple(fits),
         task=TASKS.get(base.auto_class, "feature-extraction"),
         data=DataSet(
@@ -205,10 +210,10 @@ def results(
     )
 
 
-def _training(work: Path, *, on_cpu: bool) -> TrainingArguments:
+def _training(work: Path, *, on_cpu: bool, bf16: bool) -> TrainingArguments:
     """The arguments of the training. They also connect the processes, if there are several."""
     backend = "gloo" if on_cpu and "WORLD_SIZE" in os.environ else None
-    return TrainingArguments(output_dir=str(work), report_to="none", use_cpu=on_cpu, ddp_backend=backend)
+    return TrainingArguments(output_dir=str(work), report_to="none", use_cpu=on_cpu, bf16=bf16, ddp_backend=backend)
 
 
 def auto_class(kind: str) -> str:

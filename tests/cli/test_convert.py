@@ -264,6 +264,25 @@ def test_low_memory_trains_adapters(command: Command, tiny_bert: Path, texts: Pa
     assert small["steps"][-1]["name"] == "adapters merged"
 
 
+def test_bf16_trains_the_weights_in_their_own_precision(
+    command: Command, tiny_bert: Path, texts: Path, tmp_path: Path
+) -> None:
+    """The products are rounded, so the trained weights differ a little; the saved weights are in fp32."""
+    words = ("--data", texts, "--tokens", "300", "--device", "cpu")
+    for name, more in (("usual", ()), ("faster", ("--bf16",))):
+        assert command("convert", tiny_bert, "belief", tmp_path / name, *words, *more).code == 0
+    usual, faster = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / name) for name in ("usual", "faster")
+    )
+    assert faster.dtype == torch.float32
+    pairs = list(zip(usual.parameters(), faster.parameters(), strict=True))
+    assert not all(torch.equal(one, other) for one, other in pairs)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=0.0, atol=1e-3)
+    assert "Trained under bf16 autocast." in (tmp_path / "faster" / "README.md").read_text()
+    assert "autocast" not in (tmp_path / "usual" / "README.md").read_text()
+
+
 @pytest.mark.slow
 def test_two_processes_convert_one_model(tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
     """As accelerate launch starts them: one result, written and printed once."""
