@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .app import Command, app, first_process, notify, show
-from .options import Column, Config, Data, Device, Dtype, Options, Overwrite, Revision, Task, Token
+from .options import Columns, Config, Data, Device, Dtype, Options, Overwrite, Revision, Task, Token, columns
 
 MISSED = 1  # the exit code of a conversion that missed its budget
 
@@ -19,7 +19,7 @@ def convert(
     variant: Annotated[str, typer.Argument(help='Name from `variants`, or a composition such as "outeffhop+gated".')],
     out: Annotated[Path, typer.Argument(help="Folder for the converted model.")],
     data: Data,
-    column: Column = "text",
+    column: Columns = None,
     config: Config = None,
     split: Annotated[str | None, typer.Option(help="Split to convert on; train if left out.")] = None,
     eval_data: Annotated[str | None, typer.Option(help="Held-out data; a part of --data if left out.")] = None,
@@ -59,12 +59,13 @@ def convert(
     from hf_attn_swap.core.typed import parse_count, parse_layers, parse_options, parse_share
     from hf_attn_swap.publish.converted import convert_checkpoint
     from hf_attn_swap.publish.hub import push_folder
-    from hf_attn_swap.training import load_rows
+    from hf_attn_swap.training.data import inputs_of, load_rows
+
+    names = columns(column)
 
     def read() -> tuple[list[Any], list[Any] | None]:
-        train = load_rows(data, config, split, column, ("train",))[column]
-        held = None if eval_data is None else load_rows(eval_data, config, None, column)[column]
-        return list(train), None if held is None else list(held)
+        train = inputs_of(load_rows(data, config, split, *names, usual=("train",)), names)
+        return train, None if eval_data is None else inputs_of(load_rows(eval_data, config, None, *names), names)
 
     report, saved = convert_checkpoint(
         model,

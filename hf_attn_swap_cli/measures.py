@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .app import Command, app, notify, show
-from .options import AsJson, Column, Config, Data, Device, Dtype, Model, Revision, Split, Task, Token
+from .options import AsJson, Columns, Config, Data, Device, Dtype, Model, Revision, Split, Task, Token, columns
 
 if TYPE_CHECKING:
     from hf_attn_swap.analysis.cost import Cost
@@ -35,7 +35,7 @@ def compare(
     first: Model,
     second: Model,
     data: Data,
-    column: Column = "text",
+    column: Columns = None,
     label: Label = None,
     config: Config = None,
     split: Split = None,
@@ -59,7 +59,7 @@ def compare(
     from hf_attn_swap.analysis.outliers import outliers
 
     models = [_load(name, task, device=device, dtype=dtype, token=token) for name in (first, second)]
-    batches = _batches(models[0], first, data, column, label, config, split, rows, length, token=token)
+    batches = _batches(models[0], first, data, columns(column), label, config, split, rows, length, token=token)
     held = HeldOut(models[0], batches, as_it_is=True)
     found = held.lost(models[1], progress=True)
     few = [kept.batch for kept in held.part(FEW).kept]
@@ -81,7 +81,7 @@ def compare(
 def evaluate(
     model: Model,
     data: Data,
-    column: Column = "text",
+    column: Columns = None,
     label: Label = None,
     config: Config = None,
     split: Split = None,
@@ -98,7 +98,9 @@ def evaluate(
     from hf_attn_swap.analysis.held_out import HeldOut
 
     loaded = _load(model, task, device=device, dtype=dtype, revision=revision, token=token)
-    batches = _batches(loaded, model, data, column, label, config, split, rows, length, revision=revision, token=token)
+    batches = _batches(
+        loaded, model, data, columns(column), label, config, split, rows, length, revision=revision, token=token
+    )
     found = HeldOut(loaded, batches, as_it_is=True).itself()
     figures = {"perplexity": found.perplexity, "accuracy": found.accuracy}
     known = {name: value for name, value in figures.items() if value is not None}
@@ -122,7 +124,7 @@ def _batches(
     model: Any,
     name: str,
     data: str,
-    column: str,
+    names: list[str],
     label: str | None,
     config: str | None,
     split: str | None,
@@ -136,16 +138,14 @@ def _batches(
     from hf_attn_swap.conversion.rows import as_rows
     from hf_attn_swap.publish.checkpoint import hub_arguments
     from hf_attn_swap.publish.converted import processor_of
-    from hf_attn_swap.training import load_rows
+    from hf_attn_swap.training.data import filled_rows, inputs_of, load_rows
 
-    found = load_rows(data, config, split, column)
+    found = load_rows(data, config, split, *names)
     if label is not None and label not in found.column_names:
         raise ValueError(f"the data have no column {label!r}; they have {', '.join(found.column_names)}.")
-    filled = found.filter(lambda row: not isinstance(row[column], str) or bool(row[column].strip()))
-    if not len(filled):
-        raise ValueError(f"every row of column {column!r} is blank.")
+    filled = filled_rows(found, names)
     processor = processor_of(model, name, hub_arguments(revision, token))
-    prepared = as_rows(model, filled[column][:], processor, length=length)
+    prepared = as_rows(model, inputs_of(filled, names), processor, length=length)
     if label is not None:
         if len(prepared) != len(filled):
             raise ValueError("a language model has no use for --label: its rows are blocks of joined text.")

@@ -23,11 +23,25 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: t
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the model.")]
 Token = Annotated[str | None, typer.Option(help="Token of the Hub, for a private model; the stored one if left out.")]
 Data = Annotated[str, typer.Option(help="Set on the Hub, folder, or file of text or images.")]
-Column = Annotated[str, typer.Option(help="Column of the text or the image.")]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option("--column", help="Column of the text or the image (text if left out); given twice, pairs of texts."),
+]
 Config = Annotated[str | None, typer.Option(help="Configuration of the set, such as a GLUE task.")]
 Split = Annotated[str | None, typer.Option(help="Split of the set; the held-out split if left out.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")]
+
+
+def columns(given: list[str] | None) -> list[str]:
+    """The columns that the user named, or the usual one.
+
+    Raises:
+        ValueError: there are more than two.
+    """
+    if given is not None and len(given) > 2:
+        raise ValueError(f"--column names one column, or the two of pairs of texts, not {len(given)}.")
+    return given or ["text"]
 
 
 def hub(revision: str | None, token: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .app import Command, app, notify
-from .options import Column, Config, Data, Device, Dtype, Model, Options, Revision, Split, Task, Token
+from .options import Columns, Config, Data, Device, Dtype, Model, Options, Revision, Split, Task, Token, columns
 
 
 @app.command(cls=Command)
@@ -72,7 +72,7 @@ def report(
     variant: Annotated[str | None, typer.Option(help="Variant to swap into a stock model, as for `patch`.")] = None,
     option: Options = None,
     calibrate: Annotated[str | None, typer.Option(help='"gain" or "map": fit the swap on the rows first.')] = None,
-    column: Column = "text",
+    column: Columns = None,
     config: Config = None,
     split: Split = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows, from the first.")] = 64,
@@ -98,13 +98,14 @@ def report(
     from hf_attn_swap.training import load_rows
 
     chosen = parse_options(option or [], composed="+" in (variant or ""))
-    found = load_rows(data, config, split, column)
+    names = columns(column)
+    found = load_rows(data, config, split, *names)
     loaded = load_checkpoint(model, task, device=device, dtype=dtype, revision=revision, token=token)
     inputs = prepare(
         loaded,
         processor or model,
         found,
-        column,
+        names,
         limit=rows,
         batch_size=batch_size,
         max_length=max_length,

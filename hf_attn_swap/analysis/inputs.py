@@ -6,7 +6,7 @@ Axes: B batch, T token, S side of an image.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ def prepare(
     model: PreTrainedModel,
     source: str,
     rows: Dataset,
-    column: str,
+    columns: Sequence[str],
     *,
     limit: int = 64,
     batch_size: int = 16,
@@ -60,8 +60,8 @@ def prepare(
         model: the model; its main input says whether it takes text or images.
         source: name or folder of the tokenizer or image processor.
         rows: the data set.
-        column: name of the column that holds the text or the image.
-        limit: the number of rows to take, from the first. Blank texts are left out and do not count.
+        columns: the name of the column that holds the text or the image, or of the two that hold pairs of texts.
+        limit: the number of rows to take, from the first. Rows with a blank text are left out and do not count.
         batch_size: number of rows per batch.
         max_length: number of tokens that are kept of a text.
         shown: index of the row whose attention is drawn.
@@ -74,15 +74,18 @@ def prepare(
     """
     if model.main_input_name not in ("input_ids", "pixel_values"):
         raise ValueError(f"a report is for models of text or images; this one takes {model.main_input_name}.")
-    filled = (value for value in rows[column] if value is not None and (not isinstance(value, str) or value.strip()))
+    filled = (row for row in zip(*(rows[name] for name in columns), strict=True) if not any(map(is_blank, row)))
     values = list(itertools.islice(filled, limit))
     if not values:
-        raise ValueError(f"column {column!r} holds no text: every row is blank.")
+        raise ValueError(f"column {' or '.join(map(repr, columns))} holds no text: every row is blank.")
     if not 0 <= shown < len(values):
         raise ValueError(f"row {shown} cannot be shown: there are {len(values)} rows, counted from 0.")
     like = next(model.parameters())
     if model.main_input_name == "pixel_values":
-        return _images(_processor(AutoImageProcessor, source, "image processor", hub), values, batch_size, shown, like)
+        if len(columns) > 1:
+            raise ValueError("this model takes images; name one column.")
+        images = [row[0] for row in values]
+        return _images(_processor(AutoImageProcessor, source, "image processor", hub), images, batch_size, shown, like)
     tokenizer = _processor(AutoTokenizer, source, "tokenizer", hub)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # transformers makes up an empty tokenizer for a folder without a tokenizer
@@ -90,20 +93,32 @@ def prepare(
     return _texts(tokenizer, values, batch_size, shown, like.device, max_length, shown_tokens)
 
 
+def is_blank(value: Any) -> bool:
+    """True for a missing value, and for a text without letters."""
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
 def _texts(
-    tokenizer: Any, values: list[Any], size: int, shown: int, device: torch.device, max_length: int, shown_tokens: int
+    tokenizer: Any,
+    values: list[tuple[Any, ...]],
+    size: int,
+    shown: int,
+    device: torch.device,
+    max_length: int,
+    shown_tokens: int,
 ) -> Inputs:
-    if not all(isinstance(value, str) for value in values):
+    if not all(isinstance(text, str) for row in values for text in row):
         raise ValueError("this model takes text; name the column that holds it.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     options = {"return_tensors": "pt", "truncation": True, "padding": True}
-    order = sorted(values, key=len)
-    batches = [
-        dict(tokenizer(order[start : start + size], max_length=max_length, **options).to(device))
-        for start in range(0, len(order), size)
-    ]
-    sample = dict(tokenizer([values[shown]], max_length=shown_tokens, **options).to(device))
+    order = sorted(values, key=lambda row: sum(map(len, row)))
+
+    def encode(some: list[tuple[Any, ...]], longest: int) -> Batch:
+        return dict(tokenizer(*map(list, zip(*some, strict=True)), max_length=longest, **options).to(device))
+
+    batches = [encode(order[start : start + size], max_length) for start in range(0, len(order), size)]
+    sample = encode([values[shown]], shown_tokens)
     names = tokenizer.convert_ids_to_tokens(sample["input_ids"][0].tolist())
     separators = (tokenizer.sep_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
     return Inputs(

@@ -94,7 +94,7 @@ def convert(
     Args:
         model: a stock model, as from_pretrained returns it.
         variant: the name of the variant, or a composition such as "outeffhop+gated".
-        data: texts, images or rows that are ready, as in `as_rows`; labels are not read.
+        data: texts, pairs of texts, images or rows that are ready, as in `as_rows`; labels are not read.
         processor: the tokenizer or image processor.
         eval_data: held-out data of the same kind, to measure on. None takes a twentieth of `data` (at least 8 rows,
             and at most some 8,000 tokens or patches), which the conversion then does not see. If held-out rows have

@@ -67,8 +67,8 @@ def as_rows(model: nn.Module, data: Any, processor: Any = None, *, length: int =
 
     Args:
         model: the model that will take the rows.
-        data: texts, images (PIL), or rows that are ready: mappings with `input_ids` or `pixel_values`, without a batch
-            axis, such as a tokenised `Dataset`.
+        data: texts, pairs of texts (for a classifier of two texts), images (PIL), or rows that are ready: mappings with
+            `input_ids` or `pixel_values`, without a batch axis, such as a tokenised `Dataset`.
         processor: the tokenizer or image processor; not needed for rows of one length that are ready.
         length: the number of tokens of a row. For a causal language model, the texts are joined and cut into blocks of
             this length; for other models, a longer text is cut.
@@ -88,12 +88,12 @@ def as_rows(model: nn.Module, data: Any, processor: Any = None, *, length: int =
     first = data[0]
     if isinstance(first, Mapping):
         rows = _ready(root, data, first)
-    elif isinstance(first, str):
+    elif isinstance(first, str) or _is_pair(first):
         rows = _texts(root, data, processor, length)
     elif hasattr(first, "convert"):
         rows = _images(root, data, processor)
     else:
-        raise ValueError(f"a row must be a text, an image or a mapping, got {type(first).__name__}.")
+        raise ValueError(f"a row must be a text, a pair of texts, an image or a mapping, got {type(first).__name__}.")
     collate = _Collate(names=frozenset(inspect.signature(root.forward).parameters) - {*LABELS}, pads=processor)
     step = max(1, len(rows) // SAMPLE)
     some = [rows[index] for index in range(0, len(rows), step)]
@@ -173,20 +173,31 @@ def _ready(root: PreTrainedModel, data: Any, first: Mapping[str, Any]) -> Any:
     return data
 
 
-def _texts(root: PreTrainedModel, texts: Sequence[str], tokenizer: Any, length: int) -> list[dict[str, Any]]:
-    """Blocks of tokens for a causal language model, a row per text for any other model."""
+def _is_pair(row: Any) -> bool:
+    return isinstance(row, (tuple, list)) and len(row) == 2 and all(isinstance(text, str) for text in row)
+
+
+def _texts(
+    root: PreTrainedModel, texts: Sequence[str | Sequence[str]], tokenizer: Any, length: int
+) -> list[dict[str, Any]]:
+    """Blocks of tokens for a causal language model, a row per text or per pair of texts for any other model."""
     if root.main_input_name != "input_ids":
         raise ValueError(f"{type(root).__name__} takes {root.main_input_name}, but the data are texts.")
     if tokenizer is None:
         raise ValueError("texts need a tokenizer; pass it as processor=AutoTokenizer.from_pretrained(...).")
-    filled = [text for text in texts if isinstance(text, str) and text.strip()]
+    pairs = [
+        (text,) if isinstance(text, str) else tuple(text) for text in texts if isinstance(text, str) or _is_pair(text)
+    ]
+    filled = [pair for pair in pairs if all(text.strip() for text in pair)]
     if not filled:
         raise ValueError("every text is blank.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if not predicts_next(root):
-        return [dict(tokenizer(text, truncation=True, max_length=length)) for text in filled]
-    stream = [i for text in filled for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        return [dict(tokenizer(*pair, truncation=True, max_length=length)) for pair in filled]
+    if any(len(pair) > 1 for pair in filled):
+        raise ValueError("a causal language model takes texts; pairs of texts are for a classifier of two texts.")
+    stream = [i for (text,) in filled for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
     blocks = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
     if len(blocks) < 2:
         raise ValueError(

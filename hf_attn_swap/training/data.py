@@ -8,6 +8,7 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 
+from ..analysis.inputs import is_blank
 from .arguments import DataArguments
 
 READERS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
@@ -41,7 +42,11 @@ def load_splits(data: DataArguments, *, labelled: bool = True) -> tuple[Dataset,
 
 
 def load_rows(
-    source: str, config: str | None, split: str | None, column: str, usual: Sequence[str] = ("test", "validation")
+    source: str,
+    config: str | None,
+    split: str | None,
+    *columns: str,
+    usual: Sequence[str] = ("test", "validation"),
 ) -> Dataset:
     """The rows of one split of a set on the Hub, a folder or a file. If no split is named, the first of `usual`.
 
@@ -54,8 +59,27 @@ def load_rows(
         found = _splits(source, config)
         there = [name for name in (*usual, *map(str, found)) if name in found]
         rows = _split(source, found, split or there[0])
-    _check("chosen", rows, [column])
+    _check("chosen", rows, list(columns))
     return rows
+
+
+def filled_rows(rows: Dataset, columns: Sequence[str]) -> Dataset:
+    """The rows without those that have a blank text, or nothing, in one of the columns.
+
+    Raises:
+        ValueError: no row is left.
+    """
+    filled = rows.filter(lambda row: not any(is_blank(row[name]) for name in columns))
+    if not len(filled):
+        raise ValueError(f"every row of column {' or '.join(map(repr, columns))} is blank.")
+    return filled
+
+
+def inputs_of(rows: Dataset, columns: Sequence[str]) -> list[Any]:
+    """What the rows hold for a model: the texts or images of one column, or the pairs of texts of two columns."""
+    if len(columns) == 1:
+        return list(rows[columns[0]])
+    return list(zip(*(rows[name] for name in columns), strict=True))
 
 
 def _read(data: DataArguments) -> tuple[Dataset, Dataset]:

@@ -24,8 +24,8 @@ class Words:
     pad_token: str | None = "_"
     eos_token = "."
 
-    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-        ids = [4 + ord(letter) % 50 for letter in text]
+    def __call__(self, text: str, pair: str = "", **options: Any) -> dict[str, list[int]]:
+        ids = [4 + ord(letter) % 50 for letter in text + pair]
         ids = ids[: options["max_length"]] if options.get("truncation") else ids
         return {"input_ids": ids} | (
             {} if options.get("add_special_tokens") is False else {"attention_mask": [1] * len(ids)}
@@ -62,6 +62,12 @@ def test_texts_of_another_model_are_a_row_each() -> None:
     (batch,) = found.batches(8)
     assert batch["input_ids"].shape == (2, 5)
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]], "those of like length together"
+
+
+def test_pairs_of_texts_are_a_row_each() -> None:
+    words = Words()
+    found = as_rows(stock("bert"), [("ab", "cd"), ["e", "f"], ("g", " "), ("", "h")], words, length=3)
+    assert [row["input_ids"] for row in found.rows] == [words(text)["input_ids"] for text in ("abc", "ef")]
 
 
 def test_images() -> None:
@@ -124,12 +130,15 @@ def generated() -> Iterator[int]:
         ("bert", {"input_ids": [1]}, None, "got dict"),
         ("bert", generated(), None, "got generator"),
         ("bert", [], None, "there are no rows to convert on"),
-        ("bert", [3], None, "a row must be a text, an image or a mapping, got int"),
+        ("bert", [3], None, "a row must be a text, a pair of texts, an image or a mapping, got int"),
         ("bert", [{"text": "a"}], None, "BertForMaskedLM takes input_ids, but the rows have text"),
         ("bert", [{"input_ids": [1]}, {"input_ids": [1, 2]}], None, "the rows have different lengths"),
         ("vit", ["a"], Words(), "ViTForImageClassification takes pixel_values, but the data are texts"),
         ("bert", ["a"], None, "texts need a tokenizer"),
         ("bert", [" ", ""], Words(), "every text is blank"),
+        ("bert", [("a", "b", "c")], Words(), "an image or a mapping, got tuple"),
+        ("bert", [(" ", "a")], Words(), "every text is blank"),
+        ("llama", [("ab", "cd")], Words(), "pairs of texts are for a classifier of two texts"),
         ("llama", ["abcdefg"], Words(), "the texts have 7 tokens, less than two blocks of 5"),
         ("bert", [Image.new("RGB", (4, 4))], Pixels(), "BertForMaskedLM takes input_ids, but the data are images"),
         ("vit", [Image.new("RGB", (4, 4))], None, "images need an image processor"),

@@ -1,0 +1,100 @@
+"""`--column`, given twice: the model reads pairs of texts, as a classifier of paraphrases does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from .conftest import Outcome
+
+Command = Callable[..., Outcome]
+FIRST = ("the film was great", "dull", "great great film", "the dull film was the film", "was", "film dull")
+SECOND = ("the plot was weak", "lovely cast", "poor", "fine", "and the cast was fine", "weak plot")
+PAIRS = [(one, other) for one in FIRST for other in SECOND]
+BOTH = ("--column", "one", "--column", "other")
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """A CSV file with two columns of texts, a class, and a column of blanks."""
+    path = tmp_path / "pairs.csv"
+    rows = (f"{one},{other},{row % 2},{' ' if row else 'film'}" for row, (one, other) in enumerate(PAIRS))
+    path.write_text("\n".join(["one,other,class,rare", *rows]) + "\n")
+    return path
+
+
+def test_evaluate_reads_both_columns(command: Command, tiny_bert: Path, pairs: Path) -> None:
+    where = ("evaluate", tiny_bert, "--data", pairs, "--label", "class", "--json", "--device", "cpu")
+    found = json.loads(command(*where, *BOTH).out)["accuracy"]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_bert).eval()
+    classes = torch.arange(len(PAIRS)) % 2
+    with torch.no_grad():
+        right = [
+            int(model(**tokenizer(*pair, return_tensors="pt")).logits.argmax()) == int(label)
+            for pair, label in zip(PAIRS, classes, strict=True)
+        ]
+    assert found == pytest.approx(sum(right) / len(right))
+
+
+def test_rows_without_a_text_are_left_out(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
+    """Their labels are left out with them."""
+    more = tmp_path / "more.jsonl"
+    rows = [{"one": one, "other": other, "class": row % 2} for row, (one, other) in enumerate(PAIRS)]
+    rows[5:5] = [{"one": "film", "other": None, "class": 1}, {"one": " ", "other": "film", "class": 1}]
+    more.write_text("\n".join(map(json.dumps, rows)))
+    words = (*BOTH, "--label", "class", "--json", "--device", "cpu")
+    with_blanks, without = (command("evaluate", tiny_bert, "--data", data, *words) for data in (more, pairs))
+    assert with_blanks.code == 0, with_blanks.err
+    assert with_blanks.out == without.out
+
+
+def test_convert_and_compare(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
+    """The same tokens as one row: a pair has the tokens of both texts, and two separators."""
+    out = tmp_path / "out"
+    words = ("--data", pairs, *BOTH, "--device", "cpu")
+    assert command("convert", tiny_bert, "belief", out, *words, "--tokens", "300").code == 0
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    lengths = [len(tokenizer(*pair)["input_ids"]) for pair in PAIRS]
+    report = json.loads((out / "conversion.json").read_text())
+    assert min(lengths) <= report["row_length"] <= max(lengths)
+    assert report["row_length"] > max(len(tokenizer(text)["input_ids"]) for text in SECOND)
+    outcome = command("compare", tiny_bert, out, *words, "--json")
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["divergence"] > 0
+
+
+def test_report_draws_both_texts(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
+    done = command("report", tiny_bert, "--data", pairs, *BOTH, "--variant", "belief", "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    tokens = json.loads((tmp_path / "out" / "report.json").read_text())["tokens"]
+    assert tokens == ["[CLS]", *FIRST[0].split(), "[SEP]", *SECOND[0].split(), "[SEP]"]
+
+
+def test_a_row_with_one_blank_text_is_left_out(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
+    words = ("--data", pairs, "--column", "one", "--column", "rare", "--variant", "belief", "--out", tmp_path / "out")
+    assert command("report", tiny_bert, *words).code == 0
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["rows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        (("--column", "one", "--column", "two"), "has no column 'two'"),
+        ((*BOTH, "--column", "one"), "--column names one column, or the two of pairs of texts, not 3"),
+        (("--column", "one", "--column", "class"), "a row must be a text, a pair of texts, an image"),
+    ],
+)
+def test_refusals(
+    command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path, columns: tuple[str, ...], reason: str
+) -> None:
+    outcome = command("convert", tiny_bert, "belief", tmp_path / "out", "--data", pairs, *columns, "--device", "cpu")
+    assert outcome.code == 2
+    assert reason in outcome.err
+    assert "Traceback" not in outcome.err
+    assert not (tmp_path / "out").exists()
