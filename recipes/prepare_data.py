@@ -5,7 +5,7 @@
 The folders are for machines without access to the Hub: `--dataset_name OUT/ag_news` takes the place of
 `--dataset_name fancyzhx/ag_news`, and `--dataset_card_name fancyzhx/ag_news` keeps its name on the card. The script
 looks in SOURCE for `ag_news/`, `glue/<task>/`, `cifar10/`, `imdb/`, `wikitext-2/` and `tinyshakespeare/`, and skips
-every folder that is missing. `OUT/mixture` has text of three kinds.
+every folder that is missing. `OUT/mixture` has text of three kinds, `OUT/pairs` pairs of sentences of three tasks.
 """
 
 from __future__ import annotations
@@ -137,6 +137,16 @@ def mixture(out: Path) -> None:
     shutil.copy(out / "wikitext-2" / "test.parquet", out / "mixture" / "test.parquet")
 
 
+def pairs(out: Path) -> None:
+    """The training pairs of MRPC, RTE and STS-B without labels, shuffled: to convert a classifier of two texts."""
+    rows = []
+    for task in ("mrpc", "rte", "stsb"):
+        found = load_dataset("parquet", data_files=str(out / "glue" / task / "train.parquet"), split="train")
+        rows += [{name: row[name] for name in ("sentence1", "sentence2")} for row in found]
+    random.Random(0).shuffle(rows)
+    save(rows, out / "pairs" / "train.parquet", Value("string"))
+
+
 def pieces(texts: list[str], size: int) -> Iterator[str]:
     """Join texts to pieces of at least `size` characters."""
     held = ""
@@ -167,6 +177,8 @@ def main() -> None:
     for task in GLUE:
         if (source / "glue" / task).is_dir():
             glue(source / "glue" / task, out / "glue" / task.replace("-", "").lower(), task)
+    if all((out / "glue" / task).is_dir() for task in ("mrpc", "rte", "stsb")):
+        pairs(out)
 
 
 if __name__ == "__main__":

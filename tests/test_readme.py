@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -34,6 +35,15 @@ def test_figures_are_those_of_the_records(variant: str) -> None:
     assert run.control is not None
     ratio = run.converted.metrics[0].mean / run.control.metrics[0].mean
     assert f"{ratio:.3f} ×" in row(variant)
+
+
+@pytest.mark.parametrize(("file", "layers"), [("all-weights", 15), ("bf16", 23)])
+def test_linear_language_models(file: str, layers: int) -> None:
+    study = json.loads((ROOT / "recipes" / "figures" / f"which-layers-smollm2-{file}.json").read_text("utf-8"))
+    (run,) = (run for run in study["runs"] if (run["rule"], run["count"]) == ("auto", layers))
+    line = next(line for line in README.splitlines() if line.startswith("- **Linear.**"))
+    assert f"{1 + run['loss']:.2f} times" in line
+    assert f"{layers} of {run['of']}" in line
 
 
 def test_links_lead_to_files() -> None:

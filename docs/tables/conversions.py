@@ -18,6 +18,7 @@ LAYERS = (
     ROOT / "recipes" / "figures" / "which-layers-smollm2-250k.json",
     ROOT / "recipes" / "figures" / "which-layers-smollm2-all-weights-20k.json",
     ROOT / "recipes" / "figures" / "which-layers-smollm2-all-weights.json",
+    ROOT / "recipes" / "figures" / "which-layers-smollm2-bf16.json",
 )
 EMBEDDINGS = {
     "AG News": ROOT / "recipes" / "figures" / "embeddings-minilm.json",
@@ -43,15 +44,19 @@ def layers_table() -> str:
     """Which layers to convert: `recipes/which_layers.py`."""
     lines = []
     records = [_read(path) for path in LAYERS]
-    runs = [run | {"rank": record["options"]["rank"]} for record in records for run in record["runs"]]
+    runs = [run | {"trained": _trained(record["options"])} for record in records for run in record["runs"]]
     for run in sorted(runs, key=lambda run: (run["count"], run["rule"] != "auto", run["rule"], run["tokens"])):
         fitted, ended = (f"{1 + run[name]:.3g}" for name in ("fitted", "loss"))
         layers = f"{run['count']} of {run['of']}"
-        trained = "adapters" if run["rank"] else "all weights"
-        cells = (trained, f"{run['tokens']:,}", ended, f"{run['kl']:.3f}", f"{run['agreement']:.1%}")
+        cells = (run["trained"], f"{run['tokens']:,}", ended, f"{run['kl']:.3f}", f"{run['agreement']:.1%}")
         lines.append((layers, run["rule"], fitted, *cells))
     figures = ("perplexity after the fit, stock = 1", "trained", "tokens", "distilled", "KL", "same first choice")
     return markdown(("linear layers", "rule", *figures), lines)
+
+
+def _trained(options: dict[str, Any]) -> str:
+    """What a run of `recipes/which_layers.py` trained, and how."""
+    return ("adapters" if options["rank"] else "all weights") + (", --bf16" if options.get("bf16") else "")
 
 
 def embeddings_table() -> str:
