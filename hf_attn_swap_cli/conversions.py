@@ -59,13 +59,15 @@ def convert(
     from hf_attn_swap.core.typed import parse_count, parse_layers, parse_options, parse_share
     from hf_attn_swap.publish.converted import convert_checkpoint
     from hf_attn_swap.publish.hub import push_folder
-    from hf_attn_swap.training.data import inputs_of, load_rows
+    from hf_attn_swap.training.data import filled_rows, inputs_of, load_rows
 
     names = columns(column)
 
     def read() -> tuple[list[Any], list[Any] | None]:
-        train = inputs_of(load_rows(data, config, split, *names, usual=("train",)), names)
-        return train, None if eval_data is None else inputs_of(load_rows(eval_data, config, None, *names), names)
+        train = inputs_of(filled_rows(load_rows(data, config, split, *names, usual=("train",)), names), names)
+        if eval_data is None:
+            return train, None
+        return train, inputs_of(filled_rows(load_rows(eval_data, config, None, *names), names), names)
 
     report, saved = convert_checkpoint(
         model,

@@ -177,18 +177,27 @@ def _is_pair(row: Any) -> bool:
     return isinstance(row, (tuple, list)) and len(row) == 2 and all(isinstance(text, str) for text in row)
 
 
-def _texts(
-    root: PreTrainedModel, texts: Sequence[str | Sequence[str]], tokenizer: Any, length: int
-) -> list[dict[str, Any]]:
+def _filled(texts: Sequence[Any]) -> list[tuple[str, ...]]:
+    """The texts of every row, one or two, without the rows that have a blank text or none."""
+    count = len(texts[0]) if _is_pair(texts[0]) else 1
+    filled = []
+    for number, row in enumerate(texts):
+        parts = tuple(row) if isinstance(row, (tuple, list)) else (row,)
+        if len(parts) != count or not all(part is None or isinstance(part, str) for part in parts):
+            kind = "pair of texts" if count == 2 else "text"
+            raise ValueError(f"row {number} is no {kind}, as the first row is, but {row!r:.60}.")
+        if all(part and part.strip() for part in parts):
+            filled.append(parts)
+    return filled
+
+
+def _texts(root: PreTrainedModel, texts: Sequence[Any], tokenizer: Any, length: int) -> list[dict[str, Any]]:
     """Blocks of tokens for a causal language model, a row per text or per pair of texts for any other model."""
     if root.main_input_name != "input_ids":
         raise ValueError(f"{type(root).__name__} takes {root.main_input_name}, but the data are texts.")
     if tokenizer is None:
         raise ValueError("texts need a tokenizer; pass it as processor=AutoTokenizer.from_pretrained(...).")
-    pairs = [
-        (text,) if isinstance(text, str) else tuple(text) for text in texts if isinstance(text, str) or _is_pair(text)
-    ]
-    filled = [pair for pair in pairs if all(text.strip() for text in pair)]
+    filled = _filled(texts)
     if not filled:
         raise ValueError("every text is blank.")
     if tokenizer.pad_token is None:

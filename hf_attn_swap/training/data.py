@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
 
 from ..analysis.inputs import is_blank
 from .arguments import DataArguments
@@ -64,12 +64,13 @@ def load_rows(
 
 
 def filled_rows(rows: Dataset, columns: Sequence[str]) -> Dataset:
-    """The rows without those that have a blank text, or nothing, in one of the columns.
+    """The rows without those that have a blank text, or none, in one of the columns. Images stay as they are.
 
     Raises:
         ValueError: no row is left.
     """
-    filled = rows.filter(lambda row: not any(is_blank(row[name]) for name in columns))
+    texts = [name for name in columns if isinstance(rows.features[name], Value)]
+    filled = rows.filter(lambda *row: not any(map(is_blank, row)), input_columns=texts) if texts else rows
     if not len(filled):
         raise ValueError(f"every row of column {' or '.join(map(repr, columns))} is blank.")
     return filled

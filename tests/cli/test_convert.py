@@ -97,7 +97,7 @@ def test_a_budget_that_is_met_at_once(command: Command, tiny_bert: Path, texts: 
     [
         (("MODEL", "bogus", "out", "--data", "TEXTS"), "unknown variant"),
         (("MODEL", "belief", "out", "--data", "nowhere.csv"), "there is no file 'nowhere.csv'"),
-        (("MODEL", "belief", "out", "--data", "BLANK"), "every text is blank"),
+        (("MODEL", "belief", "out", "--data", "BLANK"), "every row of column 'text' is blank"),
         (("MODEL", "belief", "out", "--data", "TEXTS", "--column", "words"), "has no column 'words'"),
         (("MODEL", "belief", "out", "--data", "TEXTS", "--tokens", "many"), "a number such as 300k"),
         (("MODEL", "belief", "out", "--data", "TEXTS", "--max-loss", "little"), "a share such as 2%"),
