@@ -10,7 +10,15 @@ from hf_attn_swap import list_variants
 from hf_attn_swap.core.registry import get_variant
 from hf_attn_swap.core.table import markdown
 
-from .conversions import CURVE_SMOLLM2, curve_table, embeddings_table, hybrid_table, layers_table, news_table
+from .conversions import (
+    CURVE_SMOLLM2,
+    budget_table,
+    curve_table,
+    embeddings_table,
+    hybrid_table,
+    layers_table,
+    news_table,
+)
 from .memory import bags_table, recall_table
 from .names import canonical_label
 from .papers import claims_table
@@ -109,6 +117,7 @@ TABLES = {
     "curve-smollm2": lambda: curve_table(CURVE_SMOLLM2),
     "embeddings": embeddings_table,
     "news": news_table,
+    "budget": budget_table,
     "glue": lambda: tasks_table("minilm-distilled"),
     "reactions": lambda: perplexities_table("albert-distilled-reactions"),
     "small-models": lambda: perplexities_table("gpt2-distilled-imdb", "opt-distilled-imdb"),

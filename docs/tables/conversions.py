@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from hf_attn_swap.core.table import markdown
@@ -25,6 +26,7 @@ EMBEDDINGS = {
     "STS-B, train": ROOT / "recipes" / "figures" / "embeddings-minilm-stsb.json",
 }
 NEWS = ROOT / "recipes" / "figures" / "compare-minilm-ag-news.json"
+BUDGET = ROOT / "recipes" / "figures" / "convert-smollm2-belief.json"
 DECODE = ROOT / "benchmarks" / "figures" / "bench-decode-hybrid.json"
 
 
@@ -74,14 +76,37 @@ def embeddings_table() -> str:
 
 def news_table() -> str:
     """A fine-tuned classifier beside what `convert` made of it: `hf-attn-swap compare --json`, one entry per run."""
+    runs = _read(NEWS)["runs"]
     lines = []
-    for run in _read(NEWS)["runs"]:
-        found = run["compare"]
-        accuracies = (f"{found[name]:.2%}" for name in ("accuracy", "stock_accuracy"))
-        gained, margin = (100 * value for value in (-found["loss"], found["accuracy_margin"]))
-        figures = (*accuracies, f"{gained:+.2f} ± {margin:.2f}", f"{found['divergence']:.3f}")
-        lines.append((f"`{run['variant']}`", f"{run['seed']}", f"{run['tokens']:,}", *figures))
+    for variant in dict.fromkeys(run["variant"] for run in runs):
+        gains = []
+        for run in (run for run in runs if run["variant"] == variant):
+            found = run["compare"]
+            accuracies = (f"{found[name]:.2%}" for name in ("accuracy", "stock_accuracy"))
+            gains.append(-100 * found["loss"])
+            difference = f"{gains[-1]:+.2f} ± {100 * found['accuracy_margin']:.2f}"
+            how = f"{run['tokens']:,}" + (", --bf16" if run["bf16"] else "")
+            lines.append((f"`{variant}`", f"{run['seed']}", how, *accuracies, difference, f"{found['divergence']:.3f}"))
+        if len(gains) > 1:
+            spread = f"{fmean(gains):+.2f}, standard deviation {stdev(gains):.2f}"
+            lines.append((f"`{variant}`", f"mean of {len(gains)}", "", "", "", spread, ""))
     header = ("attention", "seed", "tokens", "converted", "control", "difference, points (95 %)", "KL")
+    return markdown(header, lines)
+
+
+def budget_table() -> str:
+    """A conversion within a budget, group by group: `conversion.json` of `hf-attn-swap convert --max-loss`."""
+    lines: list[list[str]] = []
+    for step in _read(BUDGET)["steps"]:
+        lost = step["lost"]
+        loss = f"{lost['perplexity'] / lost['stock_perplexity'] - 1:+.1%}"
+        if step["name"].startswith("group"):
+            lines.append(
+                [str(len(step["layers"])), loss, "within the budget already", f"{lost['divergence']:.3f}", "0"]
+            )
+        elif step["name"].startswith("distil"):
+            lines[-1][2:] = [loss, f"{lost['divergence']:.3f}", f"{step['tokens']:,}"]
+    header = ("layers", "loss when the group is swapped", "loss after the group's distillation", "KL", "tokens")
     return markdown(header, lines)
 
 

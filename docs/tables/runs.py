@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from hf_attn_swap.core.registry import get_variant
@@ -43,12 +44,16 @@ def scratch_table(variant: str | None = None) -> str:
 
 
 def tasks_table(model: str) -> str:
-    """One Markdown row per task and attention of the runs that are named MODEL-TASK: the first metric of each."""
+    """One Markdown row per task and attention of the runs that are named MODEL-TASK, then the means over the tasks."""
     rows = []
+    gains: dict[str, list[float]] = {}
     for run in recorded():
         kind, _, task = (run.study or "").rpartition("-")
         if kind == model:
             rows.append([task, _attention(run), *_figures(run)])
+            gains.setdefault(_attention(run), []).append(_gain(run))
+    for attention, found in sorted(gains.items(), key=lambda pair: -fmean(pair[1])):
+        rows.append([f"mean of {len(found)}", attention, "", "", "", f"{100 * fmean(found):+.2f}", ""])
     return markdown(("task", "attention", *SHOWN), rows)
 
 
