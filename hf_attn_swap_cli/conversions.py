@@ -64,10 +64,10 @@ def convert(
     names = columns(column)
 
     def read() -> tuple[list[Any], list[Any] | None]:
-        train = inputs_of(filled_rows(load_rows(data, config, split, *names, usual=("train",)), names), names)
+        train = inputs_of(filled_rows(load_rows(data, config, split, names, ("train",)), names), names)
         if eval_data is None:
             return train, None
-        return train, inputs_of(filled_rows(load_rows(eval_data, config, None, *names), names), names)
+        return train, inputs_of(filled_rows(load_rows(eval_data, config, None, names), names), names)
 
     report, saved = convert_checkpoint(
         model,

@@ -140,7 +140,7 @@ def _batches(
     from hf_attn_swap.publish.converted import processor_of
     from hf_attn_swap.training.data import filled_rows, inputs_of, load_rows
 
-    found = load_rows(data, config, split, *names)
+    found = load_rows(data, config, split, names)
     if label is not None and label not in found.column_names:
         raise ValueError(f"the data have no column {label!r}; they have {', '.join(found.column_names)}.")
     filled = filled_rows(found, names)

@@ -99,7 +99,7 @@ def report(
 
     chosen = parse_options(option or [], composed="+" in (variant or ""))
     names = columns(column)
-    found = load_rows(data, config, split, *names)
+    found = load_rows(data, config, split, names)
     loaded = load_checkpoint(model, task, device=device, dtype=dtype, revision=revision, token=token)
     inputs = prepare(
         loaded,

@@ -45,10 +45,12 @@ def load_rows(
     source: str,
     config: str | None,
     split: str | None,
-    *columns: str,
+    column: str | Sequence[str],
     usual: Sequence[str] = ("test", "validation"),
 ) -> Dataset:
     """The rows of one split of a set on the Hub, a folder or a file. If no split is named, the first of `usual`.
+
+    The split must have the column, or all of the columns.
 
     Raises:
         ValueError: a path, split or column does not exist, or there are no rows.
@@ -59,7 +61,7 @@ def load_rows(
         found = _splits(source, config)
         there = [name for name in (*usual, *map(str, found)) if name in found]
         rows = _split(source, found, split or there[0])
-    _check("chosen", rows, list(columns))
+    _check("chosen", rows, [column] if isinstance(column, str) else list(column))
     return rows
 
 
