@@ -25,13 +25,14 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm
-from transformers import AutoImageProcessor, AutoModel, AutoTokenizer, DataCollatorWithPadding, TrainingArguments
+from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding, TrainingArguments
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion.stages import FineTune
 from hf_attn_swap.conversion.take import take
 from hf_attn_swap.core.typed import parse_layers
 from hf_attn_swap.training import ConversionArguments, ModelArguments, TextDataArguments, load_splits, parse
+from hf_attn_swap.training.image_size import image_processor, resized
 from hf_attn_swap.training.metrics import paired_interval, scores
 from hf_attn_swap.training.recipes.image_classification import collate as collate_images
 from hf_attn_swap.training.recipes.image_classification import prepare
@@ -74,10 +75,10 @@ def texts(data: ProbeDataArguments, name: str) -> tuple[Any, Any, Collator]:
 
 def images(data: ProbeDataArguments, name: str, size: int) -> tuple[Any, Any, Collator]:
     """Rows of pixels to train and to test on, and the function that makes batches."""
-    processor = AutoImageProcessor.from_pretrained(name)
-    ready = functools.partial(prepare, column=data.image_column_name, processor=processor, size=size, flip=False)
+    processor = image_processor(name, size)
+    ready = functools.partial(prepare, column=data.image_column_name, processor=processor, flip=False)
     train, test, _ = load_splits(replace(data, text_column_names=[data.image_column_name]))
-    return train.with_transform(ready), test.with_transform(ready), functools.partial(collate_images, interpolate=True)
+    return train.with_transform(ready), test.with_transform(ready), collate_images
 
 
 @torch.no_grad()
@@ -111,7 +112,8 @@ def main(argv: list[str] | None = None) -> None:
         training.remove_unused_columns = False
     labels, truth = train["labels"][:], test["labels"][:]
     size = training.per_device_eval_batch_size
-    encoder = AutoModel.from_pretrained(model.model_name_or_path, dtype=model.dtype).eval().to(training.device)
+    stock = AutoModel.from_pretrained(model.model_name_or_path, dtype=model.dtype).eval()
+    encoder = resized(stock, own.image_size).to(training.device)
     predictions: dict[str, list[int]] = {}
 
     def measure(stage: str) -> None:

@@ -3,9 +3,9 @@
     hf-attn-swap train image-classification cifar10 --variant outeffhop
 
 The data set needs a column of images. It may be on the Hub, in parquet files, or in a folder with one folder per class.
-If `--image_size` differs from the model's size, position embeddings are interpolated; a smaller size has fewer patches
-and is several times faster. With `--from_scratch`, `--model_name_or_path vit` and `--config_overrides` define the
-model. skip_free.py describes `--skip_free`.
+If `--image_size` differs from the model's size, position embeddings are interpolated once, and the saved model and its
+processor have the new size. A smaller size has fewer patches and is several times faster. With `--from_scratch`,
+`--model_name_or_path vit` and `--config_overrides` define the model. skip_free.py describes `--skip_free`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoImageProcessor,
     AutoModelForImageClassification,
     ViTImageProcessorPil,
 )
@@ -31,6 +30,7 @@ from .. import (
     made_of,
     scratch_config,
 )
+from ..image_size import image_processor, resized
 from .skip_free import without_skips
 
 AUTO = AutoModelForImageClassification
@@ -66,29 +66,28 @@ def predict(trainer: Any, test: Any) -> tuple[list[float], list[float]]:
     return found.predictions.argmax(-1).tolist(), found.label_ids.tolist()
 
 
-def prepare(rows: dict[str, list[Any]], column: str, processor: Any, size: int | None, flip: bool) -> dict[str, Any]:
+def prepare(rows: dict[str, list[Any]], column: str, processor: Any, flip: bool) -> dict[str, Any]:
     """The pixels (3,S,S) of some rows. The data set calls this function when the rows are used."""
-    sizes = {} if size is None else {"size": {"height": size, "width": size}, "do_center_crop": False}
     images = [image.convert("RGB") for image in rows[column]]
-    pixels = processor(images, return_tensors="pt", **sizes)["pixel_values"]
+    pixels = processor(images, return_tensors="pt")["pixel_values"]
     if flip:
         mirrored = torch.rand(len(images)) < 0.5
         pixels[mirrored] = pixels[mirrored].flip(-1)
     return {"pixel_values": list(pixels), "labels": rows["labels"]}
 
 
-def collate(rows: list[dict[str, Any]], interpolate: bool) -> dict[str, Any]:
-    """Make a batch of rows; `interpolate` fits the position embeddings to the size of the images."""
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Make a batch of rows."""
     batch: dict[str, Any] = {"pixel_values": torch.stack([row["pixel_values"] for row in rows])}
     if "labels" in rows[0]:
         batch["labels"] = torch.tensor([row["labels"] for row in rows])
-    return {**batch, "interpolate_pos_encoding": True} if interpolate else batch
+    return batch
 
 
-def pretrained(model: ModelArguments, values: dict[str, Any]) -> tuple[Any, Any]:
-    """A function that loads the pretrained model, and its processor."""
+def pretrained(model: ModelArguments, size: int | None, values: dict[str, Any]) -> tuple[Any, Any]:
+    """A function that loads the pretrained model, and its processor; both for images of this size."""
     load = functools.partial(AUTO.from_pretrained, model.model_name_or_path, dtype=model.dtype, **values)
-    return load, AutoImageProcessor.from_pretrained(model.model_name_or_path)
+    return lambda: resized(load(), size), image_processor(model.model_name_or_path, size)
 
 
 def from_scratch(name: str, own: RecipeArguments, values: dict[str, Any]) -> tuple[Any, Any]:
@@ -110,14 +109,16 @@ def build_task(model: ModelArguments, data: ImageDataArguments, own: RecipeArgum
     }
     more = ["without residual connections"] if own.skip_free else []
     load, processor = (
-        from_scratch(model.model_name_or_path, own, values) if own.from_scratch else pretrained(model, values)
+        from_scratch(model.model_name_or_path, own, values)
+        if own.from_scratch
+        else pretrained(model, own.image_size, values)
     )
-    ready = functools.partial(prepare, column=data.image_column_name, processor=processor, size=own.image_size)
+    ready = functools.partial(prepare, column=data.image_column_name, processor=processor)
     return Task(
         load=load,
         train=train.with_transform(functools.partial(ready, flip=own.flip)),
         test=test.with_transform(functools.partial(ready, flip=False)),
-        collate=functools.partial(collate, interpolate=own.image_size is not None and not own.from_scratch),
+        collate=collate,
         metrics=data.metrics,
         predict=predict,
         settings=data.settings | own.changed(),
