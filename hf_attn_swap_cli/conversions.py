@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +38,10 @@ def convert(
         bool, typer.Option("--low-memory", help="Slower, with less memory: adapters, and one row at a time.")
     ] = False,
     bf16: Annotated[
-        bool, typer.Option("--bf16", help="Train with products in bf16, the weights stay as they are: often faster.")
+        bool,
+        typer.Option(
+            "--bf16", help="Compute the training's products in bf16, often faster; weights keep their precision."
+        ),
     ] = False,
     task: Task = None,
     device: Device = None,
@@ -59,15 +63,15 @@ def convert(
     from hf_attn_swap.core.typed import parse_count, parse_layers, parse_options, parse_share
     from hf_attn_swap.publish.converted import convert_checkpoint
     from hf_attn_swap.publish.hub import push_folder
-    from hf_attn_swap.training.data import filled_rows, inputs_of, load_rows
+    from hf_attn_swap.training.data import inputs_of, load_rows
 
     names = columns(column)
 
-    def read() -> tuple[list[Any], list[Any] | None]:
-        train = inputs_of(filled_rows(load_rows(data, config, split, names, ("train",)), names), names)
+    def read() -> tuple[Sequence[Any], Sequence[Any] | None]:
+        train = inputs_of(load_rows(data, config, split, names, ("train",)), names)
         if eval_data is None:
             return train, None
-        return train, inputs_of(filled_rows(load_rows(eval_data, config, None, names), names), names)
+        return train, inputs_of(load_rows(eval_data, config, None, names), names)
 
     report, saved = convert_checkpoint(
         model,

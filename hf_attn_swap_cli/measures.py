@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -146,12 +146,13 @@ def _batches(
     filled = filled_rows(found, names)
     processor = processor_of(model, name, hub_arguments(revision, token))
     prepared = as_rows(model, inputs_of(filled, names), processor, length=length)
+    chosen = [prepared.rows[place] for place in range(min(rows, len(prepared)))]
     if label is not None:
         if len(prepared) != len(filled):
             raise ValueError("a language model has no use for --label: its rows are blocks of joined text.")
-        for row, value in zip(prepared.rows, filled[label], strict=True):
+        for row, value in zip(chosen, filled[label], strict=False):
             row["labels"] = value
-    return list(prepared.some(range(min(rows, len(prepared)))).batches(8))
+    return list(replace(prepared, rows=chosen).batches(8))
 
 
 def _rows(batch: dict[str, Any]) -> int:

@@ -8,7 +8,8 @@ import typer
 
 Model = Annotated[str, typer.Argument(help="Name on the Hub, or folder of a saved model, stock or converted.")]
 Options = Annotated[
-    list[str] | None, typer.Option("--option", "-o", help="key=value; component.key=value in a composition.")
+    list[str] | None,
+    typer.Option("--option", "-o", metavar="<str>", help="key=value; component.key=value in a composition."),
 ]
 Task = Annotated[
     str | None,
@@ -25,7 +26,11 @@ Token = Annotated[str | None, typer.Option(help="Token of the Hub, for a private
 Data = Annotated[str, typer.Option(help="Set on the Hub, folder, or file of text or images.")]
 Columns = Annotated[
     list[str] | None,
-    typer.Option("--column", help="Column of the text or the image (text if left out); given twice, pairs of texts."),
+    typer.Option(
+        "--column",
+        metavar="<str>",
+        help="Column of the text or the image (text if left out); given twice, pairs of texts.",
+    ),
 ]
 Config = Annotated[str | None, typer.Option(help="Configuration of the set, such as a GLUE task.")]
 Split = Annotated[str | None, typer.Option(help="Split of the set; the held-out split if left out.")]

@@ -12,12 +12,14 @@ from hf_attn_swap.core.table import markdown
 
 from .conversions import (
     CURVE_SMOLLM2,
+    NEWS,
+    SENTENCES,
     budget_table,
+    compared_table,
     curve_table,
     embeddings_table,
     hybrid_table,
     layers_table,
-    news_table,
 )
 from .memory import bags_table, recall_table
 from .names import canonical_label
@@ -116,9 +118,11 @@ TABLES = {
     "curve": curve_table,
     "curve-smollm2": lambda: curve_table(CURVE_SMOLLM2),
     "embeddings": embeddings_table,
-    "news": news_table,
+    "news": lambda: compared_table(NEWS),
+    "sst2": lambda: compared_table(SENTENCES),
     "budget": budget_table,
     "glue": lambda: tasks_table("minilm-distilled"),
+    "images": lambda: tasks_table("vit-s-distilled"),
     "reactions": lambda: perplexities_table("albert-distilled-reactions"),
     "small-models": lambda: perplexities_table("gpt2-distilled-imdb", "opt-distilled-imdb"),
     "layers": layers_table,

@@ -26,6 +26,7 @@ EMBEDDINGS = {
     "STS-B, train": ROOT / "recipes" / "figures" / "embeddings-minilm-stsb.json",
 }
 NEWS = ROOT / "recipes" / "figures" / "compare-minilm-ag-news.json"
+SENTENCES = ROOT / "recipes" / "figures" / "compare-minilm-sst2.json"
 BUDGET = ROOT / "recipes" / "figures" / "convert-smollm2-belief.json"
 DECODE = ROOT / "benchmarks" / "figures" / "bench-decode-hybrid.json"
 
@@ -74,16 +75,16 @@ def embeddings_table() -> str:
     return markdown(("attention", "texts", "tokens", "as patched", "converted", "stock", "difference [95 %]"), lines)
 
 
-def news_table() -> str:
+def compared_table(record: Path) -> str:
     """A fine-tuned classifier beside what `convert` made of it: `hf-attn-swap compare --json`, one entry per run."""
-    runs = _read(NEWS)["runs"]
+    runs = _read(record)["runs"]
     lines = []
     for variant in dict.fromkeys(run["variant"] for run in runs):
         gains = []
         for run in (run for run in runs if run["variant"] == variant):
             found = run["compare"]
             accuracies = (f"{found[name]:.2%}" for name in ("accuracy", "stock_accuracy"))
-            gains.append(-100 * found["loss"])
+            gains.append(100 * (found["accuracy"] - found["stock_accuracy"]))
             difference = f"{gains[-1]:+.2f} ± {100 * found['accuracy_margin']:.2f}"
             how = f"{run['tokens']:,}" + (", --bf16" if run["bf16"] else "")
             lines.append((f"`{variant}`", f"{run['seed']}", how, *accuracies, difference, f"{found['divergence']:.3f}"))
@@ -94,10 +95,10 @@ def news_table() -> str:
     return markdown(header, lines)
 
 
-def budget_table() -> str:
+def budget_table(record: Path = BUDGET) -> str:
     """A conversion within a budget, group by group: `conversion.json` of `hf-attn-swap convert --max-loss`."""
     lines: list[list[str]] = []
-    for step in _read(BUDGET)["steps"]:
+    for step in _read(record)["steps"]:
         lost = step["lost"]
         loss = f"{lost['perplexity'] / lost['stock_perplexity'] - 1:+.1%}"
         if step["name"].startswith("group"):

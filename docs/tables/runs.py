@@ -44,7 +44,10 @@ def scratch_table(variant: str | None = None) -> str:
 
 
 def tasks_table(model: str) -> str:
-    """One Markdown row per task and attention of the runs that are named MODEL-TASK, then the means over the tasks."""
+    """One Markdown row per task and attention of the studies MODEL-TASK, then the means over several tasks.
+
+    A task has no hyphen in its name, as those of GLUE.
+    """
     rows = []
     gains: dict[str, list[float]] = {}
     for run in recorded():
@@ -53,7 +56,8 @@ def tasks_table(model: str) -> str:
             rows.append([task, _attention(run), *_figures(run)])
             gains.setdefault(_attention(run), []).append(_gain(run))
     for attention, found in sorted(gains.items(), key=lambda pair: -fmean(pair[1])):
-        rows.append([f"mean of {len(found)}", attention, "", "", "", f"{100 * fmean(found):+.2f}", ""])
+        if len(found) > 1:
+            rows.append([f"mean of {len(found)}", attention, "", "", "", f"{100 * fmean(found):+.2f}", ""])
     return markdown(("task", "attention", *SHOWN), rows)
 
 

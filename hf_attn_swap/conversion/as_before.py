@@ -1,4 +1,4 @@
-"""Gives a model back what a training changes beside the weights: modes, what requires gradients, a wrapped forward."""
+"""What a training changes in a model beside the weights: modes, what requires gradients, a wrapped forward."""
 
 from __future__ import annotations
 
@@ -36,3 +36,18 @@ def as_before(model: nn.Module) -> Iterator[None]:
         for holder in holders:
             for name in LEFT:
                 vars(holder).pop(name, None)
+
+
+@contextlib.contextmanager
+def own_precision(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes in the precision of its weights, also while a training runs it under autocast."""
+    original = vars(model).get("_original_forward")
+    if original is None:
+        yield
+        return
+    wrapped = model.forward
+    model.forward = original
+    try:
+        yield
+    finally:
+        model.forward = wrapped

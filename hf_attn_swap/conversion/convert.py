@@ -37,7 +37,7 @@ from ..core.swap import Swap
 from ..patch import need_installation, patch_model, set_strength, unpatch_model
 from ..variants.softmax import Softmax
 from ..wiring.install import Installation, installation_of, model_root
-from .as_before import as_before
+from .as_before import as_before, own_precision
 from .batches import Batch
 from .calibrate import calibrate
 from .distillation import EVERYTHING, DistillationTrainer
@@ -275,12 +275,18 @@ class _Work:
             return ()
         return tuple(index for index, swaps in installation.swaps().items() if swaps[0].strength > 0)
 
+    def lost(self) -> Lost:
+        """What the model loses on the held-out rows, as it is."""
+        model = self.student or self.model
+        with own_precision(model):
+            return self.held.lost(model, progress=self.progress)
+
     def note(self, name: str, tokens: int = 0, since: float | None = None) -> Step:
         """Measure the model as it is, and add a step to the record."""
         if (known := self.journal.recall(name)) is not None:
             self.steps.append(Step.from_dict(known))
             return self.steps[-1]
-        lost = self.held.lost(self.student or self.model, progress=self.progress)
+        lost = self.lost()
         seconds = 0.0 if since is None else time.perf_counter() - since
         step = Step(name=name, layers=self.layers, lost=lost, tokens=tokens, seconds=seconds)
         self.steps.append(step)
@@ -312,7 +318,7 @@ class _Work:
             self.student = self.model if rank is None else with_adapters(model_root(self.model), rank)
         each = self.train.length or 1
         count = max(1, int(min(budget, self.left) / each))
-        picked = _order(len(self.train), self.used, count)
+        picked = self.train.grouped(_order(len(self.train), self.used, count), _rows_per_step(stage, self.train))
         check = _Check(self, target)
         trainer = DistillationTrainer(
             self.student,
@@ -365,6 +371,7 @@ class _Work:
             output_dir=str(self.folder / name.replace(" ", "-")),
             num_train_epochs=1,
             max_steps=-1,
+            train_sampling_strategy="sequential",  # `teach` has put the rows in a random order
             learning_rate=stage.learning_rate,
             lr_scheduler_type="cosine",
             warmup_steps=0.05,
@@ -416,8 +423,7 @@ class _Check(TrainerCallback):
         every = max(1, state.max_steps // CHECKS)
         if self.target is None or state.global_step % every or state.global_step >= state.max_steps:
             return
-        assert self.work.student is not None
-        if self.work.held.lost(self.work.student).share <= self.target:
+        if self.work.lost().share <= self.target:
             control.should_training_stop = True
             control.should_save = False  # a run that goes on from this very step would not stop here
 
@@ -437,7 +443,7 @@ def _fit(work: _Work) -> None:
     if wanted is not None:
         chosen = wanted.fit
         _calibrate(work, batches, chosen)
-        lost = work.held.lost(work.model, progress=work.progress)
+        lost = work.lost()
     else:
         chosen, lost = _best_fit(work, batches)
     step = Step(name=f"fit: {chosen}", layers=work.layers, lost=lost, seconds=time.perf_counter() - start)
@@ -453,7 +459,7 @@ def _best_fit(work: _Work, batches: Sequence[Batch]) -> tuple[str, Lost]:
     fitted = [_fitted(swap) for swap in swaps]
     for fit in FITS:
         _calibrate(work, batches, fit)
-        lost = work.held.lost(work.model, progress=work.progress)
+        lost = work.lost()
         if lost.cost < best.cost:
             chosen = fit
             best = lost

@@ -6,6 +6,7 @@ Axes: L token.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 from transformers import PreTrainedModel, default_data_collator
 
+from ..analysis.inputs import is_blank
 from ..analysis.lost import predicts_next
 from ..wiring.install import model_root
 from .batches import LABELS, Batch
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 SAMPLE = 256  # rows whose length tells how long the rows are
+WINDOW = 50  # batches whose rows are sorted by length
 TOKENS, PATCHES, ROWS = "tokens", "patches", "rows"
 UNEQUAL = "the rows have different lengths; pass the tokenizer as processor, which pads them."
 
@@ -36,12 +39,14 @@ class Rows:
         collate: makes a batch of some rows.
         length: the mean number of tokens of a row, or of patches of an image; 0 if the rows hold neither.
         unit: what `length` counts: "tokens", "patches" or, if it is 0, "rows".
+        padded: True if rows have different lengths.
     """
 
     rows: Any
     collate: Collator
     length: float
     unit: str = TOKENS
+    padded: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -55,6 +60,23 @@ class Rows:
         order = sorted(range(len(self.rows)), key=lambda index: _length(self.rows[index]))
         for start in range(0, len(order), size):
             yield self.collate([dict(self.rows[index]) for index in order[start : start + size]])
+
+    def grouped(self, indices: Sequence[int], size: int) -> list[int]:
+        """The same rows in another order: each batch of `size` has rows of like length, for little padding.
+
+        The order of the batches stays random, and is always the same.
+        """
+        if not self.padded:
+            return list(indices)
+        generator = torch.Generator().manual_seed(0)
+        found: list[int] = []
+        for start in range(0, len(indices), WINDOW * size):
+            window = sorted(indices[start : start + WINDOW * size], key=lambda index: -_length(self.rows[index]))
+            batches = [window[first : first + size] for first in range(0, len(window), size)]
+            rest = [batches.pop()] if len(batches[-1]) < size else []
+            order = torch.randperm(len(batches), generator=generator).tolist()
+            found += itertools.chain(*(batches[place] for place in order), *rest)
+        return found
 
 
 def select(rows: Any, indices: Sequence[int]) -> Any:
@@ -85,10 +107,10 @@ def as_rows(model: nn.Module, data: Any, processor: Any = None, *, length: int =
         )
     if not len(data):
         raise ValueError("there are no rows to convert on.")
-    first = data[0]
+    first = next((row for row in (data[number] for number in range(len(data))) if row is not None), None)
     if isinstance(first, Mapping):
         rows = _ready(root, data, first)
-    elif isinstance(first, str) or _is_pair(first):
+    elif first is None or isinstance(first, str) or _is_pair(first):
         rows = _texts(root, data, processor, length)
     elif hasattr(first, "convert"):
         rows = _images(root, data, processor)
@@ -101,7 +123,7 @@ def as_rows(model: nn.Module, data: Any, processor: Any = None, *, length: int =
     if len(set(lengths)) > 1 and processor is None:
         raise ValueError(UNEQUAL)
     if any(lengths):
-        return Rows(rows=rows, collate=collate, length=fmean(lengths))
+        return Rows(rows=rows, collate=collate, length=fmean(lengths), padded=len(set(lengths)) > 1)
     patches = _patches(root, collate([dict(some[0])]).get("pixel_values"))
     return Rows(rows=rows, collate=collate, length=patches, unit=PATCHES if patches else ROWS)
 
@@ -174,19 +196,24 @@ def _ready(root: PreTrainedModel, data: Any, first: Mapping[str, Any]) -> Any:
 
 
 def _is_pair(row: Any) -> bool:
-    return isinstance(row, (tuple, list)) and len(row) == 2 and all(isinstance(text, str) for text in row)
+    return isinstance(row, (tuple, list)) and len(row) == 2 and all(map(_is_text, row))
+
+
+def _is_text(value: Any) -> bool:
+    """True for a text, and for None in the place of a text."""
+    return value is None or isinstance(value, str)
 
 
 def _filled(texts: Sequence[Any]) -> list[tuple[str, ...]]:
     """The texts of every row, one or two, without the rows that have a blank text or none."""
-    count = len(texts[0]) if _is_pair(texts[0]) else 1
+    paired = any(map(_is_pair, texts))
     filled = []
     for number, row in enumerate(texts):
-        parts = tuple(row) if isinstance(row, (tuple, list)) else (row,)
-        if len(parts) != count or not all(part is None or isinstance(part, str) for part in parts):
-            kind = "pair of texts" if count == 2 else "text"
-            raise ValueError(f"row {number} is no {kind}, as the first row is, but {row!r:.60}.")
-        if all(part and part.strip() for part in parts):
+        if not (_is_pair(row) if paired else _is_text(row)):
+            kind = "pair of texts" if paired else "text"
+            raise ValueError(f"row {number} is no {kind}, as other rows are, but {row!r:.60}.")
+        parts = tuple(row) if paired else (row,)
+        if not any(map(is_blank, parts)):
             filled.append(parts)
     return filled
 
@@ -216,13 +243,26 @@ def _texts(root: PreTrainedModel, texts: Sequence[Any], tokenizer: Any, length: 
     return [{"input_ids": block} for block in blocks]
 
 
-def _images(root: PreTrainedModel, images: Sequence[Any], processor: Any) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class _Images:
+    """The pixels (3,S,S) of images, made when they are read: all of them at once can be more than the memory holds."""
+
+    images: Sequence[Any]
+    processor: Any
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image = self.images[index]
+        if not hasattr(image, "convert"):
+            raise ValueError(f"row {index} is no image, as other rows are, but {image!r:.60}.")
+        return {"pixel_values": self.processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]}
+
+
+def _images(root: PreTrainedModel, images: Sequence[Any], processor: Any) -> _Images:
     if root.main_input_name != "pixel_values":
         raise ValueError(f"{type(root).__name__} takes {root.main_input_name}, but the data are images.")
     if processor is None:
         raise ValueError("images need an image processor; pass it as processor=AutoImageProcessor.from_pretrained(...)")
-    found = []
-    for image in images:
-        pixels = processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
-        found.append({"pixel_values": pixels})
-    return found
+    return _Images(images, processor)

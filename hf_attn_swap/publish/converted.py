@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def convert_checkpoint(
     source: str,
     variant: str,
     out: Path,
-    data: Callable[[], tuple[list[Any], list[Any] | None]],
+    data: Callable[[], tuple[Sequence[Any], Sequence[Any] | None]],
     *,
     data_name: str,
     options: dict[str, Any],
@@ -76,7 +76,7 @@ def convert_checkpoint(
         dtype: the precision of the weights; "auto" is that of the checkpoint.
         revision: branch, tag or commit on the Hub.
         token: of the Hub, for a private model.
-        bf16: train under bf16 autocast. The weights keep their precision, and the losses are measured without it.
+        bf16: train under bf16 autocast. The weights keep their precision, and the losses are measured in that.
         keep_anyway: save a model whose loss is above the budget, too.
         overwrite: write into a folder that is not empty.
         notify: receives a line before each step.
@@ -170,7 +170,7 @@ def results(
             stock.append(Metric(name=metric, higher_is_better=higher, values=(theirs,)))
     seconds = sum(step.seconds for step in report.steps)
     sentences = [report.summary, *(f"{step.name}: {step.cells()[2]} lost." for step in report.steps)]
-    if training.bf16:
+    if training.bf16 and report.training_steps:
         sentences.append("Trained under bf16 autocast.")
     fits = [fit for fit in FITS if any(step.name == f"fit: {fit}" for step in report.steps)]
     return RunResult(

@@ -78,10 +78,14 @@ def filled_rows(rows: Dataset, columns: Sequence[str]) -> Dataset:
     return filled
 
 
-def inputs_of(rows: Dataset, columns: Sequence[str]) -> list[Any]:
-    """What the rows hold for a model: the texts or images of one column, or the pairs of texts of two columns."""
+def inputs_of(rows: Dataset, columns: Sequence[str]) -> Sequence[Any]:
+    """What the rows hold for a model: the texts or images of one column, or the pairs of texts of two columns.
+
+    Images are decoded when they are read.
+    """
     if len(columns) == 1:
-        return list(rows[columns[0]])
+        found: Sequence[Any] = rows[columns[0]]
+        return found
     return list(zip(*(rows[name] for name in columns), strict=True))
 
 

@@ -84,12 +84,13 @@ def test_a_missed_budget_saves_nothing(command: Command, tiny_bert: Path, texts:
 
 def test_a_budget_that_is_met_at_once(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
     words = ("convert", tiny_bert, "belief", tmp_path / "out", "--data", texts, "--max-loss", "100000000%")
-    outcome = command(*words, "--device", "cpu")
+    outcome = command(*words, "--bf16", "--device", "cpu")
     assert outcome.code == 0
     report = json.loads((tmp_path / "out/conversion.json").read_text())
     assert sum(step["tokens"] for step in report["steps"]) == 0
     assert report["met"] is True
     assert RunResult.load(tmp_path / "out/results.json").steps == ()
+    assert "autocast" not in (tmp_path / "out/README.md").read_text(), "nothing was trained"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_a_budget_that_is_met_at_once(command: Command, tiny_bert: Path, texts: 
     [
         (("MODEL", "bogus", "out", "--data", "TEXTS"), "unknown variant"),
         (("MODEL", "belief", "out", "--data", "nowhere.csv"), "there is no file 'nowhere.csv'"),
-        (("MODEL", "belief", "out", "--data", "BLANK"), "every row of column 'text' is blank"),
+        (("MODEL", "belief", "out", "--data", "BLANK"), "every text is blank"),
         (("MODEL", "belief", "out", "--data", "TEXTS", "--column", "words"), "has no column 'words'"),
         (("MODEL", "belief", "out", "--data", "TEXTS", "--tokens", "many"), "a number such as 300k"),
         (("MODEL", "belief", "out", "--data", "TEXTS", "--max-loss", "little"), "a share such as 2%"),

@@ -23,6 +23,7 @@ from hf_attn_swap.conversion import convert as module
 from hf_attn_swap.conversion.convert import convert
 from hf_attn_swap.conversion.outcome import ConversionReport
 from hf_attn_swap.conversion.plan import default_distil
+from hf_attn_swap.conversion.rows import as_rows
 from hf_attn_swap.conversion.stages import Align, Calibrate, FineTune
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
@@ -268,6 +269,17 @@ def test_mixed_precision_leaves_no_wrapper(tmp_path: Path) -> None:
         assert {*vars(model)} - before <= {"attn_swap_installation", "attn_swap_configs"}
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
         assert forward(model, batch_of(name, torch.float32)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_losses_are_measured_without_mixed_precision(name: str, tmp_path: Path) -> None:
+    """The last loss of the report is the loss of the model as `convert` hands it over, to the bit."""
+    args = TrainingArguments(output_dir=str(tmp_path), bf16=True, use_cpu=True, report_to="none")
+    model, held = stock(name), rows(name, 4, first=50)
+    measure = HeldOut(model, as_rows(model, held).batches(4), progress=False)
+    report = converted(model, "modern_hopfield", rows(name), eval_data=held, args=args, stages=[BODY])
+    assert names(report)[-1] == "distil 1"
+    assert report.lost == measure.lost(model)
 
 
 @pytest.mark.slow
@@ -583,9 +595,11 @@ def test_a_refusal_leaves_the_control_in_place() -> None:
     assert describe(model).to_dict() == describe(patch_model(stock("bert"), "softmax")).to_dict()
 
 
-@pytest.mark.parametrize("other", [{"variant": "belief"}, {"model": "llama"}, {"data": 4}, {"tokens": 99}])
+@pytest.mark.parametrize(
+    "other", [{"variant": "belief"}, {"model": "llama"}, {"data": 4}, {"tokens": 99}, {"bf16": True}]
+)
 def test_a_folder_of_another_conversion_is_refused(other: dict[str, Any], tmp_path: Path) -> None:
-    """Another variant, model, data or budget; also data of the same number, and weights of the same shapes."""
+    """Another variant, model, data, budget or precision; also as many data, and weights of the same shapes."""
     converted(stock("bert"), "modern_hopfield", rows("bert"), tokens=1, output_dir=tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     model = stock("bert")
@@ -595,7 +609,12 @@ def test_a_folder_of_another_conversion_is_refused(other: dict[str, Any], tmp_pa
     data = rows("bert", first=other.get("data", 0))
     with refused("holds another conversion", {"model": "weights"}.get(next(iter(other)), next(iter(other)))):
         converted(
-            model, other.get("variant", "modern_hopfield"), data, tokens=other.get("tokens", 1), output_dir=tmp_path
+            model,
+            other.get("variant", "modern_hopfield"),
+            data,
+            tokens=other.get("tokens", 1),
+            output_dir=tmp_path,
+            args=TrainingArguments(str(tmp_path), bf16="bf16" in other, use_cpu=True, report_to="none"),
         )
     assert not swaps(model)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -57,7 +57,7 @@ def test_texts_of_a_language_model_are_joined_and_cut() -> None:
 
 
 def test_texts_of_another_model_are_a_row_each() -> None:
-    found = as_rows(stock("bert"), ["abcdefg", "ab", " "], Words(), length=5)
+    found = as_rows(stock("bert"), [None, "abcdefg", "ab", " "], Words(), length=5)
     assert (len(found), found.length) == (2, 3.5)
     (batch,) = found.batches(8)
     assert batch["input_ids"].shape == (2, 5)
@@ -66,8 +66,50 @@ def test_texts_of_another_model_are_a_row_each() -> None:
 
 def test_pairs_of_texts_are_a_row_each() -> None:
     words = Words()
-    found = as_rows(stock("bert"), [("ab", "cd"), ["e", "f"], ("g", " "), ("", "h")], words, length=3)
+    found = as_rows(stock("bert"), [(None, "h"), ("ab", "cd"), ["e", "f"], ("g", " ")], words, length=3)
     assert [row["input_ids"] for row in found.rows] == [words(text)["input_ids"] for text in ("abc", "ef")]
+
+
+def test_a_training_reads_rows_of_like_length_together() -> None:
+    """Nearly no padding, all rows once, batches in a random order, and the same order again."""
+    lengths = torch.randint(1, 60, (1000,), generator=torch.Generator().manual_seed(0)).tolist()
+    found = as_rows(stock("bert"), ["a" * length for length in lengths], Words(), length=60)
+    picked = torch.randperm(1000, generator=torch.Generator().manual_seed(1)).tolist()[:903]
+
+    def longest(order: list[int]) -> list[int]:
+        return [max(lengths[index] for index in order[start : start + 4]) for start in range(0, len(order), 4)]
+
+    order = found.grouped(picked, 4)
+    assert sorted(order) == sorted(picked)
+    assert order == found.grouped(picked, 4)
+    real = sum(lengths[index] for index in picked)
+    assert 4 * sum(longest(order)) < 1.1 * real < 1.4 * real < 4 * sum(longest(picked))
+    firsts = longest(order)[:50]
+    assert firsts != sorted(firsts)
+    assert firsts != sorted(firsts, reverse=True)
+    last = [lengths[index] for index in order[800:]]
+    assert last[-3:] == sorted(last)[2::-1], "the batch that is not full comes last"
+
+
+def test_rows_of_one_length_keep_their_order() -> None:
+    found = as_rows(stock("llama"), ["abcdefghijklmnopqrstuvwxyz"], Words(), length=5)
+    assert found.grouped([3, 0, 4, 1], 2) == [3, 0, 4, 1]
+
+
+def test_images_are_read_when_a_batch_needs_them() -> None:
+    """A data set of images can be larger than the memory."""
+    found: list[int] = []
+
+    class Noted(Pixels):
+        def __call__(self, image: Image.Image, return_tensors: str) -> dict[str, torch.Tensor]:
+            found.append(image.size[0])
+            return super().__call__(image, return_tensors)
+
+    prepared = as_rows(stock("vit"), [Image.new("RGB", (size, 4)) for size in range(1, 2001)], Noted())
+    assert len(found) < 400, "a sample"
+    found.clear()
+    assert len(list(prepared.some([5, 7]).batches(2))) == 1
+    assert set(found) == {6, 8}
 
 
 def test_images() -> None:
@@ -138,12 +180,15 @@ def generated() -> Iterator[int]:
         ("bert", [" ", ""], Words(), "every text is blank"),
         ("bert", [("a", "b", "c")], Words(), "an image or a mapping, got tuple"),
         ("bert", [(" ", "a")], Words(), "every text is blank"),
-        ("bert", [("a", "b"), ("c", "d", "e")], Words(), "row 1 is no pair of texts, as the first row is, but ('c', "),
-        ("bert", [("a", "b"), "c"], Words(), "row 1 is no pair of texts, as the first row is, but 'c'"),
-        ("bert", ["a", 3], Words(), "row 1 is no text, as the first row is, but 3"),
+        ("bert", [("a", "b"), ("c", "d", "e")], Words(), "row 1 is no pair of texts, as other rows are, but ('c', "),
+        ("bert", [("a", "b"), "c"], Words(), "row 1 is no pair of texts, as other rows are, but 'c'"),
+        ("bert", ["a", ("b", "c")], Words(), "row 0 is no pair of texts, as other rows are, but 'a'"),
+        ("bert", [None, None], Words(), "every text is blank"),
+        ("bert", ["a", 3], Words(), "row 1 is no text, as other rows are, but 3"),
         ("llama", [("ab", "cd")], Words(), "pairs of texts are for a classifier of two texts"),
         ("llama", ["abcdefg"], Words(), "the texts have 7 tokens, less than two blocks of 5"),
         ("bert", [Image.new("RGB", (4, 4))], Pixels(), "BertForMaskedLM takes input_ids, but the data are images"),
+        ("vit", [Image.new("RGB", (4, 4)), 3], Pixels(), "row 1 is no image, as other rows are, but 3"),
         ("vit", [Image.new("RGB", (4, 4))], None, "images need an image processor"),
     ],
 )

@@ -1,0 +1,114 @@
+"""The tables of conversions: every figure is that of its record, and means and differences are right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from docs.tables.conversions import BUDGET, NEWS, budget_table, compared_table
+from docs.tables.runs import CARDS, RECORDS, perplexities_table, tasks_table
+
+
+def cells(table: str) -> list[list[str]]:
+    """The rows of a Markdown table, without the header."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def records(prefix: str) -> list[dict[str, Any]]:
+    """The records of all runs, cards among them, of the studies that begin with `prefix`."""
+    paths = [*CARDS.glob("*/results.json"), *RECORDS.glob("*/results.json")]
+    found = [json.loads(path.read_text("utf-8")) for path in paths]
+    return [record for record in found if (record["study"] or "").startswith(prefix)]
+
+
+def mean_of(figures: dict[str, Any], name: str) -> float:
+    (metric,) = (metric for metric in figures["metrics"] if metric["name"] == name)
+    return fmean(metric["values"])
+
+
+def attention(record: dict[str, Any]) -> str:
+    return f"`{'+'.join(component['name'] for component in record['swaps'][0]['components'])}`"
+
+
+@pytest.mark.parametrize("model", ["minilm-distilled", "vit-s-distilled"])
+def test_tasks_and_their_means(model: str) -> None:
+    rows = {(row[0], row[1]): row for row in cells(tasks_table(model))}
+    gains: dict[str, list[float]] = {}
+    found = [run for run in records(f"{model}-") if "-" not in run["study"].removeprefix(f"{model}-")]  # not AG News
+    assert found
+    for record in found:
+        task = record["study"].removeprefix(f"{model}-")
+        name = record["converted"]["metrics"][0]["name"]
+        converted, control = (100 * mean_of(record[which], name) for which in ("converted", "control"))
+        _, _, metric, ours, theirs, difference, seeds = rows.pop((task, attention(record)))
+        assert (metric, seeds) == (name, str(len(record["converted"]["seeds"])))
+        assert float(ours.split()[0]) == pytest.approx(converted, abs=0.005)
+        assert float(theirs.split()[0]) == pytest.approx(control, abs=0.005)
+        assert float(difference.split()[0]) == pytest.approx(converted - control, abs=0.005)
+        gains.setdefault(attention(record), []).append(converted - control)
+    for name, values in gains.items():
+        if len(values) == 1:
+            continue
+        row = rows.pop((f"mean of {len(values)}", name))
+        assert float(row[5]) == pytest.approx(fmean(values), abs=0.005)
+    assert not rows
+
+
+@pytest.mark.parametrize(
+    "studies",
+    [("albert-distilled-reactions",), ("gpt2-distilled-imdb", "opt-distilled-imdb")],
+    ids=lambda value: value[0],
+)
+def test_perplexities(studies: tuple[str, ...]) -> None:
+    rows = {(row[0], row[1]): row for row in cells(perplexities_table(*studies))}
+    found = [record for study in studies for record in records(study)]
+    assert len(rows) == len(found) > 0
+    for record in found:
+        row = rows[record["study"].partition("-")[0], attention(record)]
+        before, ours = (mean_of(record["converted"], name) for name in ("perplexity_before", "perplexity"))
+        control = mean_of(record["control"], "perplexity")
+        assert float(row[2].replace(",", "")) == pytest.approx(before, abs=0.005)
+        assert [float(cell) for cell in row[3:]] == pytest.approx([ours, control, ours / control], abs=0.0005)
+
+
+def test_groups_within_a_budget() -> None:
+    """All tokens of the conversion are in the table, and its last loss is that of the last step."""
+    steps = json.loads(BUDGET.read_text("utf-8"))["steps"]
+    rows = cells(budget_table())
+    assert sum(int(row[4].replace(",", "")) for row in rows) == sum(step["tokens"] for step in steps)
+    groups = [step for step in steps if step["name"].startswith("group")]
+    assert [int(row[0]) for row in rows] == [len(step["layers"]) for step in groups]
+    trained = [step for step in steps if step["tokens"]][-1]["lost"]
+    loss = 100 * (trained["perplexity"] / trained["stock_perplexity"] - 1)
+    assert float(rows[-1][2].rstrip("%")) == pytest.approx(loss, abs=0.05)
+    assert float(rows[-1][3]) == pytest.approx(trained["divergence"], abs=0.0005)
+
+
+def test_a_control_beside_what_it_became(tmp_path: Path) -> None:
+    """One row per seed, then their mean and its spread: 88 - 90, and 91 - 90, are -0.5 on average."""
+    compare = {"stock_accuracy": 0.9, "accuracy_margin": 0.01, "divergence": 0.25}
+    runs = [
+        {"variant": "belief", "seed": 0, "bf16": False, "tokens": 1000, "compare": {"accuracy": 0.88, "loss": 0.02}},
+        {"variant": "belief", "seed": 1, "bf16": True, "tokens": 2000, "compare": {"accuracy": 0.91, "loss": -0.01}},
+        {"variant": "gated", "seed": 0, "bf16": False, "tokens": 1000, "compare": {"accuracy": 0.9, "loss": 0.0}},
+    ]
+    for run in runs:
+        run["compare"] |= compare
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps({"runs": runs}))
+    assert cells(compared_table(record)) == [
+        ["`belief`", "0", "1,000", "88.00%", "90.00%", "-2.00 ± 1.00", "0.250"],
+        ["`belief`", "1", "2,000, --bf16", "91.00%", "90.00%", "+1.00 ± 1.00", "0.250"],
+        ["`belief`", "mean of 2", "", "", "", "-0.50, standard deviation 2.12", ""],
+        ["`gated`", "0", "1,000", "90.00%", "90.00%", "+0.00 ± 1.00", "0.250"],
+    ]
+
+
+def test_differences_of_accuracy_are_those_of_both_accuracies() -> None:
+    for run in json.loads(NEWS.read_text("utf-8"))["runs"]:
+        found = run["compare"]
+        assert found["stock_accuracy"] - found["accuracy"] == pytest.approx(found["loss"])
