@@ -36,7 +36,7 @@ def attention(record: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("model", ["minilm-distilled", "vit-s-distilled"])
 def test_tasks_and_their_means(model: str) -> None:
-    rows = {(row[0], row[1]): row for row in cells(tasks_table(model))}
+    rows = {(row[0], row[1].split(",")[0]): row for row in cells(tasks_table(model))}
     gains: dict[str, list[float]] = {}
     found = [run for run in records(f"{model}-") if "-" not in run["study"].removeprefix(f"{model}-")]  # not AG News
     assert found

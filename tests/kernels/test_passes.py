@@ -126,7 +126,7 @@ def test_autocast_over_several_blocks(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = model(**batch).logits
     got.float().sum().backward()
-    assert (got - wanted).abs().max() <= 0.05 * wanted.abs().max()
+    assert (got - wanted).norm() <= 0.03 * wanted.norm()
     assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())
 
 
