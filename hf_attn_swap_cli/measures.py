@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from hf_attn_swap.analysis.outliers import Outliers
     from hf_attn_swap.core.table import Table
 
-Label = Annotated[str | None, typer.Option(help="Column of the class (a number), for the accuracy of a classifier.")]
+Label = Annotated[
+    str | None, typer.Option(help="Column of the class (or the number, of a regression), for the metric.")
+]
 RowCount = Annotated[int, typer.Option(min=1, help="Number of rows, or blocks of text, from the first.")]
 Length = Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")]
 FEW = 8  # batches at most that are timed, and searched for outliers
@@ -49,10 +51,10 @@ def compare(
 ) -> None:
     """Compare two saved models, such as a base and the model that was converted from it, on the same rows.
 
-    The first model is the one that the second is measured against: KL, equal first choices, and perplexity or accuracy.
-    Below stand the time of a pass, the memory, and the outliers in the hidden states of both, on at most eight batches
-    at equal distances. The models take turns, and the time is the median of nine passes. The peak of the memory is told
-    on CUDA alone.
+    The first model is the one that the second is measured against: KL, equal first choices, and perplexity, accuracy
+    or, for a regression, Spearman's rank correlation with the labels. Below stand the time of a pass, the memory, and
+    the outliers in the hidden states of both, on at most eight batches at equal distances. The models take turns, and
+    the time is the median of nine passes. The peak of the memory is told on CUDA alone.
     """
     from hf_attn_swap.analysis.cost import beside
     from hf_attn_swap.analysis.held_out import HeldOut
@@ -62,6 +64,8 @@ def compare(
     batches = _batches(models[0], first, data, columns(column), label, config, split, rows, length, token=token)
     held = HeldOut(models[0], batches, as_it_is=True)
     found = held.lost(models[1], progress=True)
+    if label is not None and found.accuracy is None and found.correlation is None:
+        raise ValueError(f"--label {label}: this model's outputs are not compared with labels; leave out --label.")
     few = [kept.batch for kept in held.part(FEW).kept]
     costs, ratio = beside(models[0], models[1], few)
     states = [outliers(model, few) for model in models]
@@ -94,7 +98,7 @@ def evaluate(
     token: Token = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure one saved model: the perplexity of a causal language model, the accuracy of a classifier."""
+    """Measure one saved model: perplexity, a classifier's accuracy, or a regression's rank correlation (Spearman)."""
     from hf_attn_swap.analysis.held_out import HeldOut
 
     loaded = _load(model, task, device=device, dtype=dtype, revision=revision, token=token)
@@ -102,12 +106,12 @@ def evaluate(
         loaded, model, data, columns(column), label, config, split, rows, length, revision=revision, token=token
     )
     found = HeldOut(loaded, batches, as_it_is=True).itself()
-    figures = {"perplexity": found.perplexity, "accuracy": found.accuracy}
+    figures = {"perplexity": found.perplexity, "accuracy": found.accuracy, "spearmanr": found.correlation}
     known = {name: value for name, value in figures.items() if value is not None}
     if not known:
         raise ValueError(
-            "this model has neither a perplexity nor an accuracy here; name the classes of a classifier's rows with "
-            "--label, or compare the model with another model (hf-attn-swap compare)."
+            "this model has no perplexity, accuracy or rank correlation here; name the column of the classes or "
+            "numbers with --label, or compare the model with another model (hf-attn-swap compare)."
         )
     print(json.dumps(known) if as_json else "\n".join(f"{name}: {value:.4g}" for name, value in known.items()))
 

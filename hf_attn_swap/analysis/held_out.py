@@ -84,7 +84,7 @@ class HeldOut:
                 inside.enter_context(installation.stock())
             given = [batches] if isinstance(batches, Mapping) else list(batches)
             for batch in tqdm(given, desc="stock model", unit="batch", disable=not progress, leave=False):
-                self.kept.append(_keep(root, batch, None if head_trains else self.head))
+                self.kept.append(_keep(root, batch, None if head_trains else self.head, numbers=self.numbers))
         if not self.kept:
             raise ValueError("there are no held-out rows to measure on.")
 
@@ -124,7 +124,7 @@ class HeldOut:
         return logits
 
 
-def _keep(root: Any, given: Batch, head: nn.Module | None) -> _Kept:
+def _keep(root: Any, given: Batch, head: nn.Module | None, *, numbers: bool) -> _Kept:
     """Run the stock model on a batch. With a head that does not change, hidden states may take the logits' place.
 
     Raises:
@@ -133,7 +133,8 @@ def _keep(root: Any, given: Batch, head: nn.Module | None) -> _Kept:
     if not isinstance(given, Mapping) or not any(isinstance(value, Tensor) for value in given.values()):
         raise ValueError(f"a batch is a dict of tensors as the model takes them, got {type(given).__name__}.")
     labels = next((given[name] for name in LABELS if isinstance(given.get(name), Tensor)), None)
-    rows = labels if labels is not None and labels.dim() == 1 and not labels.is_floating_point() else None
+    fits = labels is not None and labels.dim() == 1 and (numbers or not labels.is_floating_point())
+    rows = labels if fits else None
     kept = _Kept(without_labels(given), rows)
     with last_hidden(root) as caught:
         output = forward(root, kept.batch)

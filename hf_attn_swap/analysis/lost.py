@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ..conversion.divergence import divergence
 from ..conversion.transfer import relative_error
 from ..patch import need_installation
 from ..wiring.install import Installation, model_root
+from .rank_correlation import difference_margin, rank_correlation
 
 PIECE = 2**22  # numbers of logits that are compared at a time
 Z95 = 1.96  # 95 % of a normal distribution lie within so many standard deviations
@@ -49,6 +50,10 @@ class Lost:
         stock_accuracy: the same for the stock model.
         accuracy_margin: half of the 95 % interval of the difference of the two accuracies on the same rows (Agresti and
             Min, 2005, with half a row added to each of the four outcomes of a row). The spread of seeds is not in it.
+        correlation: Spearman's rank correlation of the output with the label; regressions of one number on rows with
+            labels only.
+        stock_correlation: the same for the stock model.
+        correlation_margin: half of the 95 % interval of the difference of the two correlations, by a bootstrap of rows.
         per_token: True if a prediction belongs to a token, False if it belongs to a row.
     """
 
@@ -61,19 +66,24 @@ class Lost:
     accuracy: float | None = None
     stock_accuracy: float | None = None
     accuracy_margin: float | None = None
+    correlation: float | None = None
+    stock_correlation: float | None = None
+    correlation_margin: float | None = None
     per_token: bool = True
 
     @property
     def share(self) -> float:
         """What was lost as one number, in the model's own terms; 0 is nothing.
 
-        With labels: the accuracy that was lost, as a share of all rows. A causal language model: the rise of
-        perplexity, as a share of the stock model's. Another model of tokens: KL, in nats. A classifier: the share of
-        rows whose first choice changed. A model without logits, or with outputs that are numbers: the relative squared
-        error.
+        With labels: the accuracy that was lost, as a share of all rows; for a regression the rank correlation that was
+        lost. A causal language model: the rise of perplexity, as a share of the stock model's. Another model of tokens:
+        KL, in nats. A classifier: the share of rows whose first choice changed. A model without logits, or with outputs
+        that are numbers: the relative squared error.
         """
         if self.accuracy is not None and self.stock_accuracy is not None:
             return self.stock_accuracy - self.accuracy
+        if self.correlation is not None and self.stock_correlation is not None:
+            return self.stock_correlation - self.correlation
         if self.ratio is not None:
             return self.ratio - 1
         if self.relative_error is not None:
@@ -84,14 +94,17 @@ class Lost:
 
     @property
     def cost(self) -> float:
-        """One number for comparing two states of a model: KL where there is one, since it moves with every change."""
-        return self.share if self.divergence is None else self.divergence
+        """One number for comparing two states of a model: KL or the relative error, which move with every change."""
+        found = self.relative_error if self.divergence is None else self.divergence
+        return self.share if found is None else found
 
     @property
     def measure(self) -> str:
         """What `share` counts, in words."""
         if self.accuracy is not None:
             return "accuracy lost"
+        if self.correlation is not None:
+            return "rank correlation lost"
         if self.ratio is not None:
             return "perplexity above the stock model's"
         if self.relative_error is not None:
@@ -112,6 +125,11 @@ class Lost:
             if self.accuracy_margin is not None:
                 gained = 100 * (self.accuracy - self.stock_accuracy)
                 yield "Difference of accuracy, points", f"{gained:+.1f} ± {100 * self.accuracy_margin:.1f} (95 %)"
+        if self.correlation is not None and self.stock_correlation is not None:
+            yield "Rank correlation (the stock model's)", f"{self.correlation:.4f} ({self.stock_correlation:.4f})"
+            if self.correlation_margin is not None:
+                gained = self.correlation - self.stock_correlation
+                yield "Difference of the rank correlation", f"{gained:+.4f} ± {self.correlation_margin:.4f} (95 %)"
         if self.perplexity is not None and self.stock_perplexity is not None:
             words = (
                 f"{self.perplexity:.4g} ({self.perplexity / self.stock_perplexity:.3f} x {self.stock_perplexity:.4g})"
@@ -195,6 +213,7 @@ class Sums:
         self.same = self.divergence = self.loss = self.stock_loss = 0.0
         self.errors: list[float] = []
         self.square_error = self.square = 0.0
+        self.numbers_N: list[tuple[Tensor, Tensor, Tensor]] = []  # ours, the stock model's, the labels
         self.right = self.stock_right = self.one_right = self.labelled = 0
         self.logits = False
         self.per_token = True
@@ -205,7 +224,7 @@ class Sums:
             mine, stock = (each[0] if each[0].dim() > 2 else each[0][..., None] for each in (ours, theirs))
             self.add_errors(mine, stock, token_mask(batch, mine))  # question answering gives one number per token
         elif self.numbers:
-            self.add_numbers(ours.logits.float(), theirs.logits.float())
+            self.add_numbers(ours.logits.float(), theirs.logits.float(), labels_B)
         else:
             self.add_logits(ours.logits, theirs.logits, batch, labels_B)
 
@@ -215,12 +234,14 @@ class Sums:
         self.errors.append(error * len(real_BL))
         self.tokens += len(real_BL)
 
-    def add_numbers(self, ours_BN: Tensor, theirs_BN: Tensor) -> None:
+    def add_numbers(self, ours_BN: Tensor, theirs_BN: Tensor, labels_B: Tensor | None = None) -> None:
         """Add outputs of rows that are no logits of classes. One of them may be 0, so the squares are summed first."""
         theirs_BN = theirs_BN.to(ours_BN.device)
         self.square_error += float((ours_BN - theirs_BN).square().sum())
         self.square += float(theirs_BN.square().sum())
         self.tokens += len(ours_BN)
+        if labels_B is not None and ours_BN.shape[-1] == 1:
+            self.numbers_N.append((ours_BN[:, 0].cpu(), theirs_BN[:, 0].cpu(), labels_B.float().cpu()))
 
     def add_logits(self, ours: Tensor, theirs: Tensor, batch: Batch, labels_B: Tensor | None) -> None:
         """Add logits (B,L,V) of tokens or (B,V) of rows, a piece at a time: those of a large vocabulary are large."""
@@ -268,7 +289,7 @@ class Sums:
     def result(self) -> Lost:
         """The figures of all batches so far."""
         if self.numbers:
-            return Lost(tokens=self.tokens, relative_error=self.square_error / max(self.square, sys.float_info.min))
+            return self._of_numbers()
         if not self.logits:
             return Lost(tokens=self.tokens, relative_error=sum(self.errors) / self.tokens)
         mean = self.divergence / self.tokens
@@ -283,6 +304,21 @@ class Sums:
             figures |= {"perplexity": _exp(self.loss / self.targets)}
             figures |= {"stock_perplexity": _exp(self.stock_loss / self.targets)}
         return Lost(tokens=self.tokens, per_token=self.per_token, **figures)
+
+    def _of_numbers(self) -> Lost:
+        """The relative error, and the rank correlations with the labels if every row has a label."""
+        found = Lost(tokens=self.tokens, relative_error=self.square_error / max(self.square, sys.float_info.min))
+        if not self.numbers_N or self.tokens < 2:
+            return found
+        ours_N, theirs_N, truth_N = map(torch.cat, zip(*self.numbers_N, strict=True))
+        if len(truth_N) != self.tokens or not truth_N.isfinite().all():
+            return found
+        return replace(
+            found,
+            correlation=rank_correlation(ours_N, truth_N),
+            stock_correlation=rank_correlation(theirs_N, truth_N),
+            correlation_margin=difference_margin(ours_N, theirs_N, truth_N),
+        )
 
 
 def _exp(exponent: float) -> float:

@@ -160,6 +160,7 @@ def results(
     converted, stock = [], []
     for metric, higher, ours, theirs in (
         ("accuracy", True, lost.accuracy, lost.stock_accuracy),
+        ("spearmanr", True, lost.correlation, lost.stock_correlation),
         ("perplexity", False, lost.perplexity, lost.stock_perplexity),
         ("kl_to_pretrained", False, lost.divergence, 0.0),
         ("agreement", True, lost.agreement, 1.0),

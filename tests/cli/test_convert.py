@@ -251,7 +251,7 @@ def test_evaluate_gives_the_accuracy(command: Command, tiny_bert: Path, tmp_path
     with torch.no_grad():
         right = model(**inputs).logits.argmax(-1) == torch.arange(len(WORDS)) % 2
     assert json.loads(outcome.out) == {"accuracy": pytest.approx(float(right.float().mean()))}
-    assert "neither a perplexity nor an accuracy" in command("evaluate", tiny_bert, "--data", data).err
+    assert "no perplexity, accuracy or rank correlation" in command("evaluate", tiny_bert, "--data", data).err
     assert "no column 'class'" in command("evaluate", tiny_bert, "--data", data, "--label", "class").err
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from scipy.stats import spearmanr
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from .conftest import Outcome
 
@@ -40,6 +41,31 @@ def test_evaluate_reads_both_columns(command: Command, tiny_bert: Path, pairs: P
             for pair, label in zip(PAIRS, classes, strict=True)
         ]
     assert found == pytest.approx(sum(right) / len(right))
+
+
+def test_a_regression_has_a_rank_correlation(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
+    """As models of the likeness of two sentences; a class is a number here."""
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_bert, num_labels=1, ignore_mismatched_sizes=True)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    tokenizer.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        outputs = [float(model.eval()(**tokenizer(*pair, return_tensors="pt")).logits) for pair in PAIRS]
+    words = ("--data", pairs, *BOTH, "--device", "cpu", "--json")
+    found = command("evaluate", tmp_path / "model", *words, "--label", "class")
+    wanted = spearmanr(outputs, [row % 2 for row in range(len(PAIRS))]).statistic
+    assert json.loads(found.out)["spearmanr"] == pytest.approx(wanted)
+    beside = json.loads(command("compare", tmp_path / "model", tmp_path / "model", *words, "--label", "class").out)
+    assert (beside["correlation"], beside["loss"]) == (pytest.approx(wanted), 0.0)
+
+
+def test_labels_that_say_nothing_are_refused(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
+    AutoModel.from_pretrained(tiny_bert).save_pretrained(tmp_path / "encoder")
+    AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path / "encoder")
+    words = ("--data", pairs, *BOTH, "--device", "cpu", "--label", "class")
+    outcome = command("compare", tmp_path / "encoder", tmp_path / "encoder", *words)
+    assert outcome.code == 2
+    assert "outputs are not compared with labels; leave out --label" in outcome.err
 
 
 def test_rows_without_a_text_are_left_out(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
