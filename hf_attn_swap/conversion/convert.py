@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,12 +138,7 @@ def convert(
     root = model_root(model)
     refuse_converted(model)
     variant = "+".join(cls.name for cls in parse(variant))
-    if max_loss is not None and not max_loss > 0:
-        raise ValueError(f"max_loss must be above 0 (0.02 is 2 %), got {max_loss!r}.")
-    if not 0 <= keep < 1:
-        raise ValueError(f"keep is the share of layers that stay as they are, from 0 to below 1, got {keep!r}.")
-    if tokens < 1:
-        raise ValueError(f"tokens must be at least 1, got {tokens!r}.")
+    _check_numbers(max_loss, keep, tokens)
     if teacher is not None:
         check_teacher(root, teacher)
     plan = plan_of(root, variant, stages, low_memory=low_memory)
@@ -227,6 +223,20 @@ def refuse_converted(model: nn.Module) -> None:
     for swap in swaps:
         if swap.names != (Softmax.name,) or swap.calibration is not None or swap.merged is not None:
             raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
+
+
+def _check_numbers(max_loss: Any, keep: Any, tokens: Any) -> None:
+    """Refuse numbers that are out of range, and texts such as "2%", which the command line alone reads.
+
+    Raises:
+        ValueError: one of them is.
+    """
+    if max_loss is not None and not (isinstance(max_loss, Real) and 0 < float(max_loss) <= 1):
+        raise ValueError(f"max_loss is a share above 0 and at most 1 (0.02 is 2 %), got {max_loss!r}.")
+    if not (isinstance(keep, Real) and 0 <= float(keep) < 1):
+        raise ValueError(f"keep is the share of layers that stay as they are, from 0 to below 1, got {keep!r}.")
+    if not (isinstance(tokens, Integral) and int(tokens) >= 1):
+        raise ValueError(f"tokens must be a whole number of at least 1, such as 300_000, got {tokens!r}.")
 
 
 @dataclass

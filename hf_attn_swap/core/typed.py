@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 
@@ -44,7 +43,7 @@ def parse_share(text: str | None) -> float | None:
     """Turn "2%" or "0.02" into 0.02. None stays None.
 
     Raises:
-        ValueError: `text` is no such number, or not above 0.
+        ValueError: `text` is no such number, not above 0, or above 1: who writes 2 means 2%, most likely.
     """
     if text is None:
         return None
@@ -53,8 +52,8 @@ def parse_share(text: str | None) -> float | None:
         share = float(words[:-1]) / 100 if words.endswith("%") else float(words)
     except ValueError:
         share = 0.0
-    if not 0 < share < math.inf:
-        raise ValueError(f"a share such as 2% or 0.02 was expected, got {text!r}.")
+    if not 0 < share <= 1:
+        raise ValueError(f"a share such as 2% or 0.02 was expected, at most 100%, got {text!r}.")
     return share
 
 

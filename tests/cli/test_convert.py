@@ -83,7 +83,7 @@ def test_a_missed_budget_saves_nothing(command: Command, tiny_bert: Path, texts:
 
 
 def test_a_budget_that_is_met_at_once(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
-    words = ("convert", tiny_bert, "belief", tmp_path / "out", "--data", texts, "--max-loss", "100000000%")
+    words = ("convert", tiny_bert, "belief", tmp_path / "out", "--data", texts, "--max-loss", "100%")
     outcome = command(*words, "--bf16", "--device", "cpu")
     assert outcome.code == 0
     report = json.loads((tmp_path / "out/conversion.json").read_text())
@@ -102,6 +102,7 @@ def test_a_budget_that_is_met_at_once(command: Command, tiny_bert: Path, texts: 
         (("MODEL", "belief", "out", "--data", "TEXTS", "--column", "words"), "has no column 'words'"),
         (("MODEL", "belief", "out", "--data", "TEXTS", "--tokens", "many"), "a number such as 300k"),
         (("MODEL", "belief", "out", "--data", "TEXTS", "--max-loss", "little"), "a share such as 2%"),
+        (("MODEL", "belief", "out", "--data", "TEXTS", "--max-loss", "2"), "at most 100%, got '2'"),
         (("MODEL", "belief", "out", "--data", "TEXTS", "--layers", "0-9"), "layers"),
         (("MODEL", "belief", "out", "--data", "TEXTS", "--keep", "1"), "keep is the share of layers"),
         (("MODEL", "belief", ".", "--data", "TEXTS"), "exists and is not an empty folder"),
@@ -147,12 +148,12 @@ def test_refused_counts(text: str) -> None:
         parse_count(text)
 
 
-@pytest.mark.parametrize(("text", "share"), [("2%", 0.02), ("0.02", 0.02), (" 150% ", 1.5), (None, None)])
+@pytest.mark.parametrize(("text", "share"), [("2%", 0.02), ("0.02", 0.02), (" 100% ", 1.0), (None, None)])
 def test_shares(text: str | None, share: float | None) -> None:
     assert parse_share(text) == share
 
 
-@pytest.mark.parametrize("text", ["", "%", "little", "-1%", "0", "nan", "inf"])
+@pytest.mark.parametrize("text", ["", "%", "little", "-1%", "0", "2", "150%", "nan", "inf"])
 def test_refused_shares(text: str) -> None:
     with refused("a share such as 2%"):
         parse_share(text)

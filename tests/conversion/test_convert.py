@@ -66,7 +66,7 @@ def assert_stock(model: Any, before: dict[str, torch.Tensor], config: Any) -> No
 
 def test_a_budget_that_is_met_at_once_trains_nothing() -> None:
     model, before = stock("llama"), weights(stock("llama"))
-    report = converted(model, "belief", rows("llama"), max_loss=10.0)
+    report = converted(model, "belief", rows("llama"), max_loss=1.0)
     assert names(report) == ["swap"]  # not even a fit, which would add parameters
     assert not any(swap.calibration for swap in swaps(model))
     assert (report.met, report.layers, report.kept, spent(report)) == (True, (0, 1, 2), {}, 0)
@@ -532,11 +532,14 @@ def test_the_report_as_text_html_and_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"max_loss": 0}, "max_loss must be above 0 (0.02 is 2 %), got 0."),
-        ({"max_loss": math.nan}, "max_loss must be above 0"),
+        ({"max_loss": 0}, "max_loss is a share above 0 and at most 1 (0.02 is 2 %), got 0."),
+        ({"max_loss": math.nan}, "max_loss is a share above 0"),
+        ({"max_loss": 2}, "max_loss is a share above 0 and at most 1 (0.02 is 2 %), got 2."),
+        ({"max_loss": "2%"}, "max_loss is a share above 0 and at most 1 (0.02 is 2 %), got '2%'."),
         ({"keep": 1.0}, "keep is the share of layers that stay as they are, from 0 to below 1, got 1.0."),
         ({"keep": -0.1}, "keep is the share"),
-        ({"tokens": 0}, "tokens must be at least 1, got 0."),
+        ({"tokens": 0}, "tokens must be a whole number of at least 1, such as 300_000, got 0."),
+        ({"tokens": "300k"}, "tokens must be a whole number of at least 1"),
         ({"layers": [7]}, "7"),
         ({"layers": "first"}, "layers must be whole numbers such as [0, 3] or range(6), got 'first'."),
         ({"layers": []}, "layers must be whole numbers"),
@@ -590,7 +593,7 @@ def test_a_calibrated_control_is_refused() -> None:
 
 def test_a_refusal_leaves_the_control_in_place() -> None:
     model = patch_model(stock("bert"), "softmax")
-    with refused("tokens must be at least 1"):
+    with refused("tokens must be a whole number"):
         converted(model, "belief", rows("bert"), tokens=0)
     assert describe(model).to_dict() == describe(patch_model(stock("bert"), "softmax")).to_dict()
 
