@@ -9,7 +9,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
+from numbers import Integral, Real
 from statistics import fmean
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, default_data_collator
 from ..analysis.inputs import is_blank
 from ..analysis.lost import predicts_next
 from ..wiring.install import model_root
-from .batches import LABELS, Batch
+from .batches import LABELS, Batch, gives_numbers
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 SAMPLE = 256  # rows whose length tells how long the rows are
@@ -116,7 +116,8 @@ def as_rows(model: nn.Module, data: Any, processor: Any = None, *, length: int =
         rows = _images(root, data, processor)
     else:
         raise ValueError(f"a row must be a text, a pair of texts, an image or a mapping, got {type(first).__name__}.")
-    collate = _Collate(names=frozenset(inspect.signature(root.forward).parameters) - {*LABELS}, pads=processor)
+    names = frozenset(inspect.signature(root.forward).parameters) - {*LABELS}
+    collate = _Collate(names=names, pads=processor, numbers=gives_numbers(root))
     step = max(1, len(rows) // SAMPLE)
     some = [rows[index] for index in range(0, len(rows), step)]
     lengths = [_length(row) for row in some]
@@ -130,17 +131,19 @@ def as_rows(model: nn.Module, data: Any, processor: Any = None, *, length: int =
 
 @dataclass(frozen=True)
 class _Collate:
-    """Makes a batch of rows: only what the model takes, and labels only if they are the numbers of classes.
+    """Makes a batch of rows: only what the model takes, and labels only if each is one class, or one number.
 
     Other columns, such as the text itself, and labels of another kind never come near the model.
 
     Attributes:
         names: the inputs of the model.
         pads: the tokenizer, which pads rows of unequal length; or an image processor, or None.
+        numbers: True if the labels are the numbers of a regression, False if they are classes.
     """
 
     names: frozenset[str]
     pads: Any = None
+    numbers: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> Batch:
         """A batch of some rows.
@@ -155,20 +158,29 @@ class _Collate:
             raise ValueError(UNEQUAL)
         else:
             batch = dict(self.pads.pad(inputs, return_tensors="pt"))
-        classes = [_class(row) for row in rows]
-        if all(each is not None for each in classes):
-            batch["labels"] = torch.tensor(classes)
+        labels = [_number(row) if self.numbers else _class(row) for row in rows]
+        if all(each is not None for each in labels):
+            batch["labels"] = torch.tensor(labels)
         return batch
+
+
+def _label(row: Mapping[str, Any]) -> Any:
+    """The row's label, or None."""
+    value: Any = next((row[name] for name in LABELS if row.get(name) is not None), None)
+    value = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+    return None if isinstance(value, bool) else value
 
 
 def _class(row: Mapping[str, Any]) -> int | None:
     """The number of the row's class, or None if it has no label or a label of another kind (-1 is no label)."""
-    value: Any = next((row[name] for name in LABELS if row.get(name) is not None), None)
-    if isinstance(value, Tensor) and value.dim() == 0:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        return None
-    return int(value) if int(value) >= 0 else None
+    value = _label(row)
+    return int(value) if isinstance(value, Integral) and int(value) >= 0 else None
+
+
+def _number(row: Mapping[str, Any]) -> float | None:
+    """The number that a regression should give for the row, or None."""
+    value = _label(row)
+    return float(value) if isinstance(value, Real) else None
 
 
 def _length(row: Mapping[str, Any]) -> int:

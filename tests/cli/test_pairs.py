@@ -43,19 +43,24 @@ def test_evaluate_reads_both_columns(command: Command, tiny_bert: Path, pairs: P
     assert found == pytest.approx(sum(right) / len(right))
 
 
-def test_a_regression_has_a_rank_correlation(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
-    """As models of the likeness of two sentences; a class is a number here."""
+@pytest.mark.parametrize("factor", [1, 0.5, -1], ids=["whole numbers", "fractions", "numbers below 0"])
+def test_a_regression_has_a_rank_correlation(command: Command, tiny_bert: Path, tmp_path: Path, factor: float) -> None:
+    """As models of the likeness of two sentences."""
     model = AutoModelForSequenceClassification.from_pretrained(tiny_bert, num_labels=1, ignore_mismatched_sizes=True)
     model.save_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     tokenizer.save_pretrained(tmp_path / "model")
     with torch.no_grad():
         outputs = [float(model.eval()(**tokenizer(*pair, return_tensors="pt")).logits) for pair in PAIRS]
-    words = ("--data", pairs, *BOTH, "--device", "cpu", "--json")
-    found = command("evaluate", tmp_path / "model", *words, "--label", "class")
-    wanted = spearmanr(outputs, [row % 2 for row in range(len(PAIRS))]).statistic
-    assert json.loads(found.out)["spearmanr"] == pytest.approx(wanted)
-    beside = json.loads(command("compare", tmp_path / "model", tmp_path / "model", *words, "--label", "class").out)
+    numbers = [(row % 5) * factor for row in range(len(PAIRS))]
+    wanted = spearmanr(outputs, numbers).statistic
+    data = tmp_path / "pairs.jsonl"
+    rows = ({"one": one, "other": other, "score": score} for (one, other), score in zip(PAIRS, numbers, strict=True))
+    data.write_text("\n".join(map(json.dumps, rows)))
+    words = ("--data", data, *BOTH, "--device", "cpu", "--json", "--label", "score")
+    found = json.loads(command("evaluate", tmp_path / "model", *words).out)
+    assert found["spearmanr"] == pytest.approx(wanted)
+    beside = json.loads(command("compare", tmp_path / "model", tmp_path / "model", *words).out)
     assert (beside["correlation"], beside["loss"]) == (pytest.approx(wanted), 0.0)
 
 
