@@ -8,7 +8,8 @@ The steps, each measured on held-out rows:
     4. distil:     the model before the swap teaches the swapped model, group of layers by group of layers
 
 With a budget, the cheapest layers come first. A group whose loss comes within the budget is followed by the next group.
-If the tokens are used up before, the last group is taken back. Labels are not read by any step.
+If the tokens are used up before, the last group is taken back. Without a choice of layers, a distillation that
+diverged is taken back. Labels are not read by any step.
 The method is this package's own; docs/mathematics.md, section Conversion.
 """
 
@@ -43,7 +44,7 @@ from .batches import Batch
 from .calibrate import calibrate
 from .distillation import EVERYTHING, DistillationTrainer
 from .journal import Journal, fingerprint
-from .outcome import ConversionReport, Step
+from .outcome import UNDONE, ConversionReport, Step
 from .plan import Plan, plan_of
 from .progress import quiet
 from .rows import TOKENS, Rows, as_rows
@@ -58,6 +59,7 @@ CHECKS = 4  # measurements within one group's distillation
 SAVE_EVERY = 100  # steps of a training between two checkpoints
 GROUPS = 6  # groups of layers, when a budget decides how many layers are converted
 FEWEST_HELD = 8  # rows that the loss is measured on
+DIVERGED = 2  # a distillation is taken back if the loss is so many times larger than before it, or no number
 HELD_TOKENS = 8192  # tokens or patches that the loss is measured on, if there are many rows
 HELD_ROWS = 64  # the same, for data that have neither
 FEW_TOKENS = 256  # per step: a small batch makes more of every token
@@ -402,14 +404,17 @@ class _Work:
         """Take the adapters off, merged into the weights if a layer was converted, and measure the model."""
         if self.trainer is None or self.student is None:
             return
-        student = self.student
-        if isinstance(student, PeftModel):
-            if self.layers:
-                self.student = None  # from here on the weights have changed, and `undo` cannot take that back
-                self.trainer.merged()
-                self.note("adapters merged")
-                return
-            student.unload()
+        if isinstance(self.student, PeftModel) and self.layers:
+            self.student = None  # from here on the weights have changed, and `undo` cannot take that back
+            self.trainer.merged()
+            self.note("adapters merged")
+            return
+        self.leave_adapters()
+
+    def leave_adapters(self) -> None:
+        """End the training without what the adapters have learnt."""
+        if isinstance(self.student, PeftModel):
+            self.student.unload()
         self.student = None
 
     def undo(self) -> None:
@@ -527,6 +532,7 @@ def _convert_groups(
         set_strength(work.model, 1.0, layers=group)
         known = len(group) == len(everything)  # these layers together have been measured already
         step = work.steps[-1] if known else work.note(f"group {number + 1} swapped" if choosing else "layers chosen")
+        untrained = step
         stages = itertools.chain(work.plan.distil, itertools.repeat(work.plan.last))
         for part, stage in enumerate(stages, 1):
             if work.exhausted or (max_loss is not None and step.lost.share <= max_loss):
@@ -544,6 +550,10 @@ def _convert_groups(
             for later in groups[number:]:
                 kept |= dict.fromkeys(later, "the loss would be above the budget")
             break
+        if not choosing and step is not untrained and not step.lost.cost <= DIVERGED * untrained.lost.cost:
+            _restore(work, None)
+            work.leave_adapters()
+            work.note(UNDONE)
     work.finish()
     carries = any(swap.carries for group in work.installation.swaps().values() for swap in group)
     if kept and not (carries and work.layers):  # else the swaps that stay at strength 0 pass their scores on
@@ -555,12 +565,17 @@ def _take_back(work: _Work, group: Sequence[int], before: dict[str, Tensor] | No
     """Undo the last group: its layers run their own attention again, with the weights from before."""
     set_strength(work.model, 0.0, layers=group)
     if work.student is not None:
-        work.restore(work.initial if before is None else before)
-        if before is None:  # no training is left in the weights
-            for swap in (swap for swaps in work.installation.swaps().values() for swap in swaps):
-                swap.retrained = False
-            work.installation.refresh()
+        _restore(work, before)
     work.note("last group taken back")
+
+
+def _restore(work: _Work, before: dict[str, Tensor] | None) -> None:
+    """Give the weights the values of before; None are those from before all training."""
+    work.restore(work.initial if before is None else before)
+    if before is None:
+        for swap in (swap for swaps in work.installation.swaps().values() for swap in swaps):
+            swap.retrained = False
+        work.installation.refresh()
 
 
 def _split(root: PreTrainedModel, data: Any, eval_data: Any, processor: Any, length: int) -> tuple[Rows, Rows]:

@@ -13,6 +13,7 @@ from ..core.table import Table
 from .sensitivity import Sensitivity
 
 LARGE = 10  # from this ratio of perplexities on, a factor is easier to read than per cent
+UNDONE = "distillation taken back"  # the name of the step
 HEADER = ("step", "layers", "lost", "KL", "same first choice", "tokens", "minutes")
 
 
@@ -101,6 +102,11 @@ class ConversionReport:
         return round(sum(step.tokens for step in self.steps) / ((self.row_length or 1) * self.rows_per_step))
 
     @property
+    def trained(self) -> bool:
+        """True if a training is in the weights."""
+        return self.training_steps > 0 and self.steps[-1].name != UNDONE
+
+    @property
     def met(self) -> bool:
         """True if something was converted and the loss is within the budget. Without a budget, any loss is."""
         return bool(self.layers) and (self.max_loss is None or self.lost.share <= self.max_loss)
@@ -118,6 +124,8 @@ class ConversionReport:
             f"{self.model}: {len(self.layers)} of {count} layers run {self.variant}; {self.lost.measure}: "
             f"{self.lost.share:.2%}, on {self.held_out} held-out rows"
         )
+        if self.steps[-1].name == UNDONE:
+            words += "; the distillation diverged and was taken back: take a smaller learning rate, or more texts"
         if self.max_loss is None:
             return f"{words}."
         return f"{words} ({'within' if self.met else 'NOT within'} the budget of {self.max_loss:.2%})."

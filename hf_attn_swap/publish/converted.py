@@ -171,7 +171,7 @@ def results(
             stock.append(Metric(name=metric, higher_is_better=higher, values=(theirs,)))
     seconds = sum(step.seconds for step in report.steps)
     sentences = [report.summary, *(f"{step.name}: {step.cells()[2]} lost." for step in report.steps)]
-    if training.bf16 and report.training_steps:
+    if training.bf16 and report.trained:
         sentences.append("Trained under bf16 autocast.")
     fits = [fit for fit in FITS if any(step.name == f"fit: {fit}" for step in report.steps)]
     return RunResult(
@@ -181,7 +181,7 @@ def results(
         swaps=swaps,
         parameters_added=sum(p.numel() for n, p in model.named_parameters() if "attn_swap" in n),
         conversion=tuple(sentences),
-        steps=(*fits, "distil") if report.training_steps else tuple(fits),
+        steps=(*fits, "distil") if report.trained else tuple(fits),
         task=TASKS.get(base.auto_class, "feature-extraction"),
         data=DataSet(
             name=data_name,

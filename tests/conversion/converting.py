@@ -15,6 +15,7 @@ from tests.contract.harness import batch_of, fresh
 from .distilling import rows_of
 
 BODY = Distil(learning_rate=3e-3, hidden=1.0, batch=8)
+CALM = Distil(learning_rate=1e-4, hidden=1.0, batch=8)  # never diverges
 ADAPTERS = Distil(learning_rate=5e-3, rank=4, batch=8)
 HOW = {"bert": BODY, "albert": BODY, "llama": ADAPTERS, "gpt2": ADAPTERS, "vit": ADAPTERS, "t5": BODY}
 

@@ -24,11 +24,11 @@ from hf_attn_swap.conversion.convert import convert
 from hf_attn_swap.conversion.outcome import ConversionReport
 from hf_attn_swap.conversion.plan import default_distil
 from hf_attn_swap.conversion.rows import as_rows
-from hf_attn_swap.conversion.stages import Align, Calibrate, FineTune
+from hf_attn_swap.conversion.stages import Align, Calibrate, Distil, FineTune
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
 
-from .converting import ADAPTERS, BODY, converted, rows, same, stock, timeless, weights
+from .converting import ADAPTERS, BODY, CALM, converted, rows, same, stock, timeless, weights
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT
@@ -121,6 +121,21 @@ def test_an_impossible_budget_leaves_layers_that_were_named() -> None:
     assert all(swap.retrained for swap in swaps(model))
 
 
+@pytest.mark.parametrize("stage", [BODY, ADAPTERS], ids=["weights", "adapters"])
+@pytest.mark.parametrize("rate", [1.0, 1e30], ids=["large", "not a number"])
+def test_a_distillation_that_diverged_is_taken_back(stage: Distil, rate: float) -> None:
+    model, before = stock("bert"), weights(stock("bert"))
+    stages = [Calibrate(fit="map"), replace(stage, learning_rate=rate)]
+    report = converted(model, "simpletron_resl", rows("bert"), stages=stages)
+    assert names(report)[-1] == "distillation taken back"
+    assert report.lost == report.steps[1].lost  # the fit's
+    assert "the distillation diverged and was taken back" in str(report)
+    assert not report.trained
+    assert not any(swap.retrained for swap in swaps(model))
+    unpatch_model(model)
+    assert same(weights(model), before)
+
+
 @pytest.mark.parametrize("tokens", [97, pytest.param(203, marks=pytest.mark.slow)])
 def test_the_steps_count_tokens_and_never_more_than_the_budget(tokens: int) -> None:
     report = converted(stock("bert"), "modern_hopfield", rows("bert"), tokens=tokens)
@@ -131,7 +146,7 @@ def test_the_steps_count_tokens_and_never_more_than_the_budget(tokens: int) -> N
 @pytest.mark.slow
 def test_accumulated_steps_are_counted_whole(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), gradient_accumulation_steps=2, report_to="none")
-    report = converted(stock("bert"), "modern_hopfield", rows("bert", 40), tokens=192, args=args)
+    report = converted(stock("bert"), "modern_hopfield", rows("bert", 40), tokens=192, args=args, stages=[CALM])
     assert [(step.name, step.tokens) for step in report.steps[2:]] == [("distil 1", 192)]
 
 
@@ -277,7 +292,7 @@ def test_losses_are_measured_without_mixed_precision(name: str, tmp_path: Path) 
     args = TrainingArguments(output_dir=str(tmp_path), bf16=True, use_cpu=True, report_to="none")
     model, held = stock(name), rows(name, 4, first=50)
     measure = HeldOut(model, as_rows(model, held).batches(4), progress=False)
-    report = converted(model, "modern_hopfield", rows(name), eval_data=held, args=args, stages=[BODY])
+    report = converted(model, "modern_hopfield", rows(name), eval_data=held, args=args, stages=[CALM])
     assert names(report)[-1] == "distil 1"
     assert report.lost == measure.lost(model)
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hf_attn_swap.conversion import convert as module
 from hf_attn_swap.conversion.journal import NAME, Journal
 from hf_attn_swap.conversion.stages import Calibrate
 
-from .converting import ADAPTERS, converted, rows, same, stock, timeless, weights
+from .converting import ADAPTERS, CALM, converted, rows, same, stock, timeless, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 Result = tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]
@@ -73,6 +74,7 @@ CASES = [
     ("bert", "belief", {"max_loss": 1e-12, "tokens": 150}),  # several groups, the last one taken back
     ("llama", "outeffhop+gated", {}),  # adapters, and parameters of the variant beside them
     ("llama", "simpletron_resl", {"stages": STAGES}),  # a fit that the user named
+    ("bert", "simpletron_resl", {"stages": [replace(ADAPTERS, learning_rate=1.0)]}),  # a distillation that diverged
 ]
 
 
@@ -85,7 +87,9 @@ def test_killed_after_a_fit_that_the_user_named(writes: dict[str, Any], tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "variant", "more"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
+@pytest.mark.parametrize(
+    ("name", "variant", "more"), CASES, ids=[f"{number}-{case[0]}-{case[1]}" for number, case in enumerate(CASES)]
+)
 def test_killed_at_every_write(
     name: str, variant: str, more: dict[str, Any], writes: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -106,7 +110,7 @@ def test_killed_at_every_write(
 @pytest.mark.slow
 def test_killed_after_a_training(writes: dict[str, Any], tmp_path: Path) -> None:
     """What was trained comes from the folder, with the note that strength 0 is no longer the original."""
-    more = {"tokens": 100}
+    more = {"tokens": 100, "stages": [CALM]}
     wanted = run("bert", "simpletron_resl", None, **more)
     assert wanted[2]["swaps"][0]["retrained"]
     place = writes["seen"].index("train distil 1") + 1
