@@ -60,6 +60,7 @@ SAVE_EVERY = 100  # steps of a training between two checkpoints
 GROUPS = 6  # groups of layers, when a budget decides how many layers are converted
 FEWEST_HELD = 8  # rows that the loss is measured on
 DIVERGED = 2  # a distillation is taken back if the loss is so many times larger than before it, or no number
+ROUNDING = 1e-4  # KL or relative error: a smaller loss is within the rounding, and never says that training diverged
 HELD_TOKENS = 8192  # tokens or patches that the loss is measured on, if there are many rows
 HELD_ROWS = 64  # the same, for data that have neither
 FEW_TOKENS = 256  # per step: a small batch makes more of every token
@@ -550,7 +551,8 @@ def _convert_groups(
             for later in groups[number:]:
                 kept |= dict.fromkeys(later, "the loss would be above the budget")
             break
-        if not choosing and step is not untrained and not step.lost.cost <= DIVERGED * untrained.lost.cost:
+        bound = max(ROUNDING, DIVERGED * untrained.lost.cost)
+        if not choosing and step is not untrained and not step.lost.cost <= bound:
             _restore(work, None)
             work.leave_adapters()
             work.note(UNDONE)
