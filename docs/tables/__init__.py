@@ -13,6 +13,7 @@ from hf_attn_swap.core.table import markdown
 from .conversions import (
     CURVE_SMOLLM2,
     NEWS,
+    PHOTOS,
     SENTENCES,
     budget_table,
     compared_table,
@@ -122,6 +123,7 @@ TABLES = {
     "sst2": lambda: compared_table(SENTENCES),
     "budget": budget_table,
     "glue": lambda: tasks_table("minilm-distilled"),
+    "photos": lambda: compared_table(PHOTOS),
     "images": lambda: tasks_table("vit-s-distilled"),
     "reactions": lambda: perplexities_table("albert-distilled-reactions"),
     "small-models": lambda: perplexities_table("gpt2-distilled-imdb", "opt-distilled-imdb"),

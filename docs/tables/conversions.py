@@ -27,6 +27,7 @@ EMBEDDINGS = {
 }
 NEWS = ROOT / "recipes" / "figures" / "compare-minilm-ag-news.json"
 SENTENCES = ROOT / "recipes" / "figures" / "compare-minilm-sst2.json"
+PHOTOS = ROOT / "recipes" / "figures" / "compare-vit-s-cifar10.json"
 BUDGET = ROOT / "recipes" / "figures" / "convert-smollm2-belief.json"
 DECODE = ROOT / "benchmarks" / "figures" / "bench-decode-hybrid.json"
 
