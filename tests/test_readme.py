@@ -37,7 +37,7 @@ def test_figures_are_those_of_the_records(variant: str) -> None:
     assert f"{ratio:.3f} ×" in row(variant)
 
 
-@pytest.mark.parametrize(("file", "layers"), [("all-weights", 15), ("bf16", 23)])
+@pytest.mark.parametrize(("file", "layers"), [("all-weights", 10), ("all-weights", 15), ("bf16", 23)])
 def test_linear_language_models(file: str, layers: int) -> None:
     study = json.loads((ROOT / "recipes" / "figures" / f"which-layers-smollm2-{file}.json").read_text("utf-8"))
     (run,) = (run for run in study["runs"] if (run["rule"], run["count"]) == ("auto", layers))
