@@ -59,6 +59,7 @@ def compare(
     from hf_attn_swap.analysis.cost import beside
     from hf_attn_swap.analysis.held_out import HeldOut
     from hf_attn_swap.analysis.outliers import outliers
+    from hf_attn_swap.analysis.recording import plain
 
     models = [_load(name, task, device=device, dtype=dtype, token=token) for name in (first, second)]
     batches = _batches(models[0], first, data, columns(column), label, config, split, rows, length, token=token)
@@ -72,7 +73,7 @@ def compare(
     if as_json:
         more = {"loss": found.share, "measure": found.measure, "time_ratio": ratio}
         both = dict(zip(("first", "second"), map(_figures, costs, states), strict=True))
-        print(json.dumps({**found.to_dict(), **more, **both}, indent=1))
+        print(json.dumps(plain({**found.to_dict(), **more, **both}), indent=1))
         return
     print(f"{second} beside {first}, {sum(map(_rows, batches))} rows of {data}")
     print(found)
@@ -100,6 +101,7 @@ def evaluate(
 ) -> None:
     """Measure one saved model: perplexity, a classifier's accuracy, or a regression's rank correlation (Spearman)."""
     from hf_attn_swap.analysis.held_out import HeldOut
+    from hf_attn_swap.analysis.recording import plain
 
     loaded = _load(model, task, device=device, dtype=dtype, revision=revision, token=token)
     batches = _batches(
@@ -113,7 +115,7 @@ def evaluate(
             "this model has no perplexity, accuracy or rank correlation here; name the column of the classes or "
             "numbers with --label, or compare the model with another model (hf-attn-swap compare)."
         )
-    print(json.dumps(known) if as_json else "\n".join(f"{name}: {value:.4g}" for name, value in known.items()))
+    print(json.dumps(plain(known)) if as_json else "\n".join(f"{name}: {value:.4g}" for name, value in known.items()))
 
 
 def _load(name: str, task: str | None, **where: Any) -> Any:
@@ -156,7 +158,26 @@ def _batches(
             raise ValueError("a language model has no use for --label: its rows are blocks of joined text.")
         for row, value in zip(chosen, filled[label], strict=False):
             row["labels"] = value
-    return list(replace(prepared, rows=chosen).batches(8))
+    batches = list(replace(prepared, rows=chosen).batches(8))
+    if label is not None:
+        _check_labels(batches, label)
+    return batches
+
+
+def _check_labels(batches: Sequence[dict[str, Any]], label: str) -> None:
+    """Refuse labels that a metric cannot read. A batch has labels only if each of them is a class or a number.
+
+    Raises:
+        ValueError: a label is of another kind, or all labels of a regression are equal.
+    """
+    other = "name another column, or another --split: a split whose labels are not public has -1 in their place."
+    if any("labels" not in batch for batch in batches):
+        raise ValueError(
+            f"--label {label}: every row needs the number of a class, from 0 (of a regression: a number); {other}"
+        )
+    values = [value for batch in batches for value in batch["labels"].tolist()]
+    if isinstance(values[0], float) and len(set(values)) == 1 < len(values):
+        raise ValueError(f"--label {label}: all rows have the number {values[0]:g}; {other}")
 
 
 def _rows(batch: dict[str, Any]) -> int:

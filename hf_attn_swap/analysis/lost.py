@@ -88,9 +88,10 @@ class Lost:
             return self.ratio - 1
         if self.relative_error is not None:
             return self.relative_error
-        assert self.divergence is not None
-        assert self.agreement is not None
-        return self.divergence if self.per_token else 1 - self.agreement
+        found = self.divergence if self.per_token else self.agreement
+        if found is None:
+            return math.nan  # JSON has no NaN, so a file has null in its place
+        return found if self.per_token else 1 - found
 
     @property
     def cost(self) -> float:
@@ -306,12 +307,12 @@ class Sums:
         return Lost(tokens=self.tokens, per_token=self.per_token, **figures)
 
     def _of_numbers(self) -> Lost:
-        """The relative error, and the rank correlations with the labels if every row has a label."""
+        """The relative error, and the rank correlations with the labels if every row has one and not all are equal."""
         found = Lost(tokens=self.tokens, relative_error=self.square_error / max(self.square, sys.float_info.min))
         if not self.numbers_N or self.tokens < 2:
             return found
         ours_N, theirs_N, truth_N = map(torch.cat, zip(*self.numbers_N, strict=True))
-        if len(truth_N) != self.tokens or not truth_N.isfinite().all():
+        if len(truth_N) != self.tokens or not truth_N.isfinite().all() or bool((truth_N == truth_N[0]).all()):
             return found
         return replace(
             found,

@@ -21,7 +21,12 @@ def ranks(values_N: Tensor) -> Tensor:
 
 
 def rank_correlation(first_N: Tensor, second_N: Tensor) -> float:
-    """Spearman's correlation of two lists of numbers, from -1 to 1; 0 if all numbers of a list are equal."""
+    """Spearman's correlation of two lists of numbers, from -1 to 1.
+
+    Returns 0 if all numbers of a list are equal, and NaN if a list has a NaN.
+    """
+    if bool(first_N.isnan().any()) or bool(second_N.isnan().any()):
+        return math.nan
     found = float(torch.corrcoef(torch.stack([ranks(first_N), ranks(second_N)]))[0, 1])
     return 0.0 if math.isnan(found) else found
 

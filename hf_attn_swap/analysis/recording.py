@@ -123,8 +123,10 @@ class Recording:
 
 
 def plain(value: Any) -> Any:
-    """Replace NaN and infinity by None: JSON has no NaN and no infinity."""
-    if isinstance(value, list):
+    """Replace NaN and infinity by None, in lists and dicts too: JSON has no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
     return value if not isinstance(value, float) or math.isfinite(value) else None
 

@@ -20,7 +20,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -212,6 +212,7 @@ def convert(
         train_rows=len(train),
         rows_per_step=_rows_per_step(plan.last, train),
         learning_rate=plan.last.learning_rate,
+        trained=work.changed,
     )
 
 
@@ -250,7 +251,9 @@ class _Work:
         model, held, train, plan, low_memory, teacher, journal, folder, args, progress: as `convert` was given or has
             made them.
         left: the tokens of the budget that are left.
-        used: the training rows that were read so far.
+        order: the numbers of the training rows, in the order in which they are drawn.
+        unread: the training rows that were drawn, and not read yet.
+        changed: a training is in the weights.
         steps: the record so far.
         student: the model as it trains, perhaps inside PEFT's wrapper; None before the first training.
         taught: the teacher; None before the first training.
@@ -269,12 +272,17 @@ class _Work:
     args: TrainingArguments
     progress: bool
     left: int
-    used: int = 0
+    unread: list[int] = field(default_factory=list)
+    changed: bool = False
     steps: list[Step] = field(default_factory=list)
     student: nn.Module | None = None
     taught: Teacher | None = None
     trainer: DistillationTrainer | None = None
     initial: dict[str, Tensor] = field(default_factory=dict)
+    order: Iterator[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.order = self.train.order(_rows_per_step(self.plan.last, self.train))
 
     @property
     def installation(self) -> Installation:
@@ -331,7 +339,7 @@ class _Work:
             self.student = self.model if rank is None else with_adapters(model_root(self.model), rank)
         each = self.train.length or 1
         count = max(1, int(min(budget, self.left) / each))
-        picked = self.train.grouped(_order(len(self.train), self.used, count), _rows_per_step(stage, self.train))
+        self.unread += itertools.islice(self.order, max(0, count - len(self.unread)))
         check = _Check(self, target)
         trainer = DistillationTrainer(
             self.student,
@@ -339,7 +347,7 @@ class _Work:
             teacher=self.taught or self.teacher,
             losses=stage.losses,
             trainable=None if stage.rank is not None else stage.trainable,
-            train_dataset=self.train.some(picked).rows,
+            train_dataset=self.train.some(self.unread[:count]).rows,
             data_collator=self.train.collate,
             callbacks=[check],
         )
@@ -359,7 +367,8 @@ class _Work:
             rows = min(count, trainer.state.global_step * step)
             self.journal.save(name, self.trained())
             self.journal.record(f"train {name}", {"rows": rows})
-        self.used += rows
+        del self.unread[:rows]
+        self.changed = True
         spent = round(rows * each)
         self.left -= spent
         return self.note(name, spent, start)
@@ -402,10 +411,10 @@ class _Work:
         )
 
     def finish(self) -> None:
-        """Take the adapters off, merged into the weights if a layer was converted, and measure the model."""
+        """Take the adapters off, merged into the weights if they have learnt something, and measure the model."""
         if self.trainer is None or self.student is None:
             return
-        if isinstance(self.student, PeftModel) and self.layers:
+        if isinstance(self.student, PeftModel) and self.layers and self.changed:
             self.student = None  # from here on the weights have changed, and `undo` cannot take that back
             self.trainer.merged()
             self.note("adapters merged")
@@ -575,6 +584,7 @@ def _restore(work: _Work, before: dict[str, Tensor] | None) -> None:
     """Give the weights the values of before; None are those from before all training."""
     work.restore(work.initial if before is None else before)
     if before is None:
+        work.changed = False
         for swap in (swap for swaps in work.installation.swaps().values() for swap in swaps):
             swap.retrained = False
         work.installation.refresh()
@@ -591,14 +601,8 @@ def _split(root: PreTrainedModel, data: Any, eval_data: Any, processor: Any, len
         count = len(rows) // 2
     if not count:
         raise ValueError("a single row cannot be both trained and measured on; bring more data.")
-    shuffled = _order(len(rows), 0, len(rows))
+    shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
     return rows.some(sorted(shuffled[count:])), rows.some(sorted(shuffled[:count]))
-
-
-def _order(rows: int, first: int, count: int) -> list[int]:
-    """The numbers of the next rows, in an order that is always the same; all rows are read before any comes again."""
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).tolist()
-    return [order[(first + place) % rows] for place in range(count)]
 
 
 def _ends(rows: Rows) -> list[Tensor]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.lost import Lost
+from ..analysis.recording import plain
 from ..core.table import Table
 from .sensitivity import Sensitivity
 
@@ -71,6 +72,7 @@ class ConversionReport:
         train_rows: the number of training rows.
         rows_per_step: the number of rows of a training step.
         learning_rate: the highest learning rate.
+        trained: True if a training is in the weights, and was not taken back.
     """
 
     model: str
@@ -85,6 +87,7 @@ class ConversionReport:
     train_rows: int
     rows_per_step: int
     learning_rate: float
+    trained: bool
 
     @property
     def lost(self) -> Lost:
@@ -100,11 +103,6 @@ class ConversionReport:
     def training_steps(self) -> int:
         """The number of training steps."""
         return round(sum(step.tokens for step in self.steps) / ((self.row_length or 1) * self.rows_per_step))
-
-    @property
-    def trained(self) -> bool:
-        """True if a training is in the weights."""
-        return self.training_steps > 0 and self.steps[-1].name != UNDONE
 
     @property
     def met(self) -> bool:
@@ -176,7 +174,8 @@ class ConversionReport:
     def save(self, folder: Path) -> Path:
         """Write conversion.json and conversion.html, and return the path of the page."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "conversion.json").write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(plain(self.to_dict()), indent=1, allow_nan=False)
+        (folder / "conversion.json").write_text(f"{text}\n", encoding="utf-8")
         page = folder / "conversion.html"
         title = f"{self.model} with {self.variant}"
         picture = "" if self.sensitivity is None else _picture(self.sensitivity)

@@ -57,26 +57,36 @@ class Rows:
 
     def batches(self, size: int) -> Iterator[Batch]:
         """All rows in batches, those of like length together so that there is little padding."""
-        order = sorted(range(len(self.rows)), key=lambda index: _length(self.rows[index]))
+        order = list(range(len(self.rows)))
+        if self.padded:
+            order.sort(key=lambda index: _length(self.rows[index]))
         for start in range(0, len(order), size):
             yield self.collate([dict(self.rows[index]) for index in order[start : start + size]])
 
-    def grouped(self, indices: Sequence[int], size: int) -> list[int]:
-        """The same rows in another order: each batch of `size` has rows of like length, for little padding.
+    def order(self, size: int) -> Iterator[int]:
+        """The numbers of the rows as a training reads them, without end; the order is random, and always the same.
 
-        The order of the batches stays random, and is always the same.
+        All rows are read before any is read again. A batch of `size` has rows of like length, so that there is little
+        padding.
         """
+        shuffled = torch.randperm(len(self), generator=torch.Generator().manual_seed(0)).tolist()
+        for epoch in itertools.count():
+            missing = -epoch * len(self) % size  # rows that the last batch of the epoch before still lacks
+            yield from shuffled[:missing]
+            yield from self._grouped(shuffled[missing:], size)
+
+    def _grouped(self, indices: Sequence[int], size: int) -> Iterator[int]:
+        """The same rows in another order: those of a batch have like lengths, and the batches are in random order."""
         if not self.padded:
-            return list(indices)
+            yield from indices
+            return
         generator = torch.Generator().manual_seed(0)
-        found: list[int] = []
         for start in range(0, len(indices), WINDOW * size):
             window = sorted(indices[start : start + WINDOW * size], key=lambda index: -_length(self.rows[index]))
             batches = [window[first : first + size] for first in range(0, len(window), size)]
             rest = [batches.pop()] if len(batches[-1]) < size else []
             order = torch.randperm(len(batches), generator=generator).tolist()
-            found += itertools.chain(*(batches[place] for place in order), *rest)
-        return found
+            yield from itertools.chain(*(batches[place] for place in order), *rest)
 
 
 def select(rows: Any, indices: Sequence[int]) -> Any:
@@ -267,9 +277,13 @@ class _Images:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         image = self.images[index]
-        if not hasattr(image, "convert"):
-            raise ValueError(f"row {index} is no image, as other rows are, but {image!r:.60}.")
+        _check_image(index, image)
         return {"pixel_values": self.processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]}
+
+
+def _check_image(index: int, image: Any) -> None:
+    if not hasattr(image, "convert"):
+        raise ValueError(f"row {index} is no image, as other rows are, but {image!r:.60}.")
 
 
 def _images(root: PreTrainedModel, images: Sequence[Any], processor: Any) -> _Images:
@@ -277,4 +291,7 @@ def _images(root: PreTrainedModel, images: Sequence[Any], processor: Any) -> _Im
         raise ValueError(f"{type(root).__name__} takes {root.main_input_name}, but the data are images.")
     if processor is None:
         raise ValueError("images need an image processor; pass it as processor=AutoImageProcessor.from_pretrained(...)")
+    if isinstance(images, (list, tuple)):  # a column of a `Dataset` would decode all of its images
+        for index, image in enumerate(images):
+            _check_image(index, image)
     return _Images(images, processor)

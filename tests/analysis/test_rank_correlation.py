@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -34,6 +35,14 @@ def test_a_constant_tells_nothing() -> None:
     assert rank_correlation(torch.ones(5), torch.arange(5.0)) == 0.0
 
 
+def test_outputs_that_are_no_numbers_have_no_correlation() -> None:
+    """And so no budget is met by them."""
+    outputs = torch.arange(10.0)
+    outputs[3] = math.nan
+    assert math.isnan(rank_correlation(outputs, torch.arange(10.0)))
+    assert math.isnan(difference_margin(outputs, torch.arange(10.0), torch.arange(10.0)))
+
+
 def test_the_margin_is_that_of_a_bootstrap() -> None:
     ours, theirs, truth = noisy(400, 5)
     _, low, high = paired_interval("spearmanr", [ours.tolist()], [theirs.tolist()], truth.tolist())
@@ -62,5 +71,7 @@ def test_held_out_rows_with_numbers(whole: bool) -> None:
     unlabelled = HeldOut(model, plain, progress=False).lost(model)
     assert (unlabelled.correlation, unlabelled.share) == (None, unlabelled.relative_error)
     assert found.cost == found.relative_error == unlabelled.relative_error
+    constant = [batch | {"labels": torch.full((len(batch["input_ids"]),), -1.0)} for batch in plain]
+    assert HeldOut(model, constant, progress=False).lost(model) == unlabelled
     labelled[0]["labels"] = torch.full_like(labelled[0]["labels"].float(), float("nan"))
     assert HeldOut(model, labelled, progress=False).lost(model) == unlabelled

@@ -262,8 +262,7 @@ def test_low_memory_trains_adapters(command: Command, tiny_bert: Path, texts: Pa
     for name, more in (("usual", ()), ("small", ("--low-memory",))):
         assert command("convert", tiny_bert, "belief", tmp_path / name, *words, *more).code == 0
     usual, small = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("usual", "small"))
-    before, after = (step["lost"]["divergence"] for step in usual["steps"][1:])
-    assert 2 * before < after < 1e-5  # more than twice as large, and yet within the rounding: it did not diverge
+    assert usual["steps"][-1]["lost"]["divergence"] < 1e-5
     assert usual["steps"][-1]["name"] == "distil 1"
     assert small["steps"][-1]["name"] == "adapters merged"
 

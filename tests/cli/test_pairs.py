@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,27 @@ def test_labels_that_say_nothing_are_refused(command: Command, tiny_bert: Path, 
     outcome = command("compare", tmp_path / "encoder", tmp_path / "encoder", *words)
     assert outcome.code == 2
     assert "outputs are not compared with labels; leave out --label" in outcome.err
+
+
+@pytest.mark.parametrize(("classes", "value"), [(2, "good"), (2, 0.5), (2, -1), (1, "good"), (1, -1)])
+def test_labels_of_another_kind_are_refused_before_anything_is_measured(
+    command: Command, tiny_bert: Path, tmp_path: Path, classes: int, value: Any
+) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tiny_bert, num_labels=classes, ignore_mismatched_sizes=True
+    )
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path / "model")
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(json.dumps({"text": text, "label": value}) for text in FIRST))
+    words = ("--data", data, "--label", "label", "--device", "cpu")
+    for outcome in (
+        command("evaluate", tmp_path / "model", *words),
+        command("compare", tmp_path / "model", tmp_path / "model", *words),
+    ):
+        assert outcome.code == 2
+        assert "--label label: " in outcome.err
+        assert "name another column, or another --split" in outcome.err
 
 
 def test_rows_without_a_text_are_left_out(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:

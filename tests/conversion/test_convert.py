@@ -123,7 +123,7 @@ def test_an_impossible_budget_leaves_layers_that_were_named() -> None:
 
 @pytest.mark.parametrize("stage", [BODY, ADAPTERS], ids=["weights", "adapters"])
 @pytest.mark.parametrize("rate", [1.0, 1e30], ids=["large", "not a number"])
-def test_a_distillation_that_diverged_is_taken_back(stage: Distil, rate: float) -> None:
+def test_a_distillation_that_diverged_is_taken_back(stage: Distil, rate: float, tmp_path: Path) -> None:
     model, before = stock("bert"), weights(stock("bert"))
     stages = [Calibrate(fit="map"), replace(stage, learning_rate=rate)]
     report = converted(model, "simpletron_resl", rows("bert"), stages=stages)
@@ -134,6 +134,9 @@ def test_a_distillation_that_diverged_is_taken_back(stage: Distil, rate: float) 
     assert not any(swap.retrained for swap in swaps(model))
     unpatch_model(model)
     assert same(weights(model), before)
+    path = report.save(tmp_path).with_suffix(".json")
+    again = ConversionReport.from_dict(json.loads(path.read_text(), parse_constant=pytest.fail))
+    assert str(again).splitlines()[0] == report.summary
 
 
 @pytest.mark.parametrize("tokens", [97, pytest.param(203, marks=pytest.mark.slow)])
@@ -210,14 +213,17 @@ def attribute(layer: Any) -> Any:
     return getattr(layer.attention.self, "attn_swap", None)
 
 
-def test_a_later_group_that_fails_leaves_the_weights_of_the_groups_before() -> None:
+@pytest.mark.parametrize("stage", [BODY, ADAPTERS], ids=["weights", "adapters"])
+def test_a_later_group_that_fails_leaves_the_weights_of_the_groups_before(stage: Distil) -> None:
     """Nothing was trained for the first group, so the weights are the stock model's again."""
     data, model, before = rows("bert"), stock("bert"), weights(stock("bert"))
     first = converted(stock("bert"), "simpletron_resl", data, max_loss=1e-12, tokens=1).sensitivity
     assert first is not None
     target = 1.01 * first.layers[first.order[0]].share
-    report = converted(model, "simpletron_resl", data, max_loss=target, tokens=100)
+    report = converted(model, "simpletron_resl", data, max_loss=target, tokens=100, stages=[stage])
     assert report.met
+    assert names(report)[-1] == "last group taken back", "and no adapters are merged"
+    assert not report.trained
     assert report.layers == first.order[:1]
     assert spent(report) > 0
     assert all(torch.equal(weights(model)[name], value) for name, value in before.items())

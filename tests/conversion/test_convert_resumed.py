@@ -68,13 +68,13 @@ def killed_at(state: dict[str, Any], place: int, after: bool, *given: Any, **mor
 
 
 STAGES = [Calibrate(fit="map", rows=4), ADAPTERS]
-CASES = [
-    ("bert", "simpletron_resl", {"max_loss": 1e-12, "layers": [0, 2]}),  # all weights train, and layers were named
-    ("bert", "modern_hopfield", {"keep": 0.4}),  # calibration with an order of heads
-    ("bert", "belief", {"max_loss": 1e-12, "tokens": 150}),  # several groups, the last one taken back
-    ("llama", "outeffhop+gated", {}),  # adapters, and parameters of the variant beside them
-    ("llama", "simpletron_resl", {"stages": STAGES}),  # a fit that the user named
-    ("bert", "simpletron_resl", {"stages": [replace(ADAPTERS, learning_rate=1.0)]}),  # a distillation that diverged
+CASES = [  # the last one is how the conversion ends
+    ("bert", "simpletron_resl", {"max_loss": 1e-12, "layers": [0, 2]}, "distil 1"),  # all weights train; named layers
+    ("bert", "modern_hopfield", {"keep": 0.4}, "distillation taken back"),  # calibration with an order of heads
+    ("bert", "belief", {"max_loss": 1e-12, "tokens": 150}, "last group taken back"),  # several groups
+    ("llama", "outeffhop+gated", {}, "adapters merged"),  # and parameters of the variant beside the adapters
+    ("llama", "simpletron_resl", {"stages": STAGES}, "adapters merged"),  # a fit that the user named
+    ("bert", "simpletron_resl", {"stages": [replace(ADAPTERS, learning_rate=1.0)]}, "distillation taken back"),
 ]
 
 
@@ -88,12 +88,15 @@ def test_killed_after_a_fit_that_the_user_named(writes: dict[str, Any], tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "variant", "more"), CASES, ids=[f"{number}-{case[0]}-{case[1]}" for number, case in enumerate(CASES)]
+    ("name", "variant", "more", "ends"),
+    CASES,
+    ids=[f"{number}-{case[0]}-{case[1]}" for number, case in enumerate(CASES)],
 )
 def test_killed_at_every_write(
-    name: str, variant: str, more: dict[str, Any], writes: dict[str, Any], tmp_path: Path
+    name: str, variant: str, more: dict[str, Any], ends: str, writes: dict[str, Any], tmp_path: Path
 ) -> None:
     wanted = run(name, variant, tmp_path / "whole", **more)
+    assert wanted[0]["steps"][-1]["name"] == ends
     assert_equal(run(name, variant, None, **more), wanted)
     seen = list(writes["seen"])[: len(writes["seen"]) // 2]
     assert any(key.startswith("train distil") for key in seen)

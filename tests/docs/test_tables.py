@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from docs.tables.conversions import BUDGET, NEWS, budget_table, compared_table
+from docs.tables.conversions import BUDGET, NEWS, PHOTOS, SENTENCES, budget_table, compared_table
 from docs.tables.runs import CARDS, RECORDS, perplexities_table, tasks_table
 
 
@@ -108,7 +108,8 @@ def test_a_control_beside_what_it_became(tmp_path: Path) -> None:
     ]
 
 
-def test_differences_of_accuracy_are_those_of_both_accuracies() -> None:
-    for run in json.loads(NEWS.read_text("utf-8"))["runs"]:
+@pytest.mark.parametrize("record", [NEWS, SENTENCES, PHOTOS], ids=lambda path: path.stem)
+def test_differences_of_accuracy_are_those_of_both_accuracies(record: Path) -> None:
+    for run in json.loads(record.read_text("utf-8"))["runs"]:
         found = run["compare"]
         assert found["stock_accuracy"] - found["accuracy"] == pytest.approx(found["loss"])
