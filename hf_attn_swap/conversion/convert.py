@@ -102,7 +102,7 @@ def convert(
         processor: the tokenizer or image processor.
         eval_data: held-out data of the same kind, to measure on. None takes a twentieth of `data` (at least 8 rows,
             and at most some 8,000 tokens or patches), which the conversion then does not see. If held-out rows have
-            labels, a classifier's accuracy is the measure.
+            labels, a classifier's accuracy is the measure, or the rank correlation of a regression.
         tokens: the budget of the distillation, in tokens of text; in patches, for images; in rows, for other data. A
             budget below one step trains nothing.
         max_loss: the largest loss, as a share (0.02 is 2 %) of what `Lost.share` names for this kind of model, such as
