@@ -99,7 +99,7 @@ def convert(
     if not first_process():
         return
     show(report.table())
-    for line in report.reasons():
+    for line in report.notes():
         print(line)
     if not saved:
         why = f"the loss ({report.lost.measure}) is above the budget" if report.layers else "no layer fits the budget"

@@ -44,7 +44,7 @@ from .batches import Batch
 from .calibrate import calibrate
 from .distillation import EVERYTHING, DistillationTrainer
 from .journal import Journal, fingerprint
-from .outcome import UNDONE, ConversionReport, Step
+from .outcome import UNDONE, ConversionReport, Step, in_words
 from .plan import Plan, plan_of
 from .progress import quiet
 from .rows import TOKENS, Rows, as_rows
@@ -313,7 +313,7 @@ class _Work:
         self.steps.append(step)
         self.journal.record(name, asdict(step))
         if self.progress:
-            tqdm.write(f"{name}: {len(step.layers)} layers, {lost.measure} {lost.share:.2%}", file=sys.stderr)
+            tqdm.write(f"{name}: {len(step.layers)} layers, {lost.measure} {in_words(lost)}", file=sys.stderr)
         return step
 
     def trained(self) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from ..core.table import Table
 from .sensitivity import Sensitivity
 
 LARGE = 10  # from this ratio of perplexities on, a factor is easier to read than per cent
+MUCH = 0.05  # without a budget, the report says from this loss on how to lose less
 UNDONE = "distillation taken back"  # the name of the step
 HEADER = ("step", "layers", "lost", "KL", "same first choice", "tokens", "minutes")
 
@@ -47,12 +48,17 @@ class Step:
         return (
             self.name,
             str(len(self.layers)),
-            f"{lost.share:.2%}" if lost.ratio is None or lost.ratio < LARGE else f"x {lost.ratio:,.0f}",
+            in_words(lost),
             "-" if lost.divergence is None else f"{lost.divergence:.3g}",
             "-" if lost.agreement is None else f"{lost.agreement:.1%}",
             f"{self.tokens:,}" if self.tokens else "-",
             f"{self.seconds / 60:.1f}",
         )
+
+
+def in_words(lost: Lost) -> str:
+    """A loss as per cent, or as a factor if it is large."""
+    return f"{lost.share:.2%}" if lost.ratio is None or lost.ratio < LARGE else f"x {lost.ratio:,.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +126,7 @@ class ConversionReport:
             )
         words = (
             f"{self.model}: {len(self.layers)} of {count} layers run {self.variant}; {self.lost.measure}: "
-            f"{self.lost.share:.2%}, on {self.held_out} held-out rows"
+            f"{in_words(self.lost)}, on {self.held_out} held-out rows"
         )
         if self.steps[-1].name == UNDONE:
             words += "; the distillation diverged and was taken back: take a smaller learning rate, or more texts"
@@ -142,11 +148,26 @@ class ConversionReport:
             lines.append(f"{whose} own attention: {reason}.")
         return lines
 
+    def advice(self) -> list[str]:
+        """How to lose less: a sentence if the budget was missed, or if much was lost without a budget."""
+        if self.met and (self.max_loss is not None or self.lost.share < MUCH):
+            return []
+        if self.max_loss is not None:
+            return ["To convert more layers, or to lose less, allow more tokens or a larger max_loss."]
+        return [
+            "To lose less, allow more tokens, bring texts like those of the use, or convert fewer layers: keep=0.5 "
+            "keeps the costliest half, and max_loss=0.05 converts as many as a loss of 5 % allows."
+        ]
+
+    def notes(self) -> list[str]:
+        """The sentences below the table."""
+        return self.reasons() + self.advice()
+
     def __str__(self) -> str:
-        return "\n".join([self.table().text(), *self.reasons()])
+        return "\n".join([self.table().text(), *self.notes()])
 
     def _repr_html_(self) -> str:
-        return self.table().html() + "".join(f"<p>{escape(line)}</p>" for line in self.reasons())
+        return self.table().html() + "".join(f"<p>{escape(line)}</p>" for line in self.notes())
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain data."""

@@ -509,6 +509,28 @@ def teacher_swapped() -> Any:
 # -- The report --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("ratio", "budget", "said"),
+    [
+        (1.04, None, ""),
+        (1.06, None, "keep=0.5 keeps the costliest half"),
+        (2500.0, None, "keep=0.5 keeps the costliest half"),
+        (1.06, 0.1, ""),
+        (1.06, 0.05, "allow more tokens or a larger max_loss"),
+    ],
+)
+def test_the_report_says_how_to_lose_less(ratio: float, budget: float | None, said: str) -> None:
+    report = converted(stock("llama"), "belief", rows("llama"), tokens=1)
+    found = replace(report.lost, perplexity=ratio * 20, stock_perplexity=20.0)
+    changed = replace(report, steps=(replace(report.steps[-1], lost=found),), max_loss=budget)
+    assert changed.met == (budget != 0.05)
+    assert ("x 2,500" if ratio > 10 else f"{ratio - 1:.2%}") in changed.summary
+    (*_, last) = str(changed).splitlines()
+    assert ("To " in last) == bool(said)
+    assert said in last
+    assert said in changed._repr_html_()
+
+
 class Text(HTMLParser):
     """The text of a page, and its tags."""
 
@@ -528,14 +550,15 @@ def test_the_report_as_text_html_and_json(tmp_path: Path) -> None:
     lines = str(report).splitlines()
     assert lines[0] == report.summary
     assert lines[0].startswith("LlamaForCausalLM: 1 of 3 layers run belief; perplexity above the stock model's: ")
-    assert [line.split("  ")[0] for line in lines[2:-1]] == names(report)
+    below = lines[2 + len(report.steps) :]
+    assert [line.split("  ")[0] for line in lines[2 : -len(below)]] == names(report)
     kept = ", ".join(str(index) for index in sorted(report.kept))
-    assert lines[-1] == f"Layers {kept} kept their own attention: its swap costs most."
+    assert below == [f"Layers {kept} kept their own attention: its swap costs most.", *report.advice()]
     page = report.save(tmp_path / "new")
     text = Text()
     text.feed(page.read_text())
     assert all(cell in text.words for step in report.steps for cell in step.cells())
-    assert lines[-1] in text.words
+    assert all(line in text.words for line in below)
     assert "svg" in text.tags
     again = ConversionReport.from_dict(json.loads((tmp_path / "new" / "conversion.json").read_text()))
     assert again == report
