@@ -192,7 +192,7 @@ def picture(runs: list[dict[str, Any]], rules: list[str]) -> Figure:
             axes.plot(
                 [run["count"] for run in own], fitted, label="auto, fit alone", linestyle=":", color=line.get_color()
             )
-    axes.set(xlabel="converted layers", ylabel=runs[0]["measure"], yscale="log")
+    axes.set(xlabel="converted layers", ylabel=f"{runs[0]['measure']}, as a share", yscale="log")
     axes.legend()
     axes.grid(alpha=0.3)
     return figure

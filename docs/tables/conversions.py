@@ -50,10 +50,9 @@ def layers_table() -> str:
     records = [_read(path) for path in LAYERS]
     runs = [run | {"trained": _trained(record["options"])} for record in records for run in record["runs"]]
     for run in sorted(runs, key=lambda run: (run["count"], run["rule"] != "auto", run["rule"], run["tokens"])):
-        fitted, ended = (f"{1 + run[name]:.3g}" for name in ("fitted", "loss"))
         layers = f"{run['count']} of {run['of']}"
-        cells = (run["trained"], f"{run['tokens']:,}", ended, f"{run['kl']:.3f}", f"{run['agreement']:.1%}")
-        lines.append((layers, run["rule"], fitted, *cells))
+        ended = (f"{1 + run['loss']:.3f}", f"{run['kl']:.3f}", f"{run['agreement']:.1%}")
+        lines.append((layers, run["rule"], f"{1 + run['fitted']:,.2f}", run["trained"], f"{run['tokens']:,}", *ended))
     figures = ("perplexity after the fit, stock = 1", "trained", "tokens", "distilled", "KL", "same first choice")
     return markdown(("linear layers", "rule", *figures), lines)
 
