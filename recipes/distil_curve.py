@@ -11,7 +11,8 @@ The data are rows of token ids, or texts, which the model's tokenizer turns into
         --variants simpletron_resl --out recipes/figures/distil-curve-smollm2.json
 
 For each variant a new copy of the model is swapped, fitted (as `FITS` says, from a neutral start) and distilled without
-labels on rows of token ids. Every weight trains, at a constant learning rate after a short rise.
+labels on rows of token ids. Every weight trains. After a short rise, the learning rate is constant, or falls with the
+square root of the steps (`--lr_scheduler_type inverse_sqrt`), so that every budget has seen the same rule.
 At budgets in equal ratios, KL to the original model and the share of equal first choices are measured on the test rows.
 The points and a picture go to `--out`. A variant that is in the file already is not run again.
 """
@@ -56,6 +57,8 @@ class Options:
     test_rows: int = 128
     points: int = field(default=3, metadata={"help": "Measurements per factor of ten."})
     learning_rate: float = 1e-3
+    lr_scheduler_type: str = field(default="constant_with_warmup", metadata={"help": "Such as inverse_sqrt."})
+    warmup_steps: int = 20
     seed: int = 0
     out: str = "recipes/figures/distil-curve.json"
 
@@ -131,8 +134,8 @@ def run(variant: str, options: Options) -> list[dict[str, float]]:
         per_device_train_batch_size=options.rows,
         max_steps=max(1, options.tokens // (options.rows * length)),
         learning_rate=options.learning_rate,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=20,
+        lr_scheduler_type=options.lr_scheduler_type,
+        warmup_steps=options.warmup_steps,
         weight_decay=0.0,
         seed=options.seed,
         save_strategy="no",
@@ -163,6 +166,9 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     path = Path(options.out)
     given = {name: value for name, value in asdict(options).items() if name not in ("variants", "out")}
+    for name in ("lr_scheduler_type", "warmup_steps"):
+        if given[name] == getattr(Options, name):
+            del given[name]  # files from before these options stay valid
     record = open_record(path, given, {})
     record["runs"] = {label(variant): points for variant, points in record["runs"].items()}
     for variant in map(label, options.variants):

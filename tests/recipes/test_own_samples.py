@@ -89,6 +89,15 @@ def test_curve_of_texts(tiny_lm: Path, tmp_path: Path, monkeypatch: Any) -> None
     recipe("distil_curve.py", [*words, *sizes, "--variants", "simpletron_resl"], monkeypatch)
     points = json.loads(out.read_text())["runs"]["simpletron_resl"]
     assert [point["tokens"] for point in points] == [0, 64]
+    kl = {}
+    for kind in ("constant_with_warmup", "inverse_sqrt"):
+        sizes = ["--length", "16", "--rows", "1", "--tokens", "128", "--out", str(tmp_path / f"{kind}.json")]
+        rates = ["--lr_scheduler_type", kind, "--warmup_steps", "1", "--learning_rate", "1e-2"]
+        recipe("distil_curve.py", [*words, *sizes, *rates, "--variants", "simpletron_resl"], monkeypatch)
+        record = json.loads((tmp_path / f"{kind}.json").read_text())
+        assert record["options"]["warmup_steps"] == 1
+        kl[kind] = record["runs"]["simpletron_resl"][-1]["kl"]
+    assert kl["constant_with_warmup"] != pytest.approx(kl["inverse_sqrt"], rel=1e-3)
 
 
 def reading(model: Path, samples: Path) -> list[str]:
