@@ -12,6 +12,7 @@ from hf_attn_swap.core.table import markdown
 
 from .conversions import (
     CURVE_SMOLLM2,
+    HYBRIDS,
     NEWS,
     PHOTOS,
     SENTENCES,
@@ -124,6 +125,7 @@ TABLES = {
     "budget": budget_table,
     "glue": lambda: tasks_table("minilm-distilled"),
     "photos": lambda: compared_table(PHOTOS),
+    "glue-layers": lambda: compared_table(HYBRIDS),
     "images": lambda: tasks_table("vit-s-distilled"),
     "reactions": lambda: perplexities_table("albert-distilled-reactions"),
     "small-models": lambda: perplexities_table("gpt2-distilled-imdb", "opt-distilled-imdb"),

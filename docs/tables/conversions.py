@@ -27,6 +27,7 @@ EMBEDDINGS = {
 }
 NEWS = ROOT / "recipes" / "figures" / "compare-minilm-ag-news.json"
 SENTENCES = ROOT / "recipes" / "figures" / "compare-minilm-sst2.json"
+HYBRIDS = ROOT / "recipes" / "figures" / "compare-minilm-glue-layers.json"
 PHOTOS = ROOT / "recipes" / "figures" / "compare-vit-s-cifar10.json"
 BUDGET = ROOT / "recipes" / "figures" / "convert-smollm2-belief.json"
 DECODE = ROOT / "benchmarks" / "figures" / "bench-decode-hybrid.json"
@@ -76,23 +77,35 @@ def embeddings_table() -> str:
 
 
 def compared_table(record: Path) -> str:
-    """A fine-tuned classifier beside what `convert` made of it: `hf-attn-swap compare --json`, one entry per run."""
+    """A fine-tuned model beside what `convert` made of it: `hf-attn-swap compare --json`, one entry per run.
+
+    The figures are accuracies, or rank correlations x 100. A run may name its task, and the number of its layers.
+    """
     runs = _read(record)["runs"]
     lines = []
-    for variant in dict.fromkeys(run["variant"] for run in runs):
+    for name in dict.fromkeys(map(_attention, runs)):
         gains = []
-        for run in (run for run in runs if run["variant"] == variant):
+        for run in (run for run in runs if _attention(run) == name):
             found = run["compare"]
-            accuracies = (f"{found[name]:.2%}" for name in ("accuracy", "stock_accuracy"))
-            gains.append(100 * (found["accuracy"] - found["stock_accuracy"]))
-            difference = f"{gains[-1]:+.2f} ± {100 * found['accuracy_margin']:.2f}"
+            measure, unit = ("accuracy", "%") if "accuracy" in found else ("correlation", "")
+            figures = (f"{100 * found[which]:.2f}{unit}" for which in (measure, f"stock_{measure}"))
+            gains.append(100 * (found[measure] - found[f"stock_{measure}"]))
+            difference = f"{gains[-1]:+.2f} ± {100 * found[f'{measure}_margin']:.2f}"
             how = f"{run['tokens']:,}" + (", --bf16" if run["bf16"] else "")
-            lines.append((f"`{variant}`", f"{run['seed']}", how, *accuracies, difference, f"{found['divergence']:.3f}"))
+            far = f"{found['divergence']:.3f}" if "divergence" in found else "-"
+            lines.append((name, f"{run['seed']}", how, *figures, difference, far))
         if len(gains) > 1:
             spread = f"{fmean(gains):+.2f}, standard deviation {stdev(gains):.2f}"
-            lines.append((f"`{variant}`", f"mean of {len(gains)}", "", "", "", spread, ""))
+            lines.append((name, f"mean of {len(gains)}", "", "", "", spread, ""))
     header = ("attention", "seed", "tokens", "converted", "control", "difference, points (95 %)", "KL")
     return markdown(header, lines)
+
+
+def _attention(run: dict[str, Any]) -> str:
+    """The variant of a run; in a study of several tasks or numbers of layers, these too."""
+    task = f"{run['task']}, " if "task" in run else ""
+    layers = f", {run['layers']} of {run['of']} layers" if "layers" in run else ""
+    return f"{task}`{run['variant']}`{layers}"
 
 
 def budget_table(record: Path = BUDGET) -> str:

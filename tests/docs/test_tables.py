@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from docs.tables.conversions import BUDGET, NEWS, PHOTOS, SENTENCES, budget_table, compared_table
+from docs.tables.conversions import BUDGET, HYBRIDS, NEWS, PHOTOS, SENTENCES, budget_table, compared_table
 from docs.tables.runs import CARDS, RECORDS, perplexities_table, tasks_table
 
 
@@ -108,8 +108,19 @@ def test_a_control_beside_what_it_became(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("record", [NEWS, SENTENCES, PHOTOS], ids=lambda path: path.stem)
-def test_differences_of_accuracy_are_those_of_both_accuracies(record: Path) -> None:
+def test_a_regression_by_the_number_of_converted_layers(tmp_path: Path) -> None:
+    compare = {"correlation": 0.5, "stock_correlation": 0.625, "correlation_margin": 0.03125}
+    run = {"task": "STS-B", "variant": "belief", "seed": 0, "bf16": True, "tokens": 1000, "layers": 4, "of": 6}
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps({"runs": [run | {"compare": compare}]}))
+    assert cells(compared_table(record)) == [
+        ["STS-B, `belief`, 4 of 6 layers", "0", "1,000, --bf16", "50.00", "62.50", "-12.50 ± 3.12", "-"]
+    ]
+
+
+@pytest.mark.parametrize("record", [NEWS, SENTENCES, PHOTOS, HYBRIDS], ids=lambda path: path.stem)
+def test_differences_are_those_of_both_figures(record: Path) -> None:
     for run in json.loads(record.read_text("utf-8"))["runs"]:
         found = run["compare"]
-        assert found["stock_accuracy"] - found["accuracy"] == pytest.approx(found["loss"])
+        measure = "accuracy" if "accuracy" in found else "correlation"
+        assert found[f"stock_{measure}"] - found[measure] == pytest.approx(found["loss"])
