@@ -155,8 +155,9 @@ class ConversionReport:
         if self.max_loss is not None:
             return ["To convert more layers, or to lose less, allow more tokens or a larger max_loss."]
         return [
-            "To lose less, allow more tokens, bring texts like those of the use, or convert fewer layers: keep=0.5 "
-            "keeps the costliest half, and max_loss=0.05 converts as many as a loss of 5 % allows."
+            "To lose less, allow more tokens, bring data like those that the model will read, or convert fewer layers: "
+            "keep=0.5 keeps the costliest half of the layers as they are, and max_loss=0.05 converts as many layers "
+            "as a loss of 5 % allows."
         ]
 
     def notes(self) -> list[str]:
