@@ -149,6 +149,8 @@ def _swapped(site: Site, swap: Swap) -> str:
         words = f"{words}; neutral start (the skip adds 2^-{swap.neutral} of the input)"
     if swap.head_order is not None:
         words = f"{words}; heads matched to the carried scores"
+    if swap.value_scale is not None:
+        words = f"{words}; values scaled for the projection"
     if swap.calibration is not None:
         return f"{words}; calibrated ({swap.calibration.fit})"
     return words if swap.merged is None else f"{words}; calibrated ({swap.merged}, merged)"

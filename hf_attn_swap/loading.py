@@ -35,7 +35,7 @@ ABSENT = object()
 LIMIT = 100_000  # no model has more attention modules, so a larger number comes from a damaged file
 LONGEST = 400  # the largest number of characters that an error quotes from a damaged file
 KEYS = {"variant", "layers", "options", "strength"}
-OPTIONAL_KEYS = {"calibration", "head_order", "retrained", "modules", "neutral_start"}
+OPTIONAL_KEYS = {"calibration", "head_order", "retrained", "modules", "neutral_start", "value_scale"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,7 @@ class Planned:
         merged: True if the calibration was merged into the weights.
         neutral: k, if a neutral start scales the skip by 2^-k; None without a neutral start.
         head_order: the own head that meets each head of the carried scores; None if they meet by number.
+        value_scale: True if the checkpoint holds scales of the values.
         retrained: True if a distillation or a transfer changed weights.
     """
 
@@ -64,6 +65,7 @@ class Planned:
     merged: bool
     neutral: int | None
     head_order: tuple[int, ...] | None
+    value_scale: bool
     retrained: bool
 
 
@@ -137,6 +139,7 @@ def _read_swap(entry: Any, modules: int) -> Planned:
         merged=merged,
         neutral=_read_neutral(entry),
         head_order=_read_head_order(entry),
+        value_scale=_read_value_scale(entry, classes),
         retrained=entry.get("retrained", False),
     )
 
@@ -173,6 +176,18 @@ def _read_head_order(entry: dict[str, Any]) -> tuple[int, ...] | None:
     if not isinstance(order, list) or not all(map(_whole, order)) or sorted(order) != list(range(len(order))):
         raise _damaged(f"head_order must name every head once, got {order!r}")
     return tuple(order)
+
+
+def _read_value_scale(entry: dict[str, Any], classes: tuple[type[Variant], ...]) -> bool:
+    """Whether the checkpoint holds scales of the values."""
+    if "value_scale" not in entry:
+        return False
+    if entry["value_scale"] is not True or not any(cls.projects for cls in classes):
+        raise _damaged(
+            f"value_scale must be true, beside a variant that projects on values, got {entry['value_scale']!r} beside "
+            f"{entry['variant']!r}"
+        )
+    return True
 
 
 def _keys(thing: Any, wanted: set[str], where: str) -> None:
@@ -223,6 +238,8 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
             swap.strength, swap.selection = planned.strength, planned.modules
             swap.neutral, swap.retrained = planned.neutral, planned.retrained
             swap.head_order = _fitting(planned.head_order, swap)
+            if planned.value_scale:
+                swap.scale_values(next(usable[index].container.parameters()))
             if planned.merged:
                 swap.merged = planned.fit
             elif planned.fit is not None:

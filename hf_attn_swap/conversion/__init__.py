@@ -1,7 +1,7 @@
 """Convert a trained model with little loss, step by step; `hf_attn_swap.convert` takes all steps by one call.
 
-The steps are a neutral start, matched heads, calibration, the choice of layers, a schedule of the strength, attention
-transfer, and distillation.
+The steps are a neutral start, matched heads, scaled values, calibration, the choice of layers, a schedule of the
+strength, attention transfer, and distillation.
 """
 
 from .calibrate import calibrate
@@ -12,6 +12,7 @@ from .merge import merge_calibration
 from .neutral import neutral_start
 from .schedule import StrengthSchedule
 from .transfer import AttentionTransferTrainer
+from .value_scale import scale_values
 
 __all__ = [
     "AttentionTransferTrainer",
@@ -24,4 +25,5 @@ __all__ = [
     "match_heads",
     "merge_calibration",
     "neutral_start",
+    "scale_values",
 ]

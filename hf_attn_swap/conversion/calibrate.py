@@ -40,6 +40,7 @@ from .moments import Moments
 from .neutral import neutral_start
 from .report import CalibrationReport, LayerFit
 from .target import Target
+from .value_scale import first_tokens, scale_values
 
 RIDGE = 1e-4
 LARGEST_CUT = 0.1  # of a layer's attention; a warning follows above
@@ -54,6 +55,7 @@ def calibrate(
     source: str = "softmax",
     neutral: bool = True,
     match: bool = True,
+    scale: bool = True,
     progress: bool = True,
     **options: Any,
 ) -> CalibrationReport:
@@ -80,6 +82,8 @@ def calibrate(
         match: let the heads of a variant that carries scores (`modern_hopfield`) first meet the carried scores that
             are most like their own, as `match_heads` does, on the first batches. If the source is not "softmax", they
             stay as they are, and so does every head with `match=False`.
+        scale: first choose the scale of the values of a variant that projects on values (`belief`), as `scale_values`
+            does, on the first batches. If the source is not "softmax", the scales stay as they are.
         progress: show a progress bar.
         options: the options of `source`.
 
@@ -108,6 +112,10 @@ def calibrate(
             some = list(first_rows(found))
             found = itertools.chain(some, found)
             match_heads(model, some, progress=False)
+        if scale and source == "softmax" and any(target.swap.projects for target in targets.values()):
+            some = list(first_tokens(found))
+            found = itertools.chain(some, found)
+            scale_values(model, some, progress=progress)
         return _fit(model, installation, targets, found, fit=fit, ridge=ridge, source=source, progress=progress)
 
 
@@ -160,13 +168,14 @@ def _new_skip(targets: dict[int, Target]) -> bool:
 
 @contextlib.contextmanager
 def _undone_after_an_error(installation: Installation) -> Iterator[None]:
-    """If an error is raised inside, every neutral start and every order of heads is as before."""
-    before = [(swap, swap.neutral, swap.head_order) for swaps in installation.swaps().values() for swap in swaps]
+    """If an error is raised inside, every neutral start, order of heads and scale of values is as before."""
+    swaps = [swap for group in installation.swaps().values() for swap in group]
+    before = [(swap, swap.neutral, swap.head_order, swap.value_scale) for swap in swaps]
     try:
         yield
     except BaseException:
-        for swap, exponent, order in before:
-            swap.neutral, swap.head_order = exponent, order
+        for swap, exponent, order, scale in before:
+            swap.neutral, swap.head_order, swap.value_scale = exponent, order, scale
         installation.refresh()
         raise
 

@@ -52,9 +52,11 @@ from .sensitivity import Sensitivity, layer_sensitivity
 from .stages import Calibrate, Distil, Stage
 from .take import last_whole_checkpoint, with_adapters
 from .teacher import Teacher, check_teacher, note_retrained, trains_the_original
+from .value_scale import scale_values
 
 FITS = ("gain", "map")
 NO_FIT = "no fit"
+SCALED = "scaled values"  # without a fit of the heads
 CHECKS = 4  # measurements within one group's distillation
 SAVE_EVERY = 100  # steps of a training between two checkpoints
 GROUPS = 6  # groups of layers, when a budget decides how many layers are converted
@@ -454,7 +456,7 @@ class _Check(TrainerCallback):
 
 
 def _fit(work: _Work) -> None:
-    """Fit the swap as the plan says; or by the way that loses least: no fit, a gain or a map per head."""
+    """Fit the swap as the plan says, or by the way that loses least: none, scaled values, a gain or a map per head."""
     start = time.perf_counter()
     wanted = work.plan.calibrate
     count = _calibration_rows(work.train) if wanted is None else wanted.rows
@@ -482,7 +484,7 @@ def _best_fit(work: _Work, batches: Sequence[Batch]) -> tuple[str, Lost]:
     chosen = NO_FIT
     best = work.steps[-1].lost
     fitted = [_fitted(swap) for swap in swaps]
-    for fit in FITS:
+    for fit in (SCALED, *FITS) if any(swap.projects for swap in swaps) else FITS:
         _calibrate(work, batches, fit)
         lost = work.lost()
         if lost.cost < best.cost:
@@ -497,13 +499,21 @@ def _best_fit(work: _Work, batches: Sequence[Batch]) -> tuple[str, Lost]:
 
 
 def _calibrate(work: _Work, batches: Sequence[Batch], fit: str) -> None:
+    if fit == SCALED:
+        scale_values(work.model, batches, progress=work.progress)
+        return
     how = work.plan.calibrate or Calibrate()
     calibrate(work.model, batches, fit=fit, source=how.source, neutral=how.neutral_start, progress=work.progress)
 
 
 def _fitted(swap: Swap) -> dict[str, Any]:
     """What a calibration gave a swap."""
-    return {"calibration": swap.calibration, "neutral": swap.neutral, "head_order": swap.head_order}
+    return {
+        "calibration": swap.calibration,
+        "neutral": swap.neutral,
+        "head_order": swap.head_order,
+        "value_scale": swap.value_scale,
+    }
 
 
 def _groups(

@@ -95,6 +95,8 @@ def _starts(model: PreTrainedModel) -> str:
         words += f" The skip of {len(neutral)} layers starts at 2^-{neutral[0].neutral} of the input (neutral start)."
     if matched := sum(swap.head_order is not None for swap in swaps):
         words += f" The heads of {matched} layers meet the carried scores that are most like their own."
+    if scaled := sum(swap.value_scale is not None for swap in swaps):
+        words += f" The values of {scaled} layers are scaled, so that the projection removes little."
     return words
 
 

@@ -140,6 +140,7 @@ class Call:
         skip_scale: the factor of x in a skip: 1, or 2^-k after a neutral start.
         head_order: by the number of each head of the carried scores, the head of this layer that meets it (matched
             heads); None if they meet by number.
+        value_squares: (H,D), the squares of the scales of the values (scaled values); None if all are 1.
     """
 
     x: Tensor
@@ -159,6 +160,7 @@ class Call:
     exact_strength: Strength = 1.0
     skip_scale: float = 1.0
     head_order: tuple[int, ...] | None = None
+    value_squares: Tensor | None = None
 
     @property
     def skipped(self) -> Tensor:

@@ -21,6 +21,7 @@ from .calibration import Calibration
 from .call import Call, Carried, FusedSoftmax, Geometry, Inputs
 from .compute import Places, attend, ordinary, replaced
 from .registry import Options, build_options
+from .value_scale import ValueScale
 
 STOCK = "attn_swap_stock"  # a keyword argument of an attention module: if True, the module runs as if not swapped
 
@@ -81,6 +82,7 @@ class Swap(nn.Module):
 
     strength_value: Tensor
     calibration: Calibration | None
+    value_scale: ValueScale | None
 
     def __init__(self, classes: tuple[type[Variant], ...], options: Options, geometry: Geometry) -> None:
         super().__init__()
@@ -99,6 +101,7 @@ class Swap(nn.Module):
         for cls in classes:
             self.add_module(cls.name, cls(build_options(cls, options[cls.name]), geometry))
         self.register_module("calibration", None)
+        self.register_module("value_scale", None)
         self.register_buffer("strength_value", torch.ones(1, dtype=torch.float32), persistent=False)
 
     @property
@@ -155,6 +158,11 @@ class Swap(nn.Module):
         return any(variant.shares[0] != 0 for variant in self.variants) and not self.wants_residual
 
     @property
+    def projects(self) -> bool:
+        """True if a variant projects heads on values."""
+        return any(variant.projects for variant in self.variants)
+
+    @property
     def skip_scale(self) -> float:
         """The factor of the layer's input in the skip: 1, or 2^-k after a neutral start."""
         return 1.0 if self.neutral is None else 2.0**-self.neutral
@@ -186,6 +194,8 @@ class Swap(nn.Module):
             spec["neutral_start"] = self.neutral
         if self.head_order is not None:
             spec["head_order"] = list(self.head_order)
+        if self.value_scale is not None:
+            spec["value_scale"] = True
         if self.retrained:
             spec["retrained"] = True
         fit = self.calibration.fit if self.calibration is not None else self.merged
@@ -201,6 +211,11 @@ class Swap(nn.Module):
         """
         self.calibration = Calibration(fit, self.geometry).to(like)
         return self.calibration
+
+    def scale_values(self, like: Tensor) -> ValueScale:
+        """Add scales of the values that change nothing yet, on the device of `like`."""
+        self.value_scale = ValueScale(self.geometry).to(like.device)
+        return self.value_scale
 
     def set_strength(self, strength: float, *, never_off: bool = False) -> None:
         """Set the strength, a number from 0 to 1.
@@ -241,6 +256,7 @@ class Swap(nn.Module):
         """
         call.exact_strength = 1.0 if self.phase == Phase.FULL else self.strength_value
         call.value = inputs.value
+        call.value_squares = None if self.value_scale is None else self.value_scale()
         places = self.places()
         if places.replacement is not None:
             return self._replaced(places.replacement, inputs, call, sdpa, want_weights)

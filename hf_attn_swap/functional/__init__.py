@@ -110,7 +110,9 @@ def clip(weights: Tensor, gamma: float | Tensor, zeta: float | Tensor) -> Tensor
     return torch.clamp((zeta - gamma) * weights + gamma, 0.0, 1.0)
 
 
-def belief_projection(heads: Tensor, values: Tensor, *, per_head: bool = False, eps: float = 1e-8) -> Tensor:
+def belief_projection(
+    heads: Tensor, values: Tensor, *, per_head: bool = False, eps: float = 1e-8, squares: Tensor | None = None
+) -> Tensor:
     """Subtract from each token's heads their projection on the token's own value.
 
     delta_i = y_i - (<y_i, v_i> / max(<v_i, v_i>, eps)) v_i, with all heads as one vector, or for each head alone.
@@ -120,6 +122,8 @@ def belief_projection(heads: Tensor, values: Tensor, *, per_head: bool = False, 
         values: (B,L,H,D), the value vectors of each token itself (with bias, never rotated).
         per_head: project each head alone (the second term of `belief_star`), and not all heads as one vector.
         eps: the lowest number that <v, v> counts as. If v is zero, the heads stay as they are.
+        squares: (H,D), weights S^2 of the inner products: <y, v> is the sum of S^2 y v. None is 1 everywhere. The same
+            numbers come from values and heads times S, if the result is divided by S.
 
     Returns:
         (B,L,H,D) in the dtype of `heads`. Inner products are summed in fp32 at least.
@@ -129,7 +133,8 @@ def belief_projection(heads: Tensor, values: Tensor, *, per_head: bool = False, 
     axes = (-1,) if per_head else (-2, -1)
     wide = torch.promote_types(heads.dtype, torch.float32)
     y, v = heads.to(wide), values.to(wide)
-    share = (y * v).sum(axes, keepdim=True) / (v * v).sum(axes, keepdim=True).clamp_min(eps)
+    weighted = v if squares is None else v * squares.to(wide)
+    share = (y * weighted).sum(axes, keepdim=True) / (v * weighted).sum(axes, keepdim=True).clamp_min(eps)
     return torch.addcmul(y, share, v, value=-1).to(heads.dtype)
 
 

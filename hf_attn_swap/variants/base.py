@@ -57,6 +57,7 @@ class Variant(nn.Module):
         explicit: True if only the readable pipeline computes the variant, because its methods need all weights as one
             tensor. A variant with a `rule` is not explicit.
         keeps_projection: False if the heads are the layer's output, without W_o.
+        projects: True if the variant projects heads on values, so that the scale of the values matters.
         projections: the names of the variant's own projections of the heads beside W_o. Quantisation treats these
             projections like W_o.
         Options: the dataclass of the variant's options.
@@ -82,6 +83,7 @@ class Variant(nn.Module):
     alone: ClassVar[bool] = False
     explicit: ClassVar[bool] = False
     keeps_projection: ClassVar[bool] = True
+    projects: ClassVar[bool] = False
     projections: ClassVar[tuple[str, ...]] = ()
     Options: ClassVar[type[Any]] = Options
 

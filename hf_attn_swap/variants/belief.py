@@ -28,10 +28,11 @@ class Belief(Variant):
     fused = "SDPA, then the projection"
     then = "the projection"
     places: ClassVar[tuple[str, ...]] = ("read",)
+    projects: ClassVar[bool] = True
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
         own_BLHD = call.own_values(self.geometry.heads)
-        return mix(heads_BLHD, belief_projection(heads_BLHD, own_BLHD), call.strength)
+        return mix(heads_BLHD, belief_projection(heads_BLHD, own_BLHD, squares=call.value_squares), call.strength)
 
 
 @register("belief_star", aliases=("beliefformer_star",))
@@ -58,9 +59,9 @@ class BeliefStar(Belief):
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
         own_BLHD = call.own_values(self.geometry.heads)
-        per_head = belief_projection(heads_BLHD, own_BLHD, per_head=True)
+        per_head = belief_projection(heads_BLHD, own_BLHD, per_head=True, squares=call.value_squares)
         call.kept = mix(heads_BLHD, per_head, call.strength).flatten(2)
-        return mix(heads_BLHD, belief_projection(heads_BLHD, own_BLHD), call.strength)
+        return mix(heads_BLHD, belief_projection(heads_BLHD, own_BLHD, squares=call.value_squares), call.strength)
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         assert call.kept is not None

@@ -37,6 +37,7 @@ TINY = {
     "bert-base-uncased": "tiny-bert",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "tiny-llama",
     "HuggingFaceTB/SmolLM2-135M": "tiny-llama",
+    "runs/distil_glue/stsb/softmax/seed-0/model": "tiny-bert",
     "tokens=300_000": "tokens=96",
     "tokens=10_000": "tokens=96",
 }

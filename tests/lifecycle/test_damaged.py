@@ -136,6 +136,10 @@ DAMAGE: dict[str, tuple[Change, str]] = {
         f"retrained {value!r}": (put(*SWAP, "retrained", value=value), "retrained must be true or absent")
         for value in (False, None, 1, "yes")
     },
+    **{
+        f"value scale {value!r}": (put(*SWAP, "value_scale", value=value), "value_scale must be true")
+        for value in (False, None, 1, True)  # the swap is of a variant that does not project
+    },
     "another attention": (put("attn_implementation", value="sdpa"), "cannot run with"),
     "no attention": (drop("attn_implementation"), "cannot run with"),
 }

@@ -1,0 +1,35 @@
+"""Holds the scale of each value dimension of a swapped layer, for variants that project heads on values.
+
+The rows of W_v may be multiplied by powers of two, and the columns of W_o divided by the same, and the pretrained layer
+stays the same function, to the bit. A projection <y, v> / <v, v> does not stay the same: in the new scale it is
+<y, S^2 v> / <v, S^2 v>. So the scale S is free. `hf_attn_swap.conversion.scale_values` chooses S; no weight changes.
+docs/mathematics.md, section Scaled values. Axes: G key/value head, H head, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .call import Geometry
+
+LARGEST_SCALE = 7  # S is 2^-7 to 2^7, so that S^2 is exact in fp16 too
+
+
+class ValueScale(nn.Module):
+    """The squares S^2 of the scales of one layer's values, a buffer `squares` (G,D). They start at 1.
+
+    Args:
+        geometry: the sizes of the attention module.
+    """
+
+    squares: Tensor
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__()
+        self.group = geometry.heads // geometry.kv_heads
+        self.register_buffer("squares", torch.ones(geometry.kv_heads, geometry.head_dim))
+
+    def forward(self) -> Tensor:
+        """S^2 of the value that each query head reads, (H,D)."""
+        return self.squares if self.group == 1 else self.squares.repeat_interleave(self.group, 0)

@@ -1,0 +1,387 @@
+"""Scaled values are the same model with other weights of W_v and W_o, and the projection takes less with them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_attn_swap import convert, describe, patch_model, set_strength, unpatch_model
+from hf_attn_swap.conversion import calibrate, scale_values, value_scale
+from hf_attn_swap.core.registry import parse
+from hf_attn_swap.families import sites
+from hf_attn_swap.functional import belief_projection
+from tests.contract.cells import COMPOSITIONS, FAMILY_NAMES, SINGLES
+from tests.contract.harness import (
+    CAUSAL_FAMILIES,
+    assert_identical,
+    assert_same,
+    batch_of,
+    distance,
+    forward,
+    fresh,
+    padding_side,
+    perturb,
+    real,
+    refused,
+    run,
+    run_all,
+    swaps,
+)
+from tests.contract.test_generation import assert_equal_generation, prompt_of
+from tests.generic import harness as generic
+from tests.lifecycle.test_checkpointing import ABLE, enable
+from tests.slow import slow_belief_projection
+
+# PEFT reads a property that transformers has renamed
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = 1e-12  # docs/mathematics.md, section Strength and exactness
+
+
+def projects(name: str) -> bool:
+    return any(cls.projects for cls in parse(name))
+
+
+PROJECTING = [name for name in SINGLES if projects(name)]
+COMPOSED = [name for name in COMPOSITIONS if projects(name)]
+OTHERS = [name for name in SINGLES if not projects(name)]
+
+
+def drawn(like: Tensor, seed: int) -> Tensor:
+    """Scales S (G,D): powers of two from 1/8 to 8."""
+    generator = torch.Generator().manual_seed(seed)
+    return 2.0 ** torch.randint(-3, 4, like.shape, generator=generator)
+
+
+def put(model: Any) -> Any:
+    """A patched model whose layers have drawn scales."""
+    for seed, swap in enumerate(swaps(model)):
+        squares = swap.scale_values(next(model.parameters())).squares
+        squares.copy_(drawn(squares, seed).square())
+    return set_strength(model, swaps(model)[0].strength)  # writes the config anew
+
+
+def in_config(model: Any) -> list[bool]:
+    """Whether the config's block says that the values are scaled, layer by layer."""
+    found = {i: entry.get("value_scale", False) for entry in model.config.attn_swap["swaps"] for i in entry["layers"]}
+    return [found[index] for index in sorted(found)]
+
+
+def squares(model: Any) -> list[Tensor | None]:
+    return [None if swap.value_scale is None else swap.value_scale.squares for swap in swaps(model)]
+
+
+def several(name: str, dtype: torch.dtype = torch.float64) -> list[dict[str, Any]]:
+    return [batch_of(name, dtype, padded=padding_side(name), seed=seed) for seed in range(6)]
+
+
+def by_hand(model: Any) -> Any:
+    """Multiply the rows of W_v of a stock model by the drawn scales, and divide the columns of W_o by them."""
+    for seed, site in enumerate(sites(model)):
+        family, sizes = site.family, site.family.geometry(site.core)
+        scale = drawn(torch.empty(sizes.kv_heads, sizes.head_dim), seed)
+        value = site.core.get_submodule(family.value)
+        rows = scale.flatten()
+        if family.query == family.value:  # one matrix holds query, key and value side by side
+            rows = torch.cat([torch.ones(2 * len(rows)), rows])
+        columns = scale.repeat_interleave(sizes.heads // sizes.kv_heads, 0).flatten()
+        output = site.container.get_submodule(family.output)
+        with torch.no_grad():
+            value.weight.mul_(rows[:, None] if isinstance(value, nn.Linear) else rows)
+            if value.bias is not None:
+                value.bias.mul_(rows)
+            output.weight.div_(columns if isinstance(output, nn.Linear) else columns[:, None])
+    return model
+
+
+# ---- The same function as other weights
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", PROJECTING)
+@pytest.mark.parametrize("strength", [1.0, 0.4])
+def test_the_same_model_with_scaled_weights(name: str, variant: str, strength: float) -> None:
+    """The scaled weights alone leave the stock model as it is, to the bit."""
+    batch = batch_of(name, padded=padding_side(name))
+    other = by_hand(fresh(name))
+    assert torch.equal(forward(other, batch), forward(fresh(name), batch))
+    wanted = forward(patch_model(other, variant, strength=strength), batch)
+    model = patch_model(fresh(name), variant, strength=strength)
+    plain = forward(model, batch)
+    assert distance(forward(put(model), batch), wanted) <= TOLERANCE
+    assert distance(plain, wanted) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("variant", [name for name in PROJECTING if parse(name)[0].projections])
+def test_a_second_output_projection(name: str, variant: str) -> None:
+    batch = batch_of(name)
+    wanted = patch_model(by_hand(fresh(name)), variant)
+    model = put(perturb(patch_model(fresh(name), variant)))
+    for theirs, ours, seed in zip(swaps(wanted), swaps(model), itertools.count(), strict=False):
+        scale = drawn(ours.value_scale.squares, seed).repeat_interleave(ours.value_scale.group, 0).flatten()
+        for left, right in zip(theirs.variants, ours.variants, strict=True):
+            for each in left.projections:
+                left.get_submodule(each).weight.data = right.get_submodule(each).weight.data / scale
+    assert distance(forward(model, batch), forward(wanted, batch)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_the_formula(per_head: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    y, v = (torch.randn(2, 5, 4, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    scale = drawn(torch.empty(4, 8), 7).double()
+    got = belief_projection(y, v, per_head=per_head, squares=scale.square())
+    wanted = slow_belief_projection(y * scale, v * scale, per_head=per_head) / scale
+    assert distance(got, wanted) <= TOLERANCE
+    assert torch.equal(
+        belief_projection(y, v, per_head=per_head, squares=torch.ones(4, 8)), belief_projection(y, v, per_head=per_head)
+    )
+
+
+# ---- What is chosen
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", PROJECTING)
+def test_the_projection_takes_less(name: str, variant: str) -> None:
+    """In every layer, by powers of two that fp16 holds; and a second call finds the same."""
+    batches = several(name)
+    model = patch_model(fresh(name), variant)
+    report = scale_values(model, batches, progress=False)
+    assert list(report.before) == list(report.after) == list(range(len(swaps(model))))
+    assert all(report.after[index] < report.before[index] for index in report.before)
+    assert in_config(model) == [True] * len(swaps(model))
+    for each in squares(model):
+        assert each is not None
+        exponents = each.log2() / 2
+        assert torch.equal(exponents, exponents.round())
+        assert exponents.abs().max() <= 7
+        assert torch.equal(each.half().float(), each.float())
+    assert f"The values of {len(swaps(model))} layers are scaled" in str(report)
+    assert "values scaled for the projection" in str(describe(model))
+    again = copy.deepcopy(squares(model))
+    scale_values(model, batches, progress=False)
+    assert all(torch.equal(*pair) for pair in zip(again, squares(model), strict=True))
+
+
+def outputs(model: Any, batch: dict[str, Any]) -> Tensor:
+    """What W_o of the first layer gives the real tokens, without the bias: (N,E)."""
+    site, found = sites(model)[0], list[Tensor]()
+    projection = site.container.get_submodule(site.family.output)
+    handle = projection.register_forward_hook(lambda module, args, output: found.append(output))
+    with torch.no_grad():
+        model(**batch)
+        handle.remove()
+        zero = projection(torch.zeros_like(found[0][..., : projection.weight.shape[0]]))
+    return real(found[0] - zero, batch).flatten(0, -2)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name != "albert"])  # its layers share one module
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_report_is_what_the_first_layer_loses(name: str, scaled: bool) -> None:
+    batch = batch_of(name, padded=padding_side(name))
+    stock = outputs(fresh(name), batch)
+    model = patch_model(fresh(name), PROJECTING[0], layers=[0])
+    report = scale_values(model, batch, progress=False)
+    if not scaled:
+        model = patch_model(fresh(name), PROJECTING[0], layers=[0])
+    lost = (outputs(model, batch) - stock).square().sum(-1) / stock.square().sum(-1)
+    assert math.isclose(float(lost.mean()), (report.after if scaled else report.before)[0], rel_tol=1e-4)
+
+
+def test_padding_does_not_count() -> None:
+    """Rows with other numbers at padded places give the same scales."""
+    found = []
+    for fill in (3, 7):
+        batch = batch_of("bert", padded="right")
+        batch["input_ids"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, fill)
+        model = patch_model(fresh("bert"), "belief")
+        scale_values(model, batch, progress=False)
+        found.append(squares(model))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_the_first_batches_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of("llama")
+    monkeypatch.setattr(value_scale, "TOKENS", batch["input_ids"].numel() + 1)
+    read = []
+    stream = (read.append(number) or batch for number in range(9))
+    scale_values(patch_model(fresh("llama"), "belief"), stream, progress=False)
+    assert read == [0, 1]
+
+
+def test_wide_models_read_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+    solve = value_scale._solve
+    monkeypatch.setattr(value_scale, "NUMBERS", 32 * 5)
+    monkeypatch.setattr(value_scale, "_solve", lambda *args: shapes.append(args[0].shape) or solve(*args))
+    model = patch_model(fresh("bert"), "belief")
+    scale_values(model, batch_of("bert"), progress=False)
+    assert all(rows <= 5 and width == 32 for rows, width in shapes)
+    assert len(shapes) == len(swaps(model))
+
+
+def test_scales_that_do_not_help_are_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(value_scale, "STEPS", 0)
+    model = patch_model(fresh("bert"), "belief")
+    report = scale_values(model, batch_of("bert"), progress=False)
+    assert report.before == report.after
+    assert all(torch.equal(each, torch.ones_like(each)) for each in squares(model) if each is not None)
+
+
+# ---- Strength 0, forms, caches, saving
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_stock_model_stays(name: str, dtype: torch.dtype) -> None:
+    """Strength 0 and the unpatched model, in values and gradients, and every weight: to the bit."""
+    batch, stock = batch_of(name, dtype, padded=padding_side(name)), fresh(name, dtype)
+    wanted = run(stock, batch)
+    model = patch_model(fresh(name, dtype), PROJECTING[0])
+    scale_values(model, batch, progress=False)
+    assert_identical(run(set_strength(model, 0.0), batch), wanted)
+    assert_identical(run(unpatch_model(model), batch), wanted)
+    assert not hasattr(model.config, "attn_swap")
+    for key, value in stock.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", [*PROJECTING, COMPOSED[0]])
+def test_fused_equals_reference(name: str, variant: str) -> None:
+    model, batch = put(patch_model(fresh(name), variant)), batch_of(name, padded=padding_side(name))
+    assert_same(run_all(model, batch), run_all(model, batch, output_attentions=True))
+
+
+@pytest.mark.parametrize("name", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+def test_generation(name: str, cache: dict[str, Any]) -> None:
+    model = put(patch_model(fresh(name), PROJECTING[0]))
+    model.generation_config.eos_token_id = None
+    assert_equal_generation(model, prompt_of(name, "left"), cache)
+
+
+@pytest.mark.parametrize("name", ABLE)
+def test_activation_checkpointing(name: str) -> None:
+    model = put(patch_model(fresh(name), PROJECTING[0])).train()
+    batch = batch_of(name) | ({"use_cache": False} if name in CAUSAL_FAMILIES else {})
+    torch.manual_seed(0)
+    wanted = run_all(model, batch)
+    enable(model, activation_checkpointing_kwargs={"use_reentrant": False})
+    torch.manual_seed(0)
+    assert_same(run_all(model, batch), wanted)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_saved_and_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """In another precision too, the scales are the same."""
+    model, batch = put(patch_model(fresh(name, torch.float32), PROJECTING[0])), batch_of(name, torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
+    assert in_config(loaded) == [True] * len(swaps(model))
+    for ours, theirs in zip(squares(model), squares(loaded), strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours, theirs.float())
+    if dtype == torch.float32:
+        assert torch.equal(forward(loaded, batch), forward(model, batch))
+    assert torch.equal(forward(copy.deepcopy(model), batch), forward(model, batch))
+
+
+def test_missing_scales_are_an_error(tmp_path: Path) -> None:
+    model = patch_model(fresh("llama", torch.float32), PROJECTING[0])
+    model.config.attn_swap["swaps"][0]["value_scale"] = True
+    model.save_pretrained(tmp_path)
+    with refused("missing weights of the swapped attention"):
+        type(model).from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(generic.SUBJECTS)[:6])
+def test_other_architectures(name: str) -> None:
+    if not generic.behind_the_interface(name) or generic.refusal(name, PROJECTING[0]) is not None:
+        pytest.skip("this transformers does not let belief into this architecture")
+    dtype = generic.dtype_of(name)
+    model = patch_model(generic.build(name), PROJECTING[0])
+    report = scale_values(model, generic.batch_of(name, dtype), progress=False)
+    assert all(report.after[index] <= report.before[index] for index in report.before)
+
+
+# ---- In calibrate and convert
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_calibrate_scales_first(scale: bool) -> None:
+    model = patch_model(fresh("llama"), PROJECTING[0])
+    batches = several("llama")
+    report = calibrate(model, batches, fit="gain", scale=scale, progress=False)
+    assert in_config(model) == [scale] * len(swaps(model))
+    assert all(layer.tokens == report.layers[0].tokens for layer in report.layers), "every batch is read by the fit"
+    other = patch_model(fresh("llama"), PROJECTING[0])
+    scale_values(other, batches, progress=False)
+    if scale:
+        assert all(torch.equal(*pair) for pair in zip(squares(model), squares(other), strict=True))
+
+
+def test_another_source_keeps_the_scales() -> None:
+    model = patch_model(fresh("llama"), PROJECTING[0])
+    calibrate(model, several("llama"), fit="gain", source="outeffhop", progress=False)
+    assert in_config(model) == [False] * len(swaps(model))
+
+
+def test_a_calibration_that_fails_leaves_no_scales() -> None:
+    model = patch_model(fresh("llama"), PROJECTING[0])
+    with refused("real tokens are too few"):
+        calibrate(model, [{"input_ids": torch.ones(1, 2, dtype=torch.long)}], progress=False)
+    assert squares(model) == [None] * len(swaps(model))
+
+
+def test_convert_takes_scales_without_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the fit of the heads loses more than the scales alone, the scales stay."""
+    monkeypatch.setattr("hf_attn_swap.conversion.convert.FITS", ())
+    model = fresh("gpt2", torch.float32)
+    rows = [{"input_ids": row} for each in several("gpt2", torch.float32) for row in each["input_ids"]]
+    report = convert(model, PROJECTING[0], rows, tokens=64, progress=False)
+    assert [step.name for step in report.steps][:2] == ["swap", "fit: scaled values"]
+    assert report.steps[1].lost.divergence < report.steps[0].lost.divergence
+    assert in_config(model) == [True] * len(swaps(model))
+
+
+# ---- Refused
+
+
+@pytest.mark.parametrize("variant", OTHERS)
+def test_a_variant_that_does_not_project(variant: str) -> None:
+    with refused("no swapped layer projects on values"):
+        scale_values(patch_model(fresh("bert"), variant), batch_of("bert"), progress=False)
+
+
+@pytest.mark.parametrize(("change", "reason"), [("merged", "cannot be scaled"), ("retrained", "before the training")])
+def test_weights_that_fit_their_scales(change: str, reason: str) -> None:
+    model = patch_model(fresh("bert"), PROJECTING[0])
+    setattr(swaps(model)[1], change, "gain" if change == "merged" else True)
+    with refused(reason):
+        scale_values(model, batch_of("bert"), progress=False)
+    assert squares(model) == [None] * len(swaps(model))
+
+
+def test_bad_input() -> None:
+    with refused("patch_model"):
+        scale_values(fresh("bert"), batch_of("bert"), progress=False)
+    model = patch_model(fresh("bert"), PROJECTING[0])
+    with refused("there are no batches"):
+        scale_values(model, [], progress=False)
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.inf)
+    with refused("not finite"):
+        scale_values(model, batch_of("bert"), progress=False)
+    assert squares(model) == [None] * len(swaps(model))
