@@ -4,6 +4,7 @@ r"""Shows what options do to a pretrained model as patched, before any training.
         --try '{"variant": "clipped_softmax", "gamma": -0.025}' '{"variant": "clipped_softmax", "gamma": -0.00001}'
     python recipes/as_patched.py MODEL data/test.parquet --column text --length 512 --fit gain \
         --try '{"variant": "modern_hopfield", "alpha_prime": 0.1}' '{"variant": "modern_hopfield", "alpha_prime": 0.25}'
+    python recipes/as_patched.py MODEL data/test.parquet --rows 12 --fit scale --try '{"variant": "belief"}'
 
 The first `--rows` rows are measured, and the next `--rows` rows serve the calibration. Text is joined and cut into
 blocks of `--length` tokens; a column of token ids or of images is taken row by row. A causal language model gives its
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion import calibrate, cut_shares
+from hf_attn_swap.conversion import calibrate, cut_shares, scale_values
 from hf_attn_swap.core.registry import canonical_name
 from hf_attn_swap.core.table import markdown, markdown_row
 
@@ -42,7 +44,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--column", default="text", help="The column of texts, token ids or images.")
     parser.add_argument("--length", type=int, default=512, help="Tokens per row.")
     parser.add_argument("--rows", type=int, default=4, help="Rows that are measured.")
-    parser.add_argument("--fit", choices=("gain", "map"), help="Calibrate on the next rows first.")
+    parser.add_argument(
+        "--fit", choices=("gain", "map", "scale"), help="Calibrate, or scale the values alone, on the next rows first."
+    )
     parser.add_argument(
         "--try", dest="tried", nargs="+", type=json.loads, default=[], help="A variant with its options."
     )
@@ -109,7 +113,9 @@ def main() -> None:
     for choice in given.tried or ():
         options = {name: value for name, value in choice.items() if name != "variant"}
         model = patch_model(copy.deepcopy(stock), choice["variant"], **options)
-        if given.fit:
+        if given.fit == "scale":
+            print(scale_values(model, rest, progress=False), file=sys.stderr)
+        elif given.fit:
             calibrate(model, rest, fit=given.fit, progress=False)
         shares = []
         if canonical_name(choice["variant"]) == "clipped_softmax":

@@ -12,8 +12,8 @@ from datasets import Dataset, Image
 from PIL import Image as Picture
 from transformers import ViTImageProcessor
 
-from hf_attn_swap import patch_model
-from hf_attn_swap.conversion import cut_shares
+from hf_attn_swap import patch_model, unpatch_model
+from hf_attn_swap.conversion import cut_shares, scale_values
 from tests import zoo
 from tests.training.test_run import pytestmark, recipe  # noqa: F401  # skips without recipes/
 
@@ -51,6 +51,15 @@ def test_perplexity_of_token_ids(tmp_path: Path, monkeypatch: Any, capsys: Any) 
     fitted = rows(capsys.readouterr().out)[CHOICES[2]]
     assert fitted[:2] == ["–", "–"]
     assert fitted != found[CHOICES[2]]
+    belief = '{"variant": "belief"}'
+    recipe("as_patched.py", [*where, "--rows", "3", "--fit", "scale", "--try", belief], monkeypatch)
+    shown = capsys.readouterr()
+    patch_model(unpatch_model(model), "belief")
+    scale_values(model, [{"input_ids": row[None, :8]} for row in ids[3:]], progress=False)
+    with torch.no_grad():
+        scaled = [float(model(**row, labels=row["input_ids"]).loss) for row in measured]
+    assert rows(shown.out)[belief][2] == f"{math.exp(sum(scaled) / 3):.4g}"
+    assert "values of 3 layers are scaled" in shown.err
     with pytest.raises(ValueError, match="has 6 rows, but 8 are needed"):
         recipe("as_patched.py", [*where, "--rows", "4", "--fit", "gain"], monkeypatch)
 
