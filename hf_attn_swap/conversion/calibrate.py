@@ -40,7 +40,7 @@ from .moments import Moments
 from .neutral import neutral_start
 from .report import CalibrationReport, LayerFit
 from .target import Target
-from .value_scale import first_tokens, scale_values
+from .value_scale import scale_values
 
 RIDGE = 1e-4
 LARGEST_CUT = 0.1  # of a layer's attention; a warning follows above
@@ -113,9 +113,9 @@ def calibrate(
             found = itertools.chain(some, found)
             match_heads(model, some, progress=False)
         if scale and source == "softmax" and any(target.swap.projects for target in targets.values()):
-            some = list(first_tokens(found))
-            found = itertools.chain(some, found)
-            scale_values(model, some, progress=progress)
+            read: list[Batch] = []
+            scale_values(model, _noted(found, read), progress=progress)
+            found = itertools.chain(read, found)
         return _fit(model, installation, targets, found, fit=fit, ridge=ridge, source=source, progress=progress)
 
 
@@ -159,6 +159,13 @@ def _fit(
             stacklevel=2,
         )
     return report
+
+
+def _noted(batches: Iterator[Batch], read: list[Batch]) -> Iterator[Batch]:
+    """The same batches; those that were read are added to a list."""
+    for batch in batches:
+        read.append(batch)
+        yield batch
 
 
 def _new_skip(targets: dict[int, Target]) -> bool:

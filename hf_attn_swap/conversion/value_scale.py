@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,17 @@ class _Seen:
     taken: list[Tensor] = field(default_factory=list)  # (N,), |W_o v|^2
     written: list[Tensor] = field(default_factory=list)  # (N,), |W_o y|^2
 
+    @property
+    def limit(self) -> int:
+        """So many tokens are enough."""
+        sizes = self.own.geometry
+        return max(1, min(TOKENS, NUMBERS // (sizes.kv_heads * sizes.head_dim)))
+
+    @property
+    def enough(self) -> bool:
+        """True if the layer has seen so many tokens."""
+        return sum(map(len, self.taken)) >= self.limit
+
     def hook(self, batch: Batch) -> Any:
         """A forward pre-hook of the stock swap, which notes the tokens of one call."""
 
@@ -138,7 +149,8 @@ class _Seen:
 
     def _note(self, heads_BLHD: Tensor, values_BLGD: Tensor, batch: Batch) -> None:
         real = token_mask(batch, heads_BLHD)
-        y, v = heads_BLHD[real], values_BLGD[real]
+        step = math.ceil(int(real.sum()) / self.limit)
+        y, v = heads_BLHD[real][::step], values_BLGD[real][::step]
         group = y.shape[1] // v.shape[1]
         self.taken.append(self._size(v.repeat_interleave(group, 1)))
         self.written.append(self._size(y))
@@ -165,7 +177,7 @@ class _Seen:
         )
         if not all(each.isfinite().all() for each in (heads_values, squares, taken, written)):
             raise ValueError(f"layer {index}: activations are not finite, so its values cannot be scaled; use float32.")
-        step = math.ceil(len(taken) / min(TOKENS, NUMBERS // squares.shape[1]))
+        step = math.ceil(len(taken) / self.limit)
         weight = taken / written.clamp_min(FLOOR * float(written.mean()))
         return heads_values[::step], squares[::step], weight[::step]
 
@@ -179,12 +191,14 @@ def _watch(model: nn.Module, installation: Installation, layers: list[int], batc
     seen = {index: _Seen(usable[index], plain[index]) for index in layers}
     cores = [usable[index].core for index in layers]
     with evaluating(model), installation.temporarily(plain):
-        for batch in first_tokens(batches):
+        for batch in as_batches(batches):
             refuse_other_tokens(installation.root, cores, batch)
             with contextlib.ExitStack() as hooked:
                 for index, each in seen.items():
                     hooked.callback(plain[index].register_forward_pre_hook(each.hook(batch)).remove)
                 forward(model, batch)
+            if all(each.enough for each in seen.values()):
+                break
     return seen
 
 
@@ -212,15 +226,3 @@ def _solve(heads_values: Tensor, squares: Tensor, weight: Tensor) -> tuple[Tenso
     if not after < before:
         return torch.ones_like(exponents), before, before
     return 4.0**exponents, before, after
-
-
-def first_tokens(batches: Iterable[Any]) -> Iterator[Batch]:
-    """The first batches, until they have `TOKENS` tokens."""
-    tokens = 0
-    for batch in as_batches(batches):
-        yield batch
-        mask = batch.get("attention_mask")
-        tensor = mask if isinstance(mask, Tensor) else next(each for each in batch.values() if isinstance(each, Tensor))
-        tokens += tensor.numel() if tensor.dim() == 2 else tensor.shape[0]
-        if tokens >= TOKENS:
-            return
