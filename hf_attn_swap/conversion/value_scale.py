@@ -78,7 +78,8 @@ def scale_values(model: nn.Module, batches: Iterable[Any], *, progress: bool = T
 
     Raises:
         ValueError: the model is not patched or no variant projects on values; a calibration was merged, or a conversion
-            trained weights; there is no batch, or activations are not finite. The model is unchanged after an error.
+            trained weights; there is no batch, no token reaches a layer, or activations are not finite. The model is
+            unchanged after an error.
     """
     installation = need_installation(model)
     projecting = {index: swaps for index, swaps in installation.swaps().items() if swaps[0].projects}
@@ -149,13 +150,13 @@ class _Seen:
 
     def _note(self, heads_BLHD: Tensor, values_BLGD: Tensor, batch: Batch) -> None:
         real = token_mask(batch, heads_BLHD)
-        step = math.ceil(int(real.sum()) / self.limit)
+        step = max(1, math.ceil(int(real.sum()) / self.limit))
         y, v = heads_BLHD[real][::step], values_BLGD[real][::step]
         group = y.shape[1] // v.shape[1]
         self.taken.append(self._size(v.repeat_interleave(group, 1)))
         self.written.append(self._size(y))
         y, v = y.float(), v.float()
-        self.heads_values.append((y.view(len(y), -1, group, y.shape[-1]).sum(2) * v).flatten(1).cpu())
+        self.heads_values.append((y.view(*v.shape[:2], group, v.shape[2]).sum(2) * v).flatten(1).cpu())
         self.squares.append((group * v * v).flatten(1).cpu())
 
     def _size(self, heads_NHD: Tensor) -> Tensor:
@@ -170,8 +171,10 @@ class _Seen:
         """The products of some tokens at equal distances, and the weight of each token in the mean.
 
         Raises:
-            ValueError: activations are not finite.
+            ValueError: activations are not finite, or there are no tokens.
         """
+        if not sum(map(len, self.taken)):
+            raise ValueError(f"layer {index}: the batches have no real token that this layer reads.")
         heads_values, squares, taken, written = map(
             torch.cat, (self.heads_values, self.squares, self.taken, self.written)
         )

@@ -380,6 +380,12 @@ def test_bad_input() -> None:
     model = patch_model(fresh("bert"), PROJECTING[0])
     with refused("there are no batches"):
         scale_values(model, [], progress=False)
+    with refused("no real token"):
+        scale_values(
+            model,
+            {"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.zeros(1, 3, dtype=torch.long)},
+            progress=False,
+        )
     with torch.no_grad():
         next(model.parameters()).fill_(math.inf)
     with refused("not finite"):
