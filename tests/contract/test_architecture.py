@@ -43,10 +43,11 @@ MAY = {
     },
     "core.registry": {"core.kind", "core.options", "variants", VARIANT_BASE},
     "core.calibration": {"core.call"},
+    "core.value_scale": {"core.call"},
     "core.typed": set(),
     "core.swap": {
         *("core.call", "core.calibration", "core.compute", "core.registry"),
-        *("kernels.dispatch", VARIANT_BASE),
+        *("core.value_scale", "kernels.dispatch", VARIANT_BASE),
     },
     "wiring": set(),
     "wiring.blocks": set(),

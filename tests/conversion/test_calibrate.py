@@ -133,7 +133,7 @@ def test_explained_share_is_that_of_the_fit(ridge: float) -> None:
     model = patch_model(fresh("bert"), "belief")
     ours, wanted = _record(model, "bert")
     for kind in FITS:
-        report = fit(model, "bert", fit=kind, ridge=ridge)
+        report = fit(model, "bert", fit=kind, ridge=ridge, scale=False)
         calibration = swaps(model)[-1].calibration
         fitted = calibration(torch.from_numpy(ours)[:, None])[:, 0].detach().numpy()
         total = np.square(wanted - wanted.mean(0)).sum((0, 2))
@@ -204,7 +204,7 @@ def test_a_fit_is_applied_head_by_head(variant: str, strength: float) -> None:
     own = whole if VARIANTS[variant].replaces else plain
     if VARIANTS[variant].replaces:
         assert distance(plain, (1 - strength) * ordinary + strength * whole) < 1e-7  # the strength is held in fp32
-    fit(model, "bert", fit="gain")
+    fit(model, "bert", fit="gain", scale=False)
     gains = torch.tensor([0.5, 1.5, -2.0, 3.0], dtype=torch.float64)
     with torch.no_grad():
         swaps(model)[0].calibration.weight.copy_(gains)

@@ -34,7 +34,7 @@ def missing() -> Iterator[tuple[str, Any]]:
     """The name and the model of every checkpoint that no version has written yet."""
     written = {canonical_name(folder.name) for folder in checkpoints()}
     makers = {name: lambda name=name: moved(patch_model(llama(), name)) for name in list_variants()}
-    makers |= {"hybrid": hybrid, "calibrated": calibrated, "merged": merged}
+    makers |= {"hybrid": hybrid, "calibrated": calibrated, "merged": merged, "scaled_values": scaled_values}
     for name, make in makers.items():
         if name not in written:
             torch.manual_seed(0)
@@ -67,6 +67,13 @@ def calibrated() -> Any:
     model = moved(patch_model(llama(), "modern_hopfield"))
     calibrate(model, [{"input_ids": torch.randint(16, (64, 12))}], progress=False)
     note_retrained(need_installation(model))
+    return model
+
+
+def scaled_values() -> Any:
+    """Scales of the values, and a calibration after them."""
+    model = moved(patch_model(llama(), "belief"))
+    calibrate(model, [{"input_ids": torch.randint(16, (64, 12))}], fit="gain", progress=False)
     return model
 
 
