@@ -503,7 +503,16 @@ def _calibrate(work: _Work, batches: Sequence[Batch], fit: str) -> None:
         scale_values(work.model, batches, progress=work.progress)
         return
     how = work.plan.calibrate or Calibrate()
-    calibrate(work.model, batches, fit=fit, source=how.source, neutral=how.neutral_start, progress=work.progress)
+    scaled = any(swap.value_scale is not None for group in work.installation.swaps().values() for swap in group)
+    calibrate(
+        work.model,
+        batches,
+        fit=fit,
+        source=how.source,
+        neutral=how.neutral_start,
+        scale=not scaled,  # the same batches would give the same scales again
+        progress=work.progress,
+    )
 
 
 def _fitted(swap: Swap) -> dict[str, Any]:

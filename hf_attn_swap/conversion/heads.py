@@ -190,9 +190,7 @@ def _scores(
     if not layers:
         return found
     usable = swappable(installation.root)
-    classes = parse("softmax")
-    options = parse_options(classes, {})
-    plain = {index: build_swap(usable[index], classes, options, index) for index in installation.swaps()}
+    plain = softmax_swaps(installation)
     with _evaluated(model), installation.temporarily(plain):
         cores = [usable[index].core for index in layers]
         for batch in tqdm(first_rows(batches), desc="match heads", unit="batch", disable=not progress):
@@ -202,6 +200,14 @@ def _scores(
                     hooked.callback(plain[index].register_forward_pre_hook(_watch(kept, batch)).remove)
                 forward(model, batch)
     return found
+
+
+def softmax_swaps(installation: Installation) -> dict[int, Swap]:
+    """A swap with ordinary attention for every swapped layer, by the layer's number: to watch the stock model."""
+    usable = swappable(installation.root)
+    classes = parse("softmax")
+    options = parse_options(classes, {})
+    return {index: build_swap(usable[index], classes, options, index) for index in installation.swaps()}
 
 
 def _watch(found: list[Tensor], batch: Batch) -> Any:

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core.call import Call
-from ..core.registry import parse, parse_options
 from ..core.swap import Swap
 from ..core.value_scale import LARGEST_SCALE
 from ..families import Site
-from ..patch import build_swap, need_installation, swappable
+from ..patch import need_installation, swappable
 from ..wiring.home import home
 from ..wiring.install import Installation
 from .batches import Batch, as_batches, evaluating, forward, refuse_other_tokens, token_mask
+from .heads import softmax_swaps
 
 TOKENS = 4096  # so many tokens are enough,
 NUMBERS = 2**22  # and so many numbers of them per layer, N * G * D: wide models read fewer tokens
@@ -85,7 +85,7 @@ def scale_values(model: nn.Module, batches: Iterable[Any], *, progress: bool = T
     projecting = {index: swaps for index, swaps in installation.swaps().items() if swaps[0].projects}
     if not projecting:
         raise ValueError(
-            "no swapped layer projects on values, so there is nothing to scale; belief and belief_star do."
+            "no swapped layer projects on values, so there is nothing to scale; layers with belief or belief_star do."
         )
     installation.refuse_merged("scaled", projecting)
     if trained := [index for index, swaps in projecting.items() if swaps[0].retrained]:
@@ -174,7 +174,9 @@ class _Seen:
             ValueError: activations are not finite, or there are no tokens.
         """
         if not sum(map(len, self.taken)):
-            raise ValueError(f"layer {index}: the batches have no real token that this layer reads.")
+            raise ValueError(
+                f"layer {index}: no real token of the batches reaches this layer; pass tokens that are not padding."
+            )
         heads_values, squares, taken, written = map(
             torch.cat, (self.heads_values, self.squares, self.taken, self.written)
         )
@@ -188,9 +190,7 @@ class _Seen:
 def _watch(model: nn.Module, installation: Installation, layers: list[int], batches: Iterable[Any]) -> dict[int, _Seen]:
     """What the layers show of the tokens of the first batches, in the stock model."""
     usable = swappable(installation.root)
-    classes = parse("softmax")
-    options = parse_options(classes, {})
-    plain = {index: build_swap(usable[index], classes, options, index) for index in installation.swaps()}
+    plain = softmax_swaps(installation)
     seen = {index: _Seen(usable[index], plain[index]) for index in layers}
     cores = [usable[index].core for index in layers]
     with evaluating(model), installation.temporarily(plain):

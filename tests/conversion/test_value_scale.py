@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -320,12 +321,14 @@ def test_other_architectures(name: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [True, False])
-def test_calibrate_scales_first(scale: bool) -> None:
+def test_calibrate_scales_first(scale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch_model(fresh("llama"), PROJECTING[0])
     batches = several("llama")
+    monkeypatch.setattr(value_scale, "TOKENS", batches[0]["input_ids"].numel() + 1)  # the scales read two batches
     report = calibrate(model, batches, fit="gain", scale=scale, progress=False)
     assert in_config(model) == [scale] * len(swaps(model))
-    assert all(layer.tokens == report.layers[0].tokens for layer in report.layers), "every batch is read by the fit"
+    real_tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    assert all(layer.tokens == real_tokens for layer in report.layers), "the fit reads every batch"
     other = patch_model(fresh("llama"), PROJECTING[0])
     scale_values(other, batches, progress=False)
     if scale:
@@ -354,6 +357,29 @@ def test_convert_takes_scales_without_a_fit(monkeypatch: pytest.MonkeyPatch) -> 
     assert [step.name for step in report.steps][:2] == ["swap", "fit: scaled values"]
     assert report.steps[1].lost.divergence < report.steps[0].lost.divergence
     assert in_config(model) == [True] * len(swaps(model))
+
+
+@pytest.mark.parametrize("fits", [("gain",), ("gain", "map")])
+def test_convert_scales_once(fits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many fits of the heads follow."""
+    monkeypatch.setattr("hf_attn_swap.conversion.convert.FITS", fits)
+    solved = []
+    solve = value_scale._solve
+    monkeypatch.setattr(value_scale, "_solve", lambda *args: solved.append(args) or solve(*args))
+    model = fresh("gpt2", torch.float32)
+    rows = [{"input_ids": row} for each in several("gpt2", torch.float32) for row in each["input_ids"]]
+    convert(model, PROJECTING[0], rows, tokens=64, progress=False)
+    assert len(solved) == len(swaps(model))
+
+
+def test_copies_of_peft_are_scaled_too() -> None:
+    """PEFT computes with its copy of a swap, and keeps the original beside the copy."""
+    model = patch_model(fresh("bert"), PROJECTING[0])
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"], modules_to_save=["attn_swap"]))
+    scale_values(model, batch_of("bert"), progress=False)
+    found = squares(model)
+    assert len(found) > len(sites(model))
+    assert all(each is not None for each in found)
 
 
 # ---- Refused
