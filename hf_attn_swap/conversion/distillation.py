@@ -28,6 +28,7 @@ from ..patch import need_installation
 from ..wiring.install import model_root
 from .batches import MASKS, gives_numbers, token_mask, without_labels
 from .divergence import divergence, divergence_of_numbers
+from .dropout import switch_off_dropout
 from .head import first_of, head_alone, keeps_logits, last_hidden, logits_of
 from .parts import PARTS, part_of
 from .teacher import Teacher, is_sharded, note_retrained
@@ -72,8 +73,8 @@ class Losses:
 class DistillationTrainer(TrainerWithoutLabels):
     """A `Trainer` that teaches a swapped model what it gave before the swap; labels are not read.
 
-    There is one model in memory. The teacher runs in evaluation mode without gradients, the student as the model is.
-    docs/mathematics.md, section Distillation.
+    There is one model in memory. Dropout is off in the teacher and in the student: a student that learns with dropout
+    what the teacher gives without becomes too sure of itself. docs/mathematics.md, section Distillation.
 
     Args:
         model: a model that is patched at a strength above 0, usually calibrated; or PEFT's wrapper around it.
@@ -135,6 +136,7 @@ class DistillationTrainer(TrainerWithoutLabels):
                 f"the batch holds no inputs of the model, only {sorted(inputs)}; keep input_ids (or images)."
             )
         plain = self.accelerator.unwrap_model(model)
+        switch_off_dropout(plain)
         with without_cache(plain):
             student, teacher = self._outputs(model, plain, batch)
         with self.accelerator.autocast():

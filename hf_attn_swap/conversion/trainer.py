@@ -15,13 +15,14 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from ..patch import need_installation
+from .dropout import checkpointed_layers_without_dropout
 from .teacher import is_sharded, note_retrained, trains_the_original
 
 BESIDE = "beside_adapters.safetensors"  # in a checkpoint: what trains and is no adapter
 
 
 class TrainerWithoutLabels(Trainer):
-    """A `Trainer` whose loss comes from a teacher, as a mean over rows.
+    """A `Trainer` whose loss comes from a teacher, as a mean over rows. It trains without dropout, as the teacher runs.
 
     Args:
         model: a patched model.
@@ -50,7 +51,8 @@ class TrainerWithoutLabels(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`. Afterwards the swaps note whether strength 0 is still the original model."""
         changed = trains_the_original(cast(nn.Module, self.model))
-        result = super().train(*args, **kwargs)
+        with checkpointed_layers_without_dropout(cast(nn.Module, self.model)):
+            result = super().train(*args, **kwargs)
         if changed:
             note_retrained(self.installation)
         return result

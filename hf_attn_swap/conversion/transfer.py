@@ -26,6 +26,7 @@ from ..families import Site
 from ..patch import need_installation, swappable
 from ..wiring.install import Installation
 from .batches import refuse_other_tokens, token_mask, without_labels
+from .dropout import switch_off_dropout
 from .parts import PARTS, site_part
 from .trainer import TrainerWithoutLabels
 
@@ -76,7 +77,7 @@ class AttentionTransferTrainer(TrainerWithoutLabels):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the mean relative squared error of the swapped layers, and a dict of outputs if asked."""
-        model.eval()
+        switch_off_dropout(self.accelerator.unwrap_model(model))
         batch = without_labels(inputs)
         batch.pop("use_cache", None)
         batch |= self.no_logits

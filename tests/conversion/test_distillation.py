@@ -29,7 +29,7 @@ from tests.contract.harness import (
     real,
     swaps,
 )
-from tests.lifecycle.test_checkpointing import enable
+from tests.lifecycle.test_checkpointing import ABLE, enable
 
 from .distilling import EVERY, HIDDEN, adapted, distiller, loss_of, moved, rows_of, teacher_of, weights_of
 from .test_calibrate import dropping
@@ -347,16 +347,47 @@ def test_a_model_in_half_precision(tmp_path: Path) -> None:
     assert torch.equal(teacher_of(trainer, batch), wanted)
 
 
-def test_the_student_has_dropout_and_the_teacher_has_none(tmp_path: Path) -> None:
-    model = patch_model(fresh("bert", **dropping("bert")), "belief")
-    trainer, batch = distiller(model, tmp_path, trainable="body"), batch_of("bert")
-    wanted = forward(fresh("bert"), batch)
-    model.train()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        assert float(trainer.compute_loss(model, batch)) != float(trainer.compute_loss(model, batch))
-    assert torch.equal(teacher_of(trainer, batch), wanted)
-    assert all(module.training for module in model.modules())
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
+def test_trains_without_dropout(name: str, checkpointed: bool, adapters: bool, tmp_path: Path) -> None:
+    """The trained weights are those of a model whose config has no dropout, which `convert` and users deploy."""
+    if checkpointed and name not in ABLE:
+        pytest.skip("transformers has no activation checkpointing for this family")
+    found = []
+    for rates in (dict.fromkeys(dropping(name), 0.0), dropping(name)):
+        model = patch_model(fresh(name, torch.float32, **rates), "modern_hopfield")
+        student = adapted(model, name, lora_dropout=0.5 if any(rates.values()) else 0.0) if adapters else model
+        if checkpointed:
+            enable(model, activation_checkpointing_kwargs={"use_reentrant": False})
+        arguments = {"num_train_epochs": 1}
+        trainer = distiller(student, tmp_path, name, args=arguments, trainable=None if adapters else "body")
+        before, start, runs = rates_of(model), weights_of(student), layer_runs(model)
+        trainer.train()
+        per_step = len(runs) / trainer.state.global_step
+        assert per_step == (2 if checkpointed else 1) * model.config.num_hidden_layers, "once for each pass"
+        assert rates_of(model) == before
+        assert moved(student, start)
+        found.append({key: value for key, value in student.state_dict().items() if "lora_" in key or not adapters})
+    assert all(torch.equal(one, found[1][key]) for key, one in found[0].items())
+
+
+def rates_of(model: Any) -> list[tuple[str, str, float]]:
+    """Every rate of dropout in the model's modules."""
+    return [
+        (path, name, value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, torch.nn.Dropout)))
+    ]
+
+
+def layer_runs(model: Any) -> list[bool]:
+    """Fills up with an entry for each run of a swapped layer with gradients."""
+    runs: list[bool] = []
+    for swap in swaps(model):
+        swap.register_forward_hook(lambda *_: runs.append(True) if torch.is_grad_enabled() else None)
+    return runs
 
 
 def test_with_a_schedule(tmp_path: Path) -> None:
