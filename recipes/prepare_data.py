@@ -5,7 +5,8 @@
 The folders are for machines without access to the Hub: `--dataset_name OUT/ag_news` takes the place of
 `--dataset_name fancyzhx/ag_news`, and `--dataset_card_name fancyzhx/ag_news` keeps its name on the card. The script
 looks in SOURCE for `ag_news/`, `glue/<task>/`, `cifar10/`, `imdb/`, `wikitext-2/` and `tinyshakespeare/`, and skips
-every folder that is missing. `OUT/mixture` has text of three kinds, `OUT/pairs` pairs of sentences of three tasks.
+every folder that is missing. `OUT/mixture` has text of three kinds, `OUT/pairs` pairs of sentences of three tasks,
+`OUT/reviews` sentences about films.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import random
+import re
 import shutil
 import tarfile
 from collections.abc import Iterator
@@ -147,6 +149,22 @@ def pairs(out: Path) -> None:
     save(rows, out / "pairs" / "train.parquet", Value("string"))
 
 
+def reviews(out: Path) -> None:
+    """SST-2's training texts of 8 words or more, and 60,000 sentences of IMDB's reviews: to convert its classifier."""
+    shuffle = random.Random(0).shuffle
+    texts = load_dataset("parquet", data_files=str(out / "imdb" / "train.parquet"), split="train")["text"]
+    ends = re.compile(r"(?<=[.!?])\s+")
+    sentences = [sentence.lower() for text in texts for sentence in ends.split(text.replace("<br />", " "))]
+    sentences = [sentence for sentence in sentences if 5 <= len(sentence.split()) <= 40]
+    shuffle(sentences)
+    phrases = load_dataset("parquet", data_files=str(out / "glue" / "sst2" / "train.parquet"), split="train")
+    found = [phrase for phrase in phrases["sentence"] if len(phrase.split()) >= 8]
+    shuffle(found)
+    found += sentences[:60_000]
+    shuffle(found)
+    save([{"sentence": sentence} for sentence in found], out / "reviews" / "train.parquet", Value("string"))
+
+
 def pieces(texts: list[str], size: int) -> Iterator[str]:
     """Join texts to pieces of at least `size` characters."""
     held = ""
@@ -179,6 +197,8 @@ def main() -> None:
             glue(source / "glue" / task, out / "glue" / task.replace("-", "").lower(), task)
     if all((out / "glue" / task).is_dir() for task in ("mrpc", "rte", "stsb")):
         pairs(out)
+    if (out / "imdb").is_dir() and (out / "glue" / "sst2").is_dir():
+        reviews(out)
 
 
 if __name__ == "__main__":
