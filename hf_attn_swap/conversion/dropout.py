@@ -2,7 +2,8 @@
 
 A model in evaluation mode has no dropout, and trains as well. But a layer of transformers that computes its
 activations again in the backward pass does so in training mode alone, so such a layer stays in training mode, with its
-own rates at 0; the modules inside are in evaluation mode.
+own rates at 0; the modules inside are in evaluation mode. A swap stays in training mode as well: it has no dropout of
+its own, and warns in training mode if its parameters are frozen.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from collections.abc import Iterator
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..core.swap import Swap
+
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """Put a model that is in training mode into evaluation mode, all but the layers with activation checkpointing."""
+    """Put a model that is in training mode into evaluation mode, all but swaps and layers with checkpointing."""
     if not model.training:
         return
     model.eval()
     for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+        checkpoints = isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+        if checkpoints or isinstance(module, Swap):
             module.training = True
 
 

@@ -180,7 +180,7 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
         head_order=swap.head_order,
     )
     _refuse_adapter(core, container, swap, wiring)
-    _warn_frozen(core, swap)
+    _warn_frozen(swap)
     return args, {**kwargs, CALL: call}
 
 
@@ -251,9 +251,9 @@ def _refuse_adapter(core: nn.Module, container: nn.Module, swap: Swap, wiring: W
         )
 
 
-def _warn_frozen(core: nn.Module, swap: Swap) -> None:
+def _warn_frozen(swap: Swap) -> None:
     """Warn if the model is trained while all new parameters of the swap are frozen."""
-    training = core.training and swap.fresh and torch.is_grad_enabled()
+    training = swap.training and swap.fresh and torch.is_grad_enabled()
     if not training or torch.compiler.is_compiling():
         return
     parameters = [parameter for variant in swap.variants for parameter in variant.parameters()]

@@ -372,6 +372,12 @@ def test_trains_without_dropout(name: str, checkpointed: bool, adapters: bool, t
     assert all(torch.equal(one, found[1][key]) for key, one in found[0].items())
 
 
+def test_frozen_parameters_of_the_variant_are_named(tmp_path: Path) -> None:
+    model = adapted(patch_model(fresh("bert", torch.float32), "gated"))
+    with pytest.warns(UserWarning, match="modules_to_save"):
+        distiller(model, tmp_path, args={"num_train_epochs": 1}).train()
+
+
 def rates_of(model: Any) -> list[tuple[str, str, float]]:
     """Every rate of dropout in the model's modules."""
     return [
