@@ -12,9 +12,21 @@ from transformers import TrainingArguments
 
 from hf_attn_swap import list_variants, patch_model, set_strength
 from hf_attn_swap.conversion import AttentionTransferTrainer, calibrate, merge_calibration
+from hf_attn_swap.conversion.dropout import checkpointed_layers_without_dropout
 from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.cells import FAMILY_NAMES
-from tests.contract.harness import CAUSAL_FAMILIES, TEXT_FAMILIES, batch_of, fresh, padding_side, perturb, refused
+from tests.contract.harness import (
+    CAUSAL_FAMILIES,
+    TEXT_FAMILIES,
+    batch_of,
+    distance,
+    fresh,
+    padding_side,
+    perturb,
+    refused,
+    swaps,
+)
+from tests.lifecycle.test_checkpointing import ABLE, enable
 
 from .test_calibrate import dropping
 
@@ -100,6 +112,33 @@ def test_dropout_is_off(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     assert not torch.equal(model(**batch)[0], model(**batch)[0]), "there is dropout in this model"
     assert loss_of(trainer, batch) == wanted
+
+
+@pytest.mark.parametrize("name", ABLE)
+@pytest.mark.parametrize("variant", ["modern_hopfield", "simpletron_resl"])
+def test_activation_checkpointing(name: str, variant: str, tmp_path: Path) -> None:
+    """The same loss and gradients; the layers are computed again, and without the teacher's output in their place."""
+    batch, found = batch_of(name), []
+    for checkpointed in (False, True):
+        model = patch_model(fresh(name, **dropping(name)), variant)
+        trainer = trainer_of(model, tmp_path, name)
+        if checkpointed:
+            enable(model, activation_checkpointing_kwargs={"use_reentrant": False})
+        with checkpointed_layers_without_dropout(model):
+            loss = trainer.compute_loss(model.train(), batch)
+            again: list[int] = []
+            for swap in swaps(model):
+                swap.register_forward_hook(lambda *_, again=again: again.append(1))
+            loss.backward()
+        assert len(again) == (len(swaps(model)) if checkpointed else 0)
+        found.append((float(loss.detach()), {key: p.grad for key, p in model.named_parameters()}))
+    (plain, wanted), (saved, got) = found
+    assert saved == pytest.approx(plain, rel=1e-9)
+    assert any(gradient is not None for gradient in wanted.values())
+    for key, gradient in wanted.items():
+        assert (gradient is None) == (got[key] is None)
+        if gradient is not None:
+            assert distance(got[key], gradient) < 1e-9, key
 
 
 def test_adapters_alone(tmp_path: Path) -> None:
