@@ -28,7 +28,6 @@ from ..patch import need_installation
 from ..wiring.install import model_root
 from .batches import MASKS, gives_numbers, token_mask, without_labels
 from .divergence import divergence, divergence_of_numbers
-from .dropout import switch_off_dropout
 from .head import first_of, head_alone, keeps_logits, last_hidden, logits_of
 from .parts import PARTS, part_of
 from .teacher import Teacher, is_sharded, note_retrained
@@ -118,7 +117,7 @@ class DistillationTrainer(TrainerWithoutLabels):
         args = copy.copy(args) if args is not None else TrainingArguments()
         if args.include_num_input_tokens_seen == "no" and self.installation.root.main_input_name == "input_ids":
             args.include_num_input_tokens_seen = "all"
-        super().__init__(model, args, **kwargs)
+        super().__init__(model, args, parts_named=bool(trainable), **kwargs)
         self.split_head: bool | None = None  # True once the logits are known to be the head's output on hidden states
 
     def compute_loss(
@@ -136,7 +135,7 @@ class DistillationTrainer(TrainerWithoutLabels):
                 f"the batch holds no inputs of the model, only {sorted(inputs)}; keep input_ids (or images)."
             )
         plain = self.accelerator.unwrap_model(model)
-        switch_off_dropout(plain)
+        self._switch_off_dropout(model)
         with without_cache(plain):
             student, teacher = self._outputs(model, plain, batch)
         with self.accelerator.autocast():

@@ -2,8 +2,8 @@
 
 A model in evaluation mode has no dropout, and trains as well. But a layer of transformers that computes its
 activations again in the backward pass does so in training mode alone, so such a layer stays in training mode, with its
-own rates at 0; the modules inside are in evaluation mode. A swap stays in training mode as well: it has no dropout of
-its own, and warns in training mode if its parameters are frozen.
+own rates at 0; the modules inside are in evaluation mode. A swap has no dropout of its own, so it may stay in training
+mode as well. There it warns if its parameters are frozen.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..core.swap import Swap
 
 
-def switch_off_dropout(model: nn.Module) -> None:
-    """Put a model that is in training mode into evaluation mode, all but swaps and layers with checkpointing."""
+def switch_off_dropout(model: nn.Module, *, swaps_warn: bool) -> None:
+    """Put a model that is in training mode into evaluation mode, all but layers with checkpointing.
+
+    Args:
+        model: the model, outside of any wrapper of DDP.
+        swaps_warn: True leaves the swaps in training mode, so that they warn if their parameters are frozen.
+    """
     if not model.training:
         return
     model.eval()
     for module in model.modules():
         checkpoints = isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
-        if checkpoints or isinstance(module, Swap):
+        if checkpoints or (swaps_warn and isinstance(module, Swap)):
             module.training = True
 
 

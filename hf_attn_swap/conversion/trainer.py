@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from ..patch import need_installation
-from .dropout import checkpointed_layers_without_dropout
+from .dropout import checkpointed_layers_without_dropout, switch_off_dropout
 from .teacher import is_sharded, note_retrained, trains_the_original
 
 BESIDE = "beside_adapters.safetensors"  # in a checkpoint: what trains and is no adapter
@@ -27,13 +27,17 @@ class TrainerWithoutLabels(Trainer):
     Args:
         model: a patched model.
         args: as for `Trainer`.
+        parts_named: True if the caller has named the parts that train, so that frozen parameters are no mistake.
         kwargs: the other arguments of `Trainer`.
 
     Raises:
         ValueError: the model is not patched, or one process would use several GPUs.
     """
 
-    def __init__(self, model: nn.Module, args: TrainingArguments | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: nn.Module, args: TrainingArguments | None = None, *, parts_named: bool, **kwargs: Any
+    ) -> None:
+        self.parts_named = parts_named
         self.installation = need_installation(model)
         if args is not None and args.n_gpu > 1:  # DataParallel's copies of the model share the swaps' state
             raise ValueError(
@@ -56,6 +60,9 @@ class TrainerWithoutLabels(Trainer):
         if changed:
             note_retrained(self.installation)
         return result
+
+    def _switch_off_dropout(self, model: nn.Module) -> None:
+        switch_off_dropout(self.accelerator.unwrap_model(model), swaps_warn=not self.parts_named)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As in `Trainer`, with what trains beside adapters: PEFT saves its adapters alone."""

@@ -26,7 +26,6 @@ from ..families import Site
 from ..patch import need_installation, swappable
 from ..wiring.install import Installation
 from .batches import refuse_other_tokens, token_mask, without_labels
-from .dropout import switch_off_dropout
 from .parts import PARTS, site_part
 from .trainer import TrainerWithoutLabels
 
@@ -62,9 +61,10 @@ class AttentionTransferTrainer(TrainerWithoutLabels):
     ) -> None:
         installation = need_installation(model)
         self.swapped = _swapped(installation)
-        _choose(model, self.swapped, tuple([trainable] if isinstance(trainable, str) else trainable))
+        names = tuple([trainable] if isinstance(trainable, str) else trainable)
+        _choose(model, self.swapped, names)
         self.errors = LayerErrors(installation.root, self.swapped, follow=True)
-        super().__init__(model, args, **kwargs)
+        super().__init__(model, args, parts_named=names != (ADAPTERS,), **kwargs)
         self.no_logits: dict[str, int] = {}
         if "logits_to_keep" in inspect.signature(installation.root.forward).parameters:
             self.no_logits = {"logits_to_keep": 1}  # logits over a vocabulary are costly, and the loss reads none
@@ -77,7 +77,7 @@ class AttentionTransferTrainer(TrainerWithoutLabels):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the mean relative squared error of the swapped layers, and a dict of outputs if asked."""
-        switch_off_dropout(self.accelerator.unwrap_model(model))
+        self._switch_off_dropout(model)
         batch = without_labels(inputs)
         batch.pop("use_cache", None)
         batch |= self.no_logits

@@ -378,6 +378,12 @@ def test_frozen_parameters_of_the_variant_are_named(tmp_path: Path) -> None:
         distiller(model, tmp_path, args={"num_train_epochs": 1}).train()
 
 
+def test_parts_named_by_the_caller_need_no_warning(tmp_path: Path) -> None:
+    """A warning would fail this test, as it fails every test."""
+    model = patch_model(fresh("bert", torch.float32), "gated")
+    distiller(model, tmp_path, args={"num_train_epochs": 1}, trainable="query").train()
+
+
 def rates_of(model: Any) -> list[tuple[str, str, float]]:
     """Every rate of dropout in the model's modules."""
     return [

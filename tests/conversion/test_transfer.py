@@ -155,6 +155,13 @@ def test_adapters_alone(tmp_path: Path) -> None:
     assert all("lora_" in key for key in moved)
 
 
+def test_adapters_that_leave_the_variant_frozen(tmp_path: Path) -> None:
+    base = patch_model(fresh("bert", torch.float32), "gated")
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["query", "key"]))
+    with pytest.warns(UserWarning, match="modules_to_save"):
+        trainer_of(model, tmp_path, trainable="adapters").train()
+
+
 def test_evaluated_without_labels(tmp_path: Path) -> None:
     trainer = trainer_of(patch_model(fresh("bert", torch.float32), "modern_hopfield"), tmp_path)
     batch = batch_of("bert", torch.float32)
