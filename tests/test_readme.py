@@ -16,6 +16,7 @@ from hf_attn_swap.publish.results import RESULTS_FILE, RunResult
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REPOSITORY = "https://github.com/hf-attn-swap/hf-attn-swap"
+SITE = "https://hf-attn-swap.github.io/hf-attn-swap/"
 CONVERTED = {  # the variants whose figure README gives, and their runs
     "outeffhop": "smollm2-distilled-outeffhop",
     "outeffhop+gated": "smollm2-distilled-outeffhop-gated",
@@ -55,8 +56,29 @@ def test_links_lead_to_files() -> None:
         _, _, path = link.removeprefix(REPOSITORY).lstrip("/").split("/", 2)
         assert (ROOT / path).exists(), link
     assert all(link.startswith("https://") for link in links)
+    pages = [link.removeprefix(SITE) for link in links if link.startswith(SITE)]
+    assert pages
+    for file in ("pyproject.toml", "mkdocs.yml"):
+        assert SITE in (ROOT / file).read_text(encoding="utf-8")
+    for page in pages:
+        path, _, title = page.partition("#")
+        file = page_of(path)
+        assert file.exists(), page
+        assert not title or title in titles(file), page
     assert f"/main/docs/pictures/{FILE}" in README
     assert (ROOT / "docs" / "pictures" / FILE).stat().st_size > 10_000
+
+
+def page_of(path: str) -> Path:
+    """The file of a page of the site."""
+    page = ROOT / "docs" / path
+    return page / "index.md" if page.is_dir() else page.with_suffix(".md")
+
+
+def titles(page: Path) -> set[str]:
+    """The anchors of a page's titles."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") for title in found}
 
 
 def test_one_screen() -> None:
