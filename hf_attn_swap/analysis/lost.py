@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
-from ..conversion.batches import Batch, as_batches, evaluating, forward, gives_numbers, token_mask
+from ..conversion.batches import Batch, as_batches, evaluating, forward, gives_numbers, read_by_decoder, token_mask
 from ..conversion.divergence import divergence
 from ..conversion.transfer import relative_error
 from ..patch import need_installation
@@ -221,6 +221,7 @@ class Sums:
 
     def add(self, ours: Any, theirs: Any, batch: Batch, labels_B: Tensor | None = None) -> None:
         """Add the outputs of one batch."""
+        batch = read_by_decoder(batch)
         if not isinstance(getattr(ours, "logits", None), Tensor):
             mine, stock = (each[0] if each[0].dim() > 2 else each[0][..., None] for each in (ours, theirs))
             self.add_errors(mine, stock, token_mask(batch, mine))  # question answering gives one number per token

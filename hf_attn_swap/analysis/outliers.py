@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..conversion.batches import as_batches, evaluating, forward, token_mask
+from ..conversion.batches import as_batches, evaluating, forward, read_by_decoder, token_mask
 from . import metrics
 
 
@@ -46,7 +46,7 @@ def outliers(model: nn.Module, batches: Iterable[Any]) -> Outliers | None:
             states = _states(forward(model, {**batch, "output_hidden_states": True}))
             if not states:
                 return None
-            real = [token_mask(batch, each) for each in states]
+            real = [token_mask(read_by_decoder(batch), each) for each in states]
             pairs = list(zip(states, real, strict=True))
             kurtosis.append(torch.stack([metrics.kurtosis(*pair).cpu() for pair in pairs], -1))
             norms.append(torch.stack([metrics.max_inf_norm(*pair).cpu() for pair in pairs], -1))

@@ -18,7 +18,9 @@ from ..wiring.install import model_root
 
 Batch = dict[str, Any]
 LABELS = ("labels", "label", "label_ids")
+POSITIONS = ("start_positions", "end_positions")  # the labels of question answering
 MASKS = ("attention_mask", "decoder_attention_mask")
+DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
 def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
@@ -39,7 +41,12 @@ def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
 
 def without_labels(batch: Mapping[str, Any]) -> Batch:
     """Return the batch without its labels, because calibration and attention transfer are not supervised."""
-    return {key: value for key, value in batch.items() if key not in LABELS}
+    return {key: value for key, value in batch.items() if not is_label(key)}
+
+
+def is_label(name: str) -> bool:
+    """True for an argument of a model's forward pass that holds labels, such as `next_sentence_label`."""
+    return name in POSITIONS or ("label" in name and not name.startswith("input_"))
 
 
 @contextlib.contextmanager
@@ -64,10 +71,27 @@ def forward(model: nn.Module, batch: Batch) -> Any:
     return model(**batch)
 
 
+def read_by_decoder(batch: Batch) -> Batch:
+    """The batch without the mask of the encoder, if a decoder reads tokens of its own. It gives the logits."""
+    if not any(batch.get(name) is not None for name in DECODER):
+        return batch
+    return {name: value for name, value in batch.items() if name != "attention_mask"}
+
+
+def read_by_encoder(batch: Batch) -> Batch:
+    """The batch without the mask of the decoder."""
+    return {name: value for name, value in batch.items() if name != "decoder_attention_mask"}
+
+
+def read_by(module: nn.Module, batch: Batch) -> Batch:
+    """The batch with the mask of that stack alone, encoder or decoder, to which an attention module belongs."""
+    return read_by_decoder(batch) if getattr(module, "is_decoder", False) else read_by_encoder(batch)
+
+
 def token_mask(batch: Batch, tokens_BL: Tensor) -> Tensor:
     """Return a bool mask (B,L), True for the real tokens of a tensor (B,L,...) inside the model.
 
-    All tokens are real if the batch has no mask.
+    All tokens are real if the batch has no mask. In a batch for an encoder and a decoder, `read_by` leaves one mask.
 
     Raises:
         ValueError: the batch has masks, but no mask has the shape (B,L).

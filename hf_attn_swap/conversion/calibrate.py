@@ -33,7 +33,7 @@ from ..core.call import NORMALIZED, Call
 from ..core.registry import parse, parse_options
 from ..patch import build_swap, need_installation, swappable
 from ..wiring.install import Installation
-from .batches import Batch, as_batches, forward, refuse_other_tokens, token_mask
+from .batches import Batch, as_batches, forward, read_by, refuse_other_tokens, token_mask
 from .cut import Share
 from .heads import first_rows, match_heads
 from .moments import Moments
@@ -197,6 +197,7 @@ class _Fitting:
 
     def hook(self, batch: Batch, lengths: list[Tensor], hooked: contextlib.ExitStack) -> None:
         """Add the tokens of the next forward pass to the sums. During that pass the source's swap is in the model."""
+        batch = read_by(self.target.site.core, batch)
 
         def collect(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             inputs, call, sdpa, _ = args

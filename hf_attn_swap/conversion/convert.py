@@ -28,6 +28,8 @@ from typing import Any, Literal
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
@@ -40,7 +42,7 @@ from ..patch import need_installation, patch_model, set_strength, unpatch_model
 from ..variants.softmax import Softmax
 from ..wiring.install import Installation, installation_of, model_root
 from .as_before import as_before, own_precision
-from .batches import Batch
+from .batches import Batch, evaluating, forward, without_labels
 from .calibrate import calibrate
 from .distillation import EVERYTHING, DistillationTrainer
 from .journal import Journal, fingerprint
@@ -138,10 +140,12 @@ def convert(
 
     Raises:
         ValueError: the model is already converted, the data do not fit the model, an argument is out of range, or the
-            folder holds another conversion. After an error the model is the stock model as it was.
+            folder holds another conversion. After an error the model is the stock model as it was; after an
+            interruption of the last measurement, when the adapters are merged, it is the converted model.
     """
     root = model_root(model)
     refuse_converted(model)
+    _refuse_adapters(model)
     variant = "+".join(cls.name for cls in parse(variant))
     _check_numbers(max_loss, keep, tokens)
     if teacher is not None:
@@ -150,8 +154,10 @@ def convert(
     if installation_of(root) is not None:
         unpatch_model(model)  # the control `softmax`
     with contextlib.ExitStack() as inside:
-        inside.enter_context(as_before(model))
+        for each in (model,) if teacher is None else (model, teacher):
+            inside.enter_context(as_before(each))
         train, held = _split(root, data, eval_data, processor, length)
+        _try_longest(root, train)
         named = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers
         chosen: Any = None if named == "auto" else named
         settings = {
@@ -231,6 +237,19 @@ def refuse_converted(model: nn.Module) -> None:
             raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
 
 
+def _refuse_adapters(model: nn.Module) -> None:
+    """Refuse a model with adapters of the user's own: the conversion takes its own adapters off at the end.
+
+    Raises:
+        ValueError: the model has adapters of PEFT.
+    """
+    if any(isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)) for module in model.modules()):
+        raise ValueError(
+            "the model has adapters of PEFT, which a conversion would lose; merge them into the weights first: "
+            "model = model.merge_and_unload()."
+        )
+
+
 def _check_numbers(max_loss: Any, keep: Any, tokens: Any) -> None:
     """Refuse numbers that are out of range, and texts such as "2%", which the command line alone reads.
 
@@ -256,6 +275,7 @@ class _Work:
         order: the numbers of the training rows, in the order in which they are drawn.
         unread: the training rows that were drawn, and not read yet.
         changed: a training is in the weights.
+        merged: the adapters are merged into the weights.
         steps: the record so far.
         student: the model as it trains, perhaps inside PEFT's wrapper; None before the first training.
         taught: the teacher; None before the first training.
@@ -276,6 +296,7 @@ class _Work:
     left: int
     unread: list[int] = field(default_factory=list)
     changed: bool = False
+    merged: bool = False
     steps: list[Step] = field(default_factory=list)
     student: nn.Module | None = None
     taught: Teacher | None = None
@@ -300,7 +321,7 @@ class _Work:
 
     def lost(self) -> Lost:
         """What the model loses on the held-out rows, as it is."""
-        model = self.student or self.model
+        model = self.model if self.student is None else self.student  # a compiled model has no truth value
         with own_precision(model):
             return self.held.lost(model, progress=self.progress)
 
@@ -385,10 +406,11 @@ class _Work:
         rows = _rows_per_step(stage, self.train)
         memory: dict[str, Any] = {"per_device_train_batch_size": rows}
         if self.low_memory:
+            new = hasattr(self.args, "activation_checkpointing")  # the name since transformers 5.23
             memory = {
                 "per_device_train_batch_size": 1,
                 "gradient_accumulation_steps": rows,
-                "gradient_checkpointing": True,
+                "activation_checkpointing" if new else "gradient_checkpointing": True,
             }
         return replace(
             self.args,
@@ -398,13 +420,16 @@ class _Work:
             train_sampling_strategy="sequential",  # `teach` has put the rows in a random order
             learning_rate=stage.learning_rate,
             lr_scheduler_type="cosine",
+            lr_scheduler_kwargs=None,
             warmup_steps=0.05,
             weight_decay=0.0,
             **memory,
+            remove_unused_columns=False,  # the collator leaves out what the model does not take
             save_strategy="no" if self.journal.folder is None else "steps",
             save_steps=SAVE_EVERY,
             save_total_limit=1,
             eval_strategy="no",
+            eval_on_start=False,
             load_best_model_at_end=False,
             logging_strategy="steps" if self.progress else "no",
             logging_steps=10,
@@ -417,8 +442,9 @@ class _Work:
         if self.trainer is None or self.student is None:
             return
         if isinstance(self.student, PeftModel) and self.layers and self.changed:
-            self.student = None  # from here on the weights have changed, and `undo` cannot take that back
+            self.student = None
             self.trainer.merged()
+            self.merged = True
             self.note("adapters merged")
             return
         self.leave_adapters()
@@ -431,6 +457,8 @@ class _Work:
 
     def undo(self) -> None:
         """Make the model the stock model again, after an error."""
+        if self.merged:  # the weights have changed, and the conversion is complete
+            return
         if self.student is not None:
             self.restore(self.initial)
             if isinstance(self.student, PeftModel):
@@ -604,9 +632,7 @@ def _restore(work: _Work, before: dict[str, Tensor] | None) -> None:
     work.restore(work.initial if before is None else before)
     if before is None:
         work.changed = False
-        for swap in (swap for swaps in work.installation.swaps().values() for swap in swaps):
-            swap.retrained = False
-        work.installation.refresh()
+        note_retrained(work.installation, False)
 
 
 def _split(root: PreTrainedModel, data: Any, eval_data: Any, processor: Any, length: int) -> tuple[Rows, Rows]:
@@ -622,6 +648,31 @@ def _split(root: PreTrainedModel, data: Any, eval_data: Any, processor: Any, len
         raise ValueError("a single row cannot be both trained and measured on; bring more data.")
     shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
     return rows.some(sorted(shuffled[count:])), rows.some(sorted(shuffled[:count]))
+
+
+def _try_longest(root: PreTrainedModel, rows: Rows) -> None:
+    """Run the stock model on the longest of some rows.
+
+    Raises:
+        ValueError: the model cannot read the row.
+    """
+    batch = rows.collate([rows.longest()])
+    size = batch["input_ids"].shape[-1] if "input_ids" in batch else 0
+    positions = getattr(root.config, "max_position_embeddings", None)
+    try:
+        with evaluating(root):
+            forward(root, without_labels(batch))
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        if isinstance(positions, int) and size > positions:
+            raise ValueError(
+                f"a row has {size} tokens, and the model has {positions} positions; take length={positions} or less."
+            ) from error
+        raise ValueError(
+            f"{type(root).__name__} cannot read a row with {', '.join(sorted(batch))}: {error} Rows that are ready "
+            "must hold every input that the model needs, such as decoder_input_ids."
+        ) from error
 
 
 def _ends(rows: Rows) -> list[Tensor]:

@@ -19,8 +19,8 @@ from tqdm.auto import tqdm
 
 from ..analysis.watched import watched
 from ..core.call import NORMALIZED
-from ..patch import need_installation
-from .batches import Batch, as_batches, evaluating, forward, token_mask
+from ..patch import need_installation, swappable
+from .batches import Batch, as_batches, evaluating, forward, read_by, token_mask
 
 GAMMAS = tuple(-digit * 10.0**power for power in (-1, -2, -3, -4, -5, -6) for digit in (5, 2, 1))
 SHARE = 0.01
@@ -83,11 +83,14 @@ def cut_shares(
         raise ValueError(f"gamma must be at most 0, got {wrong}.")
     with evaluating(model), watched(model) as root:
         swaps = {index: group[0] for index, group in need_installation(root).swaps().items()}
+        usable = swappable(root)
         counted = {index: _Counted(gammas) for index in swaps}
         for batch in tqdm(as_batches(batches), desc="measure", unit="batch", disable=not progress):
             with contextlib.ExitStack() as hooked:
                 for index, swap in swaps.items():
-                    hooked.callback(swap.register_forward_pre_hook(counted[index].hook(batch)).remove)
+                    hooked.callback(
+                        swap.register_forward_pre_hook(counted[index].hook(read_by(usable[index].core, batch))).remove
+                    )
                 forward(model, batch)
     return {index: tuple(share.value for share in each.shares) for index, each in counted.items() if each.seen}
 

@@ -26,7 +26,7 @@ from ..core.calibration import Calibration
 from ..core.swap import Phase
 from ..patch import need_installation
 from ..wiring.install import model_root
-from .batches import MASKS, gives_numbers, token_mask, without_labels
+from .batches import MASKS, gives_numbers, read_by_decoder, read_by_encoder, token_mask, without_labels
 from .divergence import divergence, divergence_of_numbers
 from .head import first_of, head_alone, keeps_logits, last_hidden, logits_of
 from .parts import PARTS, part_of
@@ -269,6 +269,7 @@ def _split(root: PreTrainedModel, seen: _Seen) -> bool:
 def _hidden_error(student: _Seen, teacher: _Seen, batch: dict[str, Any], which: str) -> Tensor:
     """The mean over rows and layers of the relative squared error of the hidden states."""
     if which == "last":
+        names = ["hidden_states"]
         ours, theirs = [student.hidden], [teacher.hidden]
     else:
         names = [
@@ -282,9 +283,11 @@ def _hidden_error(student: _Seen, teacher: _Seen, batch: dict[str, Any], which: 
             f"the teacher's hidden states ({len(theirs)} of shape {tuple(theirs[0].shape)}) are not the model's "
             f"({len(ours)} of shape {tuple(ours[0].shape)}); set the loss 'hidden' to 0."
         )
+    encoder, decoder = read_by_encoder(batch), read_by_decoder(batch)
+    count = len(student.output["encoder_hidden_states"]) - 1 if "encoder_hidden_states" in names else 0
     errors = [
-        relative_error(one, other.to(one.device), token_mask(batch, other))
-        for one, other in zip(ours, theirs, strict=True)
+        relative_error(one, other.to(one.device), token_mask(encoder if place < count else decoder, other))
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=True))
     ]
     return torch.stack([error.to(errors[-1].device) for error in errors]).mean()
 
@@ -294,7 +297,7 @@ def _token_weights(batch: dict[str, Any], logits: Tensor) -> Tensor:
     rows = logits.shape[0]
     if logits.dim() == 2:
         return torch.full((rows,), 1 / rows, device=logits.device)
-    real = token_mask(batch, logits).float()
+    real = token_mask(read_by_decoder(batch), logits).float()
     return (real / real.sum(1, keepdim=True).clamp_min(1) / rows).flatten()
 
 

@@ -29,7 +29,7 @@ from ..core.registry import parse, parse_options
 from ..core.swap import Swap
 from ..patch import build_swap, need_installation, swappable
 from ..wiring.install import Installation
-from .batches import Batch, as_batches, forward, refuse_other_tokens, token_mask
+from .batches import Batch, as_batches, forward, read_by, refuse_other_tokens, token_mask
 
 ROWS = 4  # so many rows of all batches together are enough
 TOKENS = 256  # and so many tokens of each row: the scores of all layers are held at once
@@ -197,7 +197,9 @@ def _scores(
             refuse_other_tokens(installation.root, cores, batch)
             with contextlib.ExitStack() as hooked:
                 for index, kept in found.items():
-                    hooked.callback(plain[index].register_forward_pre_hook(_watch(kept, batch)).remove)
+                    hooked.callback(
+                        plain[index].register_forward_pre_hook(_watch(kept, read_by(usable[index].core, batch))).remove
+                    )
                 forward(model, batch)
     return found
 

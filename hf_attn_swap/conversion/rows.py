@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, default_data_collator
 from ..analysis.inputs import is_blank
 from ..analysis.lost import predicts_next
 from ..wiring.install import model_root
-from .batches import LABELS, Batch, gives_numbers
+from .batches import LABELS, Batch, gives_numbers, is_label
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 SAMPLE = 256  # rows whose length tells how long the rows are
@@ -54,6 +54,12 @@ class Rows:
     def some(self, indices: Sequence[int]) -> Rows:
         """Some of the rows."""
         return replace(self, rows=select(self.rows, indices))
+
+    def longest(self) -> dict[str, Any]:
+        """The longest of some rows."""
+        if not self.padded:
+            return dict(self.rows[0])
+        return max((dict(self.rows[index]) for index in sample(len(self.rows))), key=_length)
 
     def batches(self, size: int) -> Iterator[Batch]:
         """All rows in batches, those of like length together so that there is little padding."""
@@ -89,6 +95,11 @@ class Rows:
             yield from itertools.chain(*(batches[place] for place in order), *rest)
 
 
+def sample(count: int) -> range:
+    """The numbers of some rows, spread evenly over `count` rows."""
+    return range(0, count, max(1, count // SAMPLE))
+
+
 def select(rows: Any, indices: Sequence[int]) -> Any:
     """Some rows of a `Dataset`, or of any other sequence."""
     return rows.select(indices) if hasattr(rows, "select") else Subset(rows, list(indices))
@@ -110,7 +121,14 @@ def as_rows(model: nn.Module, data: Any, processor: Any = None, *, length: int =
             the text is shorter than two blocks.
     """
     root = model_root(model)
-    if isinstance(data, (str, Mapping)) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+    if hasattr(data, "iloc") and hasattr(data, "tolist"):  # a column of pandas counts by its index, not by its place
+        data = data.tolist()
+    if (
+        isinstance(data, (str, Mapping))
+        or hasattr(data, "iloc")
+        or not hasattr(data, "__len__")
+        or not hasattr(data, "__getitem__")
+    ):
         raise ValueError(
             f"data must be a sequence of texts, images or rows that are ready, got {type(data).__name__}; a file is "
             "read by datasets.load_dataset, and hf-attn-swap convert reads one by --data."
@@ -126,10 +144,9 @@ def as_rows(model: nn.Module, data: Any, processor: Any = None, *, length: int =
         rows = _images(root, data, processor)
     else:
         raise ValueError(f"a row must be a text, a pair of texts, an image or a mapping, got {type(first).__name__}.")
-    names = frozenset(inspect.signature(root.forward).parameters) - {*LABELS}
+    names = frozenset(name for name in inspect.signature(root.forward).parameters if not is_label(name))
     collate = _Collate(names=names, pads=processor, numbers=gives_numbers(root))
-    step = max(1, len(rows) // SAMPLE)
-    some = [rows[index] for index in range(0, len(rows), step)]
+    some = [rows[index] for index in sample(len(rows))]
     lengths = [_length(row) for row in some]
     if len(set(lengths)) > 1 and processor is None:
         raise ValueError(UNEQUAL)

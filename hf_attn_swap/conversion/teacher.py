@@ -90,12 +90,18 @@ def trains_the_original(model: nn.Module) -> bool:
     return any(parameter.requires_grad and id(parameter) not in others for parameter in model.parameters())
 
 
-def note_retrained(installation: Installation) -> None:
-    """Note in every swap and in the config that strength 0 is no longer the original model."""
-    for swaps in installation.swaps().values():
-        for swap in swaps:
-            swap.retrained = True
+def note_retrained(installation: Installation, retrained: bool = True) -> bool:
+    """Note in every swap and in the config whether strength 0 is no longer the original model.
+
+    Returns:
+        What was noted before.
+    """
+    every = [swap for swaps in installation.swaps().values() for swap in swaps]
+    before = any(swap.retrained for swap in every)
+    for swap in every:
+        swap.retrained = retrained
     installation.refresh()
+    return before
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -53,13 +53,20 @@ class TrainerWithoutLabels(Trainer):
         self.label_names: list[str] = []
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `Trainer`. Afterwards the swaps note whether strength 0 is still the original model."""
-        changed = trains_the_original(cast(nn.Module, self.model))
+        """As in `Trainer`. The swaps note if strength 0 is no longer the original model, in checkpoints too."""
+        if not trains_the_original(cast(nn.Module, self.model)):
+            return self._train(*args, **kwargs)
+        before = note_retrained(self.installation)
+        try:
+            return self._train(*args, **kwargs)
+        except BaseException:
+            if not self.state.global_step:  # the training ended before its first step
+                note_retrained(self.installation, before)
+            raise
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
         with checkpointed_layers_without_dropout(cast(nn.Module, self.model)):
-            result = super().train(*args, **kwargs)
-        if changed:
-            note_retrained(self.installation)
-        return result
+            return super().train(*args, **kwargs)
 
     def _switch_off_dropout(self, model: nn.Module) -> None:
         switch_off_dropout(self.accelerator.unwrap_model(model), swaps_warn=not self.parts_named)
@@ -74,7 +81,16 @@ class TrainerWithoutLabels(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """As in `Trainer`, with what trains beside adapters."""
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        path = Path(resume_from_checkpoint) / BESIDE
+        self._load_beside_adapters(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        """As in `Trainer`, with what trains beside adapters."""
+        super()._load_best_model()
+        if self.state.best_model_checkpoint is not None:
+            self._load_beside_adapters(self.state.best_model_checkpoint)
+
+    def _load_beside_adapters(self, checkpoint: str) -> None:
+        path = Path(checkpoint) / BESIDE
         if path.exists():
             beside = self._beside_adapters()
             with torch.no_grad():

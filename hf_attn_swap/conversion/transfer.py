@@ -25,7 +25,8 @@ from ..core.swap import STOCK, Phase
 from ..families import Site
 from ..patch import need_installation, swappable
 from ..wiring.install import Installation
-from .batches import refuse_other_tokens, token_mask, without_labels
+from .as_before import configs_of
+from .batches import read_by, refuse_other_tokens, token_mask, without_labels
 from .parts import PARTS, site_part
 from .trainer import TrainerWithoutLabels
 
@@ -122,7 +123,7 @@ class LayerErrors:
         errors: list[Tensor] = []
         with contextlib.ExitStack() as hooked:
             for site, frozen in zip(self.swapped, self.frozen, strict=True):
-                hook = _comparison(frozen, batch, errors, self.follow)
+                hook = _comparison(frozen, read_by(site.core, batch), errors, self.follow)
                 hooked.callback(site.container.register_forward_hook(hook, with_kwargs=True).remove)
             yield errors
 
@@ -171,12 +172,7 @@ def _itself(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
     """Inside, `use_cache` is False in every config of the model, so that the model makes no cache."""
-    configs = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config:
-            configs[id(config)] = config
-    caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
+    caching = [config for config in configs_of(model) if getattr(config, "use_cache", False)]
     try:
         for config in caching:
             config.use_cache = False

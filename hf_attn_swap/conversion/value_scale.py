@@ -31,7 +31,7 @@ from ..families import Site
 from ..patch import need_installation, swappable
 from ..wiring.home import home
 from ..wiring.install import Installation
-from .batches import Batch, as_batches, evaluating, forward, refuse_other_tokens, token_mask
+from .batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
 from .heads import softmax_swaps
 
 TOKENS = 4096  # so many tokens are enough,
@@ -134,6 +134,7 @@ class _Seen:
 
     def hook(self, batch: Batch) -> Any:
         """A forward pre-hook of the stock swap, which notes the tokens of one call."""
+        batch = read_by(self.site.core, batch)
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
             call = args[1]

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from datasets import Dataset
@@ -139,6 +140,15 @@ def test_rows_without_tokens_or_patches() -> None:
     found = as_rows(stock("whisper"), rows("whisper", 4))
     assert (found.length, found.unit) == (0, "rows")
     assert next(found.batches(4))["input_features"].shape == (4, 8, 20)
+
+
+def test_a_column_of_pandas() -> None:
+    """Its index may lack numbers, as after a filter."""
+    column = pandas.Series(["ab", "cd", "ef", "gh"])
+    found = as_rows(stock("bert"), column[column.index > 1], Words())
+    assert [row["input_ids"] for row in found.rows] == [[4 + ord(a) % 50, 4 + ord(b) % 50] for a, b in ("ef", "gh")]
+    with refused("data must be a sequence of texts, images or rows that are ready, got DataFrame"):
+        as_rows(stock("bert"), column.to_frame("text"), Words())
 
 
 def test_some_rows_of_a_dataset_and_of_a_list() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import peft
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from hf_attn_swap import patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import AttentionTransferTrainer, Losses, calibrate, merge_calibration, neutral_start
+from hf_attn_swap.conversion.take import with_adapters
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
 from tests.lifecycle.test_peft import lora
@@ -258,6 +260,47 @@ def test_a_distilled_model_is_no_teacher_of_itself(tmp_path: Path) -> None:
     again = distiller(loaded, tmp_path, trainable="body", teacher=stock)
     assert torch.equal(teacher_of(again, batch), forward(stock, batch))
     assert not retrained(patch_model(loaded, "gated")), "a new swap starts from the weights as they are"
+
+
+class Stops(TrainerCallback):
+    """Interrupts a training after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == self.steps:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_interrupted_training_is_noted(steps: int, tmp_path: Path) -> None:
+    """Not before its first step: then the original is still there."""
+    model = patch_model(fresh("bert", torch.float32), "belief")
+    before = weights_of(model)
+    with pytest.raises(KeyboardInterrupt):
+        distiller(model, tmp_path, trainable="body", callbacks=[Stops(steps)]).train()
+    assert bool(moved(model, before)) is retrained(model) is (steps > 0)
+
+
+def test_a_checkpoint_in_the_middle_is_noted(tmp_path: Path) -> None:
+    model = patch_model(fresh("bert", torch.float32), "belief")
+    args = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3}
+    distiller(model, tmp_path, trainable="body", args=args).train()
+    assert retrained(type(model).from_pretrained(tmp_path / "checkpoint-2"))
+
+
+def test_the_best_checkpoint_is_loaded_whole(tmp_path: Path) -> None:
+    """Adapters, and the variant's own parameters beside them."""
+    model = with_adapters(patch_model(fresh("bert", torch.float32), "outeffhop+gated"), 4)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    steps = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 6}
+    held = rows_of(batch_of("bert", torch.float32, seed=9), 2)
+    trainer = distiller(model, tmp_path, args={"learning_rate": 0.1, **steps, **best}, losses=HIDDEN, eval_dataset=held)
+    trainer.train()
+    values = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    assert max(values.values()) > min(values.values())
+    assert trainer.evaluate()["eval_loss"] == max(values.values())
 
 
 def test_adapters_leave_the_original_until_they_are_merged(tmp_path: Path) -> None:

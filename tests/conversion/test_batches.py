@@ -1,0 +1,101 @@
+"""The real tokens of a batch: an encoder and a decoder have a mask each, and each stack reads its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.analysis import lost
+from hf_attn_swap.conversion import AttentionTransferTrainer, Losses, calibrate
+from hf_attn_swap.conversion.batches import is_label, read_by, read_by_decoder, read_by_encoder, token_mask
+from tests import zoo
+
+from .converting import stock
+from .distilling import arguments, distiller, loss_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+LOSSES = (Losses(), Losses(logits=0.0, hidden=1.0), Losses(logits=0.0, hidden=1.0, hidden_layers="last"))
+BESIDE = 2  # the last tokens of the first row, which the decoder's mask leaves out
+
+
+def batch(decoder: bool, **more: Any) -> dict[str, Any]:
+    """Encoder and decoder have rows of one length; the encoder has padding, and the decoder has it if asked."""
+    made = zoo.inputs("t5", batch=2, length=5, padded="right")
+    mask = torch.ones(2, 5, dtype=torch.long)
+    if decoder:
+        mask[0, -BESIDE:] = 0
+    return made | {"decoder_attention_mask": mask} | more
+
+
+def test_each_stack_reads_its_own_mask() -> None:
+    given = batch(decoder=True)
+    tokens = torch.zeros(2, 5, 3)
+    assert torch.equal(token_mask(read_by_decoder(given), tokens), given["decoder_attention_mask"].bool())
+    assert torch.equal(token_mask(read_by_encoder(given), tokens), given["attention_mask"].bool())
+    model = stock("t5")
+    inside = {path: each for path, each in model.named_modules() if path.endswith("SelfAttention")}
+    for path, each in inside.items():
+        wanted = "decoder_attention_mask" if path.startswith("decoder") else "attention_mask"
+        assert [name for name in read_by(each, given) if "mask" in name] == [wanted]
+    without = {name: value for name, value in given.items() if name != "decoder_attention_mask"}
+    assert token_mask(read_by_decoder(without), torch.zeros(2, 7, 3)).all(), "of another length than the encoder's"
+
+
+def test_without_a_decoder_of_its_own() -> None:
+    """One stack, or a decoder that reads the encoder's tokens once more."""
+    given = {"input_ids": torch.ones(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])}
+    assert read_by_decoder(given) == given
+    assert token_mask(read_by_decoder(given), torch.zeros(1, 3, 2)).tolist() == [[True, True, False]]
+
+
+@pytest.mark.parametrize("losses", LOSSES, ids=["logits", "hidden", "last"])
+def test_padding_of_the_decoder_costs_nothing(losses: Losses, tmp_path: Path) -> None:
+    """Other tokens in the decoder's padding change no loss; in the place of real tokens they do."""
+    trainer = distiller(patch_model(stock("t5"), "outeffhop"), tmp_path, "t5", losses=losses, trainable="body")
+    found = []
+    for decoder in (True, False):
+        for token in (5, 9):
+            given = batch(decoder)
+            given["decoder_input_ids"] = given["decoder_input_ids"].clone()
+            given["decoder_input_ids"][0, -BESIDE:] = token
+            found.append(loss_of(trainer, given))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert found[2] != pytest.approx(found[3], rel=1e-4)
+
+
+def test_layers_and_fits_read_the_mask_of_their_stack(tmp_path: Path) -> None:
+    found = []
+    for token in (5, 9):
+        given = batch(decoder=True)
+        given["decoder_input_ids"] = given["decoder_input_ids"].clone()
+        given["decoder_input_ids"][0, -BESIDE:] = token
+        model = patch_model(stock("t5"), "outeffhop")
+        trainer = AttentionTransferTrainer(model, arguments(tmp_path), trainable="query", train_dataset=[given])
+        with torch.no_grad():
+            error = float(trainer.compute_loss(model, given))
+        fit = calibrate(model, [given] * 4, fit="gain", progress=False)
+        found.append((error, [value for layer in fit.layers for value in layer.after]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
+
+
+def test_all_tokens_of_the_decoder_are_counted() -> None:
+    model = patch_model(stock("t5"), "outeffhop")
+    assert lost(model, [batch(decoder=False)]).tokens == 10
+    assert lost(model, [batch(decoder=True)]).tokens == 10 - BESIDE
+
+
+@pytest.mark.parametrize(
+    "name", ["labels", "label_ids", "start_positions", "end_positions", "next_sentence_label", "mc_labels"]
+)
+def test_names_of_labels(name: str) -> None:
+    assert is_label(name)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "input_labels", "token_type_ids", "decoder_input_ids"])
+def test_names_of_inputs(name: str) -> None:
+    assert not is_label(name)

@@ -1,0 +1,169 @@
+"""What `convert` leaves beside the converted weights, and which models and rows it refuses at the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from hf_attn_swap.conversion import convert as module
+from hf_attn_swap.conversion.distillation import DistillationTrainer
+from tests import zoo
+from tests.contract.harness import batch_of, forward, refused, swaps
+from tests.lifecycle.test_peft import lora
+
+from .converting import converted, rows, same, stock, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
+
+
+def checkpointed(model: Any) -> bool:
+    return any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Fills up with an entry for each training step: whether activation checkpointing was on."""
+    found: list[bool] = []
+    step = DistillationTrainer.training_step
+
+    def watched(self: Any, model: Any, *args: Any, **more: Any) -> Any:
+        found.append(checkpointed(model))
+        return step(self, model, *args, **more)
+
+    monkeypatch.setattr(DistillationTrainer, "training_step", watched)
+    return found
+
+
+def test_low_memory_computes_activations_again(seen: list[bool]) -> None:
+    model = stock("llama")
+    converted(model, "belief", rows("llama"), low_memory=True)
+    assert seen
+    assert all(seen)
+    assert not checkpointed(model)
+
+
+def test_checkpointing_of_the_user_ends_with_the_training(seen: list[bool], tmp_path: Path) -> None:
+    name = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else None
+    more: dict[str, Any] = {name or "gradient_checkpointing": True}
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **more)
+    model = stock("bert")
+    converted(model, "belief", rows("bert"), args=args)
+    assert seen
+    assert all(seen)
+    assert not checkpointed(model)
+    model.requires_grad_(False)
+    assert not model(**batch_of("bert", torch.float32)).logits.requires_grad
+
+
+def test_the_cache_is_used_as_before() -> None:
+    model = stock("llama")
+    converted(model, "belief", rows("llama"))
+    assert model.config.use_cache
+    assert model(**batch_of("llama", torch.float32)).past_key_values is not None
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_an_interrupted_training_leaves_no_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stops(*args: Any, **more: Any) -> None:
+        assert any(parameter.grad is not None for parameter in model.parameters())
+        raise KeyboardInterrupt
+
+    model = stock(name)
+    monkeypatch.setattr(module._Check, "on_pre_optimizer_step", stops, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        converted(model, "belief", rows(name))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_another_teacher_is_as_before() -> None:
+    teacher = stock("bert").train()
+    converted(stock("bert"), "belief", rows("bert"), teacher=teacher)
+    assert all(each.training for each in teacher.modules())
+    assert all(parameter.requires_grad for parameter in teacher.parameters())
+
+
+def test_an_interruption_after_the_merge_leaves_the_converted_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are no longer those of the stock model, so the swap has to stay."""
+    model, whole = stock("llama"), stock("llama")
+    converted(whole, "belief", rows("llama"))
+    note = module._Work.note
+
+    def stops(self: Any, name: str, *args: Any, **more: Any) -> Any:
+        if name == "adapters merged":
+            raise KeyboardInterrupt
+        return note(self, name, *args, **more)
+
+    monkeypatch.setattr(module._Work, "note", stops)
+    with pytest.raises(KeyboardInterrupt):
+        converted(model, "belief", rows("llama"))
+    assert same(weights(model), weights(whole))
+    assert swaps(model)
+    assert torch.equal(forward(model, batch_of("llama")), forward(whole, batch_of("llama")))
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_adapters_of_the_user_are_refused(wrapped: bool) -> None:
+    model = stock("bert")
+    if wrapped:
+        model = peft.get_peft_model(model, lora("bert"))
+    else:
+        model.add_adapter(lora("bert"))
+    before = weights(model)
+    with refused("the model has adapters of PEFT, which a conversion would lose; merge them"):
+        converted(model, "outeffhop", rows("bert"))
+    assert same(weights(model), before)
+
+
+def test_rows_longer_than_the_model() -> None:
+    model = stock("gpt2")
+    before = weights(model)
+    data = [{"input_ids": torch.full((70,), 3)} for _ in range(8)]
+    with refused("a row has 70 tokens, and the model has 64 positions; take length=64 or less."):
+        converted(model, "belief", data)
+    assert same(weights(model), before)
+    assert not swaps(model)
+
+
+def test_rows_without_inputs_that_the_model_needs() -> None:
+    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows("t5", 8)]
+    with refused("T5ForConditionalGeneration cannot read a row with input_ids: You "):
+        converted(stock("t5"), "belief", data)
+
+
+def test_questions_with_labels() -> None:
+    """The positions of an answer are labels: with them, the first output of the model would be its own loss."""
+    model, plain = zoo.build("bert", head="qa"), zoo.build("bert", head="qa")
+    labels = {"start_positions": torch.tensor(1), "end_positions": torch.tensor(2)}
+    data = rows("bert")
+    reports = [
+        converted(model, "belief", [row | labels for row in data], stages=None),
+        converted(plain, "belief", data, stages=None),
+    ]
+    assert reports[0].lost == reports[1].lost
+    assert same(weights(model), weights(plain))
+
+
+def test_arguments_that_the_conversion_sets_itself(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        report_to="none",
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr": 1e-5},
+        eval_on_start=True,
+    )
+    model, plain = stock("bert"), stock("bert")
+    converted(model, "belief", rows("bert"), args=args)
+    converted(plain, "belief", rows("bert"))
+    assert same(weights(model), weights(plain))
+
+
+def test_a_compiled_model() -> None:
+    model, plain = stock("bert"), stock("bert")
+    report = converted(torch.compile(model, backend="eager"), "belief", rows("bert"))
+    assert report.lost.cost == pytest.approx(converted(plain, "belief", rows("bert")).lost.cost, rel=1e-4)
