@@ -93,7 +93,7 @@ def test_the_first_cell_installs_what_is_not_there(kept: Any, monkeypatch: pytes
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     exec(source, dict(names))
     ((magic, words),) = called
-    extra = re.search(r'"hf-attn-swap\[(\w+)\]"', words)
+    extra = re.search(r'"hf-attn-swap\[(\w+)\] @ git\+https://github.com/hf-attn-swap/hf-attn-swap"', words)
     assert magic == "pip"
     assert extra is not None
     assert extra[1] in (metadata("hf-attn-swap").get_all("Provides-Extra") or [])
