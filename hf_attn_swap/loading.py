@@ -5,8 +5,8 @@ its swaps, before any weights load. After `PreTrainedModel.from_pretrained`, eve
 from the checkpoint. `PreTrainedConfig.save_pretrained` also writes the shim (`publish/shim.py`) beside config.json, and
 `PreTrainedConfig.from_dict` reads a config without the shim's entries: this process has the package, so it runs nothing
 from the repository. In config.json the model's class has a name that no other program knows; in memory it has its own.
-All four do nothing for any other config. The block is data: this file checks all of it, and nothing of the block is
-executed or imported by name.
+All four do nothing for any other config. `PreTrainedModel.save_pretrained` refuses a model whose config does not know a
+swap inside. The block is data: this file checks all of it, and nothing of the block is executed or imported by name.
 """
 
 from __future__ import annotations
@@ -344,6 +344,24 @@ def _wrap_save_config() -> None:
     PreTrainedConfig.save_pretrained = save_pretrained  # type: ignore[method-assign]  # as above
 
 
+def _wrap_save_model() -> None:
+    """Let a model refuse to be saved if its config does not know the swaps of a part that was patched on its own."""
+    original = PreTrainedModel.save_pretrained
+
+    @functools.wraps(original)
+    def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        known = [self.config, *self.config.__dict__.values()]
+        for name, module in self.named_modules():
+            if ATTRIBUTE in module.__dict__ and not any(module.config is config for config in known):
+                raise ValueError(
+                    f"the part {name!r} is patched on its own, so the saved model would run stock attention; call "
+                    "unpatch_model on this part, then patch the whole model."
+                )
+        return original(self, *args, **kwargs)
+
+    PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]  # as above
+
+
 def _wrap_read_config() -> None:
     """Let a config that describes a swap forget the shim: this process needs no program to load the model."""
     original = PreTrainedConfig.from_dict.__func__  # type: ignore[attr-defined]  # a classmethod has one
@@ -360,5 +378,6 @@ def _wrap_read_config() -> None:
 
 _wrap_post_init()
 _wrap_from_pretrained()
+_wrap_save_model()
 _wrap_save_config()
 _wrap_read_config()

@@ -160,15 +160,16 @@ def _batches(
             row["labels"] = value
     batches = list(replace(prepared, rows=chosen).batches(8))
     if label is not None:
-        _check_labels(batches, label)
+        _check_labels(batches, label, model.config.num_labels)
     return batches
 
 
-def _check_labels(batches: Sequence[dict[str, Any]], label: str) -> None:
+def _check_labels(batches: Sequence[dict[str, Any]], label: str, classes: int) -> None:
     """Refuse labels that a metric cannot read. A batch has labels only if each of them is a class or a number.
 
     Raises:
-        ValueError: a label is of another kind, or all labels of a regression are equal.
+        ValueError: a label is of another kind, or a class that the model does not have; or all labels of a regression
+            are equal.
     """
     other = "name another column, or another --split: a split whose labels are not public has -1 in their place."
     if any("labels" not in batch for batch in batches):
@@ -178,6 +179,11 @@ def _check_labels(batches: Sequence[dict[str, Any]], label: str) -> None:
     values = [value for batch in batches for value in batch["labels"].tolist()]
     if isinstance(values[0], float) and len(set(values)) == 1 < len(values):
         raise ValueError(f"--label {label}: all rows have the number {values[0]:g}; {other}")
+    if isinstance(values[0], int) and max(values) >= classes:
+        raise ValueError(
+            f"--label {label}: a row has the class {max(values)}, and the model has {classes} classes, from 0 to "
+            f"{classes - 1}."
+        )
 
 
 def _rows(batch: dict[str, Any]) -> int:

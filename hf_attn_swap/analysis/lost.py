@@ -220,8 +220,20 @@ class Sums:
         self.per_token = True
 
     def add(self, ours: Any, theirs: Any, batch: Batch, labels_B: Tensor | None = None) -> None:
-        """Add the outputs of one batch."""
+        """Add the outputs of one batch.
+
+        Raises:
+            ValueError: the two models give logits of different sizes.
+        """
         batch = read_by_decoder(batch)
+        sizes = [
+            tuple(each.logits.shape) for each in (ours, theirs) if isinstance(getattr(each, "logits", None), Tensor)
+        ]
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"the models give logits of {sizes[0][-1]} and {sizes[1][-1]} numbers ({sizes[0]} and {sizes[1]}), so "
+                "they cannot be compared."
+            )
         if not isinstance(getattr(ours, "logits", None), Tensor):
             mine, stock = (each[0] if each[0].dim() > 2 else each[0][..., None] for each in (ours, theirs))
             self.add_errors(mine, stock, token_mask(batch, mine))  # question answering gives one number per token

@@ -104,6 +104,26 @@ class Swap(nn.Module):
         self.register_module("value_scale", None)
         self.register_buffer("strength_value", torch.ones(1, dtype=torch.float32), persistent=False)
 
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """As in torch, but keys of a calibration that this swap does not have are unexpected keys.
+
+        torch takes the keys of a child that is None for expected ones, and drops their values.
+        """
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        absent = tuple(f"{prefix}{name}." for name in ("calibration", "value_scale") if getattr(self, name) is None)
+        unexpected_keys.extend(key for key in state_dict if key.startswith(absent))
+
     @property
     def variants(self) -> tuple[Variant, ...]:
         """The variants, in the order of the name."""

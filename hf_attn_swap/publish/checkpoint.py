@@ -28,9 +28,13 @@ PREPROCESSOR_FILES = (
     "*processor_config.json",
     "bpe.codes",
     "chat_template.json",
+    "modules.json",  # of sentence-transformers: which modules follow the model
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
     "merges.txt",
     "vocab.*",
 )
+MODULE_FILES = ("[0-9]*_*/*.json", "[0-9]*_*/*.safetensors")  # the modules of sentence-transformers, such as a pooling
 PREFIX = "AutoModelFor"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -60,7 +64,7 @@ def patch_checkpoint(
         ValueError: the class, variant, option, layer or dtype is unknown, or `out` is not an empty folder.
         OSError: `source` cannot be read.
     """
-    refuse_full(out, overwrite)
+    refuse_full(out, overwrite, source)
     parse_options(parse(variant), options)  # checked before the weights load, which may take minutes
     check_dtype(dtype)
     hub = hub_arguments(revision, token)
@@ -77,12 +81,15 @@ def patch_checkpoint(
     return fresh
 
 
-def refuse_full(out: Path, overwrite: bool) -> None:
+def refuse_full(out: Path, overwrite: bool, source: str) -> None:
     """Refuse to write into something that is not an empty folder.
 
     Raises:
-        ValueError: `out` is a file, or a folder that is not empty and must not be overwritten.
+        ValueError: `out` is a file, a folder that is not empty and must not be overwritten, or the folder of the model
+            that is read.
     """
+    if out.exists() and out.resolve() == Path(source).resolve():
+        raise ValueError(f"{out} is the folder of the model itself; name another one.")
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
         raise ValueError(f"{out} exists and is not an empty folder; name another one, or pass --overwrite.")
 
@@ -232,15 +239,18 @@ def add_shim(folder: Path) -> list[str]:
 def copy_preprocessor(source: str, out: Path, **hub: Any) -> list[str]:
     """Copy the files of the tokenizer and of the image or audio processor into `out`, and return their names.
 
-    `hub` may hold `revision` and `token`.
+    So are the files of the modules that sentence-transformers puts behind the model. `hub` may hold `revision` and
+    `token`.
     """
+    patterns = PREPROCESSOR_FILES + MODULE_FILES
     folder = Path(source)
     if not folder.is_dir():
-        folder = Path(snapshot_download(source, allow_patterns=list(PREPROCESSOR_FILES), **hub))
-    files = sorted({path for pattern in PREPROCESSOR_FILES for path in folder.glob(pattern)})
-    for path in files:
-        shutil.copyfile(path, out / path.name)
-    return [path.name for path in files]
+        folder = Path(snapshot_download(source, allow_patterns=list(patterns), **hub))
+    names = sorted({path.relative_to(folder) for pattern in patterns for path in folder.glob(pattern)})
+    for name in names:
+        (out / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(folder / name, out / name)
+    return [name.as_posix() for name in names]
 
 
 def _slug(name: str) -> str:

@@ -90,7 +90,7 @@ def convert_checkpoint(
             empty folder.
         OSError: `source` cannot be read.
     """
-    refuse_full(out, overwrite)
+    refuse_full(out, overwrite, source)
     parse_options(parse(variant), options)
     check_dtype(dtype)
     where = find_device(device)
@@ -237,8 +237,11 @@ def processor_of(model: PreTrainedModel, source: str, hub: dict[str, Any]) -> An
     """
     images = model.main_input_name == "pixel_values"
     auto: Any = AutoImageProcessor if images else AutoTokenizer
+    missing = f"{source!r} has no {'image processor' if images else 'tokenizer'} that can be loaded."
     try:
-        return auto.from_pretrained(source, **hub)
+        found = auto.from_pretrained(source, **hub)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        what = "image processor" if images else "tokenizer"
-        raise ValueError(f"{source!r} has no {what} that can be loaded.") from problem
+        raise ValueError(missing) from problem
+    if not images and len(found) <= len(found.all_special_ids):  # transformers makes up an empty tokenizer
+        raise ValueError(missing)
+    return found

@@ -142,6 +142,11 @@ def _check(name: str, split: Dataset, columns: list[str]) -> None:
 def _number(train: Dataset, test: Dataset, column: str) -> tuple[Dataset, Dataset, list[str]]:
     """Replace the labels by numbers from 0, and return the names of the classes too."""
     feature = train.features[column]
+    for name, split in (("training", train), ("held-out", test)):
+        if None in split[column]:
+            raise ValueError(
+                f"row {list(split[column]).index(None)} of the {name} split has no label; leave such rows out."
+            )
     if isinstance(feature, ClassLabel):
         classes = list(feature.names)
         known: dict[Any, int] = {index: index for index in range(len(classes))}

@@ -28,18 +28,28 @@ from .plan import Placed, plan, swaps_in
 ATTRIBUTE = "attn_swap_installation"
 CONFIGS = "attn_swap_configs"  # an attribute of each module with a config: the config from before patching, and ours
 VERSION = 1
+OF_A_SWAP = ("attn_swap", "attn_implementation", "_attn_implementation_internal", seam.MASKS, "auto_map")
+MISSING = object()
 
 
 def model_root(model: nn.Module) -> PreTrainedModel:
     """The outermost transformers model in `model`.
 
     Raises:
-        ValueError: `model` holds no transformers model.
+        ValueError: `model` holds no transformers model, or several beside each other.
     """
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise ValueError(f"{type(model).__name__} holds no transformers model; pass what from_pretrained returned.")
+    if isinstance(model, PreTrainedModel):
+        return model
+    found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} holds no transformers model; pass what from_pretrained returned.")
+    inside = {id(module) for module in found[0].modules()}
+    if other := next((module for module in found if id(module) not in inside), None):
+        raise ValueError(
+            f"{type(model).__name__} holds several transformers models ({type(found[0]).__name__} and "
+            f"{type(other).__name__}); pass one of them."
+        )
+    return found[0]
 
 
 def installation_of(root: PreTrainedModel) -> Installation | None:
@@ -340,7 +350,7 @@ def _drop_other_code(root: PreTrainedModel) -> None:
 
 
 def _stock_configs(model: nn.Module) -> None:
-    """Give every module its former config object back.
+    """Give every module its former config object back, with what the user has changed since.
 
     A wrapper around `model` may hold one of our copies. The content of each copy is therefore set to the content of the
     former config. A config that the user has put in the place of a copy is left alone.
@@ -349,6 +359,10 @@ def _stock_configs(model: nn.Module) -> None:
         if CONFIGS in module.__dict__:
             stock, own = module.__dict__.pop(CONFIGS)
             module.__dict__["config"] = stock
+            for name, value in own.__dict__.items():
+                former = stock.__dict__.get(name, MISSING)
+                if name not in OF_A_SWAP and not isinstance(value, PreTrainedConfig) and former != value:
+                    stock.__dict__[name] = value
             own.__dict__.clear()
             own.__dict__.update(copy.deepcopy(stock.__dict__))
 

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -241,6 +242,27 @@ def test_patch_writes_over_nothing(command: Command, tiny_bert: Path, tmp_path: 
 def test_patch_says_when_there_is_no_tokenizer(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
     AutoModel.from_pretrained(tiny_bert).save_pretrained(tmp_path / "bare")
     assert "no tokenizer or image processor" in command("patch", tmp_path / "bare", "belief", tmp_path / "out").err
+
+
+def test_patch_never_writes_into_the_model_s_own_folder(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_bert, tmp_path / "own")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()}
+    outcome = command("patch", tmp_path / "own", "belief", tmp_path / "own", "--overwrite")
+    assert (outcome.code, "is the folder of the model itself; name another one." in outcome.err) == (2, True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()} == before
+
+
+def test_patch_copies_the_modules_of_sentence_transformers(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    """Without them, sentence-transformers takes the mean of the tokens, whatever the model was trained for."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(tiny_bert, source)
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    (source / "modules.json").write_text("[]")
+    (source / "sentence_bert_config.json").write_text('{"max_seq_length": 16}')
+    assert command("patch", source, "belief", out).code == 0
+    for name in ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
 
 
 def test_describe_stock_and_converted(command: Command, tiny_bert: Path, tmp_path: Path) -> None:

@@ -305,3 +305,32 @@ def test_two_processes_convert_one_model(tiny_bert: Path, texts: Path, tmp_path:
     assert done.stderr.count("saving in out") == 1
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert model.config.attn_swap["swaps"][0]["retrained"] is True
+
+
+def test_a_folder_without_a_tokenizer(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
+    """transformers makes up an empty tokenizer for it, in which every word is the unknown word."""
+    AutoModelForSequenceClassification.from_pretrained(tiny_bert).save_pretrained(tmp_path / "bare")
+    for words in (["evaluate", tmp_path / "bare"], ["convert", tmp_path / "bare", "belief", tmp_path / "out"]):
+        outcome = command(*words, "--data", texts)
+        assert outcome.code == 2
+        assert "has no tokenizer that can be loaded." in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_class_that_the_model_does_not_have(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.csv"
+    data.write_text("text,label\nthe film was fine,1\nthe plot was dull,2\n")
+    outcome = command("evaluate", tiny_bert, "--data", data, "--label", "label")
+    assert outcome.code == 2
+    assert "a row has the class 2, and the model has 2 classes, from 0 to 1." in outcome.err
+
+
+def test_models_with_other_outputs_are_not_compared(
+    command: Command, tiny_bert: Path, texts: Path, tmp_path: Path
+) -> None:
+    other = AutoModelForSequenceClassification.from_pretrained(tiny_bert, num_labels=1, ignore_mismatched_sizes=True)
+    other.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path / "other")
+    outcome = command("compare", tiny_bert, tmp_path / "other", "--data", texts)
+    assert outcome.code == 2
+    assert "so they cannot be compared." in outcome.err

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
+from hf_attn_swap.conversion import calibrate
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, perturb, run, swaps
 
@@ -107,3 +108,38 @@ def test_two_threads_with_gradients() -> None:
         for (got, gradients), (one, ones) in zip(pool.map(lambda m: run(m, batch), models), wanted, strict=True):
             assert torch.equal(got, one)
             assert all(torch.equal(gradients[key], ones[key]) for key in ones)
+
+
+# -- State dicts and configs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("variant", "fit"), [("outeffhop", "map"), ("belief", "gain")])
+def test_a_state_dict_with_a_calibration_needs_a_calibrated_model(variant: str, fit: str) -> None:
+    """torch alone would drop the values of a child that is None, and say that all keys match."""
+    batches = [batch_of("llama", torch.float32, seed=seed) for seed in range(12)]
+    fitted = patch_model(fresh("llama", torch.float32), variant)
+    calibrate(fitted, batches, fit=fit, progress=False)
+    state = fitted.state_dict()
+    plain = patch_model(fresh("llama", torch.float32), variant)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*attn_swap\.calibration"):
+        plain.load_state_dict(state)
+    copied = copy.deepcopy(fitted)
+    assert not copied.load_state_dict(state).unexpected_keys
+    assert torch.equal(forward(copied, batches[0]), forward(fitted, batches[0]))
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_the_user_changed_in_the_config_stays(loaded: bool, tmp_path: Path) -> None:
+    model = patch_model(fresh("bert", torch.float32), "belief")
+    if loaded:
+        model.save_pretrained(tmp_path / "swapped")
+        model = type(model).from_pretrained(tmp_path / "swapped")
+    model.resize_token_embeddings(80, mean_resizing=False)
+    model.config.id2label = {0: "no", 1: "yes"}
+    unpatch_model(model)
+    assert (model.config.vocab_size, model.config.id2label) == (80, {0: "no", 1: "yes"})
+    assert not hasattr(model.config, "attn_swap")
+    assert model.config._attn_implementation == "sdpa"
+    model.save_pretrained(tmp_path / "stock")
+    again = type(model).from_pretrained(tmp_path / "stock")
+    assert torch.equal(forward(again, batch_of("bert")), forward(model, batch_of("bert")))

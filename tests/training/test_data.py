@@ -70,6 +70,13 @@ def test_an_unknown_label(tmp_path: Path) -> None:
         load_splits(files(tmp_path, test_file=str(odd)))
 
 
+def test_a_row_without_a_label(tmp_path: Path) -> None:
+    odd = tmp_path / "odd.csv"
+    odd.write_text("text,label\nx,a\ny,\nz,b\n")
+    with pytest.raises(ValueError, match="row 1 of the training split has no label; leave such rows out"):
+        load_splits(files(tmp_path, train_file=str(odd)))
+
+
 def test_labels_that_are_not_public(tmp_path: Path) -> None:
     odd = tmp_path / "odd.csv"
     odd.write_text("text,label\nx,-1\ny,-1\n")
