@@ -84,8 +84,12 @@ def read_by_encoder(batch: Batch) -> Batch:
 
 
 def read_by(module: nn.Module, batch: Batch) -> Batch:
-    """The batch with the mask of that stack alone, encoder or decoder, to which an attention module belongs."""
-    return read_by_decoder(batch) if getattr(module, "is_decoder", False) else read_by_encoder(batch)
+    """The batch with the mask of that stack alone, encoder or decoder, to which an attention module belongs.
+
+    Some decoders, such as Moonshine's, say only that they are causal.
+    """
+    decodes = getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
+    return read_by_decoder(batch) if decodes else read_by_encoder(batch)
 
 
 def token_mask(batch: Batch, tokens_BL: Tensor) -> Tensor:

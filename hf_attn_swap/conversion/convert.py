@@ -669,8 +669,9 @@ def _try_longest(root: PreTrainedModel, rows: Rows) -> None:
             raise ValueError(
                 f"a row has {size} tokens, and the model has {positions} positions; take length={positions} or less."
             ) from error
+        reason = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(
-            f"{type(root).__name__} cannot read a row with {', '.join(sorted(batch))}: {error} Rows that are ready "
+            f"{type(root).__name__} cannot read a row with {', '.join(sorted(batch))}: {reason}. Rows that are ready "
             "must hold every input that the model needs, such as decoder_input_ids."
         ) from error
 

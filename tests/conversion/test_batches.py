@@ -49,6 +49,14 @@ def test_each_stack_reads_its_own_mask() -> None:
     assert token_mask(read_by_decoder(without), torch.zeros(2, 7, 3)).all(), "of another length than the encoder's"
 
 
+def test_a_decoder_that_says_only_that_it_is_causal() -> None:
+    given = batch(decoder=True)
+    for causal, wanted in ((True, "decoder_attention_mask"), (False, "attention_mask")):
+        module = torch.nn.Module()
+        module.is_causal = causal
+        assert [name for name in read_by(module, given) if "mask" in name] == [wanted]
+
+
 def test_without_a_decoder_of_its_own() -> None:
     """One stack, or a decoder that reads the encoder's tokens once more."""
     given = {"input_ids": torch.ones(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])}
