@@ -141,6 +141,7 @@ class Call:
         head_order: by the number of each head of the carried scores, the head of this layer that meets it (matched
             heads); None if they meet by number.
         value_squares: (H,D), the squares of the scales of the values (scaled values); None if all are 1.
+        used: how often the attention function was asked with this call.
     """
 
     x: Tensor
@@ -161,6 +162,7 @@ class Call:
     skip_scale: float = 1.0
     head_order: tuple[int, ...] | None = None
     value_squares: Tensor | None = None
+    used: int = 0
 
     @property
     def skipped(self) -> Tensor:
@@ -194,9 +196,8 @@ class Call:
             own_BGQD = self.value
         elif self.start is None:
             raise ValueError(
-                f"{queries} tokens attend to {keys} keys, but this architecture passes its cache in an argument whose "
-                "name hf_attn_swap does not know, so the tokens' own values cannot be found; generate with "
-                "use_cache=False."
+                f"{queries} tokens attend to {keys} keys, but no argument of the module holds a cache, so the tokens' "
+                "own values cannot be found; generate with use_cache=False."
             )
         else:
             own_BGQD = self.value.narrow(2, min(self.start, keys - queries), queries)

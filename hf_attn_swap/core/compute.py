@@ -140,6 +140,9 @@ def replaced(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -
             wants weights or gives a mask of queries and keys.
     """
     _refuse_bias(variant, inputs)
+    summed = inputs.masks.given is None and (inputs.masks.causal or inputs.query.shape[2] == 1)
+    if call.state is not None and not summed and call.state.give_up():
+        call.state = None
     if call.state is not None:
         return _decoded(variant, inputs, call, want_weights), None
     query, key, value = inputs.query, inputs.repeated(inputs.key), inputs.repeated(inputs.value)
@@ -157,18 +160,25 @@ def _decoded(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -
 
     Afterwards the state also holds the current tokens.
     """
-    if inputs.masks.given is not None or want_weights:
-        raise ValueError(
-            f"{variant.name}: a cache that holds a state has no keys to show or to mask one by one; pass 4-D masks and "
-            "output_attentions=True from the first token on, or use use_cache=False."
-        )
+    masks = inputs.masks
     queries = inputs.query.shape[2]
-    key_mask = inputs.masks.key_mask
+    if masks.given is not None or want_weights or not (masks.causal or queries == 1):
+        raise ValueError(
+            f"{variant.name}: a cache that holds a state has no keys to show or to mask one by one; pass 4-D masks, "
+            "is_causal=False and output_attentions=True from the first token on, or use use_cache=False."
+        )
+    key_mask = masks.key_mask
+    if not masks.once(("remembers", call.state.length), lambda: call.state.remembers(key_mask)):
+        raise ValueError(
+            f"{variant.name}: the mask hides or shows other earlier tokens than when they went into the cache, but a "
+            "state of linear attention is a sum, from which no token can be taken; start a new cache for these tokens, "
+            "or use use_cache=False."
+        )
     real = key_mask[:, -queries:] if key_mask is not None else None
     key, value = inputs.repeated(inputs.key), inputs.repeated(inputs.value)
     form = variant.form(Setting.of(inputs, call))
     heads = variant.linear((inputs.query, key, value), real, True, call.state.past(), form)
-    call.state.absorb(inputs.key, inputs.value, real)  # afterwards: the sums may change in place
+    call.state.absorb(inputs.key, inputs.value, real, key_mask)  # afterwards: the sums may change in place
     return heads.transpose(1, 2)
 
 

@@ -65,7 +65,7 @@ class Masks:
         """The mask (B|1,1|H,Q,K) and the causal flag, as SDPA takes them; never both."""
         if self.key_mask is None:
             return self.given, self.causal
-        return self._once(("dense",), self._expanded), False
+        return self.once(("dense",), self._expanded), False
 
     def additive(self, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
         """As `dense`, with the mask as finite numbers to add, in `dtype`.
@@ -76,11 +76,11 @@ class Masks:
         mask, causal = self.dense()
         if mask is None:
             return None, causal
-        return self._once(("additive", dtype), lambda: _numbers(mask, dtype)), False
+        return self.once(("additive", dtype), lambda: _numbers(mask, dtype)), False
 
     def allowed(self) -> Tensor | None:
         """The mask (B|1,1|H,Q,K) as bool, True where the query may see the key; None if every query sees every key."""
-        allowed: Tensor | None = self._once(("allowed",), self._allowed)
+        allowed: Tensor | None = self.once(("allowed",), self._allowed)
         return allowed
 
     def blocked(self) -> tuple[Tensor | None, Tensor | None]:
@@ -91,7 +91,7 @@ class Masks:
             True where the query may see no key at all. The rows of such queries are False in the first mask, so that
             no row of the first mask is True throughout. Both are None if every query sees every key.
         """
-        both: tuple[Tensor | None, Tensor | None] = self._once(("blocked",), self._blocked)
+        both: tuple[Tensor | None, Tensor | None] = self.once(("blocked",), self._blocked)
         return both
 
     def bias(self) -> Tensor | None:
@@ -101,15 +101,15 @@ class Masks:
         """
         if self.given is None or self.given.dtype == torch.bool:
             return None
-        bias: Tensor = self._once(("bias",), self._bias)
+        bias: Tensor = self.once(("bias",), self._bias)
         return bias
 
     def has_bias(self) -> bool:
         """True if the mask adds a number other than 0. The first call of a forward pass waits for the device."""
         bias = self.bias()
-        return bias is not None and self._once(("has_bias",), lambda: bool(bias.any()))
+        return bias is not None and self.once(("has_bias",), lambda: bool(bias.any()))
 
-    def _once(self, kind: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    def once(self, kind: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """The form `kind` of this mask: the form that a layer of this pass already made, or a new form."""
         facts = (*kind, self.causal, self.queries, self.keys, self.device)
         for each in self.made:

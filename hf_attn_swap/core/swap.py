@@ -39,27 +39,52 @@ class Phase(str, Enum):
     FULL = "full"
 
 
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a module's forward.
+
+    Attributes:
+        name: its name.
+        position: its position among the positional arguments, from 0; None if it is given by name alone.
+    """
+
+    name: str
+    position: int | None
+
+    def of(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What a call gives for this argument; None if the call leaves it out."""
+        if self.position is not None and len(args) > self.position:
+            return args[self.position]
+        return kwargs.get(self.name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
     """The place of one swap in its model.
 
     Attributes:
+        path: the path of the attention module in its model.
         order: the layer's number among the layers that carry scores, from 0. None for a module that serves several
             layers; such a module counts its calls.
         last: True for the last of the layers that carry scores.
         uniform: True if all layers of the model have the same masks.
-        cache_position: the position of the cache among the container's positional arguments, or None.
-        mask_position: the position of the attention mask among the container's positional arguments, or None.
+        states: the name of the container's first argument, the input of the attention.
+        others: the arguments that are the states of another sequence, if they are given.
+        mask: the argument that is the attention mask, or None if the source does not show one.
+        cache_index: the attribute of the core that is the number of its layer in a cache; None if it reads no cache.
         dropout_path: the path from the container to the hidden dropout after W_o, or None.
         folded_path: the path to the matrix that a calibration is merged into: from the container to W_o, or from the
             core to W_v if the variant leaves W_o out. None if the path is not known.
     """
 
+    path: str = ""
     order: int | None = 0
     last: bool = False
     uniform: bool = False
-    cache_position: int | None = None
-    mask_position: int | None = None
+    states: Argument = Argument("", 0)
+    others: tuple[Argument, ...] = ()
+    mask: Argument | None = None
+    cache_index: str | None = None
     dropout_path: str | None = None
     folded_path: str | None = None
 

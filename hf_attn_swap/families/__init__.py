@@ -16,7 +16,7 @@ from torch import nn
 from ..core.kind import Kind
 from . import generic
 from .base import Family
-from .source import built_by_implementation
+from .source import arguments, built_by_implementation, cache_index, is_core, other_states
 
 FAMILIES: dict[str, Family] = {}
 for _module in iter_modules(__path__):
@@ -40,6 +40,10 @@ class Site:
         packed: why the module's input is not one row per query, which some variants need, or None.
         biased: what the module does to its scores, beside scaling and masking, as the predicate of a sentence; or None.
         by_mask: True if the forward hands its mask on to the attention function, but no keyword arguments.
+        states: the name of the container's first argument, which is the input of the attention.
+        others: the arguments of the core that are the states of another sequence, if they are given.
+        mask: the argument of the core that is its mask and nothing else; None if the source does not show one.
+        cache_index: the attribute of the core that is the number of its layer in a cache; None if it reads no cache.
     """
 
     path: str
@@ -52,11 +56,19 @@ class Site:
     packed: str | None
     biased: str | None
     by_mask: bool
+    states: str
+    others: tuple[str, ...]
+    mask: str | None
+    cache_index: str | None
 
     @property
     def usable(self) -> bool:
         """True for self-attention that can be swapped. The option `layers` counts these modules."""
         return not self.cross and self.refused is None
+
+    def input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The input x of the attention, among the arguments of a call of the container."""
+        return args[0] if args else kwargs[self.states]
 
     @property
     def kind(self) -> Kind:
@@ -91,25 +103,36 @@ def _walk(model: nn.Module) -> Iterator[Site]:
     for path, core in model.named_modules():
         known = FAMILIES.get(stock_class(core).__name__)
         cls = stock_class(core)
-        if known is None and not generic.is_core(cls):
+        if known is None and not is_core(cls):
             continue
         parent = model.get_submodule(path.rpartition(".")[0]) if "." in path else None
-        refused = None if known is not None else generic.refusal(core)
         model_type = str(getattr(getattr(core, "config", None), "model_type", "unknown"))
         family = known or generic.family(model_type, core, parent)
         container = parent if family.block == "bert" and parent is not None else core
+        cross = generic.is_cross(path, core, parent)
         yield Site(
             path=path,
             core=core,
             container=container,
             family=family,
-            cross=generic.is_cross(path, core, parent),
-            refused=refused,
+            cross=cross,
+            refused=None if cross else _refusal(core, container, known),
             unrunnable=generic.unrunnable(core, cls),
             packed=generic.packed(cls),
             biased=generic.biased(core, cls),
             by_mask=generic.by_mask(cls),
+            states=next(iter(arguments(stock_class(container))), ""),
+            others=other_states(cls, family.key),
+            mask=generic.mask_argument(cls),
+            cache_index=cache_index(cls),
         )
+
+
+def _refusal(core: nn.Module, container: nn.Module, known: Family | None) -> str | None:
+    """Why a core cannot be swapped, or None."""
+    if (unknown := generic.unknown(stock_class(core))) is not None:
+        return unknown
+    return generic.refusal(core) if known is None else known.missing(core, container)
 
 
 def stock_class(module: nn.Module) -> Any:

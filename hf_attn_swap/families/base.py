@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..core.call import Geometry
+from .source import called
+
+ALBERT = frozenset(("query", "key", "value", "dense", "output_dropout", "LayerNorm"))
+UPGRADE = "install a newer hf_attn_swap, or a transformers that this one was tested with (`hf-attn-swap doctor`)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +49,53 @@ class Family:
     block: str = "core"
     shared: bool = False
 
+    def missing(self, core: nn.Module, container: nn.Module) -> str | None:
+        """Why this family does not describe a module of that class name (after a change of transformers), or None."""
+        paths = [(core, path) for path in (self.query, self.key, self.value)]
+        paths += [(container, path) for path in (self.output, self.dropout)]
+        for module, path in paths:
+            if path is not None and not _has(module, path):
+                return f"it has no {path}, which hf_attn_swap knows in this architecture; {UPGRADE}"
+        if not fits_block(self.block, core, container):
+            return f"its forward is not the one that hf_attn_swap knows in this architecture; {UPGRADE}"
+        try:
+            sizes = self.geometry(core)
+        except (AttributeError, AssertionError) as problem:
+            return f"its sizes are not where hf_attn_swap knows them ({problem}); {UPGRADE}"
+        if not hasattr(core, "is_causal"):
+            return f"it does not say whether its order is causal (is_causal); {UPGRADE}"
+        if sizes.heads != sizes.kv_heads and not hasattr(core, "num_key_value_groups"):
+            return f"it does not say how many heads share keys and values (num_key_value_groups); {UPGRADE}"
+        return None
+
     @property
     def post_norm(self) -> bool:
         """True if LayerNorm follows the residual sum inside the container."""
         return self.block in ("bert", "albert")
+
+
+def fits_block(block: str, core: nn.Module, container: nn.Module) -> bool:
+    """True if a container computes what its block says, by the submodules that its source calls.
+
+    A block "bert" is LayerNorm(x + dropout(dense(heads))) in the container's submodule `output`, and the core is its
+    submodule `self`. A block "albert" computes all of this in the core.
+    """
+    if block == "bert":
+        output = getattr(container, "output", None)
+        return getattr(container, "self", None) is core and called(type(output)) == {"dense", "dropout", "LayerNorm"}
+    if block == "albert":
+        cls = getattr(type(core), "stock_class", None) or type(core)
+        numbers = ("attention_head_size", "scaling", "attention_dropout")
+        return called(cls) == ALBERT and all(hasattr(core, name) for name in numbers)
+    return True
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    """True if a module has a submodule at this dotted path."""
+    inside: object = module
+    for part in path.split("."):
+        inside = getattr(inside, part, None)
+    return isinstance(inside, nn.Module)
 
 
 def attributes(

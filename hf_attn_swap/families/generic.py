@@ -1,21 +1,29 @@
 """Finds the attention of architectures that have no file of their own, by the source code of their modules.
 
-A core is a module whose forward calls `get_interface(` to get the attention function. Projections are found by their
-usual names. If the sizes of a module cannot be found, the module is refused with the reason. Nothing is guessed.
+A core is a module whose forward asks transformers' `AttentionInterface` for the attention function. Projections are
+found by their usual names. If the sizes of a module cannot be found, the module is refused with the reason. Nothing is
+guessed.
 """
 
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from typing import Any
 
 from torch import nn
 
 from ..core.call import Geometry
 from ..core.kind import Kind
-from .base import Family
-from .source import OTHERS, given_other_states, interface_calls, learned_input
+from .base import Family, fits_block
+from .source import (
+    arguments,
+    given_other_states,
+    interface_calls,
+    learned_input,
+    other_states,
+    projected,
+    unknown_keywords,
+)
 
 SINKS = ("s_aux", "sinks")  # the names of attention sinks, which are added to the denominator of the softmax
 RELATIVE = ("has_relative_attention_bias", "rel_logits_proj")  # attributes of modules that always have a position bias
@@ -23,18 +31,10 @@ CROSS = ("crossattention", "cross_attn", "encoder_attn", "encdecattention")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 FUSED = ("query_key_value", "qkv", "Wqkv")
 QUERIES = ("q_proj", "query", "q_lin", "q", *FUSED)
+KEYS = ("k_proj", "key", "k_lin", "k", *FUSED)
 WIDTHS = ("v_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 PATCHES = ("image_size", "patch_size")  # the configs of models that read images have one of these
 HIDDEN = ("hidden_size", "d_model", "dim", "n_embd", "embed_dim")
-
-
-@cache
-def is_core(cls: Any) -> bool:
-    """True if the forward of this class calls `get_interface(` itself."""
-    try:
-        return "get_interface(" in inspect.getsource(cls.forward)
-    except (OSError, TypeError):  # the class has no Python source: it is built in, or compiled
-        return False
 
 
 def is_cross(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
@@ -50,7 +50,8 @@ def is_cross(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
         return True
     siblings = sum(type(child) is type(module) for child in parent.children()) if parent is not None else 0
     cls: Any = getattr(type(parent), "stock_class", None) or type(parent)
-    return siblings > 1 and given_other_states(cls, place) is True
+    others = other_states(type(module), _path(module, *KEYS))
+    return siblings > 1 and given_other_states(cls, place, others) is True
 
 
 def kind(core: nn.Module) -> Kind:
@@ -110,20 +111,34 @@ def by_mask(cls: Any) -> bool:
     return bool(calls) and not all(call.passes_on for call in calls)
 
 
+def mask_argument(cls: Any) -> str | None:
+    """The argument that the forward of this class passes on as the mask and uses for nothing else, or None."""
+    masks = {call.mask for call in interface_calls(cls)}
+    return masks.pop() if len(masks) == 1 else None
+
+
+def unknown(cls: Any) -> str | None:
+    """Why this package cannot tell what the module asks of the attention function, or None."""
+    if names := unknown_keywords(cls):
+        return f"it gives {', '.join(names)} to the attention function, which this hf_attn_swap does not know"
+    return None
+
+
 def refusal(module: nn.Module) -> str | None:
     """Why a core cannot be swapped, or None."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())
-    if len(parameters) < 2 or parameters[1].name != "hidden_states":
-        return "its forward does not take hidden_states first"
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return "its forward takes no keyword arguments to pass on to the attention function"
-    if needed := [each.name for each in parameters if each.name in OTHERS and each.default is each.empty]:
-        return f"it attends to its own tokens and to another sequence ({needed[0]}) at once"
     cls: Any = getattr(type(module), "stock_class", None) or type(module)
+    parameters = inspect.signature(cls.forward).parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return "its forward takes no keyword arguments to pass on to the attention function"
+    key = _path(module, *KEYS)
+    if (other := _not_its_tokens(cls, key)) is not None:
+        return other
+    if needed := [name for name in other_states(cls, key) if parameters[name].default is inspect.Parameter.empty]:
+        return f"it attends to its own tokens and to another sequence ({needed[0]}) at once"
     learned = learned_input(cls, _path(module, *QUERIES) or "")
     if isinstance(getattr(module, learned or "", None), nn.Parameter):
         return f"its queries are parameters ({learned}), not the tokens of its input"
-    if by_mask(cls) and not all(call.mask == "attention_mask" for call in interface_calls(cls)):
+    if by_mask(cls) and mask_argument(cls) is None:
         return "its forward passes neither keyword arguments nor its mask on to the attention function"
     if not hasattr(module, "config"):
         return "it has no config to read the attention implementation from"
@@ -137,6 +152,18 @@ def refusal(module: nn.Module) -> str | None:
     if outputs is not None and outputs != wanted:
         return f"{fused} has {outputs} outputs, where {sizes.heads} heads of {sizes.head_dim} have {wanted}"
     return None
+
+
+def _not_its_tokens(cls: Any, key: str | None) -> str | None:
+    """Why the first argument of the forward is not known to be the tokens of self-attention, or None."""
+    names, read = arguments(cls), projected(cls, key)
+    if not names:
+        return "its forward takes no arguments"
+    if names[0] in read or (not read and names[0] == "hidden_states"):
+        return None
+    if read:
+        return f"its keys are made from {read[0]}, and not from the first argument of its forward ({names[0]})"
+    return f"its source does not show that its keys are made from the first argument of its forward ({names[0]})"
 
 
 def geometry(core: nn.Module) -> Geometry:
@@ -166,14 +193,12 @@ def _first(holder: object, names: tuple[str, ...]) -> int | None:
 
 def family(name: str, core: nn.Module, parent: nn.Module | None) -> Family:
     """A family for this module. A projection without any of the usual names is None."""
-    bert = getattr(parent, "self", None) is core and all(
-        hasattr(getattr(parent, "output", None), part) for part in ("dense", "dropout", "LayerNorm")
-    )
+    bert = parent is not None and fits_block("bert", core, parent)
     return Family(
         name=name,
         core=type(core).__name__,
         query=_path(core, *QUERIES),
-        key=_path(core, "k_proj", "key", "k_lin", "k", *FUSED),
+        key=_path(core, *KEYS),
         value=_path(core, "v_proj", "value", "v_lin", "v", *FUSED),
         output="output.dense" if bert else _path(core, "o_proj", "out_proj", "out_lin", "o", "dense", "Wo"),
         dropout="output.dropout" if bert else None,

@@ -1,5 +1,7 @@
-"""Reads the source code of modules: how a module calls the attention function, and how its parent calls the module.
+"""Reads the source code of modules: what the forward of an attention module does with its arguments.
 
+Releases of transformers rename arguments and attributes. So nothing is found by the name of an argument: the attention
+function is found by its type, the first argument by its position, and the others by where the forward takes them.
 The source is read once per class, before the model is changed. A module that cannot be swapped is therefore refused
 when the model is patched, and not in the first forward pass.
 """
@@ -9,11 +11,25 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-OTHERS = ("encoder_hidden_states", "key_value_states", "encoder_states", "context_states")
+from transformers import AttentionInterface
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What the attention function of this package understands, or may ignore as transformers' SDPA function does.
+KNOWN_KEYWORDS = frozenset(
+    (
+        *("query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "output_attentions"),
+        *("softcap", "position_bias", "s_aux", "sinks"),
+        *("sliding_window", "position_ids", "deterministic", "indices", "block_indices"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +47,152 @@ class InterfaceCall:
     mask: str | None
 
 
-@cache
+def _once_per_forward(read: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Keep what `read` finds in a class, for as long as the class has the same forward: programs may replace it."""
+    found: dict[Any, R] = {}
+
+    @wraps(read)
+    def kept(cls: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        key = (getattr(cls, "forward", None), *args)
+        if key not in found:
+            found[key] = read(cls, *args, **kwargs)
+        return found[key]
+
+    return kept
+
+
+def is_core(cls: Any) -> bool:
+    """True if the forward of this class asks transformers' `AttentionInterface` for the attention function."""
+    return bool(_interfaces(cls))
+
+
+@_once_per_forward
 def interface_calls(cls: Any) -> tuple[InterfaceCall, ...]:
     """Every call of the attention function in the forward of this class. Empty if the class has no Python source."""
     forward = _function(cls)
     if forward is None:
         return ()
-    names = {name for node in ast.walk(forward) for name in _bound_to_interface(node)}
+    interfaces = _interfaces(cls)
+    names = {name for node in ast.walk(forward) for name in _bound_to(node, interfaces)}
     calls = [node for node in ast.walk(forward) if isinstance(node, ast.Call) and _name(node.func) in names]
     return tuple(_described(call, forward) for call in calls)
+
+
+def arguments(cls: Any) -> list[str]:
+    """The names of the arguments of this class's forward, without `self`, in order; without `*args` and `**kwargs`."""
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    gathering = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.kind not in gathering]
+
+
+@_once_per_forward
+def unknown_keywords(cls: Any) -> tuple[str, ...]:
+    """Arguments that the forward gives to the attention function, and that this package has no meaning for."""
+    given = {name: value for call in interface_calls(cls) for name, value in call.keywords.items()}
+    return tuple(name for name, value in given.items() if name not in KNOWN_KEYWORDS and value != "None")
+
+
+@_once_per_forward
+def cache_index(cls: Any) -> str | None:
+    """The attribute that the forward gives to the cache's `update` as the number of its layer; None if it gives none.
+
+    `cache.update(key, value, self.layer_idx)` has the attribute `layer_idx`, whatever the cache is called.
+    """
+    forward = _function(cls)
+    for node in ast.walk(forward) if forward is not None else ():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update":
+            index = node.args[2] if len(node.args) > 2 else None
+            if isinstance(index, ast.Attribute) and _name(index.value) == "self":
+                return index.attr
+    return None
+
+
+@_once_per_forward
+def other_states(cls: Any, key: str | None) -> tuple[str, ...]:
+    """The arguments of the forward, beside the first, that it projects to keys by `self.<key>`.
+
+    A module with such an argument attends to another sequence whenever the argument is given: it is called
+    `encoder_hidden_states` or `key_value_states` in most models.
+    """
+    return tuple(name for name in projected(cls, key) if name != arguments(cls)[0])
+
+
+@_once_per_forward
+def projected(cls: Any, path: str | None) -> tuple[str, ...]:
+    """The arguments of the forward whose tensors it gives to `self.<path>`; empty if the source does not show them."""
+    forward = _function(cls)
+    if forward is None or path is None:
+        return ()
+    found: set[str] = set()
+    for node in ast.walk(forward):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{path}" and node.args:
+            found |= _origins(node.args[0], forward, set())
+    return tuple(each.arg for each in forward.args.args[1:] if each.arg in found)
+
+
+@_once_per_forward
+def called(cls: Any) -> frozenset[str]:
+    """The submodules that the forward of this class calls: X of each `self.X(...)`."""
+    forward = _function(cls)
+    calls = [node.func for node in ast.walk(forward) if isinstance(node, ast.Call)] if forward is not None else []
+    return frozenset(each.attr for each in calls if isinstance(each, ast.Attribute) and _name(each.value) == "self")
+
+
+@_once_per_forward
+def handed_on(cls: Any, child: str) -> tuple[tuple[str, str], ...]:
+    """By which name the forward of this class gives each of its own arguments to `self.<child>`: (own, child's)."""
+    forward = _function(cls)
+    own = {each.arg for each in forward.args.args} if forward is not None else set()
+    pairs = []
+    for node in ast.walk(forward) if forward is not None else ():
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{child}":
+            given = [(_name(keyword.value), keyword.arg) for keyword in node.keywords]
+            pairs += [(name, other) for name, other in given if name in own and other is not None]
+    return tuple((str(name), other) for name, other in pairs)
+
+
+@_once_per_forward
+def returns_tuple(cls: Any) -> bool:
+    """True if the forward of this class returns a tuple; False if it returns one tensor."""
+    forward = _function(cls)
+    values = [node.value for node in ast.walk(forward) if isinstance(node, ast.Return)] if forward is not None else []
+    found = [each for value in values for each in (value, *_assigned(_name(value) or "", forward))]  # type: ignore[arg-type]  # there is a forward if it has values
+    return any(isinstance(part, ast.Tuple) for each in found for part in (each, getattr(each, "left", None)))
+
+
+def _origins(node: ast.AST, forward: ast.FunctionDef, seen: set[str]) -> set[str]:
+    """The arguments of the forward that a tensor comes from, through names, choices, methods and sums.
+
+    Of a sum, only the first term counts: the second is what positions or a norm add.
+    """
+    if isinstance(node, ast.Name):
+        if node.id in seen:
+            return set()
+        seen = seen | {node.id}
+        given = {node.id} if node.id in {each.arg for each in forward.args.args} else set()
+        return given.union(*(_origins(value, forward, seen) for value in _assigned(node.id, forward)))
+    if isinstance(node, ast.IfExp):
+        return _origins(node.body, forward, seen) | _origins(node.orelse, forward, seen)
+    if isinstance(node, ast.BoolOp):
+        return set[str]().union(*(_origins(value, forward, seen) for value in node.values))
+    if isinstance(node, ast.BinOp):
+        return _origins(node.left, forward, seen)
+    if isinstance(node, ast.Call):
+        own = isinstance(node.func, ast.Attribute) and _name(node.func.value) != "self"
+        start = node.func.value if own else node.args[0] if node.args else None  # type: ignore[attr-defined]  # has one
+        return set() if start is None else _origins(start, forward, seen)
+    if isinstance(node, ast.Subscript):
+        return _origins(node.value, forward, seen)
+    return set()
+
+
+def _assigned(name: str, forward: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Every expression that the forward assigns to this name alone."""
+    for node in ast.walk(forward):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+        if value is not None and any(_name(target) == name for target in targets):
+            yield value
 
 
 @cache
@@ -55,9 +208,9 @@ def built_by_implementation(cls: Any) -> bool:
         return False
 
 
-@cache
-def given_other_states(parent: Any, child: str) -> bool | None:
-    """True if the parent's forward calls `self.<child>` with the states of another sequence.
+@_once_per_forward
+def given_other_states(parent: Any, child: str, others: tuple[str, ...]) -> bool | None:
+    """True if the parent's forward calls `self.<child>` with the states of another sequence, in one of `others`.
 
     None means that the forward never calls the child. A decoder layer can have two modules of one class: it calls the
     first with its own states, and the second with the states of the encoder. This function tells them apart. For a
@@ -72,10 +225,11 @@ def given_other_states(parent: Any, child: str) -> bool | None:
     ]
     if not calls:
         return None
-    return any(_given(keyword) for call in calls for keyword in call.keywords)
+    own = forward.args.args[1].arg if len(forward.args.args) > 1 else None
+    return any(_given(keyword, others, own) for call in calls for keyword in call.keywords)
 
 
-@cache
+@_once_per_forward
 def learned_input(cls: Any, child: str) -> str | None:
     """The attribute of this module that its forward passes to `self.<child>`, or None.
 
@@ -98,10 +252,19 @@ def learned_input(cls: Any, child: str) -> str | None:
     return None
 
 
-def _given(keyword: ast.keyword) -> bool:
-    """True if this argument passes the states of another sequence."""
+def _given(keyword: ast.keyword, others: tuple[str, ...], own: str | None) -> bool:
+    """True if this argument passes the states of another sequence, and not `own`, the states of the parent itself."""
     empty = isinstance(keyword.value, ast.Constant) and keyword.value.value is None
-    return keyword.arg in OTHERS and not empty and _name(keyword.value) != "hidden_states"
+    return keyword.arg in others and not empty and _name(keyword.value) != own
+
+
+@_once_per_forward
+def _interfaces(cls: Any) -> frozenset[str]:
+    """The global names in the forward of this class that stand for an `AttentionInterface`."""
+    forward: Any = inspect.unwrap(cls.forward) if hasattr(cls, "forward") else None
+    code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    used = code.co_names if code is not None else ()
+    return frozenset(name for name in used if isinstance(names.get(name), AttentionInterface))
 
 
 def _function(cls: Any) -> ast.FunctionDef | None:
@@ -114,15 +277,15 @@ def _function(cls: Any) -> ast.FunctionDef | None:
     return found if isinstance(found, ast.FunctionDef) else None
 
 
-def _bound_to_interface(node: ast.AST) -> list[str]:
-    """The names that this statement gives to what `get_interface(...)` returns."""
+def _bound_to(node: ast.AST, interfaces: frozenset[str]) -> list[str]:
+    """The names that this statement gives to what one of the interfaces returns."""
     if isinstance(node, ast.Assign):
         targets = node.targets
     elif isinstance(node, ast.AnnAssign):
         targets = [node.target]
     else:
         return []
-    asked = node.value is not None and "get_interface(" in ast.unparse(node.value)
+    asked = node.value is not None and any(_name(each) in interfaces for each in ast.walk(node.value))
     return [target.id for target in targets if asked and isinstance(target, ast.Name)]
 
 

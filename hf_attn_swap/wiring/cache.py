@@ -135,8 +135,11 @@ class LinearState(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         self.full, self.base = Sums(), Sums()
         self.tail: list[Chunk] = []
+        self.visible: Tensor | None = None  # (B,K) bool, False at padding among all tokens so far; None: no padding
         self._alone = False  # True if nothing but `full` holds the tensors of `full`
         self._claim: weakref.ref[nn.Module] | None = None
+        self._place: tuple[weakref.ref[Any], int] | None = None  # the cache that this state was put into, and where
+        self._given: tuple[Tensor, Tensor] | None = None  # keys and values between `update` and `absorb`
 
     @classmethod
     def of(cls, cache: Any, layer: int, *, start: bool) -> LinearState | None:
@@ -153,6 +156,7 @@ class LinearState(CacheLayerMixin):
             return None
         if start and type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
             layers[layer] = cls()
+            layers[layer]._place = weakref.ref(cache), layer
         return layers[layer] if isinstance(layers[layer], cls) else None
 
     @property
@@ -204,7 +208,33 @@ class LinearState(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self._given = None if self.length else (key_states, value_states)
         return key_states, value_states
+
+    def give_up(self) -> bool:
+        """Put ordinary keys and values in place of this state, if it has absorbed no token yet; True if it could.
+
+        The first call of a layer may turn out to need each key: its mask hides single keys from single queries.
+        """
+        cache = None if self._place is None else self._place[0]()
+        if cache is None or self._place is None or self._given is None or self.length:
+            return False
+        cache.layers[self._place[1]] = DynamicLayer()
+        cache.layers[self._place[1]].update(*self._given)
+        self._given = None
+        return True
+
+    def remembers(self, key_mask_BK: Tensor | None) -> bool:
+        """True if a mask of keys hides just those earlier tokens that were padding when this state absorbed them.
+
+        Args:
+            key_mask_BK: (B,K) bool, True at tokens that may be seen, for the earlier and the current tokens; None means
+                that all may be seen.
+        """
+        if key_mask_BK is None:
+            return self.visible is None or bool(self.visible.all())
+        earlier = key_mask_BK[:, : self.length]
+        return bool(earlier.all()) if self.visible is None else torch.equal(earlier, self.visible)
 
     def past(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """The sums over all tokens so far, as `simple_attention` takes them. The next `absorb` may change them.
@@ -218,13 +248,19 @@ class LinearState(CacheLayerMixin):
             return None
         return state, seen, seen.new_full((1,), self.length)
 
-    def absorb(self, key_BGLD: Tensor, value_BGLD: Tensor, real_BL: Tensor | None) -> None:
-        """Add the keys and values of a call to the state. `real_BL` (B,L) is False at padding; None means no padding.
+    def absorb(
+        self, key_BGLD: Tensor, value_BGLD: Tensor, real_BL: Tensor | None, visible_BK: Tensor | None = None
+    ) -> None:
+        """Add the keys and values of a call to the state.
+
+        `real_BL` (B,L) is False at padding; None means no padding. `visible_BK` (B,K) says the same of all tokens so
+        far, these included. The state keeps this tensor, of one byte per token, which all layers of a pass share.
 
         Up to `CROPPED` tokens become a part of the tail without a copy. Of more tokens, the last `CROPPED` become the
         new tail. Without gradients the sums change in place, unless the sums before the tail or a graph of gradients
         hold the same tensors.
         """
+        self._given, self.visible = None, visible_BK
         real = None if real_BL is None else real_BL.clone()  # a view would keep the masks of the whole context
         chunk = Chunk(key_BGLD, value_BGLD, real)
         if chunk.length > CROPPED:
@@ -278,8 +314,10 @@ class LinearState(CacheLayerMixin):
         if remove <= 0:
             return
         self._alone = False
+        if self.visible is not None:
+            self.visible = self.visible[:, : max(self.length - remove, 0)]
         if remove >= self.length:
-            self.full, self.base, self.tail = Sums(), Sums(), []
+            self.full, self.base, self.tail, self.visible = Sums(), Sums(), [], None
             return
         kept = self.length - self.base.length - remove
         if kept < 0:
@@ -306,6 +344,7 @@ class LinearState(CacheLayerMixin):
     def _rows(self, choose: Rows) -> None:
         self._alone = False
         self.full, self.base = self.full.rows(choose), self.base.rows(choose)
+        self.visible = None if self.visible is None else choose(self.visible)
         if self.tail:
             self.tail = [Chunk.joined(self.tail).rows(choose)]
 
@@ -316,12 +355,12 @@ class LinearState(CacheLayerMixin):
         """Do nothing, as `offload` moved nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """The content of a copy or a pickle, without the claim: a weak reference cannot be written to a file.
+        """The content of a copy or a pickle, without the claim and the place: a file cannot hold weak references.
 
         A shallow copy shares the tensors, so neither of the two changes them in place after this.
         """
         self._alone = False
-        return {**self.__dict__, "_claim": None}
+        return {**self.__dict__, "_claim": None, "_place": None, "_given": None}
 
 
 def _changeable(tensor: Tensor | None) -> bool:

@@ -9,15 +9,19 @@ Axes: B batch, Q query, L token, E model width.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from ..core.call import Call, Carried
-from ..core.swap import STOCK, Phase, Swap, Wiring
+from ..core.swap import STOCK, Argument, Phase, Swap, Wiring
+from ..families import stock_class
+from ..families.source import arguments
 from .cache import LinearState
-from .seam import CACHES, CALL, CARRIED, LAYER, NAMES, MaskWithContext, swap_of
+from .seam import CALL, CARRIED, LAYER, NAMES, MaskWithContext, swap_of
 
 
 def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -73,7 +77,7 @@ def before_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
                 "modern_hopfield under re-entrant activation checkpointing would lose gradients; call "
                 "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
             )
-    residual = args[0] if args else kwargs.get("hidden_states")
+    residual = args[0] if args else kwargs.get(arguments(stock_class(module))[0])
     return args, {**kwargs, LAYER: (residual, checkpointed)}
 
 
@@ -85,8 +89,11 @@ def before_core(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 def before_core_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Before an attention module that passes on its mask, but no keyword arguments: pack the `Call` with the mask."""
     swap = swap_of(module)
-    place = None if swap is None else wiring_of(swap).mask_position
-    mask = _argument(place, ("attention_mask",), args, kwargs)
+    if swap is None:
+        return args, kwargs
+    place = wiring_of(swap).mask
+    assert place is not None, "a core that passes on neither keywords nor its mask is refused"
+    mask = place.of(args, kwargs)
     if isinstance(mask, MaskWithContext):  # attention transfer repeats a call with the arguments of the first call
         mask = mask.mask
     args, kwargs = _start(module, module, *_with_mask(place, mask, args, kwargs))
@@ -94,11 +101,11 @@ def before_core_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) ->
     return _with_mask(place, MaskWithContext(mask, context), args, kwargs)
 
 
-def _with_mask(place: int | None, mask: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _with_mask(place: Argument, mask: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments of an attention module with another mask, given by position if it was given by position."""
-    if place is not None and len(args) > place:
-        return (*args[:place], mask, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "attention_mask": mask}
+    if place.position is not None and len(args) > place.position:
+        return (*args[: place.position], mask, *args[place.position + 1 :]), kwargs
+    return args, {**kwargs, place.name: mask}
 
 
 def before_bert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -112,9 +119,29 @@ def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     swap = swap_of(module)
     if call is None or swap is None:
         return output
+    x = wiring_of(swap).states.of(args, kwargs)  # a user's own hook may have changed it after `_start`
+    call.x = x.flatten(1, 2) if x.dim() == 4 else x
     if isinstance(output, Tensor):
         return _written(swap, output, call)
     return (_written(swap, output[0], call), *output[1:])
+
+
+def after_call(container: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """After every swapped attention: check that its output is the variant's.
+
+    Raises:
+        ValueError: the attention function was not asked once with this call's context.
+    """
+    call: Call | None = kwargs.get(CALL)
+    if call is None or call.used == 1:
+        return
+    paths = [module.wiring.path for module in container.modules() if isinstance(module, Swap) and module.wiring]
+    raise ValueError(
+        f"{paths[0] if paths else type(container).__name__}: the forward of {type(container).__name__} asked for the "
+        f"attention function {call.used} times instead of once, so its output is not that of the swapped attention. "
+        "Another program has probably replaced the forward by one with an attention of its own: load the model without "
+        "that program, or call unpatch_model."
+    )
 
 
 def _written(swap: Swap, out: Tensor, call: Call) -> Tensor:
@@ -124,13 +151,16 @@ def _written(swap: Swap, out: Tensor, call: Call) -> Tensor:
     return swap.write(out, call)
 
 
-def finish(core: nn.Module, out: Tensor, kwargs: dict[str, Any], dropout: nn.Module) -> Tensor:
-    """Let the variants change the output (B,L,E) of W_o and dropout, inside a container that applies LayerNorm next."""
+def finish(core: nn.Module, out: Tensor, x: Tensor, kwargs: dict[str, Any], dropout: nn.Module) -> Tensor:
+    """Let the variants change the output (B,L,E) of W_o and dropout, inside a container that applies LayerNorm next.
+
+    The input `x` (B,L,E) is what the forward was given: a user's own hook may have changed it after `_start`.
+    """
     call: Call | None = kwargs.get(CALL)
     swap = swap_of(core)
     if call is None or swap is None:
         return out
-    call.dropout = dropout
+    call.dropout, call.x = dropout, x
     return swap.write(out, call)
 
 
@@ -151,24 +181,23 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     if kwargs.get(STOCK):
         # The stock layer repeats a call of the swapped layer, with the swapped layer's arguments.
         return args, {name: value for name, value in kwargs.items() if name != CALL}
+    cache = _cache(args, kwargs)
     if swap is None or swap.phase == Phase.OFF:
         return args, kwargs
     wiring = wiring_of(swap)
-    for name in ("encoder_hidden_states", "key_value_states"):
-        if kwargs.get(name) is not None:
+    for other in wiring.others:
+        if other.of(args, kwargs) is not None:
             raise ValueError(
                 f"{type(core).__name__}: cross-attention has no values of its own tokens and cannot be swapped; leave "
                 "this module out with layers= or modules=."
             )
-    x = args[0] if args else kwargs["hidden_states"]
     carried: Carried | None = kwargs.get(CARRIED)
     residual, checkpointed = kwargs.get(LAYER, (None, False))
-    cache = _argument(wiring.cache_position, CACHES, args, kwargs)
-    mask = _argument(wiring.mask_position, ("attention_mask",), args, kwargs)
+    layer = None if cache is None else _layer_in_cache(core, wiring)
     call = Call(
-        x=x,
-        start=_cache_length(core, cache),
-        state=_linear_state(core, swap, cache, mask, carried),
+        x=wiring.states.of(args, kwargs),
+        start=None if layer is None else _cache_length(cache, layer),
+        state=None if layer is None else _linear_state(core, swap, cache, layer, carried),
         carried=carried,
         order=swap.place_in(carried),
         last=wiring.last,
@@ -190,44 +219,60 @@ def wiring_of(swap: Swap) -> Wiring:
     return swap.wiring
 
 
-def _argument(place: int | None, names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> Any:
-    """One argument of an attention module, given by position or by any of its names; None if the argument is absent."""
-    if place is not None and len(args) > place:
-        return args[place]
-    return next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
-
-
-def _cache_length(core: nn.Module, cache: Any) -> int | Tensor | None:
-    """The number of tokens in the cache before this call; None without a cache.
-
-    A static cache counts in a tensor, and its update changes this tensor in place, so the tensor is copied here.
+def _cache(args: Any, kwargs: dict[str, Any]) -> Any:
+    """The cache among the arguments of an attention module, whatever its name: a `Cache`, or what has its methods.
 
     Raises:
-        ValueError: there is a cache, and this architecture has none.
+        ValueError: the cache is paged: it takes keys and values, but has no length of one text.
     """
-    if cache is None:
-        return None
-    if not hasattr(core, "layer_idx"):
+    for value in (*kwargs.values(), *args):
+        if isinstance(value, Cache):
+            return value
+        if value is None or isinstance(value, (Tensor, tuple, Mapping)) or not hasattr(value, "update"):
+            continue
+        if not hasattr(value, "get_seq_length"):
+            raise ValueError(
+                f"{NAMES[0]} cannot swap attention with a paged cache (continuous batching, {type(value).__name__}); "
+                "use the stock attention for this model."
+            )
+        return value
+    return None
+
+
+def _layer_in_cache(core: nn.Module, wiring: Wiring) -> int:
+    """The number of this module's layer in a cache.
+
+    Raises:
+        ValueError: this architecture reads no cache.
+    """
+    if wiring.cache_index is None:
         raise ValueError(
-            f"{type(core).__name__} reads no cache, so keys and values before the text (past_key_values, or PEFT's "
-            "prefix tuning) cannot be given; use another adapter, such as LoRA."
+            f"{type(core).__name__} reads no cache, so keys and values before the text (a cache, or PEFT's prefix "
+            "tuning) cannot be given; use another adapter, such as LoRA."
         )
-    length: int | Tensor = cache.get_seq_length(core.layer_idx)
+    layer: int = getattr(core, wiring.cache_index)
+    return layer
+
+
+def _cache_length(cache: Any, layer: int) -> int | Tensor:
+    """The number of tokens that this layer of a cache holds before this call.
+
+    A static cache counts in a tensor, and its update changes this tensor in place, so the tensor is copied here.
+    """
+    length: int | Tensor = cache.get_seq_length(layer)
     return length.clone() if isinstance(length, Tensor) else length
 
 
-def _linear_state(core: nn.Module, swap: Swap, cache: Any, mask: Any, carried: Carried | None) -> LinearState | None:
+def _linear_state(core: nn.Module, swap: Swap, cache: Any, layer: int, carried: Carried | None) -> LinearState | None:
     """The state of linear attention in the cache, claimed for this call; None if the layer keeps keys and values.
 
-    A new state is started only for causal attention without gradients, if the caller wants no attention weights and
-    the mask is no mask of queries and keys.
+    A new state is started only without gradients, and if the caller wants no attention weights. If the mask then turns
+    out to be more than padding and causal order, the state gives its place up again (`compute.replaced`).
     """
-    if cache is None or swap.replacement is None or swap.phase != Phase.FULL or torch.compiler.is_compiling():
+    if swap.replacement is None or swap.phase != Phase.FULL or torch.compiler.is_compiling():
         return None
     shown = carried is not None and carried.want_weights
-    start = not shown and (mask is None or mask.dim() == 2) and not torch.is_grad_enabled()
-    start = start and bool(getattr(core, "is_causal", True))
-    state = LinearState.of(cache, int(core.layer_idx), start=start)  # type: ignore[arg-type]  # an int
+    state = LinearState.of(cache, layer, start=not shown and not torch.is_grad_enabled())
     if state is not None:
         state.claim(core)
     return state

@@ -21,8 +21,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.swap import Phase, Swap
 from ..families import sites, stock_class
+from ..families.source import arguments, handed_on, returns_tuple
 from . import hooks, seam
-from .blocks import BLOCKS, swapped_class
+from .blocks import BLOCKS, Facts, swapped_class
 from .plan import Placed, plan, swaps_in
 
 ATTRIBUTE = "attn_swap_installation"
@@ -286,13 +287,15 @@ class Installation:
             self._pre(site.container, hooks.before_bert)
         else:
             self._pre(site.container, hooks.before_core_by_mask if site.by_mask else hooks.before_core)
+        self.record.handles.append(site.container.register_forward_hook(hooks.after_call, with_kwargs=True))
         if not placed.swaps[0].writes:
             return
         if block is None:
             self.record.handles.append(site.container.register_forward_hook(hooks.after_core, with_kwargs=True))
             return
         stock = stock_class(site.container)
-        site.container.__class__ = swapped_class(stock, block, hooks.finish, seam.attention_forward)
+        facts = Facts(tuple(arguments(stock)), handed_on(stock, "self"), returns_tuple(stock))
+        site.container.__class__ = swapped_class(stock, block, facts, hooks.finish, seam.attention_forward)
         self.record.containers.append(site.container)
 
     def _pre(self, module: nn.Module, hook: Any) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core.swap import Swap, Wiring
-from ..families import Site
-from . import seam
+from ..core.swap import Argument, Swap, Wiring
+from ..families import Site, stock_class
+from ..families.source import arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +89,21 @@ def _orders(
 
 def _wiring(site: Site, swap: Swap, order: int | None, *, last: bool) -> Wiring:
     """The facts that a swap needs about its place."""
-    names = list(inspect.signature(type(site.container).forward).parameters)[1:]
+    names = arguments(stock_class(site.container))
     kinds = getattr(site.core.config, "layer_types", None) or ()
+
+    def argument(name: str) -> Argument:
+        return Argument(name, names.index(name) if name in names else None)
+
     return Wiring(
+        path=site.path,
         order=order,
         last=last,
         uniform=len(set(kinds)) <= 1,
-        cache_position=next((names.index(name) for name in seam.CACHES if name in names), None),
-        mask_position=names.index("attention_mask") if "attention_mask" in names else None,
+        states=argument(site.states),
+        others=tuple(argument(name) for name in site.others),
+        mask=None if site.mask is None else argument(site.mask),
+        cache_index=site.cache_index,
         dropout_path=site.family.dropout if site.family.block == "core" else None,
         folded_path=site.family.output if swap.keeps_projection else site.family.value,
     )

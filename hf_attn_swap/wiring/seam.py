@@ -35,7 +35,6 @@ CALL = "attn_swap_call"
 CARRIED = "attn_swap_carried"
 LAYER = "attn_swap_layer"
 MASKS = "attn_swap_masks"  # an attribute of a config: "eager" if the stock model gives its modules float masks
-CACHES = ("past_key_values", "layer_past")  # the names of the cache argument (GPT-NeoX uses the old name)
 
 
 def swap_of(core: nn.Module) -> Swap | None:
@@ -104,8 +103,8 @@ def attention_forward(
 
     Raises:
         ValueError: the module was not patched or was called around its hooks, its sizes differ from the sizes that
-            were found when the model was patched, or the call has attention sinks, a paged cache, or a mask or bias
-            that the variant cannot apply.
+            were found when the model was patched, or the call has attention sinks, or a mask or bias that the variant
+            cannot apply.
     """
     if isinstance(attention_mask, MaskWithContext):
         kwargs |= attention_mask.context
@@ -129,6 +128,7 @@ def attention_forward(
                 f"{type(module).__name__} is swapped, but its hooks did not run; call the module itself and not its "
                 "method .forward()."
             )
+        call.used += 1
         _check_sizes(module, swap, query, key, value)
         _check_tokens(module, swap, query, call)
         heads, weights = swap(inputs, call, sdpa, want_weights)
@@ -153,11 +153,10 @@ def _inputs(
     """Collect the tensors of a call, and give every mask one meaning.
 
     Raises:
-        ValueError: the call has attention sinks or a paged cache.
+        ValueError: the call has attention sinks.
     """
-    for name, what in (("s_aux", "attention sinks"), ("cache", "a paged cache (continuous batching)")):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{NAME} cannot swap attention with {what}; use the stock attention for this model.")
+    if any(kwargs.get(name) is not None for name in ("s_aux", "sinks")):
+        raise ValueError(f"{NAME} cannot swap attention with attention sinks; use the stock attention for this model.")
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None:
         causal = causal and queries > 1

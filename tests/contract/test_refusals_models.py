@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.models.bert.modeling_bert import BertCrossAttention
 
 from hf_attn_swap import describe, list_variants, patch_model, unpatch_model
@@ -22,7 +24,6 @@ from .harness import batch_of, forward, fresh, refused, swaps
 OWN_ATTENTION = [
     transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2),
     transformers.FalconConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2),
-    transformers.GPTJConfig(vocab_size=32, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=16),
 ]
 
 
@@ -70,12 +71,23 @@ def test_cross_attention_beside_self_attention_stays_stock() -> None:
     assert len(swaps(model)) == 2
 
 
-@pytest.mark.parametrize("name", ["encoder_hidden_states", "key_value_states"])
-def test_self_attention_called_as_cross_attention(name: str) -> None:
-    model = patch_model(fresh("bert", torch.float32), "belief")
-    x = torch.zeros(1, 3, model.config.hidden_size)
+@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.parametrize(
+    ("family", "module", "name"),
+    [
+        ("gpt2", "transformer.h.0.attn", "encoder_hidden_states"),
+        ("whisper", "model.decoder.layers.0.self_attn", "key_value_states"),
+    ],
+)
+def test_self_attention_called_as_cross_attention(family: str, module: str, name: str, by_position: bool) -> None:
+    """Whatever the argument is called, by its name or by its position: the keys would be those of other tokens."""
+    model = patch_model(zoo.build(family), "belief")
+    core = model.get_submodule(module)
+    x = torch.zeros(1, 3, 32)
+    between = list(inspect.signature(type(core).forward).parameters)[2:]
+    given = (None,) * between.index(name) + (x,) if by_position else ()
     with refused("cross-attention has no values of its own tokens"):
-        model.base_model.encoder.layer[0].attention(x, **{name: x})
+        core(x, *given, **({} if by_position else {name: x}))
 
 
 @pytest.mark.parametrize("name", [n for n in list_variants() if VARIANTS[n].replaces])
@@ -186,8 +198,11 @@ def test_attention_sinks() -> None:
 
 def test_paged_cache() -> None:
     model = patch_model(fresh("llama"), "belief")
-    with refused("paged cache"):
-        forward(model, batch_of("llama"), cache=object(), use_cache=False)
+    cache = PagedAttentionCache.__new__(PagedAttentionCache)  # of continuous batching; its memory is not needed here
+    x = torch.zeros(1, 3, model.config.hidden_size, dtype=torch.float64)
+    for given in ({"cache": cache}, {"past_key_values": cache}, {"anything": cache}):
+        with refused("paged cache", "PagedAttentionCache"):
+            model.model.layers[0].self_attn(x, **given)
 
 
 def test_model_that_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
