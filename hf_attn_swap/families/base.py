@@ -62,6 +62,8 @@ class Family:
             sizes = self.geometry(core)
         except (AttributeError, AssertionError) as problem:
             return f"its sizes are not where hf_attn_swap knows them ({problem}); {UPGRADE}"
+        if not hasattr(core, "config"):
+            return f"it has no config to read the attention implementation from; {UPGRADE}"
         if not hasattr(core, "is_causal"):
             return f"it does not say whether its order is causal (is_causal); {UPGRADE}"
         if sizes.heads != sizes.kv_heads and not hasattr(core, "num_key_value_groups"):

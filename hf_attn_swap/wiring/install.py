@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..core.swap import Phase, Swap
 from ..families import sites, stock_class
 from ..families.source import arguments, handed_on, returns_tuple
-from . import hooks, seam
+from . import hooks, preconditions, seam
 from .blocks import BLOCKS, Facts, swapped_class
 from .plan import Placed, plan, swaps_in
 
@@ -109,9 +109,10 @@ class Installation:
             loaded: True if the model is being rebuilt from a converted checkpoint.
 
         Raises:
-            ValueError: transformers cannot change the implementation of some attention module. The model is then
-                unchanged.
+            ValueError: transformers cannot change the implementation of some attention module, or the installed
+                transformers is not as this package needs it. The model is then unchanged.
         """
+        preconditions.check()
         installation = cls(root, Record(loaded=loaded))
         _own_configs(model)
         _drop_other_code(root)

@@ -56,6 +56,7 @@ MAY = {
     "families.source": set(),
     "wiring.seam": {"core.call", "core.compute", "core.masks", "core.registry", "core.swap"},
     "wiring.hooks": {"core.call", "core.swap", "families", "families.source", "wiring.cache", "wiring.seam"},
+    "wiring.preconditions": {"wiring.cache"},
     "wiring.plan": {"core.swap", "families", "families.source", "wiring"},
     **{
         idea: {"functional", "functional.linear", "kernels", *KERNELS, VARIANT_BASE}
@@ -154,7 +155,7 @@ def test_import_direction(path: Path) -> None:
     if group != "cli":
         assert "cli" not in heads
         assert not any(name.split(".")[0] == CLI.name for name in foreign), "the command line is above the package"
-    if module not in ("wiring.seam", "families.source"):
+    if module not in ("wiring.seam", "families.source", "wiring.preconditions"):
         assert not any(part in name.split(".") for name in foreign for part in INTERFACES), "the seam is one file"
     assert not any(name.split(".")[0] in ("recipes", "tests") for name in foreign)
 

@@ -1,0 +1,177 @@
+"""A later transformers may give arguments and attributes other names: each variant is then right, or refused at once.
+
+The attention classes of the six families are written again with other names (`renamed`), and patched. Nothing may
+differ silently: the model must compute what the model with the usual names computes, or `patch_model` must refuse it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
+from hf_attn_swap.families import sites
+from hf_attn_swap.wiring import preconditions
+from hf_attn_swap.wiring.preconditions import PRECONDITIONS, check
+from tests import zoo
+
+from .harness import CAUSAL_FAMILIES, distance, forward, padding_side, perturb, refused, swaps, without_shortcut
+from .renamed import arguments_of, renamed
+
+VARIANTS = list_variants()
+FEW = ("belief_star", "simpletron_resl")  # of each place that needs arguments or attributes of the module
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """The renamed modules leave nothing behind."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.endswith("_renamed"):
+            del sys.modules[name]
+
+
+def batch_of(family: str) -> dict[str, Tensor]:
+    return zoo.inputs(family, length=6, padded=padding_side(family))
+
+
+def like(family: str, module: Any) -> Any:
+    """The renamed model with the weights of the usual one; submodules that were renamed keep their order."""
+    usual = zoo.build(family)
+    model = getattr(module, type(usual).__name__)(usual.config)
+    keys = dict(zip(usual.state_dict(), model.state_dict(), strict=True))
+    model.load_state_dict({keys[name]: value for name, value in usual.state_dict().items()})
+    return model.eval()
+
+
+@torch.no_grad()
+def outputs(model: Any, family: str) -> list[Tensor]:
+    """What a model computes in one pass over padded rows; and from a cache, if it has one."""
+    found = [forward(model, batch_of(family))]
+    if family in CAUSAL_FAMILIES:
+        model.generation_config.eos_token_id = None
+        made = model.generate(
+            **batch_of(family), max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        found += [*made.logits]
+    return found
+
+
+@functools.cache
+def usual(family: str, variant: str) -> list[Tensor]:
+    return outputs(perturb(patch_model(zoo.build(family), variant)), family)
+
+
+def assert_near(got: list[Tensor], wanted: list[Tensor]) -> None:
+    assert all(distance(one, two) <= TOLERANCE for one, two in zip(got, wanted, strict=True))
+
+
+def assert_right(model: Any, family: str, variant: str) -> None:
+    """Patched, it computes what the model with the usual names does; and at strength 0 its own stock attention."""
+    stock = outputs(model, family)
+    assert_near(outputs(perturb(patch_model(model, variant)), family), usual(family, variant))
+    assert_near(outputs(without_shortcut(set_strength(model, 0.0)), family), stock)
+    assert all(torch.equal(one, two) for one, two in zip(outputs(unpatch_model(model), family), stock, strict=True))
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_arguments(family: str, tmp_path: Path) -> None:
+    """Every argument of the attention's forward has another name, and every variant is right."""
+    module = renamed(family, tmp_path, arguments={name: f"{name}_of_tomorrow" for name in arguments_of(family)})
+    for variant in VARIANTS:
+        model = like(family, module)
+        assert not any(site.refused for site in sites(model))
+        assert_right(model, family, variant)
+
+
+def attributes_of(family: str) -> list[str]:
+    """The numbers and submodules of a family's attention module."""
+    core = sites(zoo.build(family))[0].core
+    return [name for name in (*vars(core), *core._modules) if not name.startswith("_") and name not in TORCH]
+
+
+TORCH = ("training",)  # attributes of every module of PyTorch
+ATTRIBUTES = [(family, name) for family in zoo.FAMILIES for name in attributes_of(family)]
+
+
+def right_or_refused(family: str, attribute: str, variants: tuple[str, ...], folder: Path) -> None:
+    module = renamed(family, folder, attributes={attribute: f"{attribute}_of_tomorrow"})
+    try:
+        like(family, module)
+    except AttributeError:
+        pytest.skip(f"the constructor of the whole model reads {attribute} by a way that `renamed` does not follow")
+    for variant in variants:
+        model = like(family, module)
+        if all(site.refused for site in sites(model)):
+            with refused("nothing can be swapped", "install a newer hf_attn_swap"):
+                patch_model(model, variant)
+            assert not swaps(model)
+        else:
+            assert_right(model, family, variant)
+
+
+@pytest.mark.parametrize(("family", "attribute"), ATTRIBUTES)
+def test_an_attribute(family: str, attribute: str, tmp_path: Path) -> None:
+    right_or_refused(family, attribute, FEW, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "attribute"), ATTRIBUTES)
+def test_an_attribute_with_every_variant(family: str, attribute: str, tmp_path: Path) -> None:
+    right_or_refused(family, attribute, tuple(VARIANTS), tmp_path)
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+def test_the_number_of_the_layer(family: str, tmp_path: Path) -> None:
+    """What the forward gives to the cache says which attribute it is, so this rename is right and not refused."""
+    module = renamed(family, tmp_path, attributes={"layer_idx": "depth"})
+    for variant in FEW:
+        assert_right(like(family, module), family, variant)
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("keyword", ["dropout", "scaling"])
+def test_what_the_attention_function_does_not_know_is_refused(family: str, keyword: str, tmp_path: Path) -> None:
+    """Under another name, dropout or the scale would be left out without a word."""
+    module = renamed(family, tmp_path, keywords={keyword: f"{keyword}_of_tomorrow"})
+    model = like(family, module)
+    with refused(f"{keyword}_of_tomorrow to the attention function", "does not know"):
+        patch_model(model, "belief")
+    assert not swaps(model)
+
+
+@pytest.mark.parametrize("what", PRECONDITIONS)
+def test_a_change_inside_transformers_is_refused_when_patched(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRECONDITIONS, what, lambda: False)
+    check.cache_clear()
+    model = zoo.build("llama")
+    with refused("installed transformers", what, "hf-attn-swap doctor"):
+        patch_model(model, "belief")
+    assert not swaps(model)
+    assert model.config._attn_implementation == "sdpa"
+    monkeypatch.undo()
+    check.cache_clear()
+    patch_model(model, "belief")
+
+
+def otherwise(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
+    """SDPA as a later transformers may have it: the module's attributes and the arguments have other names."""
+    heads = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=module.ordered)
+    return heads.transpose(1, 2), None
+
+
+@pytest.mark.parametrize("reads", ["is_causal", "num_key_value_groups", "scaling"])
+def test_preconditions_see_other_names(reads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preconditions, "sdpa_attention_forward", otherwise)
+    monkeypatch.setattr(torch.nn.Module, "ordered", False, raising=False)
+    holds = next(each for what, each in PRECONDITIONS.items() if reads in what)
+    assert not holds()
