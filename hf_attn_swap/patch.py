@@ -16,6 +16,7 @@ from .core.swap import Swap
 from .describe import NOTHING
 from .families import Site, obstacle, sites
 from .variants.base import Variant
+from .wiring import carrying
 from .wiring.blocks import BLOCKS, Block
 from .wiring.home import home
 from .wiring.install import Installation, installation_of, model_root
@@ -64,6 +65,7 @@ def patch_model(
     swaps = {index: build_swap(usable[index], classes, chosen, index) for index in indices}
     for swap in swaps.values():
         swap.strength, swap.selection = strength, modules
+    carrying.check(root, usable, swaps)
     if installation is not None:
         installation.refuse_merged("patched again", indices)
     else:
@@ -205,6 +207,12 @@ def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options,
         swap = Swap(classes, fit_options(classes, options, site.kind), site.family.geometry(site.core))
     except ValueError as problem:
         raise ValueError(f"{site.path}: {problem}") from None
+    if site.resized is not None and any(swap.at(place) is not None for place in ("read", "write")):
+        raise ValueError(
+            f"{site.path}: {'+'.join(swap.names)} needs an output like the input, but of {type(site.core).__name__} "
+            f"{site.resized}; leave these layers out (modules= or layers=), or use a variant that changes only how "
+            "scores become weights."
+        )
     if site.packed is not None and any(swap.at(place) is not None for place in ("scores", "read", "write")):
         raise ValueError(
             f"{site.path}: {'+'.join(swap.names)} needs every token's own row, but {type(site.core).__name__} "

@@ -202,7 +202,8 @@ class _Fitting:
         def collect(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             inputs, call, sdpa, _ = args
             swap = self.target.swap
-            own = Call(x=call.x, start=call.start, carried=call.carried, order=swap.place_in(call.carried))
+            order = swap.place_in(call.carried)
+            own = Call(x=call.x, start=call.start, carried=call.carried, order=order, first=swap.is_first(order))
             own.head_order = swap.head_order
             own.tap = self._tap(own, batch)
             heads = swap(inputs, own, sdpa, False)[0]

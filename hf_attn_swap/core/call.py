@@ -122,6 +122,7 @@ class Call:
             update; None if the call has no cache.
         carried: what the layers share, or None if the model does not pass keyword arguments on.
         order: the layer's number among the layers that carry scores, from 0.
+        first: True for the first of these layers, which takes no scores from a layer below.
         last: True if no later layer reads the carried scores.
         uniform: True if all layers of the model have the same masks.
         residual: (B,Q,E), the residual stream of the block, or None if no variant asked for the residual stream.
@@ -148,6 +149,7 @@ class Call:
     start: int | Tensor | None = None
     carried: Carried | None = None
     order: int = 0
+    first: bool = True
     last: bool = False
     uniform: bool = False
     residual: Tensor | None = None

@@ -66,12 +66,14 @@ class Wiring:
         path: the path of the attention module in its model.
         order: the layer's number among the layers that carry scores, from 0. None for a module that serves several
             layers; such a module counts its calls.
-        last: True for the last of the layers that carry scores.
+        first, last: True for the first and for the last of the layers that carry scores, in one list of layers.
         uniform: True if all layers of the model have the same masks.
         states: the name of the container's first argument, the input of the attention.
         others: the arguments that are the states of another sequence, if they are given.
         mask: the argument that is the attention mask, or None if the source does not show one.
-        cache_index: the attribute of the core that is the number of its layer in a cache; None if it reads no cache.
+        cache_index: the attribute of the core that is the number of its layer in a cache; None if the source shows
+            no attribute.
+        caches: True if the core gives keys and values to a cache.
         dropout_path: the path from the container to the hidden dropout after W_o, or None.
         folded_path: the path to the matrix that a calibration is merged into: from the container to W_o, or from the
             core to W_v if the variant leaves W_o out. None if the path is not known.
@@ -79,12 +81,14 @@ class Wiring:
 
     path: str = ""
     order: int | None = 0
+    first: bool = False
     last: bool = False
     uniform: bool = False
     states: Argument = Argument("", 0)
     others: tuple[Argument, ...] = ()
     mask: Argument | None = None
     cache_index: str | None = None
+    caches: bool = False
     dropout_path: str | None = None
     folded_path: str | None = None
 
@@ -229,6 +233,12 @@ class Swap(nn.Module):
             )
         carried.calls += 1
         return carried.calls - 1
+
+    def is_first(self, order: int) -> bool:
+        """True if the layer takes no scores from a layer below, in the call that `place_in` gave this number."""
+        if self.wiring is None or self.wiring.order is None:
+            return order == 0
+        return self.wiring.first
 
     def spec(self) -> dict[str, Any]:
         """The description of this layer in config.json: variant, options, strength, and what else applies."""

@@ -16,7 +16,15 @@ from torch import nn
 from ..core.kind import Kind
 from . import generic
 from .base import Family
-from .source import arguments, built_by_implementation, cache_index, is_core, other_states
+from .source import (
+    arguments,
+    built_by_implementation,
+    cache_index,
+    is_core,
+    other_states,
+    reads_mask,
+    updates_cache,
+)
 
 FAMILIES: dict[str, Family] = {}
 for _module in iter_modules(__path__):
@@ -38,12 +46,16 @@ class Site:
         refused: why the attention of this module cannot be swapped, or None.
         unrunnable: why not even the stock attention of this module runs through our attention function, or None.
         packed: why the module's input is not one row per query, which some variants need, or None.
+        resized: why the module's output is no tensor like its input, which some variants need, or None.
         biased: what the module does to its scores, beside scaling and masking, as the predicate of a sentence; or None.
         by_mask: True if the forward hands its mask on to the attention function, but no keyword arguments.
         states: the name of the container's first argument, which is the input of the attention.
         others: the arguments of the core that are the states of another sequence, if they are given.
         mask: the argument of the core that is its mask and nothing else; None if the source does not show one.
-        cache_index: the attribute of the core that is the number of its layer in a cache; None if it reads no cache.
+        cache_index: the attribute of the core that is the number of its layer in a cache; None if the source shows
+            no attribute.
+        caches: True if the core gives keys and values to a cache.
+        reads_mask: True if the core looks into its mask, and does not only hand it on.
     """
 
     path: str
@@ -54,12 +66,15 @@ class Site:
     refused: str | None
     unrunnable: str | None
     packed: str | None
+    resized: str | None
     biased: str | None
     by_mask: bool
     states: str
     others: tuple[str, ...]
     mask: str | None
     cache_index: str | None
+    caches: bool
+    reads_mask: bool
 
     @property
     def usable(self) -> bool:
@@ -119,12 +134,15 @@ def _walk(model: nn.Module) -> Iterator[Site]:
             refused=None if cross else _refusal(core, container, known),
             unrunnable=generic.unrunnable(core, cls),
             packed=generic.packed(cls),
+            resized=generic.resized(core),
             biased=generic.biased(core, cls),
             by_mask=generic.by_mask(cls),
             states=next(iter(arguments(stock_class(container))), ""),
             others=other_states(cls, family.key),
             mask=generic.mask_argument(cls),
             cache_index=cache_index(cls),
+            caches=updates_cache(cls),
+            reads_mask=known is None and reads_mask(cls),
         )
 
 

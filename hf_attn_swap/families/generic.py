@@ -20,6 +20,8 @@ from .source import (
     given_other_states,
     interface_calls,
     learned_input,
+    mixes_mask,
+    names_implementation,
     other_states,
     projected,
     unknown_keywords,
@@ -32,6 +34,8 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 FUSED = ("query_key_value", "qkv", "Wqkv")
 QUERIES = ("q_proj", "query", "q_lin", "q", *FUSED)
 KEYS = ("k_proj", "key", "k_lin", "k", *FUSED)
+VALUES = ("v_proj", "value", "v_lin", "v", *FUSED)
+OUTPUTS = ("o_proj", "out_proj", "out_lin", "o", "dense", "Wo")
 WIDTHS = ("v_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 PATCHES = ("image_size", "patch_size")  # the configs of models that read images have one of these
 HIDDEN = ("hidden_size", "d_model", "dim", "n_embd", "embed_dim")
@@ -40,8 +44,8 @@ HIDDEN = ("hidden_size", "d_model", "dim", "n_embd", "embed_dim")
 def is_cross(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
     """True for attention from one sequence to another (cross-attention).
 
-    The module's flag, its class name or its own name can say so. If the parent holds several modules of this class,
-    the arguments in the parent's forward can say so too.
+    The module's flag, its class name or its own name can say so. The call in the parent's forward can say so too, if
+    it gives what the parent has computed, or if the parent holds several modules of this class.
     """
     place = name.rpartition(".")[2]
     if getattr(module, "is_cross_attention", False) is True or "cross" in type(module).__name__.lower():
@@ -50,8 +54,9 @@ def is_cross(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
         return True
     siblings = sum(type(child) is type(module) for child in parent.children()) if parent is not None else 0
     cls: Any = getattr(type(parent), "stock_class", None) or type(parent)
-    others = other_states(type(module), _path(module, *KEYS))
-    return siblings > 1 and given_other_states(cls, place, others) is True
+    core: Any = getattr(type(module), "stock_class", None) or type(module)
+    given = given_other_states(cls, place, core, other_states(core, _path(module, *KEYS)))
+    return given is not None and (given[1] or (siblings > 1 and given[0]))
 
 
 def kind(core: nn.Module) -> Kind:
@@ -70,6 +75,8 @@ def unrunnable(module: nn.Module, cls: Any) -> str | None:
     for name in SINKS:
         if _passes(module, cls, name):
             return f"its softmax has attention sinks ({name}), which no variant can honour"
+    if names_implementation(cls):
+        return "it chooses the keys of each query by other ways if its attention is not called sdpa or eager"
     return None
 
 
@@ -81,6 +88,8 @@ def biased(module: nn.Module, cls: Any) -> str | None:
     relative = relative or str(getattr(module, "position_embeddings_type", None)).startswith("relative")
     if relative and _passes(module, cls, "position_bias"):
         return "adds a position bias to its scores"
+    if mixes_mask(cls):
+        return "adds numbers of its own to its scores, by way of the mask"
     return None
 
 
@@ -146,6 +155,9 @@ def refusal(module: nn.Module) -> str | None:
         sizes = geometry(module)
     except ValueError as problem:
         return str(problem)
+    value = _width(module, *VALUES)
+    if value is not None and _path(module, *VALUES) not in FUSED and value != sizes.kv_heads * sizes.head_dim:
+        return f"its values are {value} wide, where {sizes.kv_heads} heads of {sizes.head_dim} are expected"
     fused = _path(module, *FUSED)
     outputs = getattr(getattr(module, fused, None), "out_features", None) if fused is not None else None
     wanted = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
@@ -174,12 +186,28 @@ def geometry(core: nn.Module) -> Geometry:
     """
     config = core.config
     heads = _first(core, HEADS) or _first(config, ("num_attention_heads", "num_heads", "n_heads", "n_head"))
-    hidden = _first(core, ("embed_dim",)) or _first(config, HIDDEN)
+    read = _width(core, *QUERIES, side="in_features")
+    hidden = read or _first(core, ("embed_dim",)) or _first(config, HIDDEN)
     if heads is None or hidden is None:
         raise ValueError("its number of heads or its width has none of the usual attribute names")
     head_dim = _first(core, WIDTHS) or hidden // heads
     groups = _first(core, ("num_key_value_groups",)) or 1
     return Geometry(heads=heads, kv_heads=heads // groups, head_dim=head_dim, hidden=hidden)
+
+
+def _width(core: nn.Module, *names: str, side: str = "out_features") -> int | None:
+    """The number of outputs (or inputs) of the first of these submodules that exists, or None if it tells none."""
+    path = _path(core, *names)
+    width = getattr(getattr(core, path, None), side, None) if path is not None else None
+    return width if isinstance(width, int) else None
+
+
+def resized(core: nn.Module) -> str | None:
+    """Why the output of this module is no tensor like its input, or None."""
+    inputs, outputs = _width(core, *QUERIES, side="in_features"), _width(core, *OUTPUTS)
+    if inputs is not None and outputs is not None and inputs != outputs:
+        return f"its input is {inputs} wide and its output {outputs}"
+    return None
 
 
 def _first(holder: object, names: tuple[str, ...]) -> int | None:
@@ -199,8 +227,8 @@ def family(name: str, core: nn.Module, parent: nn.Module | None) -> Family:
         core=type(core).__name__,
         query=_path(core, *QUERIES),
         key=_path(core, *KEYS),
-        value=_path(core, "v_proj", "value", "v_lin", "v", *FUSED),
-        output="output.dense" if bert else _path(core, "o_proj", "out_proj", "out_lin", "o", "dense", "Wo"),
+        value=_path(core, *VALUES),
+        output="output.dense" if bert else _path(core, *OUTPUTS),
         dropout="output.dropout" if bert else None,
         block="bert" if bert else "core",
         geometry=geometry,

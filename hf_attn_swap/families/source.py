@@ -26,7 +26,7 @@ KNOWN_KEYWORDS = frozenset(
     (
         *("query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "output_attentions"),
         *("softcap", "position_bias", "s_aux", "sinks"),
-        *("sliding_window", "position_ids", "deterministic", "indices", "block_indices"),
+        *("sliding_window", "position_ids", "deterministic"),
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
     )
 )
@@ -40,11 +40,13 @@ class InterfaceCall:
         keywords: the keyword arguments of the call: the source of each expression, by the argument's name.
         passes_on: True if the forward passes its own `**kwargs` on to the attention function.
         mask: the parameter of the forward that is passed on as the mask and is used for nothing else, or None.
+        given_mask: the source of the expression that is passed on as the mask; None if there is none.
     """
 
     keywords: dict[str, str]
     passes_on: bool
     mask: str | None
+    given_mask: str | None
 
 
 def _once_per_forward(read: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
@@ -93,6 +95,105 @@ def unknown_keywords(cls: Any) -> tuple[str, ...]:
 
 
 @_once_per_forward
+def names_implementation(cls: Any) -> bool:
+    """True if the forward of this class does something else if the attention implementation is called "sdpa".
+
+    Under another name, such a module chooses keys by arguments that SDPA does not know (sparse attention).
+    """
+    forward = _function(cls)
+    compares = [node for node in ast.walk(forward) if isinstance(node, ast.Compare)] if forward is not None else []
+    return any(
+        "_attn_implementation" in ast.unparse(each.left) and "'sdpa'" in ast.unparse(each.comparators[0])
+        for each in compares
+    )
+
+
+@_once_per_forward
+def mixes_mask(cls: Any) -> bool:
+    """True if the forward of this class computes numbers that it adds to the scores by way of the mask."""
+    forward = _function(cls)
+    masks = {call.given_mask for call in interface_calls(cls)} - {None}
+    if forward is None:
+        return False
+    values = [value for mask in masks for value in _assigned(str(mask), forward)]
+    return any(_is_sum(part) for value in values for part in ast.walk(value))
+
+
+def _is_sum(node: ast.AST) -> bool:
+    """True for a sum, a product, or what a method of the module computes."""
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.MatMult))
+    return isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self.")
+
+
+@_once_per_forward
+def reads_mask(cls: Any) -> bool:
+    """True if the forward of this class looks into its mask, and does not only hand it on."""
+    forward = _function(cls)
+    masks = {call.given_mask for call in interface_calls(cls)} - {None}
+    if forward is None or not masks:
+        return False
+    own = {each.arg for each in forward.args.args}
+    names = {name for mask in masks for name in _origins(ast.parse(str(mask), mode="eval").body, forward, set())}
+    if not names <= own or any(_assigned_by_code(str(mask), forward) for mask in masks):
+        return True
+    return any(
+        isinstance(node, (ast.Subscript, ast.Attribute)) and _name(node.value) in names for node in ast.walk(forward)
+    )
+
+
+def _assigned_by_code(name: str, forward: ast.FunctionDef) -> bool:
+    """True if a name holds something else than another name or a choice of names."""
+    plain = (ast.Name, ast.IfExp, ast.Constant)
+    return any(not isinstance(value, plain) for value in _assigned(name, forward))
+
+
+@_once_per_forward
+def moves_windows(cls: Any) -> bool:
+    """True if the forward of this class, a block, cuts its tokens into windows before the attention."""
+    forward = _function(cls)
+    calls = [ast.unparse(node) for node in ast.walk(forward) if isinstance(node, ast.Call)] if forward else []
+    called_for = [each.partition("(")[0] for each in calls]
+    cut = [each for each in calls if ".reshape(" in each or ".view(" in each]
+    return any("window" in each for each in (*called_for, *cut))
+
+
+@_once_per_forward
+def hands_keywords_on(cls: Any, child: str, index: int | None = None) -> bool | None:
+    """True if the forward of this class gives its `**kwargs` to `self.<child>`; None if it is not seen to call it.
+
+    Args:
+        cls: the class of the parent.
+        child: the name of a submodule, or of a list of modules.
+        index: which module of the list; None for a submodule.
+    """
+    forward = _function(cls)
+    if forward is None:
+        return None
+    names = {f"self.{child}"}
+    for node in [*ast.walk(forward), *ast.walk(forward)]:  # twice: a name may be bound before what it is bound to
+        if isinstance(node, (ast.For, ast.comprehension)) and any(name in ast.unparse(node.iter) for name in names):
+            names |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
+        elif isinstance(node, ast.Assign) and ast.unparse(node.value).split("[")[0] in names:
+            names |= {each.id for each in node.targets if isinstance(each, ast.Name)}
+    calls = [node for node in ast.walk(forward) if isinstance(node, ast.Call) and _calls_one(node, names, index)]
+    if not calls:
+        return None
+    kwargs = forward.args.kwarg
+    return kwargs is not None and any(
+        keyword.arg is None and _name(keyword.value) == kwargs.arg for call in calls for keyword in call.keywords
+    )
+
+
+def _calls_one(call: ast.Call, names: set[str], index: int | None) -> bool:
+    """True if a call is one of a module with one of these names, or of the list's module of this number."""
+    if isinstance(call.func, ast.Subscript) and ast.unparse(call.func.value) in names:
+        number = call.func.slice
+        return index is None or not isinstance(number, ast.Constant) or number.value == index
+    return ast.unparse(call.func) in names
+
+
+@_once_per_forward
 def cache_index(cls: Any) -> str | None:
     """The attribute that the forward gives to the cache's `update` as the number of its layer; None if it gives none.
 
@@ -105,6 +206,14 @@ def cache_index(cls: Any) -> str | None:
             if isinstance(index, ast.Attribute) and _name(index.value) == "self":
                 return index.attr
     return None
+
+
+@_once_per_forward
+def updates_cache(cls: Any) -> bool:
+    """True if the forward of this class gives keys and values to a cache."""
+    forward = _function(cls)
+    calls = [node for node in ast.walk(forward) if isinstance(node, ast.Call)] if forward is not None else []
+    return any(isinstance(each.func, ast.Attribute) and each.func.attr == "update" for each in calls)
 
 
 @_once_per_forward
@@ -209,13 +318,18 @@ def built_by_implementation(cls: Any) -> bool:
 
 
 @_once_per_forward
-def given_other_states(parent: Any, child: str, others: tuple[str, ...]) -> bool | None:
-    """True if the parent's forward calls `self.<child>` with the states of another sequence, in one of `others`.
+def given_other_states(parent: Any, child: str, core: Any, others: tuple[str, ...]) -> tuple[bool, bool] | None:
+    """Whether the parent's forward calls `self.<child>` with the states of another sequence.
 
-    None means that the forward never calls the child. A decoder layer can have two modules of one class: it calls the
-    first with its own states, and the second with the states of the encoder. This function tells them apart. For a
-    child without such a sibling the answer has no meaning, because a container may pass on an argument that is always
-    None.
+    Args:
+        parent: the class of the parent.
+        child: the name of the core in the parent.
+        core: the class of the core.
+        others: the arguments of the core that are the states of another sequence, see `other_states`.
+
+    Returns:
+        Whether such an argument is given; and whether what is given is surely there: an argument that the parent only
+        passes on may be None. None means that the forward never calls the child.
     """
     forward = _function(parent)
     if forward is None:
@@ -225,8 +339,18 @@ def given_other_states(parent: Any, child: str, others: tuple[str, ...]) -> bool
     ]
     if not calls:
         return None
-    own = forward.args.args[1].arg if len(forward.args.args) > 1 else None
-    return any(_given(keyword, others, own) for call in calls for keyword in call.keywords)
+    own = [each.arg for each in forward.args.args[1:]]
+    given = [value for call in calls for value in _states_given(call, core, others)]
+    given = [value for value in given if _name(value) is None or _name(value) != next(iter(own), None)]
+    return bool(given), any(_name(value) not in own for value in given)
+
+
+def _states_given(call: ast.Call, core: Any, others: tuple[str, ...]) -> Iterator[ast.AST]:
+    """What a call gives for the arguments `others` of a core, by position or by name, if that is not plainly None."""
+    named = [(keyword.arg, keyword.value) for keyword in call.keywords]
+    for name, value in [*zip(arguments(core), call.args, strict=False), *named]:
+        if name in others and not (isinstance(value, ast.Constant) and value.value is None):
+            yield value
 
 
 @_once_per_forward
@@ -250,12 +374,6 @@ def learned_input(cls: Any, child: str) -> str | None:
             if words[0] == "self" and len(words) > 1:
                 return words[1]
     return None
-
-
-def _given(keyword: ast.keyword, others: tuple[str, ...], own: str | None) -> bool:
-    """True if this argument passes the states of another sequence, and not `own`, the states of the parent itself."""
-    empty = isinstance(keyword.value, ast.Constant) and keyword.value.value is None
-    return keyword.arg in others and not empty and _name(keyword.value) != own
 
 
 @_once_per_forward
@@ -300,7 +418,9 @@ def _described(call: ast.Call, forward: ast.FunctionDef) -> InterfaceCall:
     parameters = {argument.arg for argument in forward.args.args}
     uses = [node for node in ast.walk(forward) if _name(node) == given]
     mask = given if given in parameters and len(uses) == 1 else None
-    return InterfaceCall(keywords=keywords, passes_on=passes_on, mask=mask)
+    return InterfaceCall(
+        keywords=keywords, passes_on=passes_on, mask=mask, given_mask=None if given == "None" else given
+    )
 
 
 def _name(node: ast.AST | None) -> str | None:

@@ -161,7 +161,7 @@ class ModernHopfield(Variant):
                 "model.forward(...), call model(...). If it calls model(...), this architecture does not pass keyword "
                 "arguments on to its attention layers: use another variant, or modern_hopfield with alpha_prime=0."
             )
-        if call.order == 0:
+        if call.first:
             return None
         if call.order - 1 not in call.carried.scores:
             raise ValueError(

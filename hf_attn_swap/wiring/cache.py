@@ -124,7 +124,7 @@ class Sums:
 class LinearState(CacheLayerMixin):
     """The cache of one layer: the sums over all tokens, the sums over the tokens before the tail, and the tail.
 
-    `keys` and `values` of the base class stay None, because the state holds no tensor as long as the context.
+    `keys` and `values` of the base class hold no tokens, because the state holds no tensor as long as the context.
     """
 
     is_compileable = False
@@ -208,6 +208,8 @@ class LinearState(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        # Like an ordinary layer that was initialised and holds no tokens: some models look at the size of the keys.
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self._given = None if self.length else (key_states, value_states)
         return key_states, value_states
 

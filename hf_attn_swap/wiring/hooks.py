@@ -8,6 +8,7 @@ Axes: B batch, Q query, L token, E model width.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -193,13 +194,15 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
             )
     carried: Carried | None = kwargs.get(CARRIED)
     residual, checkpointed = kwargs.get(LAYER, (None, False))
-    layer = None if cache is None else _layer_in_cache(core, wiring)
+    layer = None if cache is None else _layer_in_cache(core, wiring, cache)
+    order = swap.place_in(carried)
     call = Call(
         x=wiring.states.of(args, kwargs),
-        start=None if layer is None else _cache_length(cache, layer),
+        start=None if cache is None else _cache_length(cache, layer),
         state=None if layer is None else _linear_state(core, swap, cache, layer, carried),
         carried=carried,
-        order=swap.place_in(carried),
+        order=order,
+        first=swap.is_first(order),
         last=wiring.last,
         uniform=wiring.uniform,
         residual=residual,
@@ -239,12 +242,20 @@ def _cache(args: Any, kwargs: dict[str, Any]) -> Any:
     return None
 
 
-def _layer_in_cache(core: nn.Module, wiring: Wiring) -> int:
-    """The number of this module's layer in a cache.
+def _layer_in_cache(core: nn.Module, wiring: Wiring, cache: Any) -> int | None:
+    """The number of this module's layer in a cache; None if the module works it out in each call.
 
     Raises:
-        ValueError: this architecture reads no cache.
+        ValueError: this architecture reads no cache, or the cache has places for later tokens and the number of the
+            layer is not known.
     """
+    if wiring.cache_index is None and wiring.caches:
+        if getattr(cache, "is_compileable", False):
+            raise ValueError(
+                f"{type(core).__name__} works out in each call where its keys are in the cache, so a static cache "
+                "cannot be read; use a DynamicCache."
+            )
+        return None
     if wiring.cache_index is None:
         raise ValueError(
             f"{type(core).__name__} reads no cache, so keys and values before the text (a cache, or PEFT's prefix "
@@ -254,11 +265,14 @@ def _layer_in_cache(core: nn.Module, wiring: Wiring) -> int:
     return layer
 
 
-def _cache_length(cache: Any, layer: int) -> int | Tensor:
+def _cache_length(cache: Any, layer: int | None) -> int | Tensor:
     """The number of tokens that this layer of a cache holds before this call.
 
+    Without the number of the layer, the current tokens are the last ones, after any number of others.
     A static cache counts in a tensor, and its update changes this tensor in place, so the tensor is copied here.
     """
+    if layer is None:
+        return sys.maxsize
     length: int | Tensor = cache.get_seq_length(layer)
     return length.clone() if isinstance(length, Tensor) else length
 

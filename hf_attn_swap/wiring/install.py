@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from ..families import sites, stock_class
 from ..families.source import arguments, handed_on, returns_tuple
 from . import hooks, preconditions, seam
 from .blocks import BLOCKS, Facts, swapped_class
-from .plan import Placed, plan, swaps_in
+from .plan import Placed, encoder_of, plan, swaps_in, takes_keywords
 
 ATTRIBUTE = "attn_swap_installation"
 CONFIGS = "attn_swap_configs"  # an attribute of each module with a config: the config from before patching, and ours
@@ -251,11 +250,11 @@ class Installation:
         for layer in layers.values():
             self._pre(layer, hooks.before_layer)
         for stack in {id(each.stack): each.stack for each in placed}.values():
-            if _takes_keywords(stack):
+            if takes_keywords(stack):
                 self._pre(stack, hooks.before_stack)
                 self.record.handles.append(stack.register_forward_hook(hooks.after_stack, with_kwargs=True))
-            encoder = _encoder(stack, [each.site.container for each in placed if each.stack is stack])
-            if encoder is not None:
+            encoder = encoder_of(stack, [each.site.container for each in placed if each.stack is stack])
+            if encoder is not None and takes_keywords(encoder):
                 self._pre(encoder, hooks.before_encoder)
                 self.record.handles.append(encoder.register_forward_hook(hooks.after_encoder, with_kwargs=True))
         self._name(placed)
@@ -383,18 +382,3 @@ def _forget(root: PreTrainedModel) -> None:
         root.set_attn_implementation("sdpa")
     except ValueError:  # an architecture without SDPA
         root.set_attn_implementation("eager")
-
-
-def _encoder(stack: nn.Module, containers: list[nn.Module]) -> nn.Module | None:
-    """The child of a stack that calls all of these modules and passes on keyword arguments; None if there is none."""
-    for child in stack.children():
-        inside = {id(module) for module in child.modules()}
-        if not isinstance(child, nn.ModuleList) and all(id(each) in inside for each in containers):
-            return child if _takes_keywords(child) else None
-    return None
-
-
-def _takes_keywords(module: nn.Module) -> bool:
-    """True if the forward of a module takes any keyword argument."""
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

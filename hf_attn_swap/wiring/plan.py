@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,14 +39,14 @@ class Placed:
 
 def plan(root: PreTrainedModel, found: list[Site]) -> list[Placed]:
     """The place of every attention module in `found`, in the order of `found`."""
-    stacks = _stacks(root, found)
+    stacks = stacks_of(root, found)
     swaps = [tuple(swaps_in(getattr(site.core, "attn_swap", None))) for site in found]
-    orders, lasts = _orders(found, stacks, swaps)
+    orders, firsts, lasts = _orders(found, stacks, swaps)
     placed = []
     for index, (site, stack, own) in enumerate(zip(found, stacks, swaps, strict=True)):
         wiring, layer = None, None
         if own:
-            wiring = _wiring(site, own[0], orders.get(index, 0), last=index in lasts)
+            wiring = _wiring(site, own[0], orders.get(index, 0), first=index in firsts, last=index in lasts)
             if any(each.carries or each.wants_residual for each in own):
                 layer = layer_of(root, site.path)
         placed.append(Placed(site=site, stack=stack, layer=layer, swaps=own, wiring=wiring))
@@ -69,25 +70,35 @@ def layer_of(root: nn.Module, path: str) -> nn.Module:
 
 def _orders(
     found: list[Site], stacks: list[PreTrainedModel], swaps: list[tuple[Swap, ...]]
-) -> tuple[dict[int, int | None], set[int]]:
+) -> tuple[dict[int, int | None], set[int], set[int]]:
     """The order of the layers that carry scores.
+
+    Scores are carried within one list of layers: another list of the same stack starts anew.
 
     Returns:
         By the index of the site, the layer's number among the layers of its stack that carry scores (None for a module
-        that serves several layers); and the indices of the last such layer of each stack.
+        that serves several layers); and the indices of the first and of the last such layer of each list.
     """
     orders: dict[int, int | None] = {}
-    members: dict[int, list[int]] = {}
+    counts: dict[int, int] = {}
+    members: dict[tuple[int, str], list[int]] = {}
     for index, (site, stack, own) in enumerate(zip(found, stacks, swaps, strict=True)):
         if any(each.carries for each in own):
-            group = members.setdefault(id(stack), [])
-            orders[index] = None if site.family.shared else len(group)
-            group.append(index)
-    lasts = {group[-1] for group in members.values() if orders[group[-1]] is not None}
-    return orders, lasts
+            number = counts.get(id(stack), 0)
+            orders[index] = None if site.family.shared else number
+            counts[id(stack)] = number + 1
+            members.setdefault((id(stack), group_of(site.path)), []).append(index)
+    alone = [group for group in members.values() if orders[group[-1]] is not None]
+    return orders, {group[0] for group in alone}, {group[-1] for group in alone}
 
 
-def _wiring(site: Site, swap: Swap, order: int | None, *, last: bool) -> Wiring:
+def group_of(path: str) -> str:
+    """The list of layers that a module lies in: what stands before the first number in its path."""
+    parts = path.split(".")
+    return ".".join(parts[: next((place for place, part in enumerate(parts) if part.isdigit()), 0)])
+
+
+def _wiring(site: Site, swap: Swap, order: int | None, *, first: bool, last: bool) -> Wiring:
     """The facts that a swap needs about its place."""
     names = arguments(stock_class(site.container))
     kinds = getattr(site.core.config, "layer_types", None) or ()
@@ -98,18 +109,20 @@ def _wiring(site: Site, swap: Swap, order: int | None, *, last: bool) -> Wiring:
     return Wiring(
         path=site.path,
         order=order,
+        first=first,
         last=last,
         uniform=len(set(kinds)) <= 1,
         states=argument(site.states),
         others=tuple(argument(name) for name in site.others),
         mask=None if site.mask is None else argument(site.mask),
         cache_index=site.cache_index,
+        caches=site.caches,
         dropout_path=site.family.dropout if site.family.block == "core" else None,
         folded_path=site.family.output if swap.keeps_projection else site.family.value,
     )
 
 
-def _stacks(root: PreTrainedModel, found: list[Site]) -> list[PreTrainedModel]:
+def stacks_of(root: PreTrainedModel, found: list[Site]) -> list[PreTrainedModel]:
     """For each site, the nearest transformers model around it."""
     models = {name: module for name, module in root.named_modules() if isinstance(module, PreTrainedModel)}
     return [_nearest(models, site.path, root) for site in found]
@@ -123,3 +136,18 @@ def _nearest(models: dict[str, PreTrainedModel], path: str, root: PreTrainedMode
         if model is not None:
             return model
     return root
+
+
+def encoder_of(stack: nn.Module, containers: list[nn.Module]) -> nn.Module | None:
+    """The child of a stack that calls all of these modules; None if there is none."""
+    for child in stack.children():
+        inside = {id(module) for module in child.modules()}
+        if not isinstance(child, nn.ModuleList) and all(id(each) in inside for each in containers):
+            return child
+    return None
+
+
+def takes_keywords(module: nn.Module) -> bool:
+    """True if the forward of a module takes any keyword argument."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

@@ -226,7 +226,13 @@ def _check_sizes(module: nn.Module, swap: Swap, query: Tensor, key: Tensor, valu
         ValueError: the sizes differ.
     """
     sizes = swap.geometry
-    if query.shape[1] != sizes.heads or value.shape[3] != sizes.head_dim or sizes.heads % key.shape[1]:
+    keys = key.shape[1]
+    if (
+        query.shape[1] != sizes.heads
+        or value.shape[3] != sizes.head_dim
+        or sizes.heads % keys
+        or value.shape[1] != keys
+    ):
         split = query.shape[1] < sizes.heads and value.shape[3] == sizes.head_dim
         reason = (
             "if the model was split by tensor parallelism, each process computes a part of the heads, and a swap needs "
@@ -234,7 +240,7 @@ def _check_sizes(module: nn.Module, swap: Swap, query: Tensor, key: Tensor, valu
         )
         raise ValueError(
             f"{type(module).__name__} was patched as {sizes.heads} heads of {sizes.head_dim}, but computes "
-            f"{query.shape[1]} of {value.shape[3]} (keys: {key.shape[1]} heads); "
+            f"{query.shape[1]} of {value.shape[3]} (keys: {keys} heads, values: {value.shape[1]}); "
             f"{reason if split else 'this architecture cannot be swapped'}."
         )
 

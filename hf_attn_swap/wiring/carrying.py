@@ -1,0 +1,85 @@
+"""Refuses, when a model is patched, layers that could not carry scores from one to the next.
+
+Scores are carried within one list of layers of one stack. They need an object that the stack gives to its layers by
+keyword arguments, layers with as many heads, and tokens that keep their places. Each of these is read from the source
+of the modules between the stack and its layers, so that nothing is found out in the middle of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..core.swap import Swap
+from ..families import Site, stock_class
+from ..families.source import hands_keywords_on, moves_windows
+from .plan import encoder_of, group_of, layer_of, stacks_of, takes_keywords
+
+
+def check(root: Any, usable: list[Site], swaps: Mapping[int, Swap]) -> None:
+    """Check the layers that get these swaps, by the number of the layer.
+
+    Raises:
+        ValueError: scores cannot be carried between these layers.
+    """
+    chosen = {index: swap for index, swap in swaps.items() if swap.carries}
+    groups: dict[str, list[int]] = {}
+    for index in chosen:
+        groups.setdefault(group_of(usable[index].path), []).append(index)
+    stacks = dict(zip(chosen, stacks_of(root, [usable[index] for index in chosen]), strict=True))
+    paths = {id(module): path for path, module in root.named_modules()}
+    for members in groups.values():
+        if len(members) == 1 and not usable[members[0]].family.shared:
+            continue  # a single layer takes scores from no other
+        heads = sorted({chosen[index].geometry.heads for index in members})
+        for index in members:
+            site, names = usable[index], "+".join(chosen[index].names)
+            if len(heads) > 1:
+                raise ValueError(
+                    f"{site.path}: {names} carries scores between layers with as many heads, and these have {heads}; "
+                    "choose layers that agree (layers= or modules=)."
+                )
+            reason = _obstacle(root, site, stacks[index], paths, [usable[each] for each in members])
+            if reason is not None:
+                raise ValueError(
+                    f"{site.path}: {names} carries scores across layers, but {reason}; use another variant, or "
+                    "modern_hopfield with alpha_prime=0."
+                )
+
+
+def _obstacle(root: Any, site: Site, stack: nn.Module, paths: dict[int, str], members: list[Site]) -> str | None:
+    """Why a layer cannot take scores from the layer below, or None."""
+    block = layer_of(root, site.path)
+    cls = stock_class(block)
+    if moves_windows(cls):
+        return f"{cls.__name__} cuts its tokens into windows, so that places of one layer are not places of the next"
+    if not takes_keywords(block):
+        return f"{cls.__name__} takes no keyword arguments, by which they arrive"
+    encoder = encoder_of(stack, [each.container for each in members])
+    start = encoder if encoder is not None and takes_keywords(encoder) else stack
+    for parent, child, index in _hops(start, paths[id(start)], site.path):
+        if hands_keywords_on(stock_class(parent), child, index) is False:
+            return (
+                f"{stock_class(parent).__name__} does not give its keyword arguments to {child}, so that nothing could "
+                "carry them there"
+            )
+    return None
+
+
+def _hops(start: nn.Module, path: str, core: str) -> Iterator[tuple[nn.Module, str, int | None]]:
+    """Each module between `start` and the core, with the name of its child on the way.
+
+    For a child in a list, also the number in the list.
+    """
+    parts = core[len(path) + 1 if path else 0 :].split(".")
+    here = start
+    while parts:
+        child = parts.pop(0)
+        module, index = here.get_submodule(child), None
+        if isinstance(module, nn.ModuleList) and parts:
+            index = int(parts.pop(0))
+            module = module[index]
+        yield here, child, index
+        here = module
