@@ -16,7 +16,7 @@ from .wiring.install import installation_of, model_root
 
 NOTHING = (
     "no attention module goes through transformers' attention interface, so nothing can be swapped (BLOOM, Falcon and "
-    "GPT-J, for example, compute attention in their own code)"
+    "MPT, for example, compute attention in their own code)"
 )
 HEADER = ("layer", "module", "attention", "strength", "options", "parameters", "runs")
 

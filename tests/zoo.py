@@ -70,7 +70,7 @@ _T5 = dict(vocab_size=VOCABULARY, d_model=HIDDEN, d_kv=8, d_ff=48, num_layers=LA
 _T5 |= dict(decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
 _MODERN = dict(**ENCODER, **TOKENS, local_attention=8, cls_token_id=0, sep_token_id=1)
 _SMALL = dict(vocab_size=VOCABULARY, hidden_size=HIDDEN)
-_GPTJ = dict(vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=2, n_head=HEADS, rotary_dim=4, n_positions=64, **TOKENS)
+_MPT = dict(vocab_size=VOCABULARY, d_model=HIDDEN, n_layers=2, n_heads=HEADS, max_seq_len=64)
 _NEOX_LIKE = dict(**ENCODER, **TOKENS)
 
 SPECS: dict[str, Spec] = {
@@ -106,7 +106,7 @@ SPECS: dict[str, Spec] = {
     "falcon": Spec(
         "FalconConfig", _SMALL | dict(num_hidden_layers=2, num_attention_heads=HEADS), {"base": "FalconModel"}, "causal"
     ),
-    "gptj": Spec("GPTJConfig", _GPTJ, {"base": "GPTJModel"}, "causal"),
+    "mpt": Spec("MptConfig", _MPT, {"base": "MptModel"}, "causal"),
 }
 FAMILIES = tuple(sorted(family.name for family in _REGISTERED.values()))
 GENERIC = (
@@ -124,7 +124,7 @@ GENERIC = (
     "whisper",
     "clip_vision",
 )
-UNSWAPPABLE = ("bloom", "falcon", "gptj")
+UNSWAPPABLE = ("bloom", "falcon", "mpt")
 CAUSAL = tuple(name for name, spec in SPECS.items() if spec.kind == "causal")
 DEFAULT_HEAD = ("lm", "classification", "base")
 
