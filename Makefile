@@ -4,18 +4,23 @@ SHELL := /bin/sh
 .SHELLFLAGS := -ec
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint docs test test-all test-matrix bench bench-gpu bench-compare clean
-.PHONY: test-oldest test-newest cross-load wheel
+.PHONY: help setup demo lint docs test test-all test-matrix bench bench-gpu bench-compare clean constraints
+.PHONY: cross-load wheel always
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH := torch==2.13.0
+# The environments of the matrix: oldest and middle have these two; newest has what pip installs today, pre the same with
+# pre-releases, and main the main branch of transformers. 5.23 is the last version that calls a cache past_key_values.
+VERSIONS := oldest middle newest pre main
 OLDEST := transformers==5.10.1
-NEWEST := transformers>=5.10,<6
+MIDDLE := transformers==5.23.0
+MAIN := transformers @ git+https://github.com/huggingface/transformers
 # Tests run in two processes with one thread each: fastest on two cores, and no process starves another.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
-SHARED_PINS = grep -vE '^(transformers|huggingface-hub|tokenizers|typer|peft|accelerate)==' constraints.txt
+# What moves with transformers; every other package is the one of constraints.txt in all environments.
+MOVING := transformers huggingface-hub tokenizers safetensors typer peft accelerate datasets evaluate
 
 define new_venv
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed; set PYTHON=")'
@@ -27,7 +32,9 @@ endef
 help:
 	@echo "make demo         convert a pretrained BERT, fine-tuned on real text, to three attentions and compare them (minutes)"
 	@echo "make test         the fast tests                 make test-all     also the slow ones"
-	@echo "make lint         ruff and mypy --strict        make test-matrix  oldest and newest transformers"
+	@echo "make lint         ruff and mypy --strict        make test-matrix  oldest, middle and newest transformers"
+	@echo "make test-newest  with what pip installs today; also test-oldest, test-middle, test-pre and test-main"
+	@echo "make constraints  the newest versions into constraints.txt"
 	@echo "make wheel        build the package, and try the wheel in an environment of its own"
 	@echo "make bench        speed and memory against stock attention, kept in benchmarks/history/"
 	@echo "make bench-compare REF=<commit>   how much faster or slower this tree is than that commit"
@@ -41,6 +48,17 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call new_venv,$(VENV))
 	$(VENV)/bin/python -m pip install --quiet -e ".[all]" -c constraints.txt
 	touch $@
+
+# One resolution of all extras for Python 3.10 and later; the head of the file says how it is used. uv keeps no version of
+# the old file. Torch and its accelerator packages are left out, and markers are written as pip's users know them.
+constraints:
+	$(PYTHON) -m venv .venv-uv
+	.venv-uv/bin/python -m pip install --quiet --upgrade uv
+	echo "$(TORCH)" | .venv-uv/bin/uv pip compile pyproject.toml - --extra all --universal --python-version 3.10 \
+		--no-annotate --no-header --quiet --upgrade --output-file .venv-uv/all.txt
+	{ grep '^#' constraints.txt; grep -vE '^(torch|triton|cuda-[a-z]+|nvidia-[a-z0-9-]+)==' .venv-uv/all.txt; } \
+		| sed -E "s/python_full_version (<|>=|==) '(3\.[0-9]+)(\.\*)?'/python_version \1 '\2'/" > .venv-uv/constraints.txt
+	mv .venv-uv/constraints.txt constraints.txt
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/hf-attn-swap demo $(DEMO_ARGS)
@@ -57,31 +75,51 @@ test-all: $(VENV)/.installed
 	$(PYTEST) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(PYTEST_ARGS)
 	$(PYTEST) $(VENV)/bin/python -m pytest -m slow $(PYTEST_ARGS)
 
-.venv-oldest/.installed: pyproject.toml constraints.txt
-	$(call new_venv,.venv-oldest)
-	$(SHARED_PINS) > .venv-oldest/constraints.txt
-	.venv-oldest/bin/python -m pip install --quiet -e ".[test]" "$(OLDEST)" -c .venv-oldest/constraints.txt
+PINS = .venv-$*/constraints.txt
+define pins
+	{ echo "$(TORCH)"; grep -vE "^($$(echo $(MOVING) | tr ' ' '|'))==" constraints.txt; } > $(PINS)
+endef
+
+.venv-oldest/.installed .venv-middle/.installed: .venv-%/.installed: pyproject.toml constraints.txt
+	$(call new_venv,.venv-$*)
+	$(pins)
+	.venv-$*/bin/python -m pip install --quiet -e ".[test]" "$(if $(filter oldest,$*),$(OLDEST),$(MIDDLE))" -c $(PINS)
 	touch $@
 
-.venv-newest/.installed: pyproject.toml constraints.txt
-	$(call new_venv,.venv-newest)
-	$(SHARED_PINS) > .venv-newest/constraints.txt
-	.venv-newest/bin/python -m pip install --quiet --upgrade -e ".[test]" "$(NEWEST)" -c .venv-newest/constraints.txt
+# These three are brought up to date whenever they are used.
+.venv-newest/.installed: .venv-%/.installed: always
+	$(call new_venv,.venv-$*)
+	$(pins)
+	.venv-$*/bin/python -m pip install --quiet --upgrade -e ".[test]" $(MOVING) -c $(PINS)
 	touch $@
 
-test-oldest test-newest: test-%: .venv-%/.installed
+# In two steps: the second one may go beyond the versions that pyproject.toml allows.
+.venv-pre/.installed .venv-main/.installed: .venv-%/.installed: always
+	$(call new_venv,.venv-$*)
+	$(pins)
+	.venv-$*/bin/python -m pip install --quiet -e ".[test]" -c $(PINS)
+	.venv-$*/bin/python -m pip install --quiet --upgrade $(if $(filter pre,$*),--pre $(MOVING),"$(MAIN)") -c $(PINS)
+	touch $@
+
+$(VERSIONS:%=setup-%): setup-%: .venv-%/.installed
 	.venv-$*/bin/python -c 'import torch, transformers as t; print(f"transformers {t.__version__}, torch {torch.__version__}")'
+
+$(VERSIONS:%=test-%): test-%: setup-%
 	$(PYTEST) .venv-$*/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(PYTEST_ARGS)
 
-# Each of the two loads the checkpoints that the other one saves.
-cross-load: .venv-oldest/.installed .venv-newest/.installed
+# Each of them loads the checkpoints that the others save.
+CROSS ?= oldest middle newest
+cross-load: $(CROSS:%=.venv-%/.installed)
 	work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
-	.venv-oldest/bin/python tests/matrix/cross_load.py save "$$work/oldest"; \
-	.venv-newest/bin/python tests/matrix/cross_load.py load "$$work/oldest"; \
-	.venv-newest/bin/python tests/matrix/cross_load.py save "$$work/newest"; \
-	.venv-oldest/bin/python tests/matrix/cross_load.py load "$$work/newest"
+	for from in $(CROSS); do \
+		.venv-$$from/bin/python tests/matrix/cross_load.py save "$$work/$$from"; \
+		for to in $(CROSS); do \
+			if [ $$from != $$to ]; then .venv-$$to/bin/python tests/matrix/cross_load.py load "$$work/$$from"; fi; \
+		done; \
+		rm -rf "$$work/$$from"; \
+	done
 
-test-matrix: test-oldest test-newest cross-load
+test-matrix: test-oldest test-middle test-newest cross-load
 
 # `build` makes the wheel from the source distribution; a wheel made from this folder has to be the same, byte for byte,
 # and to hold every file of the package. The environment that tries it has no extras and no pinned versions.
@@ -115,4 +153,4 @@ bench-gpu: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/bench_gpu.py $(BENCH_ARGS)
 
 clean:
-	rm -rf dist site .venv .venv-build .venv-wheel .venv-oldest .venv-newest .mypy_cache .ruff_cache .pytest_cache
+	rm -rf dist site .venv .venv-build .venv-wheel .venv-uv $(VERSIONS:%=.venv-%) .mypy_cache .ruff_cache .pytest_cache

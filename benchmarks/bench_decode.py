@@ -25,6 +25,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from hf_attn_swap import patch_model
+from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.core.table import markdown
 from hf_attn_swap.core.typed import parse_layers
 
@@ -61,8 +62,9 @@ def load(name: str, options: Options) -> Any:
 
 def seconds(model: Any, ids: Tensor, cache: Any) -> float:
     """Seconds of one pass that extends the cache."""
+    words = with_cache(model, cache)
     start = time.perf_counter()
-    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids=ids, **words, use_cache=True, logits_to_keep=1)
     if ids.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - start
@@ -100,8 +102,8 @@ def main() -> None:
             size = min(CHUNK, context - read)
             ids = torch.randint(0, vocabulary, (options.batch, size), device=options.device)
             for name, model in models.items():
-                out = model(input_ids=ids, past_key_values=caches[name], use_cache=True, logits_to_keep=1)
-                caches[name] = out.past_key_values
+                out = model(input_ids=ids, **with_cache(model, caches[name]), use_cache=True, logits_to_keep=1)
+                caches[name] = cache_of(out)
             read += size
         sizes = {name: megabytes(cache) for name, cache in caches.items()}
         times: dict[str, list[float]] = {name: [] for name in NAMES}

@@ -24,6 +24,7 @@ from bench_figures import write
 from torch import Tensor
 
 from hf_attn_swap import describe, patch_model
+from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.core.table import markdown
 
 TWICE = 2.0
@@ -101,8 +102,8 @@ def decoded(model: Any, given: dict[str, Any], heads: Tensor, readable: bool) ->
     mask, cache, start = given.get("attention_mask"), None, 0
     for stop in range(tokens - DECODED, tokens + 1):
         words = {} if mask is None else {"attention_mask": mask[:, :stop]}
-        out = model(given["input_ids"][:, start:stop], past_key_values=cache, use_cache=True, **words)
-        cache, start = out.past_key_values, stop
+        out = model(given["input_ids"][:, start:stop], **with_cache(model, cache), use_cache=True, **words)
+        cache, start = cache_of(out), stop
         found.append(out.last_hidden_state[:, -1:].double())
     return torch.cat(found[1:], 1)
 

@@ -16,6 +16,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from hf_attn_swap.caches import cache_of, with_cache
+
 CAUSAL = ("gpt2", "llama")
 MODELS = ("bert", *CAUSAL, "vit")
 KINDS = {"forward": "forward", "train": "training step", "prefill": "prefill", "decode": "decode"}
@@ -76,7 +78,7 @@ def little(model: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
 @torch.no_grad()
 def filled(model: Any, given: Mapping[str, Any]) -> Any:
     """The model's cache after these inputs."""
-    return model(**given, use_cache=True).past_key_values
+    return cache_of(model(**given, use_cache=True))
 
 
 def seconds(model: Any, given: Mapping[str, Any], kind: str, cache: Any = None) -> float:
@@ -84,7 +86,7 @@ def seconds(model: Any, given: Mapping[str, Any], kind: str, cache: Any = None) 
     model.zero_grad()
     words: dict[str, Any] = dict(given)
     if kind == "decode":
-        words = {"input_ids": given["input_ids"][:, -1:], "past_key_values": copy.deepcopy(cache)}
+        words = {"input_ids": given["input_ids"][:, -1:], **with_cache(model, copy.deepcopy(cache))}
     if kind in ("prefill", "decode"):
         words["use_cache"] = True
     cuda = next(iter(given.values())).is_cuda

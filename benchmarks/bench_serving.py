@@ -24,6 +24,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_attn_swap import patch_model
+from hf_attn_swap.caches import with_cache
 from hf_attn_swap.core.table import markdown
 
 KIND = "generate"
@@ -77,7 +78,7 @@ def read(model: Any, ids: Tensor, batch: int) -> DynamicCache:
     """Read one text in pieces, all but its last token, and copy its cache for every text of the batch."""
     cache = DynamicCache(config=model.config)
     for piece in tqdm(ids[:, :-1].split(CHUNK, dim=1), desc="reading", unit="piece"):
-        model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=piece, **with_cache(model, cache), use_cache=True, logits_to_keep=1)
     cache.batch_repeat_interleave(batch)
     return cache
 
@@ -99,11 +100,12 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in NAMES}
     for turn in tqdm(range(-1, options.rounds), desc="generating", unit="round"):
         for name in random.sample(NAMES, len(NAMES)):
+            cache = with_cache(models[name], caches[name])
             start = time.perf_counter()
             texts[name] = models[name].generate(
                 texts[name],
                 attention_mask=torch.ones_like(texts[name]),
-                past_key_values=caches[name],
+                **cache,
                 max_new_tokens=options.tokens,
                 do_sample=False,
                 pad_token_id=0,

@@ -15,8 +15,8 @@ from .wiring.home import home
 from .wiring.install import installation_of, model_root
 
 NOTHING = (
-    "no attention module goes through transformers' attention interface, so nothing can be swapped (BLOOM and "
-    "Falcon, for example, compute attention in their own code)"
+    "no attention module goes through transformers' attention interface, so nothing can be swapped (BLOOM, Falcon and "
+    "MPT, for example, compute attention in their own code)"
 )
 HEADER = ("layer", "module", "attention", "strength", "options", "parameters", "runs")
 

@@ -19,6 +19,8 @@ from datasets import Dataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_attn_swap.caches import cache_of, with_cache
+
 
 @torch.no_grad()
 def sample(model: PreTrainedModel, rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -26,8 +28,8 @@ def sample(model: PreTrainedModel, rows: int, length: int, generator: torch.Gene
     token = torch.full((rows, 1), model.config.bos_token_id)
     found, cache = [token], None
     for _ in range(length - 1):
-        out = model(input_ids=token, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(input_ids=token, **with_cache(model, cache), use_cache=True)
+        cache = cache_of(out)
         token = torch.multinomial(out.logits[:, -1].float().softmax(-1), 1, generator=generator)
         found.append(token)
     return torch.cat(found, 1)

@@ -70,6 +70,7 @@ _T5 = dict(vocab_size=VOCABULARY, d_model=HIDDEN, d_kv=8, d_ff=48, num_layers=LA
 _T5 |= dict(decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
 _MODERN = dict(**ENCODER, **TOKENS, local_attention=8, cls_token_id=0, sep_token_id=1)
 _SMALL = dict(vocab_size=VOCABULARY, hidden_size=HIDDEN)
+_MPT = dict(vocab_size=VOCABULARY, d_model=HIDDEN, n_layers=2, n_heads=HEADS, max_seq_len=64)
 _NEOX_LIKE = dict(**ENCODER, **TOKENS)
 
 SPECS: dict[str, Spec] = {
@@ -105,6 +106,7 @@ SPECS: dict[str, Spec] = {
     "falcon": Spec(
         "FalconConfig", _SMALL | dict(num_hidden_layers=2, num_attention_heads=HEADS), {"base": "FalconModel"}, "causal"
     ),
+    "mpt": Spec("MptConfig", _MPT, {"base": "MptModel"}, "causal"),
 }
 FAMILIES = tuple(sorted(family.name for family in _REGISTERED.values()))
 GENERIC = (
@@ -122,7 +124,7 @@ GENERIC = (
     "whisper",
     "clip_vision",
 )
-UNSWAPPABLE = ("bloom", "falcon")
+UNSWAPPABLE = ("bloom", "falcon", "mpt")
 CAUSAL = tuple(name for name, spec in SPECS.items() if spec.kind == "causal")
 DEFAULT_HEAD = ("lm", "classification", "base")
 

@@ -146,7 +146,7 @@ def _comparison(frozen: dict[str, Tensor], batch: dict[str, Any], losses: list[T
         if any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
             raise ValueError(
                 "attention transfer runs every swapped layer twice, so a cache would hold every token twice; leave "
-                "past_key_values out of the batches (and prefix tuning out of the adapters)."
+                "the cache out of the batches (and prefix tuning out of the adapters)."
             )
         training = [each for each in module.modules() if each.training]
         with torch.no_grad():

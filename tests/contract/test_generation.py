@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_attn_swap.caches import cache_of, with_cache
 from tests import zoo
 
 from .cells import COMPOSED, OPTIONS, WIDE, Cell, over, swap_in
@@ -90,9 +91,9 @@ def test_in_chunks(family: str, cell: Cell) -> None:
     with torch.no_grad():
         wanted = model(input_ids=ids).logits
         first = model(input_ids=ids[:, :2], use_cache=True)
-        cache = first.past_key_values
-        second = model(input_ids=ids[:, 2:5], past_key_values=cache, use_cache=True)
-        third = model(input_ids=ids[:, 5:], past_key_values=cache, use_cache=True)
+        cache = cache_of(first)
+        second = model(input_ids=ids[:, 2:5], **with_cache(model, cache), use_cache=True)
+        third = model(input_ids=ids[:, 5:], **with_cache(model, cache), use_cache=True)
     got = torch.cat([first.logits, second.logits, third.logits], 1)
     assert distance(got, wanted) <= TOLERANCE[torch.float64]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.wiring.cache import LinearState
 from tests import zoo
 
@@ -142,11 +143,11 @@ def test_a_copied_cache_goes_its_own_way(family: str) -> None:
     """Two continuations of one prefix, each cropped: neither moves the other."""
     model, prompt = causal(family, LINEAR[0]), repeating(family, LONG)
     ids = prompt["input_ids"]
-    first = model(input_ids=ids[:, :-6], use_cache=True).past_key_values
+    first = cache_of(model(input_ids=ids[:, :-6], use_cache=True))
     second = copy.deepcopy(first)
-    model(input_ids=ids[:, -6:-2], past_key_values=second)
+    model(input_ids=ids[:, -6:-2], **with_cache(model, second))
     second.crop(-4)
     wanted = model(input_ids=ids, use_cache=False).logits[:, -6:]
     for cache in (first, second):
-        got = model(input_ids=ids[:, -6:], past_key_values=cache).logits
+        got = model(input_ids=ids[:, -6:], **with_cache(model, cache)).logits
         assert float((got - wanted).abs().max()) <= 1e-12 * float(wanted.abs().max().clamp_min(1))

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
+from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.wiring.cache import CROPPED, LinearState
 from tests import zoo
 
@@ -41,7 +42,7 @@ def test_generate_takes_it_by_itself_and_it_does_not_grow(family: str, name: str
     sizes = []
     for new in (2, 7):
         out = model.generate(**prompt, max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
-        states = [state_of(out.past_key_values, layer) for layer in range(model.config.num_hidden_layers)]
+        states = [state_of(cache_of(out), layer) for layer in range(model.config.num_hidden_layers)]
         assert all(state.get_seq_length() == PROMPT + new - 1 for state in states)
         assert all(state.keys is None and state.values is None for state in states)
         sizes.append(sum(state.state_BGDD.numel() + state.seen_B.numel() for state in states))
@@ -57,7 +58,7 @@ def test_hybrids(family: str, name: str, padded: str | None, layers: list[int]) 
     assert_equal_generation(model, prompt_of(family, padded), {})
     with torch.no_grad():
         out = model(**prompt_of(family, padded), use_cache=True)
-    kinds = [isinstance(layer, LinearState) for layer in out.past_key_values.layers]
+    kinds = [isinstance(layer, LinearState) for layer in cache_of(out).layers]
     assert kinds == [index in layers for index in range(model.config.num_hidden_layers)]
 
 
@@ -87,28 +88,28 @@ def prefilled(model: Any, family: str, tokens: int = PROMPT, padded: str | None 
     prompt = zoo.inputs(family, batch=2, length=tokens + 1, padded=padded)
     mask = prompt.get("attention_mask", torch.ones_like(prompt["input_ids"]))
     out = model(input_ids=prompt["input_ids"][:, :-1], attention_mask=mask[:, :-1], use_cache=True)
-    return {"input_ids": prompt["input_ids"][:, -1:], "attention_mask": mask}, out.past_key_values
+    return {"input_ids": prompt["input_ids"][:, -1:], "attention_mask": mask}, cache_of(out)
 
 
 @torch.no_grad()
 def test_crop() -> None:
     model = model_of("llama")
     ids = zoo.inputs("llama", batch=2, length=9)["input_ids"]
-    cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
-    model(input_ids=ids[:, 4:7], past_key_values=cache)
+    cache = cache_of(model(input_ids=ids[:, :4], use_cache=True))
+    model(input_ids=ids[:, 4:7], **with_cache(model, cache))
     cache.crop(-2)
     assert cache.get_seq_length() == 5
-    got = model(input_ids=ids[:, 5:], past_key_values=cache).logits
+    got = model(input_ids=ids[:, 5:], **with_cache(model, cache)).logits
     assert distance(got, model(input_ids=ids).logits[:, 5:]) <= TOLERANCE[torch.float64]
     state_of(cache).crop(cache.get_seq_length())  # nothing to take back
-    longer = model(input_ids=ids.repeat(1, 16)[:, : 2 * CROPPED + 9], use_cache=True).past_key_values
+    longer = cache_of(model(input_ids=ids.repeat(1, 16)[:, : 2 * CROPPED + 9], use_cache=True))
     longer.crop(-CROPPED)
     assert longer.get_seq_length() == CROPPED + 9
     with pytest.raises(ValueError, match=f"cannot go back 1 tokens; only to {CROPPED} before"):
         longer.crop(-1)
     longer.crop(-longer.get_seq_length())  # to nothing: that is always known
     assert longer.get_seq_length() == 0
-    got = model(input_ids=ids, past_key_values=longer).logits
+    got = model(input_ids=ids, **with_cache(model, longer)).logits
     assert distance(got, model(input_ids=ids).logits) <= TOLERANCE[torch.float64]
 
 
@@ -261,7 +262,7 @@ def test_a_graph_of_gradients_keeps_its_sums() -> None:
 
     def read(cache: Any, **words: Any) -> torch.Tensor:
         mask = torch.ones(2, cache.get_seq_length() + 1, dtype=torch.long)
-        return model(**words, attention_mask=mask, past_key_values=cache).logits
+        return model(**words, attention_mask=mask, **with_cache(model, cache)).logits
 
     gradients = []
     for each, later in ((cache, 3), (other, 0)):
@@ -305,7 +306,7 @@ def test_autocast_does_not_round_the_state() -> None:
 def test_rows_are_selected_and_repeated() -> None:
     model = model_of("llama")
     last, cache = prefilled(model, "llama", padded="left")
-    wanted = model(**last, past_key_values=copy.deepcopy(cache)).logits
+    wanted = model(**last, **with_cache(model, copy.deepcopy(cache))).logits
     for change, rows in (
         (lambda chosen: chosen.batch_select_indices(torch.tensor([1])), [1]),
         (lambda chosen: chosen.batch_repeat_interleave(2), [0, 0, 1, 1]),
@@ -313,10 +314,10 @@ def test_rows_are_selected_and_repeated() -> None:
     ):
         chosen = copy.deepcopy(cache)
         change(chosen)
-        got = model(**{name: tensor[rows] for name, tensor in last.items()}, past_key_values=chosen).logits
+        got = model(**{name: tensor[rows] for name, tensor in last.items()}, **with_cache(model, chosen)).logits
         assert distance(got, wanted[rows]) <= TOLERANCE[torch.float64]
         chosen.crop(-1)
-        again = model(**{name: tensor[rows] for name, tensor in last.items()}, past_key_values=chosen).logits
+        again = model(**{name: tensor[rows] for name, tensor in last.items()}, **with_cache(model, chosen)).logits
         assert distance(again, wanted[rows]) <= TOLERANCE[torch.float64]
 
 
@@ -326,7 +327,7 @@ def test_reset_starts_anew() -> None:
     _, cache = prefilled(model, "llama")
     cache.reset()
     ids = zoo.inputs("llama", batch=1, length=5)["input_ids"]
-    got = model(input_ids=ids, past_key_values=cache).logits
+    got = model(input_ids=ids, **with_cache(model, cache)).logits
     assert distance(got, model(input_ids=ids, use_cache=False).logits) <= TOLERANCE[torch.float64]
 
 
@@ -334,10 +335,10 @@ def test_a_prefix_is_computed_once_and_continued_many_times() -> None:
     model = model_of("gpt2")
     prompt = prompt_of("gpt2")
     with torch.no_grad():
-        prefix = model(input_ids=prompt["input_ids"][:, :-1], use_cache=True).past_key_values
+        prefix = cache_of(model(input_ids=prompt["input_ids"][:, :-1], use_cache=True))
     wanted = generate(model, prompt, use_cache=False)
     for _ in range(2):
-        tokens, logits = generate(model, prompt, past_key_values=copy.deepcopy(prefix))
+        tokens, logits = generate(model, prompt, **with_cache(model, copy.deepcopy(prefix)))
         assert torch.equal(tokens, wanted[0])
         assert distance(logits, wanted[1]) <= TOLERANCE[torch.float64]
     assert tokens.shape[1] == PROMPT + NEW
@@ -352,7 +353,7 @@ def test_a_state_read_by_other_attention_is_refused(change: Any) -> None:
     last, cache = prefilled(model, "gpt2")
     change(model)
     with pytest.raises(ValueError, match="states of linear attention"):
-        model(**last, past_key_values=cache)
+        model(**last, **with_cache(model, cache))
 
 
 class CoreError(RuntimeError):
@@ -371,10 +372,10 @@ def test_an_error_before_the_cache_leaves_no_claim(family: str, change: Any, mon
     with monkeypatch.context() as broken:
         broken.setattr(LinearState, "update", fail)  # everything before the update has run, the update has not
         with pytest.raises(CoreError) as held:  # the error's frames keep modules alive, as in a notebook
-            model(**last, past_key_values=cache)
+            model(**last, **with_cache(model, cache))
     change(model)
     with pytest.raises(ValueError, match="states of linear attention"):
-        model(**last, past_key_values=cache)
+        model(**last, **with_cache(model, cache))
     assert held.value.__traceback__ is not None
 
 
@@ -387,7 +388,7 @@ def test_a_claim_ends_with_its_model() -> None:
     del model
     gc.collect()
     with pytest.raises(ValueError, match="states of linear attention"):
-        stock(**last, past_key_values=cache)
+        stock(**last, **with_cache(stock, cache))
 
 
 @torch.no_grad()
@@ -395,8 +396,8 @@ def test_a_claimed_cache_can_be_copied_and_pickled() -> None:
     model = model_of("llama")
     last, cache = prefilled(model, "llama")
     state_of(cache).claim(model.model.layers[0].self_attn)
-    wanted = model(**last, past_key_values=copy.deepcopy(cache)).logits
-    assert torch.equal(model(**last, past_key_values=pickle.loads(pickle.dumps(cache))).logits, wanted)
+    wanted = model(**last, **with_cache(model, copy.deepcopy(cache))).logits
+    assert torch.equal(model(**last, **with_cache(model, pickle.loads(pickle.dumps(cache)))).logits, wanted)
 
 
 @torch.no_grad()
@@ -405,30 +406,30 @@ def test_what_needs_single_keys() -> None:
     model = model_of("llama")
     ids = zoo.inputs("llama", batch=2, length=4)["input_ids"]
     square = torch.ones(4, 4, dtype=torch.bool).tril()[None, None].expand(2, 1, 4, 4)
-    assert not isinstance(model(ids, attention_mask=square, use_cache=True).past_key_values.layers[0], LinearState)
-    shown = model(ids, output_attentions=True, use_cache=True).past_key_values
+    assert not isinstance(cache_of(model(ids, attention_mask=square, use_cache=True)).layers[0], LinearState)
+    shown = cache_of(model(ids, output_attentions=True, use_cache=True))
     assert not isinstance(shown.layers[0], LinearState)
     last, cache = prefilled(model, "llama")
     for asked in ({"attention_mask": torch.ones(2, 1, 1, PROMPT + 1, dtype=torch.bool)}, {"output_attentions": True}):
         with pytest.raises(ValueError, match="no keys to show or to mask"):
-            model(**{**last, **asked}, past_key_values=copy.deepcopy(cache))
+            model(**{**last, **asked}, **with_cache(model, copy.deepcopy(cache)))
 
 
 @torch.no_grad()
 def test_only_causal_attention_has_a_state() -> None:
     model = model_of("gpt2")
     ids = zoo.inputs("gpt2", batch=2, length=4)["input_ids"]
-    assert isinstance(model(ids, use_cache=True).past_key_values.layers[0], LinearState)
+    assert isinstance(cache_of(model(ids, use_cache=True)).layers[0], LinearState)
     for block in model.transformer.h:
         block.attn.is_causal = False
-    assert not isinstance(model(ids, use_cache=True).past_key_values.layers[0], LinearState)
+    assert not isinstance(cache_of(model(ids, use_cache=True)).layers[0], LinearState)
 
 
 def test_gradients_keep_keys_and_values() -> None:
     """Training runs through the parallel form; a state would hold its graph for nothing."""
     model = model_of("llama")
     ids = zoo.inputs("llama", batch=1, length=4)["input_ids"]
-    cache = model(input_ids=ids, use_cache=True).past_key_values
+    cache = cache_of(model(input_ids=ids, use_cache=True))
     assert not any(isinstance(layer, LinearState) for layer in cache.layers)
 
 
@@ -437,7 +438,7 @@ def test_the_state_of_half_precision_is_held_in_fp32() -> None:
     model = patch_model(fresh("llama", torch.bfloat16), "simpletron_resl")
     last, cache = prefilled(model, "llama")
     assert state_of(cache).state_BGDD.dtype == torch.float32
-    assert model(**last, past_key_values=cache).logits.dtype == torch.bfloat16
+    assert model(**last, **with_cache(model, cache)).logits.dtype == torch.bfloat16
 
 
 @torch.no_grad()
@@ -446,6 +447,6 @@ def test_a_plain_dynamic_cache_keeps_its_layers() -> None:
     model = model_of("llama")
     ids = zoo.inputs("llama", batch=1, length=4)["input_ids"]
     cache = DynamicCache()
-    model(input_ids=ids[:, :-1], past_key_values=cache)
-    got = model(input_ids=ids[:, -1:], past_key_values=cache).logits
+    model(input_ids=ids[:, :-1], **with_cache(model, cache))
+    got = model(input_ids=ids[:, -1:], **with_cache(model, cache)).logits
     assert distance(got, model(input_ids=ids).logits[:, -1:]) <= TOLERANCE[torch.float64]

@@ -10,6 +10,7 @@ import torch
 import transformers as T
 
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
+from hf_attn_swap.caches import cache_of, with_cache
 
 from .cells import is_linear, swap_in
 from .harness import refused, swaps
@@ -133,7 +134,7 @@ def test_tokens_onto_a_cache_in_a_model_with_nested_configs(variant: str) -> Non
     with torch.no_grad():
         wanted = model(**batch).logits
         first = model(ids[:, :7], pixel_values=batch["pixel_values"], attention_mask=mask[:, :7], use_cache=True)
-        rest = model(ids[:, 7:], attention_mask=mask, past_key_values=first.past_key_values)
+        rest = model(ids[:, 7:], attention_mask=mask, **with_cache(model, cache_of(first)))
     torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), wanted, rtol=1e-10, atol=1e-10)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import QuantizedLayer
 
+from hf_attn_swap.caches import with_cache
+
 from .cells import WIDE, Cell, over
 from .harness import CAUSAL_FAMILIES
 from .test_generation import assert_equal_generation, model_of, prompt_of
@@ -48,7 +50,7 @@ def test_quantised(family: str, cell: Cell, padded: str | None) -> None:
     model = model_of(family, cell)
     before = Kept.calls
     cache = Cache(layers=[Kept(residual_length=3) for _ in range(model.config.num_hidden_layers)])
-    assert_equal_generation(model, prompt_of(family, padded), {"past_key_values": cache})
+    assert_equal_generation(model, prompt_of(family, padded), with_cache(model, cache))
     assert Kept.calls - before > 2 * model.config.num_hidden_layers  # of keys and values: more than the prompt's
 
 
@@ -56,7 +58,7 @@ def test_quantised(family: str, cell: Cell, padded: str | None) -> None:
 def test_offloaded(family: str, cell: Cell) -> None:
     model = model_of(family, cell)
     before = Away.moves
-    assert_equal_generation(model, prompt_of(family, "left"), {"past_key_values": Away(config=model.config)})
+    assert_equal_generation(model, prompt_of(family, "left"), with_cache(model, Away(config=model.config)))
     assert Away.moves > before
 
 

@@ -24,6 +24,7 @@ from .harness import batch_of, forward, fresh, refused, swaps
 OWN_ATTENTION = [
     transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2),
     transformers.FalconConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2),
+    transformers.MptConfig(vocab_size=32, d_model=16, n_layers=1, n_heads=2, max_seq_len=16),
 ]
 
 

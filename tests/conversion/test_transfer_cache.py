@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_attn_swap import patch_model
+from hf_attn_swap.caches import with_cache
 from tests.contract.harness import CAUSAL_FAMILIES, batch_of, fresh, perturb, refused
 
 from .test_transfer import SMOKES, loss_of, trainer_of
@@ -45,5 +46,6 @@ def test_the_teacher_sees_every_token_once(family: str, variant: str, gradients:
 @pytest.mark.parametrize("family", CAUSAL_FAMILIES)
 def test_a_cache_of_ones_own_is_refused(family: str, tmp_path: Path) -> None:
     trainer = trained(family, "belief", tmp_path, use_cache=True)
-    with refused("past_key_values", "twice"):
-        loss_of(trainer, {**batch_of(family), "past_key_values": DynamicCache(config=trainer.model.config)})
+    with refused("leave the cache out", "twice"):
+        cache = DynamicCache(config=trainer.model.config)
+        loss_of(trainer, {**batch_of(family), **with_cache(trainer.model, cache)})

@@ -40,13 +40,12 @@ def auto_class(model: nn.Module) -> str:
 
 
 def tensors(thing: Any) -> Iterator[Tensor]:
-    """Every tensor of a model's output, in order; caches left out."""
+    """Every tensor of a model's output, in order; a cache is neither of these, so it is left out."""
     if isinstance(thing, Tensor):
         yield thing
     elif isinstance(thing, dict):
-        for key, value in thing.items():
-            if key != "past_key_values":
-                yield from tensors(value)
+        for value in thing.values():
+            yield from tensors(value)
     elif isinstance(thing, (list, tuple)):
         for value in thing:
             yield from tensors(value)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_attn_swap import list_variants, patch_model, set_strength
+from hf_attn_swap.caches import cache_of
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
@@ -17,6 +18,8 @@ from tests.lifecycle.test_peft import adapted, fill, projections
 
 # PEFT 0.21 reads a property that transformers 5.23 has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+# PEFT 0.21 hands the prefix over by the name that the cache had before transformers 5.24
+GIVEN_BY_ITS_OLD_NAME = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 PREFIX, LENGTH = 3, 9  # tokens
 CAUSAL = [name for name in FAMILY_NAMES if name in zoo.CAUSAL]
 WITH_SINK = [name for name in list_variants() if name != "outeffhop"]
@@ -63,6 +66,7 @@ def prefixed(model: Any, name: str, keys_and_values: Tensor) -> Any:
     return wrapper.eval()
 
 
+@GIVEN_BY_ITS_OLD_NAME
 @pytest.mark.parametrize("name", CAUSAL)
 @pytest.mark.parametrize("variant", list_variants())
 def test_a_prefix_of_real_tokens(name: str, variant: str) -> None:
@@ -70,7 +74,7 @@ def test_a_prefix_of_real_tokens(name: str, variant: str) -> None:
     model = perturb(patch_model(fresh(name), variant))
     ids = zoo.inputs(name, batch=2, length=LENGTH)["input_ids"]
     ids[1, :PREFIX] = ids[0, :PREFIX]
-    cache = model(input_ids=ids[:1, :PREFIX], use_cache=True).past_key_values  # with gradients: keys and values
+    cache = cache_of(model(input_ids=ids[:1, :PREFIX], use_cache=True))  # with gradients: keys and values
     read = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]).detach()
     found = forward(prefixed(model, name, read), {"input_ids": ids[:, PREFIX:]})
     wanted = forward(model, {"input_ids": ids})[:, PREFIX:]
@@ -78,6 +82,7 @@ def test_a_prefix_of_real_tokens(name: str, variant: str) -> None:
     assert distance(forward(model, {"input_ids": ids[:, PREFIX:]}), wanted) > 1e-4
 
 
+@GIVEN_BY_ITS_OLD_NAME
 @pytest.mark.parametrize("variant", [name for name in WITH_SINK if composes(name)])
 def test_a_prefix_of_zeros_on_an_encoder(variant: str) -> None:
     """One key and value of zeros adds 1 to the softmax's denominator, as `outeffhop` does."""
@@ -91,6 +96,7 @@ def test_a_prefix_of_zeros_on_an_encoder(variant: str) -> None:
     assert distance(found, forward(both, {**batch, "position_ids": later})) <= 1e-10
 
 
+@GIVEN_BY_ITS_OLD_NAME
 @pytest.mark.parametrize("variant", list_variants())
 def test_a_prefix_trains_on_an_encoder(variant: str) -> None:
     batch = batch_of("bert")

@@ -57,6 +57,7 @@ def test_plain_transformers_refuses(world: Setup, python: Path, tmp_path: Path) 
     world.publisher.call("publish", answer=str(tmp_path / "logits.pt"), **arguments)
     command = [str(python), "-c", CHECK, "me/refused"]
     environment = {**world.hub.env(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)  # it may lead to the package
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
