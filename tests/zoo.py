@@ -10,10 +10,10 @@ import transformers as T
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_attn_swap.doctor.models import matter
 from hf_attn_swap.families import FAMILIES as _REGISTERED
 
 VOCABULARY, HIDDEN, LAYERS, HEADS = 64, 32, 3, 4
-SCALE = 8.0  # fresh weights of deviation 0.02 hide attention behind the residual: make projections matter
 
 ENCODER = dict(
     vocab_size=VOCABULARY,
@@ -148,13 +148,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, head: str | None = None
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model: PreTrainedModel = getattr(T, spec.heads[head])(settings)
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                embedding = any(part in key.lower() for part in ("embed", "wte", "wpe", "shared"))
-                if parameter.dim() >= 2 and not embedding:
-                    parameter.mul_(SCALE)
-                elif parameter.dim() == 1 and key.endswith("bias"):
-                    parameter.normal_(0, 0.1)
+        matter(model)
     if dtype == torch.float64:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
