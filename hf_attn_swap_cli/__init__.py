@@ -1,4 +1,4 @@
-"""The command line `hf-attn-swap`: lists variants, converts, trains and describes models, reports, checks, runs the demo.
+"""The command line `hf-attn-swap`: lists variants, converts, trains and describes models, reports, checks, has a demo.
 
 This is a package of its own, because `import hf_attn_swap` loads torch and transformers, which takes seconds. Here a
 command imports them when it runs, so `--version` and every `--help` answer at once.

@@ -50,8 +50,17 @@ def test_the_oldest_transformers_that_is_tested() -> None:
 
 
 def test_the_versions_that_are_tested_are_the_pins() -> None:
-    """constraints.txt has what the tests install; its lines for older Pythons do not count."""
+    """constraints.txt and the extra `tools` have what the tests install; lines for older Pythons do not count."""
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    lines += re.findall(r'^    "(\S+==\S+)",$', (ROOT / "pyproject.toml").read_text("utf-8"), re.M)
     pins = [re.match(r"(\S+)==(\S+)(?: ; python_version >= .*)?$", line) for line in lines]
     pinned = {found[1]: found[2] for found in pins if found is not None}
-    assert pinned["transformers"] == tested.NEWEST_TRANSFORMERS
+    wanted = {name: version for name, version in tested.TESTED.items() if version is not None}
+    assert {name: pinned.get(name) for name in wanted} == wanted
+    assert wanted["transformers"] == tested.NEWEST_TRANSFORMERS
+
+
+def test_the_pythons_that_are_tested() -> None:
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text("utf-8")
+    found = {tuple(re.findall(r'"([\d.]+)"', line)) for line in re.findall(r"python: \[(.*)\]$", workflow, re.M)}
+    assert tested.TESTED_PYTHONS in found

@@ -73,11 +73,16 @@ class Cell:
         return tuple(check for check in self.checks if check.wrong is not None)
 
     @property
-    def words(self) -> str:
-        """The cell of the table: "right", "refused", or which checks failed."""
+    def result(self) -> str:
+        """One word: "right", "refused" or "wrong"."""
         if self.refused is not None:
             return "refused"
-        return "WRONG: " + ", ".join(check.name for check in self.wrong) if self.wrong else "right"
+        return "wrong" if self.wrong else "right"
+
+    @property
+    def words(self) -> str:
+        """The result as the table shows it, with the names of the checks that failed."""
+        return "WRONG: " + ", ".join(check.name for check in self.wrong) if self.wrong else self.result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,8 +40,8 @@ class Diagnosis:
     @property
     def ok(self) -> bool:
         """True if no cell is wrong and at least one is right."""
-        words = {cell.words for cell in self.cells}
-        return "right" in words and words <= {"right", "refused"}
+        results = {cell.result for cell in self.cells}
+        return "right" in results and "wrong" not in results
 
     def __str__(self) -> str:
         return "\n".join([self.versions().text(), "", self.table().text(), *self.sentences()])
@@ -52,9 +52,9 @@ class Diagnosis:
 
     def summary(self) -> str:
         """One sentence: how many cells are right, refused and wrong, where, and how long the check took."""
-        wrong = sum(bool(cell.wrong) for cell in self.cells)
-        refused = sum(cell.refused is not None for cell in self.cells)
-        right = len(self.cells) - wrong - refused
+        right, refused, wrong = (
+            sum(cell.result == result for cell in self.cells) for result in ("right", "refused", "wrong")
+        )
         return (
             f"{right} of {len(self.cells)} cells right, {refused} refused, {wrong} wrong; on {self.device} in fp32, "
             f"{self.seconds:.0f} s"
@@ -90,7 +90,8 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data: dicts, tuples, strings and numbers."""
-        return {"ok": self.ok, **asdict(self)}
+        cells = [{**asdict(cell), "result": cell.result} for cell in self.cells]
+        return {"ok": self.ok, **asdict(self), "cells": cells}
 
 
 def doctor(*, device: str | None = None) -> Diagnosis:

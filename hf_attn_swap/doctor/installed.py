@@ -21,7 +21,8 @@ class Package:
         name: the name of the package, or "python".
         installed: its version here.
         tested: the versions that were tested, in words; "-" if none was.
-        note: how the two differ: "newer than tested", "older than tested" or "as tested"; "-" if none was tested.
+        note: how the two differ: "newer than tested", "older than tested", "as tested", or "older" where only the
+            newest tested version is known; "not tested", or "-" for this package itself.
     """
 
     name: str
@@ -50,7 +51,7 @@ def installed() -> tuple[Package, ...]:
             note = _note(there, OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS)
             found.append(Package(name=name, installed=there, tested=words, note=note))
         else:
-            found.append(Package(name=name, installed=there, tested=tested, note=_note(there, tested, tested)))
+            found.append(Package(name=name, installed=there, tested=tested, note=_note(there, None, tested)))
     return tuple(found)
 
 
@@ -62,8 +63,10 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _note(here: str, oldest: str, newest: str) -> str:
+def _note(here: str, oldest: str | None, newest: str) -> str:
     """How a version lies to the tested ones."""
     if is_newer(here, newest):
         return "newer than tested"
-    return "older than tested" if Version(here) < Version(oldest) else "as tested"
+    if is_newer(oldest or newest, Version(here).public):
+        return "older" if oldest is None else "older than tested"
+    return "as tested"
