@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import transformers
+from transformers.utils import logging as logs
 
 from ..core.registry import list_variants
 from ..core.table import Table
@@ -146,7 +146,6 @@ def _name(device: torch.device) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without progress bars, messages of transformers, and our line on a newer transformers, which the table says."""
-    logs = transformers.utils.logging
     level, verbosity, bars = LOGGER.level, logs.get_verbosity(), logs.is_progress_bar_enabled()
     LOGGER.setLevel(logging.ERROR)
     logs.set_verbosity_error()

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import transformers
 
 from hf_attn_swap import tested
 from hf_attn_swap.doctor import diagnosis
@@ -66,7 +65,7 @@ def test_the_doctor_does_not_send_to_itself(
 ) -> None:
     """The line would tell a user of the doctor to run the doctor."""
     tested.tell_if_newer.cache_clear()
-    monkeypatch.setattr(transformers, "__version__", "5.999.0")
+    monkeypatch.setattr(tested.transformers, "__version__", "5.999.0")
     assert command("doctor", "--device", "cpu").code == 0
     assert not [record for record in caplog.records if record.name == "hf_attn_swap"]
     tested.tell_if_newer.cache_clear()

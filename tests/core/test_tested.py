@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import transformers
 
 from hf_attn_swap import patch_model, tested
 from hf_attn_swap.core.swap import Swap
@@ -28,7 +27,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
 def test_the_first_patch_tells_of_a_newer_version(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(tested.transformers, "__version__", version)
     for _ in range(2):
         model = patch_model(zoo.build("bert"), "belief")
         assert any(isinstance(module, Swap) for module in model.modules())
@@ -43,7 +42,7 @@ def test_the_first_patch_tells_of_a_newer_version(
 def test_nothing_is_told_of_a_tested_version(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(tested.transformers, "__version__", version)
     patch_model(zoo.build("bert"), "belief")
     assert not told(caplog)
 
@@ -52,7 +51,7 @@ def test_a_refusal_of_the_model_comes_after_the_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The newer version may be the reason of the refusal; a wrong name is not."""
-    monkeypatch.setattr(transformers, "__version__", "5.999.0")
+    monkeypatch.setattr(tested.transformers, "__version__", "5.999.0")
     with pytest.raises(ValueError, match="unknown variant"):
         patch_model(zoo.build("bert"), "nothing")
     assert not told(caplog)
