@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from . import functional, loading  # noqa: F401  # importing `loading` lets from_pretrained rebuild a saved swap
 from .core.registry import list_variants
 from .describe import describe
+from .doctor import doctor
 from .patch import patch_model, set_strength, unpatch_model
 from .publish.hub import from_pretrained, push
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "describe",
+    "doctor",
     "from_pretrained",
     "functional",
     "list_variants",

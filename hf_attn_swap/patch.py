@@ -15,6 +15,7 @@ from .core.registry import Options, fit_options, parse, parse_options
 from .core.swap import Swap
 from .describe import NOTHING
 from .families import Site, obstacle, sites
+from .tested import tell_if_newer
 from .variants.base import Variant
 from .wiring import carrying
 from .wiring.blocks import BLOCKS, Block
@@ -54,10 +55,13 @@ def patch_model(
     Raises:
         ValueError: a name, an option, a layer or the strength is wrong; a variant does not fit the sizes of a module;
             nothing can be swapped; or only a part of the model is patched already. The model is then unchanged.
+
+    The first call of a process logs one line if the installed transformers is newer than the tested ones.
     """
     classes = parse(variant)
     chosen = parse_options(classes, options)
     strength = check_strength(strength)
+    tell_if_newer()  # before a refusal that may come from the newer version
     root = model_root(model)
     installation = installation_of(root)
     usable = swappable(root)

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 import hf_attn_swap
+from hf_attn_swap import tested
 from hf_attn_swap.publish.citations import ENTRIES
 
 ROOT = Path(__file__).parents[1]
@@ -35,3 +36,31 @@ def test_the_papers_have_their_addresses() -> None:
     addresses = {reference.get("url", "") for reference in CITATION["references"]}
     assert numbers
     assert {f"https://arxiv.org/abs/{number}" for number in numbers} <= addresses
+
+
+def test_the_oldest_transformers_that_is_tested() -> None:
+    """pyproject.toml lets no older version in, and `make test-oldest` installs this one."""
+    floor = re.search(r'"transformers>=(\S+?),!=(\S+?),<6"', (ROOT / "pyproject.toml").read_text("utf-8"))
+    assert floor is not None
+    oldest = tested.OLDEST_TRANSFORMERS
+    assert floor[1] == oldest.rpartition(".")[0]
+    assert floor[2] == f"{floor[1]}.0"  # the only version of this MINOR below the oldest
+    assert oldest == f"{floor[1]}.1"
+    assert re.findall(r"^OLDEST := transformers==(\S+)$", (ROOT / "Makefile").read_text("utf-8"), re.M) == [oldest]
+
+
+def test_the_versions_that_are_tested_are_the_pins() -> None:
+    """constraints.txt and the extra `tools` have what the tests install; lines for older Pythons do not count."""
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    lines += re.findall(r'^    "(\S+==\S+)",$', (ROOT / "pyproject.toml").read_text("utf-8"), re.M)
+    pins = [re.match(r"(\S+)==(\S+)(?: ; python_version >= .*)?$", line) for line in lines]
+    pinned = {found[1]: found[2] for found in pins if found is not None}
+    wanted = {name: version for name, version in tested.TESTED.items() if version is not None}
+    assert {name: pinned.get(name) for name in wanted} == wanted
+    assert wanted["transformers"] == tested.NEWEST_TRANSFORMERS
+
+
+def test_the_pythons_that_are_tested() -> None:
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text("utf-8")
+    found = {tuple(re.findall(r'"([\d.]+)"', line)) for line in re.findall(r"python: \[(.*)\]$", workflow, re.M)}
+    assert tested.TESTED_PYTHONS in found

@@ -10,10 +10,10 @@ import transformers as T
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_attn_swap.doctor.models import matter
 from hf_attn_swap.families import FAMILIES as _REGISTERED
 
 VOCABULARY, HIDDEN, LAYERS, HEADS = 64, 32, 3, 4
-SCALE = 8.0  # fresh weights of deviation 0.02 hide attention behind the residual: make projections matter
 
 ENCODER = dict(
     vocab_size=VOCABULARY,
@@ -54,10 +54,7 @@ def _vision(name: str) -> dict[str, str]:
     return {"classification": f"{name}ForImageClassification", "base": f"{name}Model"}
 
 
-_GPT2 = dict(vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=64)
-_GPT2 |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=1, pad_token_id=2)
-_OPT = dict(vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, ffn_dim=48)
-_OPT |= dict(max_position_embeddings=64, word_embed_proj_dim=HIDDEN, dropout=0.0, attention_dropout=0.0, **TOKENS)
+_TINY = {family.name: dict(family.tiny) for family in _REGISTERED.values()}
 _DISTIL = dict(vocab_size=VOCABULARY, dim=HIDDEN, n_layers=LAYERS, n_heads=HEADS, hidden_dim=48)
 _DISTIL |= dict(max_position_embeddings=64, dropout=0.0, attention_dropout=0.0)
 _WHISPER = dict(
@@ -74,12 +71,12 @@ _MPT = dict(vocab_size=VOCABULARY, d_model=HIDDEN, n_layers=2, n_heads=HEADS, ma
 _NEOX_LIKE = dict(**ENCODER, **TOKENS)
 
 SPECS: dict[str, Spec] = {
-    "albert": Spec("AlbertConfig", ENCODER | NO_DROPOUT | dict(embedding_size=16), _text("Albert")),
-    "bert": Spec("BertConfig", ENCODER | NO_DROPOUT, _text("Bert")),
-    "gpt2": Spec("GPT2Config", _GPT2, _text("GPT2", "LMHeadModel"), "causal"),
-    "opt": Spec("OPTConfig", _OPT, {k: v for k, v in _decoder("OPT").items() if k != "token"}, "causal"),
-    "llama": Spec("LlamaConfig", GROUPED, _decoder("Llama"), "causal"),
-    "vit": Spec("ViTConfig", IMAGE | NO_DROPOUT | dict(intermediate_size=48, num_labels=3), _vision("ViT"), "image"),
+    "albert": Spec("AlbertConfig", _TINY["albert"], _text("Albert")),
+    "bert": Spec("BertConfig", _TINY["bert"], _text("Bert")),
+    "gpt2": Spec("GPT2Config", _TINY["gpt2"], _text("GPT2", "LMHeadModel"), "causal"),
+    "opt": Spec("OPTConfig", _TINY["opt"], {k: v for k, v in _decoder("OPT").items() if k != "token"}, "causal"),
+    "llama": Spec("LlamaConfig", _TINY["llama"], _decoder("Llama"), "causal"),
+    "vit": Spec("ViTConfig", _TINY["vit"], _vision("ViT"), "image"),
     "roberta": Spec("RobertaConfig", ENCODER | NO_DROPOUT | dict(pad_token_id=1), _text("Roberta")),
     "distilbert": Spec("DistilBertConfig", _DISTIL, _text("DistilBert")),
     "electra": Spec("ElectraConfig", ENCODER | NO_DROPOUT | dict(embedding_size=16), _text("Electra")),
@@ -151,13 +148,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, head: str | None = None
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model: PreTrainedModel = getattr(T, spec.heads[head])(settings)
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                embedding = any(part in key.lower() for part in ("embed", "wte", "wpe", "shared"))
-                if parameter.dim() >= 2 and not embedding:
-                    parameter.mul_(SCALE)
-                elif parameter.dim() == 1 and key.endswith("bias"):
-                    parameter.normal_(0, 0.1)
+        matter(model)
     if dtype == torch.float64:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):

@@ -7,8 +7,9 @@ Axes: H head, G key/value head, D head width, E model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -36,6 +37,8 @@ class Family:
             and LayerNorm; "albert" if the core applies all three.
         shared: True if the model calls one module for several layers.
         geometry: a function that reads the sizes of a core.
+        tiny: the arguments of a small config without dropout: `AutoConfig.for_model(name, **tiny)` makes it. `doctor`
+            and the tests run every variant on such a model. Empty for an architecture that has no file here.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Family:
     dropout: str | None = None
     block: str = "core"
     shared: bool = False
+    tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def missing(self, core: nn.Module, container: nn.Module) -> str | None:
         """Why this family does not describe a module of that class name (after a change of transformers), or None."""

@@ -12,4 +12,14 @@ FAMILY = Family(
     dropout="output.dropout",
     block="bert",
     geometry=attributes(heads="num_attention_heads", head_dim="attention_head_size"),
+    tiny={
+        "attention_probs_dropout_prob": 0.0,
+        "hidden_dropout_prob": 0.0,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "vocab_size": 64,
+    },
 )

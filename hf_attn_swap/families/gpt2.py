@@ -11,4 +11,17 @@ FAMILY = Family(
     output="c_proj",
     dropout="resid_dropout",
     geometry=attributes(heads="num_heads", head_dim="head_dim", hidden="embed_dim"),
+    tiny={
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "embd_pdrop": 0.0,
+        "eos_token_id": 1,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_layer": 3,
+        "n_positions": 64,
+        "pad_token_id": 2,
+        "resid_pdrop": 0.0,
+        "vocab_size": 64,
+    },
 )

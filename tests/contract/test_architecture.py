@@ -44,6 +44,7 @@ MAY = {
     "core.registry": {"core.kind", "core.options", "variants", VARIANT_BASE},
     "core.calibration": {"core.call"},
     "core.value_scale": {"core.call"},
+    "tested": set(),
     "core.typed": set(),
     "core.swap": {
         *("core.call", "core.calibration", "core.compute", "core.registry"),
@@ -69,7 +70,7 @@ MAY = {
 }
 BELOW_PATCH = {*MAY, "wiring.install", "families"}
 ABOVE_PATCH = {
-    *("loading", "describe", "cli", "demo", "conversion", "configurations", "training"),
+    *("loading", "describe", "doctor", "cli", "demo", "conversion", "configurations", "training"),
     *("analysis", "quantization", "dynamics", "publish"),
 }
 PATCHED = ("PreTrainedModel", "PreTrainedConfig")

@@ -1,0 +1,38 @@
+"""The command that checks the installation: doctor."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from .app import Command, app, notify, show
+from .options import AsJson
+
+
+@app.command(cls=Command)
+def doctor(
+    device: Annotated[
+        str | None, typer.Option(help="Such as cpu or cuda:1; CUDA if left out, else MPS, else the CPU.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is installed beside what was tested, and check every variant on a tiny model of every known family.
+
+    The exit code is 1 if a result is wrong. The check takes half a minute and needs no network.
+    """
+    from hf_attn_swap import doctor
+
+    notify("checking this installation; it takes half a minute")
+    found = doctor(device=device)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        show(found.versions())
+        print()
+        show(found.table())
+        for sentence in found.sentences():
+            print(sentence)
+    if not found.ok:
+        raise typer.Exit(1)
