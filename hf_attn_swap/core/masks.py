@@ -161,6 +161,16 @@ def recorded() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def transformed() -> bool:
+    """True inside a transform of `torch.func`, such as `grad` or `vmap`: operators of PyTorch alone run there.
+
+    PyTorch has no public way to ask. This is the question by which `torch.autograd.Function` decides. If a later version
+    has no such function, the answer is False: then PyTorch raises an error at an operator that has no transform.
+    """
+    ask = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return ask is not None and bool(ask())
+
+
 def expand_key_mask(key_mask_BK: Tensor, queries: int, causal: bool) -> Tensor:
     """Turn a mask of keys (B,K) into a mask of queries and keys (B,1,Q,K), both bool.
 
