@@ -164,8 +164,8 @@ def recorded() -> bool:
 def transformed() -> bool:
     """True inside a transform of `torch.func`, such as `grad` or `vmap`: operators of PyTorch alone run there.
 
-    PyTorch has no public way to ask. This is the question by which `torch.autograd.Function` decides. If a later version
-    has no such function, the answer is False: then PyTorch raises an error at an operator that has no transform.
+    PyTorch has no public way to ask. `torch.autograd.Function` decides by this same question. If a later version has no
+    such function, the answer is False: then PyTorch raises an error at an operator that has no transform.
     """
     ask = getattr(torch._C, "_are_functorch_transforms_active", None)
     return ask is not None and bool(ask())

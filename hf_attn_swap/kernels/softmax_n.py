@@ -128,9 +128,7 @@ class _SoftmaxN(torch.autograd.Function):
         return (*grads, None, None, None, None)
 
 
-def _again(
-    qkv: Three, mask: Tensor | None, log_n: float | Tensor, how: How, grad: Tensor
-) -> tuple[Tensor | None, ...]:
+def _again(qkv: Three, mask: Tensor | None, log_n: float | Tensor, how: How, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of query, key and value by the readable formula, for second derivatives. It holds all weights.
 
     Raises:

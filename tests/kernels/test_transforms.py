@@ -1,13 +1,12 @@
-"""Derivatives beyond a training step: second derivatives, the transforms of `torch.func`, and a recorded training pass.
+"""The transforms of `torch.func` on every variant, and a training pass that a tracer records.
 
 Each is compared with the readable formula, which runs when the caller wants the weights.
 """
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,125 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
-from hf_attn_swap import patch_model
-from hf_attn_swap.core import masks
 from tests import zoo
-from tests.contract.cells import EVERY, SINGLES
-from tests.contract.harness import fresh, perturb
+from tests.contract.cells import SINGLES
 
-EXACT = 1e-9
-FAMILIES = ("bert", "llama")
-
-BATCH, LENGTH = 2, 5
-OF_STOCK = "_scaled_dot_product"  # part of the message of PyTorch where its own kernel has no such derivative
-
-
-
-def model_of(family: str, name: str, strength: float = 1.0, **config: Any) -> Any:
-    return perturb(patch_model(fresh(family, num_hidden_layers=2, **config), name, strength=strength)).eval()
-
-
-def inner(model: Any, kinds: tuple[str, ...] = ("q", "k", "v")) -> dict[str, Tensor]:
-    """The weights of the projections of queries, keys and values."""
-    ends = tuple(f"{kind}_proj.weight" for kind in kinds) + tuple(
-        f"{word}.weight" for word in ("query", "key", "value")
-    )
-    return {name: weight for name, weight in model.named_parameters() if name.endswith(ends)}
-
-
-def loss_of(model: Any, batch: dict[str, Tensor], **kwargs: Any) -> Tensor:
-    return zoo.output(model(**batch, **kwargs)).square().mean()
-
-
-def like(tensors: Any, seed: int = 4) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(each.shape, generator=generator, dtype=each.dtype) for each in tensors]
-
-
-def named(model: Any, batch: dict[str, Tensor], **kwargs: Any) -> list[Tensor]:
-    """A Hessian-vector product by `autograd.grad` over `autograd.grad`."""
-    weights = list(inner(model).values())
-    first = torch.autograd.grad(loss_of(model, batch, **kwargs), weights, create_graph=True)
-    product = sum((one * other).sum() for one, other in zip(first, like(weights), strict=True))
-    return list(torch.autograd.grad(product, weights))
-
-
-def plain(model: Any, batch: dict[str, Tensor], **kwargs: Any) -> list[Tensor]:
-    """The same by `backward(create_graph=True)` and `backward`."""
-    weights = list(inner(model).values())
-    model.zero_grad(set_to_none=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
-        loss_of(model, batch, **kwargs).backward(create_graph=True)
-    first = [weight.grad for weight in weights]
-    model.zero_grad(set_to_none=True)
-    sum((one * other).sum() for one, other in zip(first, like(weights), strict=True)).backward()
-    return [weight.grad for weight in weights]
-
-
-def assert_close(got: Any, wanted: Any) -> None:
-    scale = max(float(each.abs().max()) for each in wanted)
-    assert scale > 0
-    for own, other in zip(got, wanted, strict=True):
-        assert float((own - other).abs().max()) <= EXACT * scale
-
-
-def only_sdpa(model: Any) -> bool:
-    """True if all that keeps the model from a second derivative is the kernel of the stock function."""
-    from hf_attn_swap.kernels.dispatch import Form, Setting
-
-    for module in model.modules():
-        if hasattr(module, "strength_value"):
-            setting = Setting(device="cpu", dtypes=(torch.float64,) * 3, between=module.phase == "between")
-            if module.form(setting) in (Form.SDPA, Form.STOCK):
-                return True
-            if module.replacement is not None and setting.between:
-                return True
-    return False
-
-
-@contextlib.contextmanager
-def math_kernel() -> Iterator[None]:
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        yield
-
-
-@pytest.mark.parametrize("product", [named, plain])
-@pytest.mark.parametrize("strength", [1.0, 0.5])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", EVERY)
-def test_second_derivatives(name: str, family: str, strength: float, product: Callable[..., list[Tensor]]) -> None:
-    """Right, or the refusal of PyTorch's own kernel; and always right by PyTorch's plain kernel."""
-    model = model_of(family, name, strength)
-    batch = zoo.inputs(family, batch=BATCH, length=LENGTH, padded="left" if strength == 1 else None)
-    wanted = product(model, batch, output_attentions=True) if not only_sdpa(model) else None
-    with math_kernel():
-        exact = named(model, batch, output_attentions=True)
-        if product is named:
-            assert_close(named(model, batch), exact)
-    if wanted is None:
-        with pytest.raises(RuntimeError, match=OF_STOCK):
-            product(model, batch)
-    else:
-        assert_close(wanted, exact)
-        assert_close(product(model, batch), exact)
-
-
-@pytest.mark.parametrize("product", [named, plain])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["simpletron_resl", "modern_hopfield"])
-def test_second_derivatives_of_the_forms_for_long_sequences(
-    name: str, family: str, product: Callable[..., list[Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hf_attn_swap.kernels import dispatch, linear
-
-    monkeypatch.setattr(dispatch, "LONG", 8)
-    monkeypatch.setattr(dispatch, "CHUNK", 4)
-    monkeypatch.setattr(linear, "BLOCK", 4)
-    model = model_of(family, name)
-    batch = zoo.inputs(family, batch=BATCH, length=9, padded="left")
-    assert_close(product(model, batch, use_cache=False) if family == "llama" else product(model, batch),
-                 named(model, batch, output_attentions=True))
+from .derivatives import BATCH, EXACT, FAMILIES, LENGTH, assert_close, inner, like, math_kernel, model_of
 
 
 def per_sample(model: Any, batch: dict[str, Tensor], over_model: Callable[..., Any], **kwargs: Any) -> list[Tensor]:
@@ -172,8 +56,11 @@ def of_jvp_of_grad(loss: Any, weights: Any, batch: Any) -> list[Tensor]:
 
 
 def of_jacrev(loss: Any, weights: Any, batch: Any) -> list[Tensor]:
-    return list(jacrev(lambda chosen: torch.stack([loss(chosen, {k: v[i] for k, v in batch.items()})
-                                                    for i in range(2)]))(weights).values())
+    return list(
+        jacrev(lambda chosen: torch.stack([loss(chosen, {k: v[i] for k, v in batch.items()}) for i in range(2)]))(
+            weights
+        ).values()
+    )
 
 
 def of_hessian(loss: Any, weights: Any, batch: Any) -> list[Tensor]:
