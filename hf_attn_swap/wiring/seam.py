@@ -153,11 +153,16 @@ def _inputs(
     """Collect the tensors of a call, and give every mask one meaning.
 
     Raises:
-        ValueError: the call has attention sinks or a paged cache.
+        ValueError: the call has attention sinks or a paged cache, or the mask is neither bool nor of floating point.
     """
     for name, what in (("s_aux", "attention sinks"), ("cache", "a paged cache (continuous batching)")):
         if kwargs.get(name) is not None:
             raise ValueError(f"{NAME} cannot swap attention with {what}; use the stock attention for this model.")
+    if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+        raise ValueError(
+            f"{NAME}: an attention mask with the dtype {attention_mask.dtype} says neither what a token may see nor what "
+            "to add to its scores; pass mask.bool(), True where a token may see a key, or a float mask of numbers to add."
+        )
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None:
         causal = causal and queries > 1

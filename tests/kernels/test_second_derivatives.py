@@ -25,6 +25,8 @@ from tests import zoo
 from tests.contract.cells import EVERY
 from tests.contract.harness import swaps
 
+from tests.lifecycle.test_checkpointing import enable
+
 from .derivatives import BATCH, FAMILIES, LENGTH, assert_close, inner, like, loss_of, math_kernel, model_of
 from .test_kernels import drawn, masked
 from .test_weighted import RULES, in_blocks, mask_of
@@ -243,7 +245,7 @@ def test_under_checkpointing_and_autocast(name: str) -> None:
     model = model_of("llama", name, max_position_embeddings=200)
     batch = zoo.inputs("llama", batch=1, length=140)
     wanted = named(model, batch, use_cache=False)
-    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    enable(model.train(), activation_checkpointing_kwargs={"use_reentrant": False})
     assert_close(named(model, batch, use_cache=False), wanted)
     model.gradient_checkpointing_disable()
     model.float()
