@@ -24,13 +24,13 @@ from hf_attn_swap.kernels.stock_softmax import How
 from tests import zoo
 from tests.contract.cells import EVERY
 from tests.contract.harness import swaps
-
 from tests.lifecycle.test_checkpointing import enable
 
 from .derivatives import BATCH, FAMILIES, LENGTH, assert_close, inner, like, loss_of, math_kernel, model_of
 from .test_kernels import drawn, masked
 from .test_weighted import RULES, in_blocks, mask_of
 
+LONGER = {"batch": 1, "length": 140}  # linear attention runs in blocks
 OF_STOCK = "_scaled_dot_product"  # part of the message of PyTorch where its own kernel has no such derivative
 
 
@@ -236,18 +236,26 @@ def test_an_ordinary_step_makes_no_readable_gradient(name: str, monkeypatch: pyt
     monkeypatch.setattr(twice, "gradients", None)
     monkeypatch.setattr(hopfield, "_again", None)
     model = model_of("llama", name, max_position_embeddings=200)
-    loss_of(model, zoo.inputs("llama", batch=1, length=140)).backward()
+    loss_of(model, zoo.inputs("llama", **LONGER)).backward()
 
 
-@pytest.mark.parametrize("name", ["outeffhop", "modern_hopfield", "entmax15", "simpletron_resl"])
-def test_under_checkpointing_and_autocast(name: str) -> None:
-    """Kernels run again in the backward pass, and their readable gradients keep the precision of the kernels."""
-    model = model_of("llama", name, max_position_embeddings=200)
-    batch = zoo.inputs("llama", batch=1, length=140)
+ONE_PER_KERNEL = ("outeffhop", "modern_hopfield", "entmax15", "simpletron_resl")
+
+
+@pytest.mark.parametrize("name", ONE_PER_KERNEL)
+def test_under_checkpointing(name: str) -> None:
+    """Kernels run again in the backward pass, with a graph of the gradients."""
+    model, batch = model_of("llama", name, max_position_embeddings=200), zoo.inputs("llama", **LONGER)
     wanted = named(model, batch, use_cache=False)
     enable(model.train(), activation_checkpointing_kwargs={"use_reentrant": False})
     assert_close(named(model, batch, use_cache=False), wanted)
-    model.gradient_checkpointing_disable()
+
+
+@pytest.mark.parametrize("name", ONE_PER_KERNEL)
+def test_under_autocast(name: str) -> None:
+    """The readable gradients keep the precision of the kernels."""
+    model, batch = model_of("llama", name, max_position_embeddings=200), zoo.inputs("llama", **LONGER)
+    wanted = named(model, batch, use_cache=False)
     model.float()
     with torch.autocast("cpu", torch.bfloat16):
         got = named(model, batch, use_cache=False)
