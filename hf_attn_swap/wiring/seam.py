@@ -160,8 +160,8 @@ def _inputs(
             raise ValueError(f"{NAME} cannot swap attention with {what}; use the stock attention for this model.")
     if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
         raise ValueError(
-            f"{NAME}: an attention mask with the dtype {attention_mask.dtype} says neither which keys a query may see nor "
-            "what to add to the scores; pass mask.bool(), True where a query may see a key, or a float mask to add."
+            f"{NAME}: an attention mask with the dtype {attention_mask.dtype} says neither what a query may see nor "
+            "what to add to its scores; pass mask.bool(), True where a query may see a key, or a float mask to add."
         )
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None:

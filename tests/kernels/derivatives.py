@@ -15,6 +15,7 @@ from tests.contract.harness import fresh, perturb
 
 EXACT = 1e-9
 FAMILIES = ("bert", "llama")
+BOTH = [("llama", 1.0), ("bert", 0.5)]  # a family and a strength
 
 BATCH, LENGTH = 2, 5
 
@@ -37,7 +38,7 @@ def loss_of(model: Any, batch: dict[str, Tensor], **kwargs: Any) -> Tensor:
 
 def like(tensors: Any, seed: int = 4) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(each.shape, generator=generator, dtype=each.dtype) for each in tensors]
+    return [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each) for each in tensors]
 
 
 def assert_close(got: Any, wanted: Any) -> None:

@@ -26,7 +26,7 @@ from tests.contract.cells import EVERY
 from tests.contract.harness import swaps
 from tests.lifecycle.test_checkpointing import enable
 
-from .derivatives import BATCH, FAMILIES, LENGTH, assert_close, inner, like, loss_of, math_kernel, model_of
+from .derivatives import BATCH, BOTH, FAMILIES, LENGTH, assert_close, inner, like, loss_of, math_kernel, model_of
 from .test_kernels import drawn, masked
 from .test_weighted import RULES, in_blocks, mask_of
 
@@ -65,8 +65,7 @@ def asks_sdpa(model: Any) -> bool:
 
 
 @pytest.mark.parametrize("product", [named, plain])
-@pytest.mark.parametrize("strength", [1.0, 0.5])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "strength"), BOTH)
 @pytest.mark.parametrize("name", EVERY)
 def test_second_derivatives(name: str, family: str, strength: float, product: Callable[..., list[Tensor]]) -> None:
     """Right, or the refusal of PyTorch's own kernel; and always right by PyTorch's plain kernel."""
@@ -253,14 +252,14 @@ def test_under_checkpointing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ONE_PER_KERNEL)
 def test_under_autocast(name: str) -> None:
-    """The readable gradients keep the precision of the kernels."""
-    model, batch = model_of("llama", name, max_position_embeddings=200), zoo.inputs("llama", **LONGER)
-    wanted = named(model, batch, use_cache=False)
+    """The readable gradients of a kernel are as precise as those of the readable form."""
+    model, batch = model_of("bert", name, max_position_embeddings=200), zoo.inputs("bert", **LONGER)
+    exact = named(model, batch)
     model.float()
     with torch.autocast("cpu", torch.bfloat16):
-        got = named(model, batch, use_cache=False)
-    for own, other in zip(got, wanted, strict=True):
-        assert float((own - other).norm()) <= 0.1 * float(other.norm())
+        pairs = [named(model, batch), named(model, batch, output_attentions=True)]
+    own, readable = ([float((one - other).norm()) for one, other in zip(each, exact, strict=True)] for each in pairs)
+    assert all(error <= 2 * other for error, other in zip(own, readable, strict=True)), (own, readable)
 
 
 @pytest.mark.parametrize("name", EVERY)

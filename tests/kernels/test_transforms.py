@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from tests import zoo
 from tests.contract.cells import SINGLES
 
-from .derivatives import BATCH, EXACT, FAMILIES, LENGTH, assert_close, inner, like, math_kernel, model_of
+from .derivatives import BATCH, BOTH, EXACT, FAMILIES, LENGTH, assert_close, inner, like, math_kernel, model_of
 
 
 def per_sample(model: Any, batch: dict[str, Tensor], over_model: Callable[..., Any], **kwargs: Any) -> list[Tensor]:
@@ -77,9 +77,8 @@ TRANSFORMS = [of_grad, of_vmap, of_jvp, of_jvp_of_grad, of_jacrev, of_hessian]
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("strength", [1.0, 0.5])
+@pytest.mark.parametrize(("family", "strength"), BOTH)
 @pytest.mark.parametrize("name", SINGLES)
-@pytest.mark.parametrize("family", FAMILIES)
 def test_transforms(family: str, name: str, strength: float, transform: Callable[..., list[Tensor]]) -> None:
     model = model_of(family, name, strength)
     batch = zoo.inputs(family, batch=BATCH, length=LENGTH)
