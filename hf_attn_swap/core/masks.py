@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 @dataclass(frozen=True)
@@ -161,14 +162,21 @@ def recorded() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def transformed() -> bool:
-    """True inside a transform of `torch.func`, such as `grad` or `vmap`: operators of PyTorch alone run there.
+def transformed(*tensors: Tensor) -> bool:
+    """True inside a transform of `torch.func`, such as `grad` or `vmap`, or if a tensor has a tangent (forward mode).
 
-    PyTorch has no public way to ask. `torch.autograd.Function` decides by this same question. If a later version has no
-    such function, the answer is False: then PyTorch raises an error at an operator that has no transform.
+    There, operators of PyTorch alone may run. Other operators raise an error, or lose the tangents without an error.
+    PyTorch has no public way to ask for a transform; `torch.autograd.Function` decides by this same question. If a later
+    version has no such function, forward mode is still seen, and PyTorch raises an error for every other transform.
     """
     ask = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return ask is not None and bool(ask())
+    if ask is not None and ask():
+        return True
+    return not torch.compiler.is_compiling() and any(map(_has_tangent, tensors))
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # torch's
 
 
 def expand_key_mask(key_mask_BK: Tensor, queries: int, causal: bool) -> Tensor:

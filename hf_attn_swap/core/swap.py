@@ -299,8 +299,10 @@ class Swap(nn.Module):
         if self.calibration is not None:
             heads = self.calibration(heads)
         if call.between:
-            # The stock function has no forward mode.
-            other = reference(Places(), inputs, Call(x=call.x))[0] if transformed() else ordinary(inputs, sdpa)
+            if transformed(*inputs.three):  # the stock function has no forward mode
+                other = reference(Places(), inputs, Call(x=call.x))[0]
+            else:
+                other = ordinary(inputs, sdpa)
             return variant.read_between(other, heads.to(other.dtype), call.hand(other.dtype)), weights
         return variant.read(heads, call.hand(heads.dtype)), weights
 

@@ -48,7 +48,7 @@ class Setting:
         dropout: True if weights are dropped.
         compiling: True under a compiler, which plans memory by itself, and under `torch.jit.trace`.
         recorded: True while a program is recorded for later, without this package: exported, traced or captured.
-        transformed: True inside a transform of `torch.func`, such as `grad` or `vmap`.
+        transformed: True inside a transform of `torch.func`, such as `grad` or `vmap`, and in forward mode.
         autocast: True under autocast.
         uniform: True if all layers of the model have the same masks.
         causal: True if the order is causal, without another mask; None if this is not known yet, as in `describe`.
@@ -78,7 +78,7 @@ class Setting:
             dropout=inputs.dropout > 0,
             compiling=torch.compiler.is_compiling() or torch.jit.is_tracing(),  # type: ignore[attr-defined,no-untyped-call]  # torch's
             recorded=recorded(),
-            transformed=transformed(),
+            transformed=transformed(*inputs.three),
             autocast=under_autocast(device),
             uniform=call.uniform,
             causal=inputs.masks.causal or call.state is not None,  # a state stands for earlier tokens

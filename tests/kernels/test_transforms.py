@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
 from tests import zoo
 from tests.contract.cells import SINGLES
 
-from .derivatives import BATCH, BOTH, EXACT, FAMILIES, LENGTH, assert_close, inner, like, math_kernel, model_of
+from .derivatives import BATCH, BOTH, EXACT, FAMILIES, LENGTH, assert_close, inner, like, loss_of, math_kernel, model_of
 
 
 def per_sample(model: Any, batch: dict[str, Tensor], over_model: Callable[..., Any], **kwargs: Any) -> list[Tensor]:
@@ -116,3 +117,28 @@ def test_a_pass_is_recorded_with_gradients(family: str, name: str) -> None:
         got, wanted = traced(each), alone(each)
         torch.testing.assert_close(got, wanted, rtol=EXACT, atol=EXACT)
         assert_close(*(torch.autograd.grad(out.square().sum(), weights) for out in (got, wanted)))
+
+
+@pytest.mark.parametrize(("family", "strength"), BOTH)
+@pytest.mark.parametrize("length", [LENGTH, 140])
+@pytest.mark.parametrize("name", SINGLES)
+def test_forward_mode_without_a_transform(name: str, length: int, family: str, strength: float) -> None:
+    """`torch.autograd.forward_ad`: an operator of ours would lose the tangents without an error."""
+    model = model_of(family, name, strength, max_position_embeddings=200)
+    batch = zoo.inputs(family, batch=1, length=length)
+    weights = inner(model)
+    tangents = like(weights.values())
+    with math_kernel(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
+        first = torch.autograd.grad(loss_of(model, batch, output_attentions=True), list(weights.values()))
+        wanted = sum((one * other).sum() for one, other in zip(first, tangents, strict=True))
+    with forward_ad.dual_level(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
+        dual = {
+            key: forward_ad.make_dual(weight.detach(), along)
+            for (key, weight), along in zip(weights.items(), tangents, strict=True)
+        }
+        kwargs = {"use_cache": False} if family == "llama" else {}
+        out = zoo.output(functional_call(model, dual, (), batch | kwargs)).square().mean()
+        got = forward_ad.unpack_dual(out).tangent
+    assert_close([got], [wanted])
