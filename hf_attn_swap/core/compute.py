@@ -43,6 +43,8 @@ class Places:
         """The form that computes the heads in this setting: the variant's own, or a general one for several."""
         if self.replacement is not None:
             return self.replacement.form(setting)
+        if setting.transformed:  # kernels have no rule for vmap, no forward mode, or no second derivative
+            return Form.REFERENCE
         changing = [each for each in (self.carrier, self.normalizer, self.adjuster) if each is not None]
         if not changing:
             return Form.SDPA

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,23 @@ def recorded() -> bool:
     if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # torch's
         return True
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def transformed(*tensors: Tensor) -> bool:
+    """True inside a transform of `torch.func`, such as `grad` or `vmap`, or if a tensor has a tangent (forward mode).
+
+    There, operators of PyTorch alone may run. Other operators raise an error, or lose the tangents without an error.
+    PyTorch has no public way to ask for a transform; `torch.autograd.Function` decides by this same question. If a later
+    version has no such function, forward mode is still seen, and PyTorch raises an error for every other transform.
+    """
+    ask = getattr(torch._C, "_are_functorch_transforms_active", None)
+    if ask is not None and ask():
+        return True
+    return not torch.compiler.is_compiling() and any(map(_has_tangent, tensors))
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # torch's
 
 
 def expand_key_mask(key_mask_BK: Tensor, queries: int, causal: bool) -> Tensor:

@@ -19,7 +19,8 @@ from ..kernels.dispatch import Form, Setting
 from ..variants.base import Variant, mix
 from .calibration import Calibration
 from .call import Call, Carried, FusedSoftmax, Geometry, Inputs
-from .compute import Places, attend, ordinary, replaced
+from .compute import Places, attend, ordinary, reference, replaced
+from .masks import transformed
 from .registry import Options, build_options
 from .value_scale import ValueScale
 
@@ -333,7 +334,10 @@ class Swap(nn.Module):
         if self.calibration is not None:
             heads = self.calibration(heads)
         if call.between:
-            other = ordinary(inputs, sdpa)
+            if transformed(*inputs.three):  # the stock function has no forward mode
+                other = reference(Places(), inputs, Call(x=call.x))[0]
+            else:
+                other = ordinary(inputs, sdpa)
             return variant.read_between(other, heads.to(other.dtype), call.hand(other.dtype)), weights
         return variant.read(heads, call.hand(heads.dtype)), weights
 

@@ -62,7 +62,7 @@ def simple_attention(
             state = state_before(keys, values, behind, past)
             if behind:
                 keys, values = keys[:, :, behind:], values[:, :, behind:]
-            mixed = _causal(queries, keys, values, state)
+            mixed = causal_products(queries, keys, values, state)
             return mixed.mul_(factor_BQ[:, None, :, None].to(mixed.dtype)).to(q.dtype)
         state = keys.transpose(2, 3) @ values  # all queries have the same factor, so the smaller tensor takes it
         return (queries @ (state * factor_BQ[:, None, :, None].to(state.dtype))).to(q.dtype)
@@ -138,7 +138,7 @@ def per_head(state: Tensor, heads: int) -> Tensor:
     return state if groups == heads else state.repeat_interleave(heads // groups, 1)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
+def causal_products(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
     """q_t (state + sum_{i <= t} k_i v_i^T), one chunk after the other.
 
     The cost is quadratic inside a chunk. Between chunks, the sum over all earlier tokens is carried on.

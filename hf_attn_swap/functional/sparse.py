@@ -57,9 +57,12 @@ def entmax15(scores: Tensor, dim: int = -1) -> Tensor:
         thresholds = mean - ((1 - variance) / rank).clamp_min(0).sqrt()
         size = (thresholds <= ordered).sum(dim, keepdim=True)
         threshold = thresholds.gather(dim, size - 1)
-    inside = (centred - threshold).clamp_min(0)
-    slope = 2 * inside.detach().sum(dim, keepdim=True)
-    threshold = threshold + (inside.square().sum(dim, keepdim=True) - 1) / slope
+    # A Newton step on the condition sum p = 1 keeps the threshold's value and makes its first derivative exact; one
+    # more step makes the second and the third exact.
+    for _ in range(2):
+        inside = (centred - threshold).clamp_min(0)
+        over = inside.square().sum(dim, keepdim=True) - 1
+        threshold = threshold + over / (2 * inside.sum(dim, keepdim=True))
     return (centred - threshold).clamp_min(0).square()
 
 

@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 
 from ..core.call import Call, Inputs
-from ..core.masks import recorded
+from ..core.masks import recorded, transformed
 from ..functional.linear import CHUNK, under_autocast
 from . import linear, linear_fla, softmax_n
 
@@ -46,8 +46,9 @@ class Setting:
         dtypes: the dtypes of query, key and value.
         between: True if the strength lies between 0 and 1.
         dropout: True if weights are dropped.
-        compiling: True under a compiler, which plans memory by itself.
+        compiling: True under a compiler, which plans memory by itself, and under `torch.jit.trace`.
         recorded: True while a program is recorded for later, without this package: exported, traced or captured.
+        transformed: True inside a transform of `torch.func`, such as `grad` or `vmap`, and in forward mode.
         autocast: True under autocast.
         uniform: True if all layers of the model have the same masks.
         causal: True if the order is causal, without another mask; None if this is not known yet, as in `describe`.
@@ -60,6 +61,7 @@ class Setting:
     dropout: bool = False
     compiling: bool = False
     recorded: bool = False
+    transformed: bool = False
     autocast: bool = False
     uniform: bool = True
     causal: bool | None = None
@@ -74,8 +76,9 @@ class Setting:
             dtypes=(inputs.query.dtype, inputs.key.dtype, inputs.value.dtype),
             between=call.between,
             dropout=inputs.dropout > 0,
-            compiling=torch.compiler.is_compiling(),
+            compiling=torch.compiler.is_compiling() or torch.jit.is_tracing(),  # type: ignore[attr-defined,no-untyped-call]  # torch's
             recorded=recorded(),
+            transformed=transformed(*inputs.three),
             autocast=under_autocast(device),
             uniform=call.uniform,
             causal=inputs.masks.causal or call.state is not None,  # a state stands for earlier tokens
@@ -124,7 +127,7 @@ def linear_form(setting: Setting) -> Form:
     On the CPU without causal order, the plain products are as fast in fp32. In half precision they would first copy
     each tensor to fp32, and the operator copies one block at a time.
     """
-    if setting.recorded or not setting.one_dtype:
+    if setting.recorded or setting.transformed or not setting.one_dtype:
         return Form.PRODUCTS
     if setting.tokens is not None and setting.tokens[0] <= CHUNK:  # a single chunk has no running sum
         return Form.PRODUCTS

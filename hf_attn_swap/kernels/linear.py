@@ -20,7 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from ..functional.linear import Past, length_factor, masked_keys, per_head, state_before, wide, without_autocast
+from ..functional.linear import (
+    Past,
+    causal_products,
+    length_factor,
+    masked_keys,
+    per_head,
+    state_before,
+    wide,
+    without_autocast,
+)
+from . import twice
 
 # Any of these numbers gives the same result.
 BLOCK = 64  # the number of tokens in a block of the causal form
@@ -229,13 +239,28 @@ def _wide(tensor: Tensor) -> Tensor:
 def _save_causal(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, state, factor = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, factor, output[1])
-    ctx.state_dtype = state.dtype
+    ctx.save_for_backward(q, k, v, state, factor, output[1])
 
 
 def _causal_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *grads, grad_state = _causal_backward(grad, *ctx.saved_tensors)
-    return (*grads, grad_state.to(ctx.state_dtype), None)
+    q, k, v, state, factor, kept = ctx.saved_tensors
+    if twice.wanted():
+        return (*_causal_again(grad, q, k, v, state, factor), None)
+    *grads, grad_state = _causal_backward(grad, q, k, v, factor, kept)
+    return (*grads, grad_state.to(state.dtype), None)
+
+
+def _causal_again(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and the state, for second derivatives."""
+
+    def heads(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
+        mixed = causal_products(_wide(q), _wide(k), _wide(v), _wide(state))
+        return (mixed * _wide(factor)[:, None, :, None]).to(v.dtype)
+
+    with without_autocast(grad.device):
+        return twice.gradients(heads, (q, k, v, state), grad)
 
 
 def _save_all_keys(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -244,7 +269,20 @@ def _save_all_keys(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, T
 
 
 def _all_keys_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    if twice.wanted():
+        return (*_all_keys_again(grad, *ctx.saved_tensors[:4]), None)
     return (*_all_keys_backward(grad, *ctx.saved_tensors), None)
+
+
+def _all_keys_again(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k and v, for second derivatives."""
+
+    def heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        state = _wide(factor)[:, None, :, None] * (_wide(k).mT @ _wide(v))
+        return (_wide(q) @ state).to(v.dtype)
+
+    with without_autocast(grad.device):
+        return twice.gradients(heads, (q, k, v), grad)
 
 
 causal_linear.register_autograd(_causal_gradients, setup_context=_save_causal)

@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import functional
 from ..core.call import Three
+from ..functional.linear import without_autocast
+from . import twice
 from .stock_softmax import Found, How, Kernel, kernels
 
 
@@ -114,11 +117,40 @@ class _SoftmaxN(torch.autograd.Function):
         return heads
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, mask, heads, lse = ctx.saved_tensors
+        if twice.wanted():
+            return (*_again((query, key, value), mask, ctx.log_n, ctx.how, grad), None, None, None, None)
         log_n = ctx.log_n if isinstance(ctx.log_n, Tensor) else lse.new_full((1,), ctx.log_n)
         found = Found(heads, torch.logaddexp(lse, log_n), ctx.kept)
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         grads = ctx.kernel.backward(grad, (query, key, value), mask, found, ctx.how)
         return (*grads, None, None, None, None)
+
+
+def _again(qkv: Three, mask: Tensor | None, log_n: float | Tensor, how: How, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of query, key and value by the readable formula, for second derivatives. It holds all weights.
+
+    Raises:
+        ValueError: weights were dropped. The kernel alone knows which.
+    """
+    if how.dropout > 0:
+        twice.refuse(
+            "softmax_n with dropout of weights", "call model.eval(), or set the config's attention dropout to 0"
+        )
+
+    def heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        q, k, v = query.to(wide), key.to(wide), value.to(wide)
+        scores = how.scaling * q @ k.repeat_interleave(groups, 1).mT
+        if mask is not None:
+            scores = scores + mask
+        if how.causal:
+            later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(later, torch.finfo(wide).min)
+        n = log_n.exp() if isinstance(log_n, Tensor) else math.exp(log_n)
+        return (functional.softmax_n(scores, n) @ v.repeat_interleave(groups, 1)).to(query.dtype)
+
+    with without_autocast(grad.device):
+        return twice.gradients(heads, qkv, grad)

@@ -153,10 +153,15 @@ def _inputs(
     """Collect the tensors of a call, and give every mask one meaning.
 
     Raises:
-        ValueError: the call has attention sinks.
+        ValueError: the call has attention sinks, or the mask is neither bool nor of floating point.
     """
     if any(kwargs.get(name) is not None for name in ("s_aux", "sinks")):
         raise ValueError(f"{NAME} cannot swap attention with attention sinks; use the stock attention for this model.")
+    if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+        raise ValueError(
+            f"{NAME}: an attention mask with the dtype {attention_mask.dtype} says neither what a query may see nor "
+            "what to add to its scores; pass mask.bool(), True where a query may see a key, or a float mask to add."
+        )
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None:
         causal = causal and queries > 1

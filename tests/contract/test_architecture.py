@@ -47,7 +47,7 @@ MAY = {
     "tested": set(),
     "core.typed": set(),
     "core.swap": {
-        *("core.call", "core.calibration", "core.compute", "core.registry"),
+        *("core.call", "core.calibration", "core.compute", "core.masks", "core.registry"),
         *("core.value_scale", "kernels.dispatch", VARIANT_BASE),
     },
     "wiring": set(),

@@ -21,6 +21,7 @@ from .harness import (
     fresh,
     padding_side,
     perturb,
+    refused,
     run_all,
     swaps,
 )  # fmt: skip
@@ -122,6 +123,17 @@ def test_a_row_that_may_see_nothing(family: str, cell: Cell, kind: str) -> None:
     assert seen[0].any()
     if kind == "bool" or "outeffhop" in cell[0]:
         assert not seen[0][0, 2].any()
+
+
+@over(WIDE, TEXT_FAMILIES)
+@pytest.mark.parametrize(("dtype", "strength"), [(torch.int64, 1.0), (torch.uint8, 0.0)], ids=str)
+def test_a_mask_of_whole_numbers_is_refused(family: str, cell: Cell, strength: float, dtype: torch.dtype) -> None:
+    """Its 0 and 1 would be added to the scores and mask nothing. PyTorch's own attention refuses such a mask too."""
+    mask = drawn_mask(family)
+    model = model_of(family, cell, strength)
+    for want in (False, True):
+        with refused(f"mask with the dtype {dtype}", "pass mask.bool()"):
+            model(**shown(family, mask.to(dtype)), output_attentions=want)
 
 
 def test_every_family_is_covered() -> None:
