@@ -5,8 +5,8 @@ its swaps, before any weights load. After `PreTrainedModel.from_pretrained`, eve
 from the checkpoint. `PreTrainedConfig.save_pretrained` also writes the shim (`publish/shim.py`) beside config.json, and
 `PreTrainedConfig.from_dict` reads a config without the shim's entries: this process has the package, so it runs nothing
 from the repository. In config.json the model's class has a name that no other program knows; in memory it has its own.
-All four do nothing for any other config. `PreTrainedModel.save_pretrained` refuses a model whose config does not know a
-swap inside. The block is data: this file checks all of it, and nothing of the block is executed or imported by name.
+All four do nothing for any other config. `PreTrainedModel.save_pretrained` writes the block of exactly the swaps inside
+(`saving.py`). The block is data: this file checks all of it, and nothing of the block is executed or imported by name.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .core.swap import LARGEST_EXPONENT, Swap
 from .families import sites
 from .patch import build_swap, check_strength
 from .publish import shim
+from .saving import described
 from .variants.base import Variant
 from .wiring import seam
 from .wiring.install import ATTRIBUTE, VERSION, Installation, Record
@@ -345,19 +346,13 @@ def _wrap_save_config() -> None:
 
 
 def _wrap_save_model() -> None:
-    """Let a model refuse to be saved if its config does not know the swaps of a part that was patched on its own."""
+    """Let every saved model, part or head describe exactly the swaps inside, or stop before anything is written."""
     original = PreTrainedModel.save_pretrained
 
     @functools.wraps(original)
     def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        known = [self.config, *self.config.__dict__.values()]
-        for name, module in self.named_modules():
-            if ATTRIBUTE in module.__dict__ and not any(module.config is config for config in known):
-                raise ValueError(
-                    f"the part {name!r} is patched on its own, so the saved model would run stock attention; call "
-                    "unpatch_model on this part, then patch the whole model."
-                )
-        return original(self, *args, **kwargs)
+        with described(self):
+            return original(self, *args, **kwargs)
 
     PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]  # as above
 

@@ -22,13 +22,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..core.swap import Phase, Swap
 from ..families import sites, stock_class
 from . import hooks, seam
-from .blocks import BLOCKS, swapped_class
+from .blocks import BLOCKS, Block, swapped_class
 from .plan import Placed, plan, swaps_in
 
 ATTRIBUTE = "attn_swap_installation"
 CONFIGS = "attn_swap_configs"  # an attribute of each module with a config: the config from before patching, and ours
 VERSION = 1
 OF_A_SWAP = ("attn_swap", "attn_implementation", "_attn_implementation_internal", seam.MASKS, "auto_map")
+OF_A_SAVE = (*OF_A_SWAP, "architectures", "dtype", "transformers_version", "_name_or_path")
 MISSING = object()
 
 
@@ -79,11 +80,13 @@ class Record:
         handles: the handles of all hooks.
         containers: the modules whose class was replaced.
         loaded: True if the model was rebuilt from a converted checkpoint. There is no config from before patching then.
+        shape: what `Installation.shape` gave when the config was last known to build this model.
     """
 
     handles: list[RemovableHandle] = field(default_factory=list)
     containers: list[nn.Module] = field(default_factory=list)
     loaded: bool = False
+    shape: tuple[int, dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class Installation:
                 installation.remove(model)
                 raise ValueError(f"{site.path}: transformers does not let this model change its attention.")
         root.__dict__[ATTRIBUTE] = installation.record
+        installation.record.shape = installation.shape()
         return installation
 
     def swaps(self) -> dict[int, list[Swap]]:
@@ -194,13 +198,35 @@ class Installation:
         for group in swapped.values():
             for swap in group:
                 swap.set_strength(swap.strength, never_off=carrying and swap.carries)
+        before = self.root.config.__dict__.get("attn_swap")
+        self.root.config.attn_swap = self.block()
+        self.root.config.attn_implementation = seam.NAME
+        if before is not None and before["modules"] != self.root.config.attn_swap["modules"]:
+            self._wire()
+
+    def settle(self) -> None:
+        """Bring hooks, phases and config up to date with layers that were removed, appended or moved since."""
+        placed = plan(self.root, sites(self.root))
+        if any(swap.wiring != each.wiring for each in placed for swap in each.swaps):
+            self._wire()
+        self.refresh()
+
+    def shape(self) -> tuple[int, dict[str, Any]]:
+        """What decides whether the config builds this model: the number of modules that can be swapped, and the config.
+
+        Keys that every save changes, and the keys of a swap, are left out.
+        """
+        kept = {key: value for key, value in self.root.config.to_dict().items() if key not in OF_A_SAVE}
+        return sum(site.usable for site in sites(self.root)), kept
+
+    def block(self) -> dict[str, Any]:
+        """What config.json says of the swaps in this model, with the layers numbered within this model."""
         groups: dict[str, dict[str, Any]] = {}
-        for index, group in swapped.items():
+        for index, group in self.swaps().items():
             spec = group[0].spec()
             groups.setdefault(repr(spec), {**spec, "layers": []})["layers"].append(index)
         count = sum(site.usable for site in sites(self.root))
-        self.root.config.attn_swap = {"version": VERSION, "modules": count, "swaps": list(groups.values())}
-        self.root.config.attn_implementation = seam.NAME
+        return {"version": VERSION, "modules": count, "swaps": list(groups.values())}
 
     def remove(self, model: nn.Module | None = None) -> None:
         """Turn the model into the stock model again. `model` is the wrapper around the root, if there is a wrapper."""
@@ -300,11 +326,17 @@ class Installation:
         self.record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _unwire(self) -> None:
-        """Remove every hook, and give every replaced container its stock class back."""
+        """Remove every hook, and give every replaced container its stock class back.
+
+        A layer that the user copied and appended has the hooks and the class of its original, which no record knows.
+        """
         for handle in self.record.handles:
             handle.remove()
-        for container in self.record.containers:
-            container.__class__ = stock_class(container)
+        for module in self.root.modules():
+            _drop_hooks(module)
+        for container in {*self.record.containers, *self.root.modules()}:
+            if isinstance(container, Block):
+                container.__class__ = stock_class(container)
         self.record.handles = []
         self.record.containers = []
 
@@ -315,6 +347,17 @@ def _set_child(core: nn.Module, child: nn.Module | None) -> None:
     core._modules.pop("attn_swap", None)
     if child is not None:
         core.attn_swap = child
+
+
+def _drop_hooks(module: nn.Module) -> None:
+    """Remove the hooks of `hooks.py` from a module."""
+    for kept, with_keywords in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+    ):
+        for number in [number for number, hook in kept.items() if getattr(hook, "__module__", None) == hooks.__name__]:
+            del kept[number]
+            with_keywords.pop(number, None)
 
 
 def _detach(core: nn.Module) -> None:
