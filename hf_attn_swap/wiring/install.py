@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.swap import Phase, Swap
 from ..families import sites, stock_class
-from . import hooks, seam
+from . import adapters, hooks, seam
 from .blocks import BLOCKS, Block, swapped_class
 from .plan import Placed, plan, swaps_in
 
@@ -81,12 +82,14 @@ class Record:
         containers: the modules whose class was replaced.
         loaded: True if the model was rebuilt from a converted checkpoint. There is no config from before patching then.
         shape: what `Installation.shape` gave when the config was last known to build this model.
+        bases: by its name or folder, the block of each checkpoint that this model was loaded from or saved to.
     """
 
     handles: list[RemovableHandle] = field(default_factory=list)
     containers: list[nn.Module] = field(default_factory=list)
     loaded: bool = False
     shape: tuple[int, dict[str, Any]] | None = None
+    bases: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,10 @@ class Installation:
             self._wire()
         self.refresh()
 
+    def stored(self, place: Any) -> None:
+        """Note that the checkpoint of this name, or in this folder, has the swaps as they are now."""
+        self.record.bases[os.path.normpath(place)] = copy.deepcopy(self.root.config.attn_swap)
+
     def shape(self) -> tuple[int, dict[str, Any]]:
         """What decides whether the config builds this model: the number of modules that can be swapped, and the config.
 
@@ -282,6 +289,7 @@ class Installation:
             if encoder is not None:
                 self._pre(encoder, hooks.before_encoder)
                 self.record.handles.append(encoder.register_forward_hook(hooks.after_encoder, with_kwargs=True))
+        self.record.handles.append(self.root.register_state_dict_pre_hook(adapters.before_state_dict))
         self._name(placed)
 
     def _name(self, placed: list[Placed]) -> None:

@@ -46,6 +46,14 @@ PARTS = [(whole, path) for whole, (_, paths) in WHOLES.items() for path in paths
 # The last variant of each place; the control computes what the stock model computes.
 PER_PLACE = tuple({parse(name)[0].places: name for name in list_variants() if name != "softmax"}.values())
 
+# A position bias has no place in a variant without scores.
+CELLS = [
+    (whole, path, variant)
+    for whole, path in PARTS
+    for variant in PER_PLACE
+    if whole != "t5" or not parse(variant)[0].replaces
+]
+
 
 def make(name: str) -> Any:
     """A stock model of one's own; equal names give equal weights."""
