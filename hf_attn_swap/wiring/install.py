@@ -69,7 +69,10 @@ def installation_of(root: PreTrainedModel) -> Installation | None:
                 f"the part {name!r} is patched on its own; call unpatch_model on this part, then patch the whole model."
             )
     if any(isinstance(getattr(site.core, "attn_swap", None), nn.Module) for site in sites(root)):
-        raise ValueError(f"this {type(root).__name__} is part of a patched model; call this on the whole model.")
+        raise ValueError(
+            f"this {type(root).__name__} is part of a patched model; call this on the whole model. If its layers were "
+            "copied from a patched model, call unpatch_model on that model before you copy them."
+        )
     return None
 
 
@@ -124,10 +127,14 @@ class Installation:
             if isinstance(module, PreTrainedModel) and not module._supports_sdpa:
                 setattr(module.config, seam.MASKS, "eager")
         root.set_attn_implementation(seam.NAME)
+        _name_copied_layers(root)
         for site in sites(root):
             if site.core.config._attn_implementation != seam.NAME:  # type: ignore[union-attr]  # every core has one
                 installation.remove(model)
-                raise ValueError(f"{site.path}: transformers does not let this model change its attention.")
+                raise ValueError(
+                    f"{site.path}: transformers does not let this model change its attention; use the stock attention "
+                    "for this model."
+                )
         root.__dict__[ATTRIBUTE] = installation.record
         installation.record.shape = installation.shape()
         return installation
@@ -385,6 +392,15 @@ def _own_configs(model: nn.Module) -> None:
             own = copy.deepcopy(config, memo)
             module.__dict__[CONFIGS] = (config, own)
             module.__dict__["config"] = own
+
+
+def _name_copied_layers(root: PreTrainedModel) -> None:
+    """Set the attention implementation in configs that belong to no model, such as that of a layer made by deepcopy."""
+    of_models = {id(module.config) for module in root.modules() if isinstance(module, PreTrainedModel)}
+    for site in sites(root):
+        config = site.core.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig) and id(config) not in of_models:
+            config._attn_implementation = seam.NAME
 
 
 def _drop_other_code(root: PreTrainedModel) -> None:

@@ -135,21 +135,6 @@ def test_a_whole_with_a_part_that_was_patched_alone(variant: str, tmp_path: Path
     assert not set(KEYS) & set(on_disk(tmp_path / "joined")["encoder"])
 
 
-def test_an_old_checkpoint_whose_parts_have_the_blocks(tmp_path: Path) -> None:
-    """Its weights are checked and its strengths are filled in, although the outer config has no block."""
-    model = make("pair")
-    perturb(patch_model(model.encoder, "belief_star", strength=0.7))
-    block = keys(model.encoder.config)
-    model.save_pretrained(tmp_path)
-    content = on_disk(tmp_path)
-    for key in KEYS:
-        del content[key]
-    content["encoder"] |= block
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    loaded = type(model).from_pretrained(tmp_path)
-    assert torch.equal(out(loaded.encoder), out(model.encoder))
-
-
 def test_a_part_that_cannot_be_described_stops_before_anything_is_written(tmp_path: Path) -> None:
     """A swap at a place where this model alone has none that counts."""
     model, lone = patch_model(fresh("bert"), "belief"), fresh("bert")
