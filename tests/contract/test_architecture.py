@@ -67,7 +67,7 @@ MAY = {
 }
 BELOW_PATCH = {*MAY, "wiring.install", "families"}
 ABOVE_PATCH = {
-    *("loading", "describe", "cli", "demo", "conversion", "configurations", "training"),
+    *("loading", "saving", "describe", "cli", "demo", "conversion", "configurations", "training"),
     *("analysis", "quantization", "dynamics", "publish"),
 }
 PATCHED = ("PreTrainedModel", "PreTrainedConfig")
