@@ -5,12 +5,13 @@ its swaps, before any weights load. After `PreTrainedModel.from_pretrained`, eve
 from the checkpoint. `PreTrainedConfig.save_pretrained` also writes the shim (`publish/shim.py`) beside config.json, and
 `PreTrainedConfig.from_dict` reads a config without the shim's entries: this process has the package, so it runs nothing
 from the repository. In config.json the model's class has a name that no other program knows; in memory it has its own.
-All four do nothing for any other config. `PreTrainedModel.save_pretrained` refuses a model whose config does not know a
-swap inside. The block is data: this file checks all of it, and nothing of the block is executed or imported by name.
+All four do nothing for any other config. `PreTrainedModel.save_pretrained` writes the block of exactly the swaps inside
+(`saving.py`). The block is data: this file checks all of it, and nothing of the block is executed or imported by name.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
@@ -27,12 +28,15 @@ from .core.swap import LARGEST_EXPONENT, Swap
 from .families import sites
 from .patch import build_swap, check_strength
 from .publish import shim
+from .saving import described
 from .variants.base import Variant
 from .wiring import seam
+from .wiring.adapters import warn_alone
 from .wiring.install import ATTRIBUTE, VERSION, Installation, Record
 
 ABSENT = object()
 LIMIT = 100_000  # no model has more attention modules, so a larger number comes from a damaged file
+PLACE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 LONGEST = 400  # the largest number of characters that an error quotes from a damaged file
 KEYS = {"variant", "layers", "options", "strength"}
 OPTIONAL_KEYS = {"calibration", "head_order", "retrained", "modules", "neutral_start", "value_scale"}
@@ -261,9 +265,8 @@ def _check_loaded(model: nn.Module, info: dict[str, Any], where: str) -> None:
     Raises:
         ValueError: some weights are missing, are left over or have another shape, or the swap could not be rebuilt.
     """
-    if getattr(getattr(model, "config", None), "attn_swap", None) is None:
-        return
-    if model.__dict__.get(ATTRIBUTE) is None:
+    described = getattr(getattr(model, "config", None), "attn_swap", None) is not None
+    if described and model.__dict__.get(ATTRIBUTE) is None:
         raise ValueError(
             f"{where}: the swap in config.json was made for another model than {type(model).__name__} (another number "
             "of attention modules); load the class that was saved."
@@ -276,6 +279,71 @@ def _check_loaded(model: nn.Module, info: dict[str, Any], where: str) -> None:
         if isinstance(module, Swap):
             module.fresh = False
             module.refill()
+    for module in model.modules():
+        record = module.__dict__.get(ATTRIBUTE)
+        if isinstance(record, Record) and isinstance(module, PreTrainedModel):
+            Installation(module, record).stored(where)
+
+
+def _with_swap_of(path: Any, config: Any, arguments: dict[str, Any]) -> Any:
+    """The config that a caller gave for the checkpoint at `path`, with the swap of this checkpoint.
+
+    A config of another model knows nothing of the swap, and the weights would run with stock attention.
+
+    Args:
+        path: the checkpoint.
+        config: a config, or the place of one.
+        arguments: the arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: the config describes another swap than the checkpoint; or it lies in another place and has none.
+    """
+    loaded = isinstance(config, PreTrainedConfig)
+    where = config.name_or_path if loaded else config
+    if str(where) == str(path) and not (loaded and Path(path).is_dir()):
+        return config  # it was read from there, as every auto class does, and asking again may cost a request
+    saved = _block_at(path, arguments)
+    if saved is None:
+        return config
+    given = config.__dict__.get("attn_swap") if loaded else _block_at(config, {})
+    if given is not None:
+        _refuse_another(path, given, saved)
+        return config
+    if not loaded:
+        raise ValueError(
+            f"{path}: the attention of this checkpoint is swapped, and the config at {config} says nothing of it; "
+            "leave config= out, or load the config with AutoConfig and give the object."
+        )
+    config = copy.deepcopy(config)
+    config.attn_swap, config.attn_implementation = saved, seam.NAME
+    config._attn_implementation = seam.NAME
+    return config
+
+
+def _block_at(path: Any, arguments: dict[str, Any]) -> Any:
+    """The block in the config.json of a checkpoint; None without a block or without a config.json."""
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(path, **{k: arguments[k] for k in PLACE if k in arguments})
+    except OSError:  # weights alone, which is why the caller gives a config
+        return None
+    return content.get("attn_swap")
+
+
+def _refuse_another(path: Any, given: Any, saved: Any) -> None:
+    """Compare two blocks. The strength may differ, because a user may set it.
+
+    Raises:
+        ValueError: the blocks describe other swaps.
+    """
+    one, other = (
+        {layer: dataclasses.replace(each, layers=[], strength=1.0) for each in swaps for layer in each.layers}
+        for _, swaps in map(read_block, (given, saved))
+    )
+    if one != other:
+        raise ValueError(
+            f"{path}: the config that was given describes another swap than the checkpoint; leave config= out, and "
+            "call patch_model on the loaded model for another attention."
+        )
 
 
 def _wrap_post_init() -> None:
@@ -309,8 +377,11 @@ def _wrap_from_pretrained() -> None:
     def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
         wanted = kwargs.pop("output_loading_info", False)
         _leave_out_none(kwargs)
+        path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        if kwargs.get("config") is not None and path is not None and kwargs.get("gguf_file") is None:
+            kwargs["config"] = _with_swap_of(path, kwargs["config"], kwargs)
         model, info = original(cls, *args, output_loading_info=True, **kwargs)
-        _check_loaded(model, info, str(args[0] if args else kwargs.get("pretrained_model_name_or_path")))
+        _check_loaded(model, info, str(path))
         return (model, info) if wanted else model
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment, method-assign]  # as above
@@ -345,19 +416,22 @@ def _wrap_save_config() -> None:
 
 
 def _wrap_save_model() -> None:
-    """Let a model refuse to be saved if its config does not know the swaps of a part that was patched on its own."""
+    """Let every saved model, part or head describe exactly the swaps inside, or stop before anything is written."""
     original = PreTrainedModel.save_pretrained
 
     @functools.wraps(original)
     def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        known = [self.config, *self.config.__dict__.values()]
-        for name, module in self.named_modules():
-            if ATTRIBUTE in module.__dict__ and not any(module.config is config for config in known):
-                raise ValueError(
-                    f"the part {name!r} is patched on its own, so the saved model would run stock attention; call "
-                    "unpatch_model on this part, then patch the whole model."
-                )
-        return original(self, *args, **kwargs)
+        place = args[0] if args else kwargs.get("save_directory")
+        record = self.__dict__.get(ATTRIBUTE)
+        if self._hf_peft_config_loaded:  # the adapter alone is saved
+            if isinstance(record, Record):
+                warn_alone(self, 'model.save_pretrained("converted")  # before add_adapter')
+            return original(self, *args, **kwargs)
+        with described(self):
+            result = original(self, *args, **kwargs)
+        if isinstance(record, Record):
+            Installation(self, record).stored(place)
+        return result
 
     PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]  # as above
 

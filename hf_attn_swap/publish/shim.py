@@ -120,18 +120,18 @@ def without(config: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """A config, and the configs of the model's parts."""
     yield config
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if isinstance(part, PreTrainedConfig):
-            yield from _parts(part)
+            yield from parts(part)
 
 
 def forget(config: PreTrainedConfig) -> None:
     """Give a config that was read without this package the names of transformers, and no shim, in place."""
-    for part in _parts(config):
+    for part in parts(config):
         part.architectures = part.architectures and list(map(stock_name, part.architectures))
     kept = without({key: config.__dict__[key] for key in (KEY, CODE) if key in config.__dict__})
     for key in (KEY, CODE):
@@ -151,7 +151,7 @@ def as_saved(config: PreTrainedConfig) -> Iterator[bool]:
     """Inside, the config of a swapped model has the keys of its config.json. Gives True if it names the shim."""
     auto_map = merged(config, config.__dict__.get(KEY))
     changes: list[tuple[PreTrainedConfig, str, Any]] = [
-        (part, NAMES, list(map(saved_name, part.architectures))) for part in _parts(config) if part.architectures
+        (part, NAMES, list(map(saved_name, part.architectures))) for part in parts(config) if part.architectures
     ]
     if auto_map is not None:
         changes += [(config, KEY, auto_map), (config, CODE, config.__dict__.get(CODE, FILE))]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,14 +22,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..core.swap import Phase, Swap
 from ..families import sites, stock_class
 from ..families.source import arguments, handed_on, returns_tuple
-from . import hooks, preconditions, seam
-from .blocks import BLOCKS, Facts, swapped_class
+from . import adapters, hooks, preconditions, seam
+from .blocks import BLOCKS, Block, Facts, swapped_class
 from .plan import Placed, encoder_of, plan, swaps_in, takes_keywords
 
 ATTRIBUTE = "attn_swap_installation"
 CONFIGS = "attn_swap_configs"  # an attribute of each module with a config: the config from before patching, and ours
 VERSION = 1
 OF_A_SWAP = ("attn_swap", "attn_implementation", "_attn_implementation_internal", seam.MASKS, "auto_map")
+OF_A_SAVE = (*OF_A_SWAP, "architectures", "dtype", "transformers_version", "_name_or_path")
 MISSING = object()
 
 
@@ -67,7 +69,10 @@ def installation_of(root: PreTrainedModel) -> Installation | None:
                 f"the part {name!r} is patched on its own; call unpatch_model on this part, then patch the whole model."
             )
     if any(isinstance(getattr(site.core, "attn_swap", None), nn.Module) for site in sites(root)):
-        raise ValueError(f"this {type(root).__name__} is part of a patched model; call this on the whole model.")
+        raise ValueError(
+            f"this {type(root).__name__} is part of a patched model; call this on the whole model. If its layers were "
+            "copied from a patched model, call unpatch_model on that model before you copy them."
+        )
     return None
 
 
@@ -79,11 +84,15 @@ class Record:
         handles: the handles of all hooks.
         containers: the modules whose class was replaced.
         loaded: True if the model was rebuilt from a converted checkpoint. There is no config from before patching then.
+        shape: what `Installation.shape` gave when the config was last known to build this model.
+        bases: by its name or folder, the block of each checkpoint that this model was loaded from or saved to.
     """
 
     handles: list[RemovableHandle] = field(default_factory=list)
     containers: list[nn.Module] = field(default_factory=list)
     loaded: bool = False
+    shape: tuple[int, dict[str, Any]] | None = None
+    bases: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,11 +128,16 @@ class Installation:
             if isinstance(module, PreTrainedModel) and not module._supports_sdpa:
                 setattr(module.config, seam.MASKS, "eager")
         root.set_attn_implementation(seam.NAME)
+        _name_copied_layers(root)
         for site in sites(root):
             if site.core.config._attn_implementation != seam.NAME:  # type: ignore[union-attr]  # every core has one
                 installation.remove(model)
-                raise ValueError(f"{site.path}: transformers does not let this model change its attention.")
+                raise ValueError(
+                    f"{site.path}: transformers does not let this model change its attention; use the stock attention "
+                    "for this model."
+                )
         root.__dict__[ATTRIBUTE] = installation.record
+        installation.record.shape = installation.shape()
         return installation
 
     def swaps(self) -> dict[int, list[Swap]]:
@@ -195,13 +209,39 @@ class Installation:
         for group in swapped.values():
             for swap in group:
                 swap.set_strength(swap.strength, never_off=carrying and swap.carries)
+        before = self.root.config.__dict__.get("attn_swap")
+        self.root.config.attn_swap = self.block()
+        self.root.config.attn_implementation = seam.NAME
+        if before is not None and before["modules"] != self.root.config.attn_swap["modules"]:
+            self._wire()
+
+    def settle(self) -> None:
+        """Bring hooks, phases and config up to date with layers that were removed, appended or moved since."""
+        placed = plan(self.root, sites(self.root))
+        if any(swap.wiring != each.wiring for each in placed for swap in each.swaps):
+            self._wire()
+        self.refresh()
+
+    def stored(self, place: Any) -> None:
+        """Note that the checkpoint of this name, or in this folder, has the swaps as they are now."""
+        self.record.bases[os.path.normpath(place)] = copy.deepcopy(self.root.config.attn_swap)
+
+    def shape(self) -> tuple[int, dict[str, Any]]:
+        """What decides whether the config builds this model: the number of modules that can be swapped, and the config.
+
+        Keys that every save changes, and the keys of a swap, are left out.
+        """
+        kept = {key: value for key, value in self.root.config.to_dict().items() if key not in OF_A_SAVE}
+        return sum(site.usable for site in sites(self.root)), kept
+
+    def block(self) -> dict[str, Any]:
+        """What config.json says of the swaps in this model, with the layers numbered within this model."""
         groups: dict[str, dict[str, Any]] = {}
-        for index, group in swapped.items():
+        for index, group in self.swaps().items():
             spec = group[0].spec()
             groups.setdefault(repr(spec), {**spec, "layers": []})["layers"].append(index)
         count = sum(site.usable for site in sites(self.root))
-        self.root.config.attn_swap = {"version": VERSION, "modules": count, "swaps": list(groups.values())}
-        self.root.config.attn_implementation = seam.NAME
+        return {"version": VERSION, "modules": count, "swaps": list(groups.values())}
 
     def remove(self, model: nn.Module | None = None) -> None:
         """Turn the model into the stock model again. `model` is the wrapper around the root, if there is a wrapper."""
@@ -257,6 +297,7 @@ class Installation:
             if encoder is not None and takes_keywords(encoder):
                 self._pre(encoder, hooks.before_encoder)
                 self.record.handles.append(encoder.register_forward_hook(hooks.after_encoder, with_kwargs=True))
+        self.record.handles.append(self.root.register_state_dict_pre_hook(adapters.before_state_dict))
         self._name(placed)
 
     def _name(self, placed: list[Placed]) -> None:
@@ -303,11 +344,17 @@ class Installation:
         self.record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _unwire(self) -> None:
-        """Remove every hook, and give every replaced container its stock class back."""
+        """Remove every hook, and give every replaced container its stock class back.
+
+        A layer that the user copied and appended has the hooks and the class of its original, which no record knows.
+        """
         for handle in self.record.handles:
             handle.remove()
-        for container in self.record.containers:
-            container.__class__ = stock_class(container)
+        for module in self.root.modules():
+            _drop_hooks(module)
+        for container in {*self.record.containers, *self.root.modules()}:
+            if isinstance(container, Block):
+                container.__class__ = stock_class(container)
         self.record.handles = []
         self.record.containers = []
 
@@ -318,6 +365,17 @@ def _set_child(core: nn.Module, child: nn.Module | None) -> None:
     core._modules.pop("attn_swap", None)
     if child is not None:
         core.attn_swap = child
+
+
+def _drop_hooks(module: nn.Module) -> None:
+    """Remove the hooks of `hooks.py` from a module."""
+    for kept, with_keywords in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+    ):
+        for number in [number for number, hook in kept.items() if getattr(hook, "__module__", None) == hooks.__name__]:
+            del kept[number]
+            with_keywords.pop(number, None)
 
 
 def _detach(core: nn.Module) -> None:
@@ -337,6 +395,15 @@ def _own_configs(model: nn.Module) -> None:
             own = copy.deepcopy(config, memo)
             module.__dict__[CONFIGS] = (config, own)
             module.__dict__["config"] = own
+
+
+def _name_copied_layers(root: PreTrainedModel) -> None:
+    """Set the attention implementation in configs that belong to no model, such as that of a layer made by deepcopy."""
+    of_models = {id(module.config) for module in root.modules() if isinstance(module, PreTrainedModel)}
+    for site in sites(root):
+        config = site.core.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig) and id(config) not in of_models:
+            config._attn_implementation = seam.NAME
 
 
 def _drop_other_code(root: PreTrainedModel) -> None:

@@ -70,7 +70,7 @@ MAY = {
 }
 BELOW_PATCH = {*MAY, "wiring.install", "families"}
 ABOVE_PATCH = {
-    *("loading", "describe", "doctor", "cli", "demo", "conversion", "configurations", "training"),
+    *("loading", "saving", "describe", "doctor", "cli", "demo", "conversion", "configurations", "training"),
     *("analysis", "quantization", "dynamics", "publish"),
 }
 PATCHED = ("PreTrainedModel", "PreTrainedConfig")

@@ -1,0 +1,123 @@
+"""Layers that are removed, appended or copied after patching: saving says what runs, or stops."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_attn_swap import patch_model, set_strength, unpatch_model
+from tests.contract.harness import batch_of, fresh, perturb, swaps
+from tests.contract.harness import forward as run
+
+from .composite import PER_PLACE
+
+LAYERS = {"bert": "bert.encoder.layer", "gpt2": "transformer.h", "llama": "model.layers", "opt": "model.decoder.layers"}
+LAYERS["vit"] = "vit.layers" if hasattr(fresh("vit").vit, "layers") else "vit.encoder.layer"
+CHANGES = {
+    "last": lambda layers: layers[:-1],
+    "first": lambda layers: layers[1:],
+    "middle": lambda layers: [layers[0], layers[2]],
+    "copies": lambda layers: [*layers, copy.deepcopy(layers[-1]), copy.deepcopy(layers[0])],
+    "swapped": lambda layers: [layers[2], layers[1], layers[0]],
+}
+
+
+def change(model: Any, name: str, kind: str, *, config: bool = True) -> None:
+    """Change the list of layers, and perhaps the config with it."""
+    path, _, last = LAYERS[name].rpartition(".")
+    holder = model.get_submodule(path)
+    layers = nn.ModuleList(CHANGES[kind](list(getattr(holder, last))))
+    setattr(holder, last, layers)
+    for number, layer in enumerate(layers):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = number
+    if config:
+        model.config.num_hidden_layers = len(layers)
+
+
+def forward(model: Any, name: str) -> torch.Tensor:
+    """The model's output without a cache, with gradients switched off."""
+    return run(model, batch_of(name, torch.float32), **({} if name in ("bert", "vit") else {"use_cache": False}))
+
+
+# Every place of a variant on both ways to hook an attention module; all families with one variant.
+CELLS = [
+    (name, variant, kind)
+    for name in LAYERS
+    for variant in PER_PLACE
+    for kind in CHANGES
+    if name in ("bert", "llama") or variant == "modern_hopfield"
+]
+
+
+@pytest.mark.parametrize(("name", "variant", "kind"), CELLS)
+def test_saved_after_surgery(name: str, variant: str, kind: str, tmp_path: Path) -> None:
+    model = perturb(patch_model(fresh(name, torch.float32), variant, strength=0.7))
+    change(model, name, kind)
+    model.save_pretrained(tmp_path)
+    wanted = forward(model, name)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(forward(loaded, name), wanted)
+    assert len(swaps(loaded)) == len(swaps(model)) == model.config.num_hidden_layers
+    stock = fresh(name, torch.float32)
+    change(stock, name, kind)
+    assert not torch.allclose(forward(stock, name), wanted, atol=1e-5)
+    assert torch.equal(forward(unpatch_model(model), name), forward(stock, name))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("kind", ["last", "copies"])
+def test_a_config_that_was_left_behind_stops_the_save(name: str, kind: str, tmp_path: Path) -> None:
+    """Also after `set_strength`, which counts the layers again."""
+    model = patch_model(fresh(name, torch.float32), "belief")
+    change(model, name, kind, config=False)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"but its config builds 3.*num_hidden_layers"):
+            model.save_pretrained(tmp_path)
+        assert not any(tmp_path.iterdir())
+        set_strength(model, 0.5)
+    model.config.num_hidden_layers = len(swaps(model))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(forward(type(model).from_pretrained(tmp_path), name), forward(model, name))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_config_that_was_changed_alone_stops_the_save(name: str, tmp_path: Path) -> None:
+    model = patch_model(fresh(name, torch.float32), "belief")
+    model.config.num_hidden_layers = 2
+    with pytest.raises(ValueError, match=r"has 3 attention modules.*its config builds 2"):
+        model.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+    model.config.num_hidden_layers = 3
+    model.config.id2label = {0: "other", 1: "names"}
+    model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("variant", PER_PLACE)
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_copied_layers_run_the_swap_once(name: str, variant: str) -> None:
+    """After everything is wired anew, a copied layer has each hook once."""
+    model = perturb(patch_model(fresh(name, torch.float32), variant))
+    change(model, name, "copies")
+    set_strength(model, 0.7)
+    wanted = forward(model, name)
+    other = fresh(name, torch.float32)
+    change(other, name, "copies")
+    patch_model(other, variant, strength=0.7)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(forward(other, name), wanted)
+
+
+@pytest.mark.parametrize("variant", PER_PLACE)
+def test_layers_copied_from_a_patched_model_into_a_stock_model(variant: str) -> None:
+    """Patching says what to do with them."""
+    model, source = fresh("llama", torch.float32), patch_model(fresh("llama", torch.float32), variant)
+    model.model.layers.append(copy.deepcopy(source.model.layers[0]))
+    with pytest.raises(ValueError, match="unpatch_model"):
+        patch_model(model, variant)
