@@ -88,10 +88,10 @@ def _weigh(model: nn.Module) -> None:
                 parameter.mul_(1 / math.sqrt(parameter.shape[1]) / parameter.std().clamp_min(1e-6))
 
 
-def one_line(problem: BaseException) -> str:
-    """What an exception says, as one line that is the same on every machine."""
+def one_line(problem: BaseException, most: int = 300) -> str:
+    """What an exception says, as one line that is the same on every machine, of at most so many characters."""
     words = without_paths(" ".join(str(problem).split()))
-    return words if len(words) <= 300 else words[:297] + "..."
+    return words if len(words) <= most else words[: most - 3] + "..."
 
 
 def without_paths(sentence: str) -> str:

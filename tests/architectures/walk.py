@@ -31,6 +31,7 @@ EXACT, PART, REFUSED = "exact", "exact in part", "refused"
 LATE, WRONG, NOT_BUILT = "refused late", "wrong", "not built"
 TOLERANCE = 1e-5  # fp32, relative to the largest output
 MOST_BUILT = 6
+OUR_OWN = 1000  # characters: sentences of this package are not cut, so that equal ones are found to be equal
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Outcome:
         modules, run: attention modules swapped, and those of them that the inputs reached.
         nested: the configuration has sub-configurations.
         distance: from stock at strength 0, both with the shortcut and with the variant computed.
-        decoded: how many ways to decode with a cache were held against a pass without; why others were left out.
+        ways: to decode with a cache (with padding, without) that were held against a pass without a cache.
+        left_out: why other ways were not: the stock model cannot go them.
         where: the innermost lines of transformers and of this package that an exception came through.
     """
 
@@ -57,7 +59,8 @@ class Outcome:
     run: int = 0
     nested: bool = False
     distance: float = 0.0
-    decoded: str = ""
+    ways: int = 0
+    left_out: str = ""
     where: str = ""
 
 
@@ -165,9 +168,18 @@ def compare(stock: Stock, variant: str) -> Outcome:
         def outcome(result: str, sentence: str, off: float = 0.0, where: str = "") -> Outcome:
             nested = bool(getattr(stock.model.config, "sub_configs", None))
             ran = len(swapped.intersection(path for probe in stock.probes for path in probe.reached))
-            decoded = "; ".join([f"{len(stock.decodings)} ways", *stock.left_out])
             return Outcome(
-                stock.model_type, variant, result, sentence, len(swapped), ran, nested, off, decoded, where=where
+                model_type=stock.model_type,
+                variant=variant,
+                result=result,
+                sentence=sentence,
+                modules=len(swapped),
+                run=ran,
+                nested=nested,
+                distance=off,
+                ways=len(stock.decodings),
+                left_out="; ".join(stock.left_out),
+                where=where,
             )
 
         if not swapped:
@@ -177,7 +189,7 @@ def compare(stock: Stock, variant: str) -> Outcome:
         try:
             problem, off = _difference(stock, patched, variant, reached)
         except ValueError as late:
-            return outcome(LATE, one_line(late), where=_where(late))
+            return outcome(LATE, one_line(late, OUR_OWN), where=_where(late))
         except Exception as failure:  # noqa: BLE001  # whatever it is, it is what the table says of this architecture
             return outcome(WRONG, f"raises {type(failure).__name__}: {one_line(failure)}", where=_where(failure))
         if problem is not None:
@@ -230,7 +242,7 @@ def _patch(model: PreTrainedModel, variant: str) -> str | None:
     try:
         patch_model(model, variant, strength=0.0)
     except ValueError as first:
-        sentence = one_line(first)
+        sentence = one_line(first, OUR_OWN)
     else:
         return None
     for layer in range(sum(site.usable for site in sites(model))):
