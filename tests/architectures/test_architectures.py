@@ -266,7 +266,7 @@ class Dying(Walk):
 def test_a_child_that_dies_costs_one_variant() -> None:
     walk = Dying(None)
     variants = ["outeffhop", "belief", "gated"]
-    walk.run({name: variants for name in ("bert", "opt", "llama")})
+    walk.run(dict.fromkeys(("bert", "opt", "llama"), variants))
     assert {name: [walk.found[name, each].result for each in variants] for name in ("bert", "opt", "llama")} == {
         "bert": [EXACT, WRONG, EXACT],
         "opt": [NOT_BUILT, NOT_BUILT, NOT_BUILT],
