@@ -88,10 +88,8 @@ def _alternatives(model: Any, name: str, others: list[str]) -> Iterator[Batch]:
     config, generator = model.config, torch.Generator().manual_seed(len(name))
     if name == "past_values":
         yield from _series(model, generator)
-    if name in ("pixel_values", "hidden_states") and any(
-        re.search("grid|shapes|position_ids", each) for each in others
-    ):
-        yield from _patches(config, name, generator, others)
+    if name in ("pixel_values", "hidden_states"):  # first the patches that come with what the model insists on
+        yield from (batch for batch in _patches(config, name, generator, others) if not set(others).isdisjoint(batch))
     if name.endswith("input_ids") or name in ("input", "labels", "tokens"):
         ids = _ids(config, generator)
         yield {name: ids}
