@@ -51,7 +51,9 @@ def page(outcomes: list[Outcome], version: str) -> str:
     def cell(model_type: str, variant: str) -> str:
         outcome = by_place[model_type, variant]
         number = said.get(_pattern(outcome), (0, []))[0]
-        return f"{outcome.result} ({number})" if number else outcome.result
+        some = outcome.result in (EXACT, PART) and outcome.run < outcome.modules
+        notes = [str(number)] * bool(number) + [f"{outcome.run} of {outcome.modules} ran"] * some
+        return f"{outcome.result} ({'; '.join(notes)})" if notes else outcome.result
 
     parts = [
         "# Architectures",
@@ -63,7 +65,8 @@ def page(outcomes: list[Outcome], version: str) -> str:
         f"{nested} of those that are exact have configurations within their configuration. "
         "`python -m docs.tables.architectures` writes this page; the slow test in `tests/architectures` compares "
         "with it.",
-        "A number in brackets is the number of the sentence [below](#sentences).",
+        "A number in brackets is the number of the sentence [below](#sentences). Where the inputs that we found do not "
+        "reach every swapped module, the brackets say how many of them ran.",
         markdown(
             ("result", *(f"`{variant}`" for variant in variants), "meaning"),
             [(result, *(str(counts[result, each]) for each in variants), words) for result, words in MEANING.items()],

@@ -101,12 +101,12 @@ def test_each_sentence_is_written_once() -> None:
         Outcome("bart", "sparsemax", EXACT, ""),
         Outcome("opt", "belief", REFUSED, "OPTModel: decoder.layers.1.attn has 8 heads in belief."),
         Outcome("opt", "sparsemax", REFUSED, "OPTModel: decoder.layers.1.attn has 8 heads in sparsemax."),
-        Outcome("t5", "belief", PART, "another reason"),
+        Outcome("t5", "belief", PART, "another reason", modules=4, run=3),
         Outcome("t5", "sparsemax", NOT_BUILT, "no inputs"),
     ]
     lines = page(outcomes, "5").splitlines()
     assert {"| bart | exact | refused (2) |", "| opt | refused (2) | refused (2) |"} < set(lines)
-    assert "| t5 | not built | exact in part (1) |" in lines
+    assert "| t5 | not built | exact in part (1; 3 of 4 ran) |" in lines
     assert sum("heads in" in line for line in lines) == 1
     assert "| 2 | refused | BartModel: layers.0.attn has 4 heads in belief. | `belief`: bart; all: opt |" in lines
     assert lines[-1] == "| t5 | no inputs |"
