@@ -44,18 +44,12 @@ class Decoding:
         return "decoder_input_ids" if "decoder_input_ids" in self.batch else "input_ids"
 
     def distance(self, model: nn.Module) -> float:
-        """Between the numbers with a cache and without, at real positions.
-
-        Each text's first token is left out: it sees itself alone, so that `belief` leaves nothing of its heads but
-        rounding, which a LayerNorm behind them makes large.
-        """
+        """Between the numbers with a cache and without, at real positions."""
         part = model.get_submodule(self.path)
         whole, by_steps = self._whole(part), self._by_steps(part)
-        mask = self.batch.get("attention_mask") if self.stepped == "input_ids" else None
-        real = torch.ones_like(self.batch[self.stepped]) if mask is None else mask
-        later = (real.cumsum(1) > 1) & real.bool()
-        if whole.shape[:2] == later.shape == by_steps.shape[:2]:
-            whole, by_steps = whole[later], by_steps[later]
+        mask = self.batch.get("attention_mask")
+        if self.stepped == "input_ids" and mask is not None and whole.shape[:2] == mask.shape == by_steps.shape[:2]:
+            whole, by_steps = whole[mask.bool()], by_steps[mask.bool()]
         return distance([by_steps], [whole])
 
     def _whole(self, part: nn.Module) -> Tensor:
