@@ -31,8 +31,9 @@ MEANING = {
     NOT_BUILT: "we found no small configuration or no inputs, so nothing is known",
 }
 NAMES = re.compile(
-    r"\w+(?:\.\w+)+"  # paths of modules
-    r"|\b[A-Z][a-z0-9]*[A-Z]\w*"  # classes
+    r"\d\.\de[+-]\d+"  # sizes of errors
+    r"|\w+(?:\.\w+)+"  # paths of modules
+    r"|\b[A-Z][a-z0-9_]*[A-Z]\w*"  # classes
     rf"|\b(?:{'|'.join(sorted(VARIANTS, key=len, reverse=True))})\b"
     r"|\d+"
 )
