@@ -178,8 +178,10 @@ def compare(stock: Stock, variant: str) -> Outcome:
     compared once more in fp64, with the same tolerance.
     """
     outcome = _compare(stock, variant)
-    if outcome.result == WRONG and outcome.problem_of_numbers and (wide := _in_double(stock)) is not None:
-        return _compare(wide, variant)
+    if outcome.result == WRONG and outcome.problem_of_numbers:
+        with _default_dtype(torch.float64):  # for what a model's own code makes
+            if (wide := _in_double(stock)) is not None:
+                return _compare(wide, variant)
     return outcome
 
 
@@ -298,6 +300,17 @@ def _stock_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make tensors of this dtype where no dtype is asked for."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _where(problem: BaseException) -> str:
