@@ -1,13 +1,14 @@
 """`python -m docs.tables.architectures` holds every architecture of transformers and writes `docs/architectures.md`.
 
-The models are tiny and have random weights; a run takes about a quarter of an hour on one core. An option writes the
-page from the outcomes of an earlier run: `python -m docs.tables.architectures outcomes.jsonl`.
+The models are tiny and have random weights; a run takes about half an hour on one core. `--outcomes FILE.jsonl` keeps
+each outcome as it comes: a run that was stopped goes on from there, and a whole file writes the page at once.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import re
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -16,52 +17,127 @@ import torch
 import transformers
 
 from hf_attn_swap.core.table import markdown
-from tests.architectures.walk import EXACT, LATE, NOT_BUILT, PART, REFUSED, WRONG, Outcome, walked, without_paths
+from tests.architectures.children import walked
+from tests.architectures.tiny import without_paths
+from tests.architectures.walk import EXACT, LATE, NOT_BUILT, PART, REFUSED, VARIANTS, WRONG, Outcome
 
 PAGE = Path(__file__).parents[1] / "architectures.md"
-VARIANT = "belief"
 MEANING = {
     EXACT: "equals its stock attention at strength 0, changes at strength 1, and is stock bit for bit after unpatching",
     PART: "the same, for the layers that can be swapped (`layers=` chooses them); the sentence says why others cannot",
     REFUSED: "`patch_model` raises a `ValueError` with this sentence",
-    LATE: "refused in the first forward pass only, which is a fault",
+    LATE: "refused in a forward pass only, which is a fault",
     WRONG: "neither exact nor refused, which is a fault",
     NOT_BUILT: "we found no small configuration or no inputs, so nothing is known",
 }
+NAMES = re.compile(
+    r"\d\.\de[+-]\d+"  # sizes of errors
+    r"|\w+(?:\.\w+)+"  # paths of modules
+    r"|\b[A-Z][a-z0-9_]*[A-Z]\w*"  # classes
+    rf"|\b(?:{'|'.join(sorted(VARIANTS, key=len, reverse=True))})\b"
+    r"|\d+"
+)
 
 
 def page(outcomes: list[Outcome], version: str) -> str:
-    """The page: what was held against what, how many of each result, and one row per architecture."""
-    counts = Counter(outcome.result for outcome in outcomes)
-    nested = sum(outcome.nested for outcome in outcomes if outcome.result in (EXACT, PART))
-    lines = [
+    """The page: what was held against what, the counts, a row per architecture, and each sentence once."""
+    variants = [variant for variant in VARIANTS if any(each.variant == variant for each in outcomes)]
+    by_place = {(each.model_type, each.variant): each for each in outcomes}
+    types = sorted({each.model_type for each in outcomes})
+    counts = Counter((each.result, each.variant) for each in outcomes)
+    said = _sentences(outcomes)
+    decoded = len({each.model_type for each in outcomes if each.ways and each.result in (EXACT, PART)})
+    nested = len({each.model_type for each in outcomes if each.nested and each.result in (EXACT, PART)})
+
+    def cell(model_type: str, variant: str) -> str:
+        outcome = by_place[model_type, variant]
+        number = said.get(_pattern(outcome), (0, []))[0]
+        some = outcome.result in (EXACT, PART) and outcome.run < outcome.modules
+        notes = [str(number)] * bool(number) + [f"{outcome.run} of {outcome.modules} ran"] * some
+        return f"{outcome.result} ({'; '.join(notes)})" if notes else outcome.result
+
+    parts = [
         "# Architectures",
-        "",
         f"Every model type that `AutoModel` of transformers {version} can build was built with few layers, small "
-        f"widths and random weights, patched with `{VARIANT}` and compared with its stock attention on real (not "
-        "padded) positions, with the shortcut of strength 0 and with the variant computed at strength 0. "
+        "widths and random weights. One variant of each place was patched on a copy and compared with the stock "
+        "attention on real (not padded) positions, with the shortcut of strength 0 and with the variant computed at "
+        f"strength 0. {decoded} of them decode with a cache: there, at strength 1, a prompt and three tokens one by "
+        "one give the same as one pass without a cache, with and without padding on the left. "
         f"{nested} of those that are exact have configurations within their configuration. "
         "`python -m docs.tables.architectures` writes this page; the slow test in `tests/architectures` compares "
         "with it.",
-        "",
+        "A number in brackets is the number of the sentence [below](#sentences). Where the inputs that we found do not "
+        "reach every swapped module, the brackets say how many of them ran.",
         markdown(
-            ("result", "architectures", "meaning"),
-            [(result, str(counts[result]), meaning) for result, meaning in MEANING.items()],
+            ("result", *(f"`{variant}`" for variant in variants), "meaning"),
+            [(result, *(str(counts[result, each]) for each in variants), words) for result, words in MEANING.items()],
         ),
-        "",
+        "## Model types",
         markdown(
-            ("model type", "result", "sentence"),
-            [(each.model_type, each.result, _cell(each.sentence)) for each in outcomes],
+            ("model type", *(f"`{variant}`" for variant in variants)),
+            [(name, *(cell(name, variant) for variant in variants)) for name in types],
+        ),
+        "## Sentences",
+        "Each sentence is that of the first model type beside it. The others have the names of their own classes and "
+        "modules in it.",
+        markdown(
+            ("number", "result", "sentence", "model types"),
+            [
+                (str(number), group[0].result, _words(group[0]), _who(group, len(variants)))
+                for number, group in said.values()
+            ],
+        ),
+        "## Not built",
+        markdown(
+            ("model type", "what transformers says"),
+            sorted({(each.model_type, _words(each)) for each in outcomes if each.result == NOT_BUILT}),
         ),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
-def known() -> dict[str, str]:
-    """By model type, the result that the page says."""
-    rows = [line.split("|") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
-    results = {cells[1].strip(): cells[2].strip() for cells in rows}
-    return {name: result for name, result in results.items() if result in MEANING}
+def _sentences(outcomes: list[Outcome]) -> dict[tuple[str, str], tuple[int, list[Outcome]]]:
+    """The outcomes by what is said of them: a number, and everything of which this is said."""
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for each in sorted(outcomes, key=lambda each: each.model_type):
+        if each.sentence and each.result != NOT_BUILT:
+            groups.setdefault(_pattern(each), []).append(each)
+    order = sorted(groups.items(), key=lambda item: (list(MEANING).index(item[0][0]), -len(item[1])))
+    return {pattern: (number, group) for number, (pattern, group) in enumerate(order, 1)}
+
+
+def _pattern(outcome: Outcome) -> tuple[str, str]:
+    """The result, and the sentence without the names and numbers that differ from model to model."""
+    return outcome.result, NAMES.sub("…", outcome.sentence)
+
+
+def _who(group: list[Outcome], variants: int) -> str:
+    """The model types of which something is said, together where it is said of the same variants."""
+    said_of: dict[str, list[str]] = {}
+    for each in group:
+        said_of.setdefault(each.model_type, []).append(each.variant)
+    together: dict[tuple[str, ...], list[str]] = {}
+    for name, names in said_of.items():
+        together.setdefault(tuple(names), []).append(name)
+    return "; ".join(
+        f"{'all' if len(names) == variants else ', '.join(f'`{each}`' for each in names)}: {', '.join(types)}"
+        for names, types in together.items()
+    )
+
+
+def _words(outcome: Outcome) -> str:
+    return without_paths(outcome.sentence).replace("<", "&lt;")
+
+
+def known() -> dict[tuple[str, str], str]:
+    """By model type and variant, the result that the page says."""
+    table = PAGE.read_text("utf-8").partition("## Model types")[2].partition("## Sentences")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
+    variants = [name.strip("`") for name in rows[0][1:]]
+    results = {
+        (row[0], name): cell.partition(" (")[0] for row in rows for name, cell in zip(variants, row[1:], strict=True)
+    }
+    return {place: result for place, result in results.items() if result in MEANING}
 
 
 def known_version() -> str:
@@ -69,17 +145,13 @@ def known_version() -> str:
     return PAGE.read_text("utf-8").partition("of transformers ")[2].partition(" ")[0]
 
 
-def _cell(sentence: str) -> str:
-    return without_paths(sentence).replace("<", "&lt;") or "–"
-
-
-def main(arguments: list[str]) -> None:
-    """Write the page from a new run, or from the file of outcomes that is named."""
-    if arguments:
-        lines = Path(arguments[0]).read_text("utf-8").splitlines()
-        outcomes = [Outcome(**json.loads(line)) for line in lines if line.startswith("{")]
-    else:
-        outcomes = walked(VARIANT)
+def main() -> None:
+    """Walk the registry, or what a file of outcomes lacks of it, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--outcomes", type=Path, help="a file of outcomes to go on from, and to add to")
+    parser.add_argument("--processes", type=int, default=1, help="how many architectures run at once")
+    arguments = parser.parse_args()
+    outcomes = walked(file=arguments.outcomes, processes=arguments.processes)
     for outcome in outcomes:
         if outcome.result in (LATE, WRONG):
             print(json.dumps(asdict(outcome)))
@@ -88,4 +160,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

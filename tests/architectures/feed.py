@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 BATCH, LENGTH, PADDING, FRAMES = 2, 8, 2, 2
+MOST_BATCHES = 16  # of one choice of arguments
 Batch = dict[str, Any]
 
 
@@ -34,16 +35,18 @@ def guesses(model: Any) -> Iterator[Batch]:
         [main, *text, *required],
         [name for name in names if _floats(name)][:1] + required,
         [*text, *[name for name in names if _floats(name)], *required],
+        *([*text, name, *required] for name in names if _floats(name)),
     ):
         wanted = [name for name in dict.fromkeys(chosen) if name in names and not name.endswith("mask")]
         if not wanted or wanted in seen:
             continue
         seen.append(wanted)
-        for batch in _batches(model, wanted):
+        for batch in itertools.islice(_batches(model, wanted), MOST_BATCHES):
             masks = _masks(names, batch)
-            yield {**batch, **masks}
-            if masks:
-                yield batch
+            for ones in _ones(names, [name for name in required if name.endswith("mask")], batch):
+                yield {**batch, **masks, **ones}
+                if masks:
+                    yield {**batch, **ones}
 
 
 def _floats(name: str) -> bool:
@@ -51,12 +54,13 @@ def _floats(name: str) -> bool:
 
 
 def _batches(model: Any, names: list[str]) -> Iterator[Batch]:
-    options = [list(_alternatives(model, name)) for name in names]
-    for combination in itertools.islice(itertools.product(*options), 12):
-        batch: Batch = {}
-        for part in combination:
-            batch |= part
-        yield batch
+    """Every combination of what each name may be given. Some names bring others with them."""
+    if not names:
+        yield {}
+        return
+    for part in _alternatives(model, names[0], names[1:]):
+        for rest in _batches(model, [name for name in names[1:] if name not in part]):
+            yield {**rest, **part}
 
 
 def _masks(names: list[str], batch: Batch) -> Batch:
@@ -68,8 +72,24 @@ def _masks(names: list[str], batch: Batch) -> Batch:
     return {"attention_mask": mask}
 
 
-def _alternatives(model: Any, name: str) -> Iterator[Batch]:
+def _ones(names: list[str], required: list[str], batch: Batch) -> Iterator[Batch]:
+    """Masks of frames that mask nothing: where the model insists on them, or else as a last resort."""
+    needed = [name for name in required if name not in batch]
+    wanted = needed or [f"{name}_mask" for name in batch if f"{name}_mask" in names]
+    tensor = next((value for value in batch.values() if value.dim() == 3), None)
+    if not needed or tensor is None:
+        yield {}
+    if wanted and tensor is not None:
+        for axis in (1, 2):  # sound may have its frames last
+            yield {name: torch.ones(tensor.shape[0], tensor.shape[axis], dtype=torch.long) for name in wanted}
+
+
+def _alternatives(model: Any, name: str, others: list[str]) -> Iterator[Batch]:
     config, generator = model.config, torch.Generator().manual_seed(len(name))
+    if name == "past_values":
+        yield from _series(model, generator)
+    if name in ("pixel_values", "hidden_states"):  # first the patches that come with what the model insists on
+        yield from (batch for batch in _patches(config, name, generator, others) if not set(others).isdisjoint(batch))
     if name.endswith("input_ids") or name in ("input", "labels", "tokens"):
         ids = _ids(config, generator)
         yield {name: ids}
@@ -81,7 +101,25 @@ def _alternatives(model: Any, name: str) -> Iterator[Batch]:
     for shape in shapes:
         yield {name: torch.randn(shape, generator=generator)}
     if "pixel_values" in name or name == "hidden_states":
-        yield from _patches(config, name, generator)
+        yield from _patches(config, name, generator, others)
+
+
+def _series(model: Any, generator: torch.Generator) -> Iterator[Batch]:
+    """Time series: as long as the context and the longest lag need, with everything that goes beside them."""
+    config, names = model.config, inspect.signature(type(model).forward).parameters
+    length = (_number(config, "context_length") or 32) + max(getattr(config, "lags_sequence", None) or [0])
+    ahead, features = _number(config, "prediction_length") or 4, _number(config, "num_time_features") or 0
+    for channels in ((), (_first(config, "num_input_channels", "input_size") or 1,)):
+        batch = {
+            "past_values": torch.randn(BATCH, length, *channels, generator=generator),
+            "past_observed_mask": torch.ones(BATCH, length, *channels),
+            "past_time_features": torch.randn(BATCH, length, features, generator=generator),
+            "future_values": torch.randn(BATCH, ahead, *channels, generator=generator),
+            "future_time_features": torch.randn(BATCH, ahead, features, generator=generator),
+            "past_values_padding": torch.zeros(BATCH, length, dtype=torch.long),
+            "freq": torch.zeros(BATCH, 1, dtype=torch.long),
+        }
+        yield {name: value for name, value in batch.items() if name in names}
 
 
 def _shapes(config: Any, name: str) -> Iterator[tuple[int, ...]]:
@@ -93,24 +131,38 @@ def _shapes(config: Any, name: str) -> Iterator[tuple[int, ...]]:
             yield (BATCH, frames, channels, height, width)
             yield (BATCH, channels, frames, height, width)
         return
-    mels = _first(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim") or 80
+    widths = (
+        "num_mel_bins",
+        "feature_size",
+        "input_feat_per_channel",
+        "n_mels",
+        "input_dim",
+        "feature_projection_input_dim",
+        "input_size",
+    )
+    mels = _first(config, *widths) or 80
     longest = _first(config, "max_source_positions", "max_length") or 64
     if name in ("input_values", "audio_values", "input_audio"):
         yield from ((BATCH, 6400), (BATCH, 1, 6400), (BATCH, longest, mels), (BATCH, 64, mels))
     width = _first(config, "hidden_size", "d_model", "feature_projection_input_dim") or 64
     yield from ((BATCH, mels, 2 * longest), (BATCH, 64, mels), (BATCH, mels, 64), (BATCH, 64, width), (BATCH, width))
+    yield from ((BATCH, 64, other) for each in widths if (other := _number(config, each)) not in (None, mels, width))
     yield from ((BATCH, 6400), (BATCH, 1, 6400))
 
 
-def _patches(config: Any, name: str, generator: torch.Generator) -> Iterator[Batch]:
+def _patches(config: Any, name: str, generator: torch.Generator, others: list[str]) -> Iterator[Batch]:
     """Images cut into patches beforehand, rows and columns given beside them (Qwen-VL and its like)."""
     patch = _first(config, "patch_size") or 8
     channels = _first(config, "in_channels", "num_channels", "in_chans") or 3
+    sizes = {"merge_sizes": torch.tensor([1])} if "merge_sizes" in others else {}
+    grids = [each for each in others if "grid" in each] or ["grid_thw", "image_grid_thw"]
     for depth in sorted({_first(config, "temporal_patch_size") or 1, 1}, reverse=True):
-        pixels = torch.randn(16, channels * depth * patch * patch, generator=generator)
-        grid = torch.tensor([[1, 4, 4]])
-        yield {name: pixels, "grid_thw": grid}
-        yield {name: pixels, "image_grid_thw": grid}
+        for pixels in (
+            torch.randn(16, channels * depth * patch * patch, generator=generator),
+            torch.randn(16, channels, patch, patch, generator=generator),
+        ):
+            for grid in grids:
+                yield {name: pixels, grid: torch.tensor([[1, 4, 4]]), **sizes}
     flat = torch.randn(BATCH, 16, channels * patch * patch, generator=generator)
     shape = torch.tensor([[4, 4]] * BATCH)
     yield {name: flat, "spatial_shapes": shape, "pixel_attention_mask": torch.ones(BATCH, 16, dtype=torch.long)}

@@ -20,24 +20,12 @@ from hf_attn_swap.conversion import AttentionTransferTrainer
 from hf_attn_swap.families import sites
 from tests.contract.harness import perturb, refused, swaps
 
+from .cached import decodings
+from .children import Walk, Work, read, walked
+from .probe import distance, find_probes, run
 from .shrink import CHOICES
-from .walk import (
-    EXACT,
-    LATE,
-    NOT_BUILT,
-    PART,
-    REFUSED,
-    WRONG,
-    Outcome,
-    build,
-    configured,
-    distance,
-    find_probes,
-    hold,
-    registry,
-    run,
-    walked,
-)
+from .tiny import build, configured, registry
+from .walk import EXACT, LATE, NOT_BUILT, PART, REFUSED, VARIANTS, WRONG, Outcome, compare, find, hold
 
 HANDFUL = 5
 NO_SDPA = ("bigbird_pegasus", "nllb-moe", "pegasus_x")  # their stock attention is not SDPA
@@ -73,42 +61,61 @@ def stock_and_probes(model_type: str) -> tuple[Any, Any, Any]:
 
 def drawn() -> list[str]:
     """The same few architectures in every run, of those that the page could build."""
-    built = sorted(name for name, result in known().items() if result != NOT_BUILT)
+    built = sorted({name for (name, _), result in known().items() if result != NOT_BUILT})
     return random.Random(0).sample([name for name in built if name in registry()], HANDFUL)
 
 
 @pytest.mark.parametrize("model_type", drawn())
 def test_a_handful(model_type: str) -> None:
-    outcome = hold(model_type)
-    assert outcome.result not in (WRONG, LATE), outcome
-    if transformers.__version__ == known_version():
-        assert outcome.result == known()[model_type], outcome
+    stock = find(model_type)
+    for variant in VARIANTS:
+        outcome = compare(stock, variant)
+        assert outcome.result not in (WRONG, LATE), outcome
+        if transformers.__version__ == known_version():
+            assert outcome.result == known()[model_type, variant], outcome
 
 
 @pytest.mark.slow
 def test_every_architecture(tmp_path: Path) -> None:
     """All of the registry: nothing wrong, nothing refused late, and everything exact that the page says is exact."""
-    outcomes = walked()
-    (tmp_path / "outcomes.jsonl").write_text("\n".join(json.dumps(asdict(each)) for each in outcomes))
+    outcomes = walked(file=tmp_path / "outcomes.jsonl")
     assert not [each for each in outcomes if each.result in (WRONG, LATE)]
-    exact = {each.model_type for each in outcomes if each.result in (EXACT, PART)}
+    exact = {(each.model_type, each.variant) for each in outcomes if each.result in (EXACT, PART)}
     assert all(each.sentence for each in outcomes if each.result == REFUSED)
-    assert len(exact) >= 204
+    assert len({name for name, _ in exact}) >= 204
     if transformers.__version__ == known_version():
-        page = {name for name, result in known().items() if result in (EXACT, PART)}
+        page = {place for place, result in known().items() if result in (EXACT, PART)}
         assert not page - exact
 
 
 def test_the_page_has_no_fault() -> None:
-    assert not [name for name, result in known().items() if result in (WRONG, LATE)]
+    assert not [place for place, result in known().items() if result in (WRONG, LATE)]
     if transformers.__version__ == known_version():
-        assert sorted(known()) == registry()
+        assert sorted(known()) == sorted((name, variant) for name in registry() for variant in VARIANTS)
+
+
+def test_each_sentence_is_written_once() -> None:
+    """Model types and variants that are refused for one reason share a sentence; the names in it are their own."""
+    outcomes = [
+        Outcome("bart", "belief", REFUSED, "BartModel: layers.0.attn has 4 heads in belief."),
+        Outcome("bart", "sparsemax", EXACT, ""),
+        Outcome("opt", "belief", REFUSED, "OPTModel: decoder.layers.1.attn has 8 heads in belief."),
+        Outcome("opt", "sparsemax", REFUSED, "OPTModel: decoder.layers.1.attn has 8 heads in sparsemax."),
+        Outcome("t5", "belief", PART, "another reason", modules=4, run=3),
+        Outcome("t5", "sparsemax", NOT_BUILT, "no inputs"),
+    ]
+    lines = page(outcomes, "5").splitlines()
+    assert {"| bart | exact | refused (2) |", "| opt | refused (2) | refused (2) |"} < set(lines)
+    assert "| t5 | not built | exact in part (1; 3 of 4 ran) |" in lines
+    assert sum("heads in" in line for line in lines) == 1
+    assert "| 2 | refused | BartModel: layers.0.attn has 4 heads in belief. | `belief`: bart; all: opt |" in lines
+    assert lines[-1] == "| t5 | no inputs |"
 
 
 def test_the_page_has_no_path_of_a_machine() -> None:
     sentence = "in <module 'math' from '/usr/lib/math.so'> nor in <module 'os' from '/usr/lib/o..."
-    row = page([Outcome("bert", NOT_BUILT, sentence)], "5").splitlines()[-1]
-    assert row == "| bert | not built | in &lt;module 'math'> nor in &lt;module 'os' |"
+    row = page([Outcome("bert", "belief", NOT_BUILT, sentence)], "5").splitlines()[-1]
+    assert row == "| bert | in &lt;module 'math'> nor in &lt;module 'os' |"
     assert " from '/" not in PAGE.read_text("utf-8")
 
 
@@ -215,3 +222,53 @@ def test_float_masks_survive_saving(model_type: str, tmp_path: Path) -> None:
     unpatch_model(loaded)
     assert all(distance(run(loaded, probe), want) <= 1e-5 for probe, want in zip(probes, wanted, strict=True))
     assert "attn_swap_masks" not in json.dumps(loaded.config.to_dict())
+
+
+def test_a_wrong_cache_is_seen() -> None:
+    """A model that forgets what is in its cache decodes other numbers than without a cache."""
+    model, probes, _ = stock_and_probes("llama")
+    ways, left_out = decodings(model, probes, 1e-5)
+    assert [way.words for way in ways] == ["", " with left padding"]
+    assert not left_out
+    for layer in model.layers:
+        layer.self_attn.register_forward_pre_hook(forget, with_kwargs=True)
+    assert all(way.distance(model) > 1e-3 for way in ways)
+
+
+def forget(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args, {name: None if isinstance(value, transformers.Cache) else value for name, value in kwargs.items()}
+
+
+def test_a_walk_goes_on_from_its_file(tmp_path: Path) -> None:
+    """What a file of outcomes holds is not run again."""
+    file = tmp_path / "outcomes.jsonl"
+    first = Outcome("llama", "belief", EXACT, "kept")
+    file.write_text(json.dumps(asdict(first)) + "\n")
+    outcomes = walked(("belief", "outeffhop"), ["llama", "no such model"], file=file, processes=2)
+    assert outcomes[0] == first
+    assert [each.result for each in outcomes] == [EXACT, EXACT, NOT_BUILT, NOT_BUILT]
+    assert "KeyError" in outcomes[2].sentence
+    assert read(file) == [first, *outcomes[1:]]
+
+
+class Dying(Walk):
+    """A walk whose children die over one variant of an architecture that they could build, and over another one."""
+
+    def _child(self, work: Work) -> tuple[set[str], int]:
+        for name, variants in work.items():
+            for variant in variants:
+                if variant == "belief" or name == "opt":
+                    return {"bert", "llama"}, -11
+                self._keep(Outcome(name, variant, EXACT, ""))
+        return set(work), 0
+
+
+def test_a_child_that_dies_costs_one_variant() -> None:
+    walk = Dying(None)
+    variants = ["outeffhop", "belief", "gated"]
+    walk.run(dict.fromkeys(("bert", "opt", "llama"), variants))
+    assert {name: [walk.found[name, each].result for each in variants] for name in ("bert", "opt", "llama")} == {
+        "bert": [EXACT, WRONG, EXACT],
+        "opt": [NOT_BUILT, NOT_BUILT, NOT_BUILT],
+        "llama": [EXACT, WRONG, EXACT],
+    }
