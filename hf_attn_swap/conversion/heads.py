@@ -94,7 +94,7 @@ def match_heads(model: nn.Module, batches: Iterable[Any], *, progress: bool = Tr
     matched: list[Tensor] = []  # the carried scores below, by the orders found so far
     for index, swaps in layers.items():
         own = ordered = scores.pop(index)
-        if _number(swaps[0]) == 0 or _shapes(own) != _shapes(matched):
+        if swaps[0].is_first(_number(swaps[0]) or 0) or _shapes(own) != _shapes(matched):
             by_number = matched = _start(own, swaps[0])
         elif own:
             orders[index] = _assign(own, matched, index)

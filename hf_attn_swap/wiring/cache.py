@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..functional.linear import without_autocast
 
@@ -121,6 +121,20 @@ class Sums:
         return Sums(choose(self.state), choose(self.seen), self.length)
 
 
+def keep_all_keys(cache: Any) -> None:
+    """Let the sliding layers of an empty cache keep all keys, as the other layers do.
+
+    Scores that are carried from a layer with all keys to a layer with a window must be of the same keys. The mask still
+    hides what lies outside of a window.
+    """
+    layers: Any = getattr(cache, "layers", ())
+    if len({type(layer) for layer in layers}) == 1 or any(layer.is_initialized for layer in layers):
+        return
+    for place, layer in enumerate(layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            layers[place] = DynamicLayer()
+
+
 class LinearState(CacheLayerMixin):
     """The cache of one layer: the sums over all tokens, the sums over the tokens before the tail, and the tail.
 
@@ -209,7 +223,9 @@ class LinearState(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         # Like an ordinary layer that was initialised and holds no tokens: some models look at the size of the keys.
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        batch, groups = key_states.shape[:2]
+        self.keys = key_states.new_empty(batch, groups, 0, key_states.shape[3])
+        self.values = value_states.new_empty(batch, groups, 0, value_states.shape[3])
         self._given = None if self.length else (key_states, value_states)
         return key_states, value_states
 

@@ -34,6 +34,8 @@ def check(root: Any, usable: list[Site], swaps: Mapping[int, Swap]) -> None:
         if len(members) == 1 and not usable[members[0]].family.shared:
             continue  # a single layer takes scores from no other
         heads = sorted({chosen[index].geometry.heads for index in members})
+        blocks = [layer_of(root, usable[index].path) for index in members]
+        moves = any(moves_windows(stock_class(block)) for block in blocks) and not _alike(blocks)
         for index in members:
             site, names = usable[index], "+".join(chosen[index].names)
             if len(heads) > 1:
@@ -42,6 +44,11 @@ def check(root: Any, usable: list[Site], swaps: Mapping[int, Swap]) -> None:
                     "choose layers that agree (layers= or modules=)."
                 )
             reason = _obstacle(root, site, stacks[index], paths, [usable[each] for each in members])
+            if moves:
+                reason = (
+                    f"{stock_class(blocks[0]).__name__} cuts its tokens into windows, and not every layer cuts them "
+                    "alike, so that places of one layer are not places of the next"
+                )
             if reason is not None:
                 raise ValueError(
                     f"{site.path}: {names} carries scores across layers, but {reason}; use another variant, or "
@@ -49,12 +56,22 @@ def check(root: Any, usable: list[Site], swaps: Mapping[int, Swap]) -> None:
                 )
 
 
+def _alike(blocks: list[nn.Module]) -> bool:
+    """True if the numbers of these blocks are the same, but for numbers that count the blocks."""
+    plain = (bool, int, float, tuple, type(None))
+    for name in vars(blocks[0]):
+        values = [vars(block).get(name) for block in blocks]
+        if name.startswith("_") or not all(isinstance(each, plain) for each in values) or len(set(values)) == 1:
+            continue
+        if not all(type(each) is int for each in values) or len({each - i for i, each in enumerate(values)}) > 1:  # type: ignore[operator]  # whole numbers
+            return False
+    return True
+
+
 def _obstacle(root: Any, site: Site, stack: nn.Module, paths: dict[int, str], members: list[Site]) -> str | None:
     """Why a layer cannot take scores from the layer below, or None."""
     block = layer_of(root, site.path)
     cls = stock_class(block)
-    if moves_windows(cls):
-        return f"{cls.__name__} cuts its tokens into windows, so that places of one layer are not places of the next"
     if not takes_keywords(block):
         return f"{cls.__name__} takes no keyword arguments, by which they arrive"
     encoder = encoder_of(stack, [each.container for each in members])

@@ -21,7 +21,7 @@ from ..core.call import Call, Carried
 from ..core.swap import STOCK, Argument, Phase, Swap, Wiring
 from ..families import stock_class
 from ..families.source import arguments
-from .cache import LinearState
+from .cache import LinearState, keep_all_keys
 from .seam import CALL, CARRIED, LAYER, NAMES, MaskWithContext, swap_of
 
 
@@ -194,6 +194,8 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
             )
     carried: Carried | None = kwargs.get(CARRIED)
     residual, checkpointed = kwargs.get(LAYER, (None, False))
+    if cache is not None and swap.carries and not wiring.uniform:
+        keep_all_keys(cache)
     layer = None if cache is None else _layer_in_cache(core, wiring, cache)
     order = swap.place_in(carried)
     call = Call(

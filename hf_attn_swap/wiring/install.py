@@ -308,6 +308,8 @@ class Installation:
         """
         linear: dict[int, bool] = {}
         for each in placed:
+            if each.site.reads_mask and not seam.eager_masks(each.stack.config):
+                setattr(each.stack.config, seam.MASKS, "dense")
             replaced = any(swap.places().replacement is not None for swap in each.swaps)
             linear[id(each.stack)] = linear.get(id(each.stack), False) or replaced
         for stack in self.root.modules():  # outer stacks first: transformers sets the name of inner models as well

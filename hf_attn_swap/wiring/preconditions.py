@@ -77,7 +77,9 @@ def _reads_scaling() -> bool:
     """The scale and the dropout are keyword arguments; without a scale all keys would weigh the same."""
     free = _module(is_causal=False)
     flat = _heads(free, scaling=0.0)
-    return not torch.equal(flat, _heads(free)) and not torch.equal(flat, _heads(free, scaling=0.0, dropout=0.9))
+    with torch.random.fork_rng(devices=[]):
+        dropped = _heads(free, scaling=0.0, dropout=0.9)
+    return not torch.equal(flat, _heads(free)) and not torch.equal(flat, dropped)
 
 
 def _has(holder: object, *names: str) -> Callable[[], bool]:

@@ -34,7 +34,8 @@ _UNGROUPED = nn.Module()
 CALL = "attn_swap_call"
 CARRIED = "attn_swap_carried"
 LAYER = "attn_swap_layer"
-MASKS = "attn_swap_masks"  # an attribute of a config: "eager" if the stock model gives its modules float masks
+# An attribute of a config: "eager" if the stock model gives its modules float masks, "dense" if they look into masks.
+MASKS = "attn_swap_masks"
 
 
 def swap_of(core: nn.Module) -> Swap | None:
@@ -324,6 +325,8 @@ def _has_linear(config: Any) -> bool:
     The config of a whole model says so in its block `attn_swap`. The config of a stack inside a larger model says so
     by the name of its attention implementation.
     """
+    if getattr(config, "__dict__", {}).get(MASKS) == "dense":  # they would not understand a mask of keys
+        return False
     if getattr(config, "_attn_implementation", None) == LINEAR_NAME:
         return True
     swaps = (getattr(config, "attn_swap", None) or {}).get("swaps", ())

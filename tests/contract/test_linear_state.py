@@ -44,7 +44,7 @@ def test_generate_takes_it_by_itself_and_it_does_not_grow(family: str, name: str
         out = model.generate(**prompt, max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
         states = [state_of(cache_of(out), layer) for layer in range(model.config.num_hidden_layers)]
         assert all(state.get_seq_length() == PROMPT + new - 1 for state in states)
-        assert all(state.keys is None and state.values is None for state in states)
+        assert all(state.keys.numel() == state.values.numel() == 0 for state in states)
         sizes.append(sum(state.state_BGDD.numel() + state.seen_B.numel() for state in states))
     assert sizes[0] == sizes[1]
 
