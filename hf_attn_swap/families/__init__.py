@@ -118,7 +118,9 @@ def _walk(model: nn.Module) -> Iterator[Site]:
     for path, core in model.named_modules():
         known = FAMILIES.get(stock_class(core).__name__)
         cls = stock_class(core)
-        if known is None and not is_core(cls):
+        # A program may replace the forward of a patched class. Its modules are still found, to be unpatched.
+        replaced = not is_core(cls) and hasattr(core, "attn_swap")
+        if known is None and not is_core(cls) and not replaced:
             continue
         parent = model.get_submodule(path.rpartition(".")[0]) if "." in path else None
         model_type = str(getattr(getattr(core, "config", None), "model_type", "unknown"))
@@ -131,7 +133,7 @@ def _walk(model: nn.Module) -> Iterator[Site]:
             container=container,
             family=family,
             cross=cross,
-            refused=None if cross else _refusal(core, container, known),
+            refused=None if cross or replaced else _refusal(core, container, known),
             unrunnable=generic.unrunnable(core, cls),
             packed=generic.packed(cls),
             resized=generic.resized(core),

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..core.call import Geometry
-from .source import called
+from .source import called, is_core
 
 ALBERT = frozenset(("query", "key", "value", "dense", "output_dropout", "LayerNorm"))
 UPGRADE = "install a newer hf_attn_swap, or a transformers that this one was tested with (`hf-attn-swap doctor`)"
@@ -55,6 +55,11 @@ class Family:
 
     def missing(self, core: nn.Module, container: nn.Module) -> str | None:
         """Why this family does not describe a module of that class name (after a change of transformers), or None."""
+        if not is_core(getattr(type(core), "stock_class", None) or type(core)):
+            return (
+                "its forward does not ask transformers for the attention function (another program has replaced it: "
+                "load the model without that program)"
+            )
         paths = [(core, path) for path in (self.query, self.key, self.value)]
         paths += [(container, path) for path in (self.output, self.dropout)]
         for module, path in paths:

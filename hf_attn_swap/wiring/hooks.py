@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from ..core.call import Call, Carried
@@ -30,6 +31,20 @@ def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     want = kwargs.get("output_attentions")
     want = getattr(module.config, "output_attentions", False) if want is None else want
     return args, {**kwargs, CARRIED: Carried(want_weights=bool(want), gradients=torch.is_grad_enabled())}
+
+
+def keep_last(handles: list[RemovableHandle], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Before a stack: let the hooks behind these handles run after all others of their modules.
+
+    Another program may have registered a hook that changes the input of an attention, after the model was patched. The
+    input that our hook notes must be the one that the attention reads.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for handle in handles:
+        hooks = handle.hooks_dict_ref()
+        if hooks and next(reversed(hooks)) != handle.id:
+            hooks.move_to_end(handle.id)
 
 
 def before_encoder(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -278,18 +279,21 @@ class Installation:
         self._unwire()
         placed = plan(self.root, sites(self.root))
         layers: dict[int, nn.Module] = {}
+        first: dict[int, list[RemovableHandle]] = {}
         for each in placed:
             if each.wiring is None:
                 each.site.core.__dict__["attn_swap"] = None
                 continue
             for swap in each.swaps:
                 swap.wiring = each.wiring
-            self._hook(each)
+            first.setdefault(id(each.stack), []).append(self._hook(each))
             if each.layer is not None:
                 layers[id(each.layer)] = each.layer
         for layer in layers.values():
             self._pre(layer, hooks.before_layer)
         for stack in {id(each.stack): each.stack for each in placed}.values():
+            if id(stack) in first:
+                self._pre(stack, functools.partial(hooks.keep_last, first[id(stack)]))
             if takes_keywords(stack):
                 self._pre(stack, hooks.before_stack)
                 self.record.handles.append(stack.register_forward_hook(hooks.after_stack, with_kwargs=True))
@@ -322,28 +326,35 @@ class Installation:
             if stack.config._attn_implementation != name:
                 stack.set_attn_implementation(name)
 
-    def _hook(self, placed: Placed) -> None:
-        """Register the hooks of one attention module, and replace the class of its container where no hook suffices."""
+    def _hook(self, placed: Placed) -> RemovableHandle:
+        """Register the hooks of one attention module, and replace the class of its container where no hook suffices.
+
+        Returns:
+            The handle of the hook that runs before the module.
+        """
         site = placed.site
         block = BLOCKS.get(site.family.block)
         if site.family.block == "bert":
-            self._pre(site.container, hooks.before_bert)
+            before: Any = hooks.before_bert
         else:
-            self._pre(site.container, hooks.before_core_by_mask if site.by_mask else hooks.before_core)
+            before = hooks.before_core_by_mask if site.by_mask else hooks.before_core
+        handle = self._pre(site.container, before)
         self.record.handles.append(site.container.register_forward_hook(hooks.after_call, with_kwargs=True))
         if not placed.swaps[0].writes:
-            return
+            return handle
         if block is None:
             self.record.handles.append(site.container.register_forward_hook(hooks.after_core, with_kwargs=True))
-            return
+            return handle
         stock = stock_class(site.container)
         facts = Facts(tuple(arguments(stock)), handed_on(stock, "self"), returns_tuple(stock))
         site.container.__class__ = swapped_class(stock, block, facts, hooks.finish, seam.attention_forward)
         self.record.containers.append(site.container)
+        return handle
 
-    def _pre(self, module: nn.Module, hook: Any) -> None:
+    def _pre(self, module: nn.Module, hook: Any) -> RemovableHandle:
         """Register a hook that runs before `module`."""
         self.record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        return self.record.handles[-1]
 
     def _unwire(self) -> None:
         """Remove every hook, and give every replaced container its stock class back.

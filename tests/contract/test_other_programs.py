@@ -1,0 +1,122 @@
+"""What other programs do to a patched model: they replace forwards, and they put hooks before the attention."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
+from hf_attn_swap.families import sites
+from tests import zoo
+
+from .cells import FAMILY_NAMES
+from .harness import TOLERANCE, batch_of, distance, forward, fresh, perturb, refused
+
+VARIANTS = [name for name in list_variants() if name != "softmax"]
+PLACES = ("outeffhop", "belief", "modern_hopfield", "simpletron_resl")
+
+
+def cores(model: Any) -> list[nn.Module]:
+    return [site.core for site in sites(model)]
+
+
+def with_own_attention(core: nn.Module) -> Callable[..., Any]:
+    """A forward that computes ordinary attention by itself, as libraries of fast kernels have it."""
+    width = next(module for module in core.modules() if isinstance(getattr(module, "weight", None), Tensor))
+
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        heads = torch.softmax(hidden_states @ hidden_states.mT, -1) @ hidden_states
+        assert width is not None
+        return heads, None
+
+    return forward
+
+
+@pytest.mark.parametrize("by_class", [True, False], ids=["class", "instance"])
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_replaced_forward(family: str, before: bool, by_class: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention function is never asked, so no variant may be said to run: refused in the pass, by module."""
+    for variant in PLACES:
+        with monkeypatch.context() as patched:
+            model = fresh(family)
+            replaced = with_own_attention(cores(model)[0])
+
+            def replace(model: Any, patched: Any = patched, replaced: Any = replaced) -> None:
+                core = cores(model)[0]
+                if by_class:
+                    patched.setattr(type(core), "forward", replaced)
+                else:
+                    core.forward = types.MethodType(replaced, core)
+
+            if before and by_class:
+                replace(model)
+                with refused("nothing can be swapped", "does not ask transformers for the attention function"):
+                    patch_model(model, variant)
+                continue
+            if before:
+                replace(model)
+            patch_model(model, variant)
+            if not before:
+                replace(model)
+            if family == "albert" and variant not in ("outeffhop", "belief"):
+                continue  # the swap's own class computes the whole block, and the replaced forward is not called
+            with refused(
+                f"{sites(model)[0].path}: the forward of", "asked for the attention function 0 times", "unpatch_model"
+            ):
+                forward(model, batch_of(family))
+            forward(set_strength(model, 0.0), batch_of(family))  # the stock model of that program
+            forward(unpatch_model(model), batch_of(family))
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_wrapped_forward_is_right(family: str) -> None:
+    """accelerate and others call the forward that they replace."""
+    for variant in PLACES:
+        wanted = forward(patch_model(fresh(family), variant), batch_of(family))
+        model = patch_model(fresh(family), variant)
+        for site in sites(model):
+            original = site.container.forward
+            site.container.forward = lambda *args, original=original, **kwargs: original(*args, **kwargs)
+        assert torch.equal(forward(model, batch_of(family)), wanted)
+
+
+def noise(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Steering: another input for the attention."""
+    if args:
+        return (args[0] * 1.5 + 0.1, *args[1:]), kwargs
+    name = next(iter(kwargs))
+    assert kwargs[name].dim() == 3
+    return args, {**kwargs, name: kwargs[name] * 1.5 + 0.1}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_hook_before_the_attention(family: str, variant: str) -> None:
+    """A hook that changes the input counts the same whether it is put in before or after the model is patched."""
+    outputs = []
+    for first in (True, False):
+        model = fresh(family)
+        if first:
+            for site in sites(model):
+                site.container.register_forward_pre_hook(noise, with_kwargs=True)
+        perturb(patch_model(model, variant))
+        if not first:
+            for site in sites(model):
+                site.container.register_forward_pre_hook(noise, with_kwargs=True)
+        outputs.append(forward(model, batch_of(family)))
+    assert distance(*outputs) <= TOLERANCE[torch.float64]
+    assert distance(outputs[0], forward(perturb(patch_model(fresh(family), variant)), batch_of(family))) > 1e-6
+
+
+def test_the_error_names_the_module_that_was_gone_around() -> None:
+    model = patch_model(zoo.build("llama"), "belief", layers=[1])
+    core = model.model.layers[1].self_attn
+    core.forward = types.MethodType(with_own_attention(core), core)
+    with refused("model.layers.1.self_attn: the forward of LlamaAttention"):
+        forward(model, zoo.inputs("llama"))
