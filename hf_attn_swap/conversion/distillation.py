@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -224,6 +225,13 @@ class DistillationTrainer(TrainerWithoutLabels):
             if isinstance(module, Calibration):
                 _relative_steps(optimizer, [each for each in module.parameters() if each.requires_grad])
         return optimizer
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model. A checkpoint in the middle of a training continues on this model, so no warning is needed."""
+        with warnings.catch_warnings():
+            if _internal_call:
+                warnings.filterwarnings("ignore", "an adapter is saved alone")
+            super().save_model(output_dir, _internal_call)
 
     def merged(self) -> nn.Module:
         """Return the trained model, with PEFT's adapters merged into the weights."""
