@@ -61,6 +61,10 @@ def test_a_replaced_forward(family: str, before: bool, by_class: bool, monkeypat
                 continue
             if before:
                 replace(model)
+            if before and family == "albert" and variant not in ("outeffhop", "belief"):
+                with refused("its forward is already wrapped"):  # the swap's own class would go around it
+                    patch_model(model, variant)
+                continue
             patch_model(model, variant)
             if not before:
                 replace(model)
