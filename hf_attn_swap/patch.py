@@ -69,7 +69,8 @@ def patch_model(
     swaps = {index: build_swap(usable[index], classes, chosen, index) for index in indices}
     for swap in swaps.values():
         swap.strength, swap.selection = strength, modules
-    carrying.check(root, usable, swaps)
+    before = {} if installation is None else {index: group[0] for index, group in installation.swaps().items()}
+    carrying.check(root, usable, {**before, **swaps})
     if installation is not None:
         installation.refuse_merged("patched again", indices)
     else:

@@ -9,7 +9,7 @@ Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -141,6 +141,7 @@ def replaced(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -
         ValueError: the architecture or the mask adds numbers to scores, or the cache holds a state while the caller
             wants weights or gives a mask of queries and keys.
     """
+    inputs = replace(inputs, masks=inputs.masks.closed())
     _refuse_bias(variant, inputs)
     summed = inputs.masks.given is None and (inputs.masks.causal or inputs.query.shape[2] == 1)
     if call.state is not None and not summed and call.state.give_up():

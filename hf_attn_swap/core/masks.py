@@ -10,12 +10,14 @@ Axes: B batch, H head, Q query, K key. In a shape, 1|H means 1 or H.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+HIDING = -10_000.0  # a number that hides a key: softmax gives exp(-10000) = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,15 @@ class Masks:
         """
         both: tuple[Tensor | None, Tensor | None] = self.once(("blocked",), self._blocked)
         return both
+
+    def closed(self) -> Masks:
+        """The same masks, where a number of -10,000 or below hides a key, as models before `finfo.min` wrote it."""
+        if self.given is None or self.given.dtype == torch.bool:
+            return self
+        given = self.given
+        lowest = torch.finfo(given.dtype).min
+        closed = self.once(("closed",), lambda: given.masked_fill(given <= HIDING, lowest))
+        return replace(self, given=closed)
 
     def bias(self) -> Tensor | None:
         """The finite numbers that a mask of numbers adds to the scores; None for any other mask.

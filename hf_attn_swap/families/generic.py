@@ -29,6 +29,7 @@ from .source import (
 
 SINKS = ("s_aux", "sinks")  # the names of attention sinks, which are added to the denominator of the softmax
 RELATIVE = ("has_relative_attention_bias", "rel_logits_proj")  # attributes of modules that always have a position bias
+CONFIGURED = (*RELATIVE, "has_spatial_attention_bias")
 CROSS = ("crossattention", "cross_attn", "encoder_attn", "encdecattention")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 FUSED = ("query_key_value", "qkv", "Wqkv")
@@ -84,7 +85,8 @@ def biased(module: nn.Module, cls: Any) -> str | None:
     """What this module does to its scores, beside scaling and masking, as the predicate of a sentence; or None."""
     if _passes(module, cls, "softcap"):
         return "bounds its scores by a soft cap"
-    relative = any(hasattr(module, name) for name in RELATIVE)
+    config = getattr(module, "config", None)
+    relative = any(hasattr(module, name) or getattr(config, name, False) is True for name in CONFIGURED)
     relative = relative or str(getattr(module, "position_embeddings_type", None)).startswith("relative")
     if relative and _passes(module, cls, "position_bias"):
         return "adds a position bias to its scores"

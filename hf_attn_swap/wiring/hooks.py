@@ -208,6 +208,8 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
                 "this module out with layers= or modules=."
             )
     carried: Carried | None = kwargs.get(CARRIED)
+    if carried is None and wiring.first and wiring.last:  # a layer that shares scores with no other needs no stack
+        carried = Carried(gradients=torch.is_grad_enabled())
     residual, checkpointed = kwargs.get(LAYER, (None, False))
     if cache is not None and swap.carries and not wiring.uniform:
         keep_all_keys(cache)

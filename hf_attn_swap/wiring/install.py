@@ -287,7 +287,7 @@ class Installation:
             for swap in each.swaps:
                 swap.wiring = each.wiring
             first.setdefault(id(each.stack), []).append(self._hook(each))
-            if each.layer is not None:
+            if each.layer is not None and takes_keywords(each.layer):
                 layers[id(each.layer)] = each.layer
         for layer in layers.values():
             self._pre(layer, hooks.before_layer)
