@@ -53,6 +53,7 @@ def test_the_versions_that_are_tested_are_the_pins() -> None:
     """constraints.txt and the extra `tools` have what the tests install; lines for older Pythons do not count."""
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     lines += re.findall(r'^    "(\S+==\S+)",$', (ROOT / "pyproject.toml").read_text("utf-8"), re.M)
+    lines += re.findall(r"^TORCH := (\S+)$", (ROOT / "Makefile").read_text("utf-8"), re.M)  # installed first
     pins = [re.match(r"(\S+)==(\S+)(?: ; python_version >= .*)?$", line) for line in lines]
     pinned = {found[1]: found[2] for found in pins if found is not None}
     wanted = {name: version for name, version in tested.TESTED.items() if version is not None}

@@ -36,7 +36,8 @@ def check() -> None:
     Raises:
         ValueError: something in the installed transformers is not as this package needs it.
     """
-    missing = [what for what, holds in PRECONDITIONS.items() if not holds()]
+    with torch.device("cpu"):  # `from_pretrained` builds a model on the meta device, which has no numbers
+        missing = [what for what, holds in PRECONDITIONS.items() if not holds()]
     if missing:
         raise ValueError(
             f"hf_attn_swap does not work with the installed transformers, which changed: {'; '.join(missing)}. Install "

@@ -175,3 +175,15 @@ def test_preconditions_see_other_names(reads: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.nn.Module, "ordered", False, raising=False)
     holds = next(each for what, each in PRECONDITIONS.items() if reads in what)
     assert not holds()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_preconditions_while_a_model_loads(dtype: torch.dtype) -> None:
+    """`from_pretrained` builds the model on the meta device, in the dtype of the checkpoint; this may come first."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            check.__wrapped__()
+    finally:
+        torch.set_default_dtype(before)
