@@ -450,3 +450,37 @@ def test_a_plain_dynamic_cache_keeps_its_layers() -> None:
     model(input_ids=ids[:, :-1], **with_cache(model, cache))
     got = model(input_ids=ids[:, -1:], **with_cache(model, cache)).logits
     assert distance(got, model(input_ids=ids).logits[:, -1:]) <= TOLERANCE[torch.float64]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+def test_a_later_mask_that_hides_earlier_tokens_is_refused(family: str) -> None:
+    """A turn that is masked out later cannot be taken from a sum; the same padding as before, and none, are right."""
+    model = model_of(family)
+    ids = zoo.inputs(family, batch=2, length=8)["input_ids"]
+    cache = cache_of(model(input_ids=ids[:, :5], use_cache=True))
+    mask = torch.ones_like(ids)
+    for rows, hidden in ((slice(None), slice(1, 3)), (slice(0, 1), slice(0, 1))):
+        other = mask.clone()
+        other[rows, hidden] = 0
+        with pytest.raises(ValueError, match="hides or shows other earlier tokens"):
+            model(input_ids=ids[:, 5:], attention_mask=other, **with_cache(model, copy.deepcopy(cache)))
+    got = model(input_ids=ids[:, 5:], attention_mask=mask, **with_cache(model, copy.deepcopy(cache))).logits
+    assert distance(got, model(input_ids=ids).logits[:, 5:]) <= TOLERANCE[torch.float64]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+def test_padding_that_is_shown_later_is_refused(family: str) -> None:
+    """Without its mask, the stock model would read the padding too."""
+    model = model_of(family)
+    last, cache = prefilled(model, family, padded="left")
+    with pytest.raises(ValueError, match="hides or shows other earlier tokens"):
+        model(input_ids=last["input_ids"], **with_cache(model, copy.deepcopy(cache)))
+    for change in (lambda state: state.reorder_cache(torch.tensor([1, 0])), lambda state: state.crop(-1)):
+        other = copy.deepcopy(cache)
+        for layer in other.layers:
+            change(layer)
+        with pytest.raises(ValueError, match="hides or shows other earlier tokens"):
+            model(input_ids=last["input_ids"], **with_cache(model, other))
+    model(**last, **with_cache(model, cache))
