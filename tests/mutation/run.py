@@ -98,6 +98,8 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "kernels/weighing.py": (WEIGHTED, SECOND),
     "kernels/weighted.py": (WEIGHTED, SECOND),
     "kernels/linear.py": (stage("kernels/test_linear.py"), FORMULAS, SECOND),
+    "kernels/linear_fla.py": (stage("kernels/test_linear_fla.py"),),
+    "kernels/stock_softmax.py": (stage("kernels/test_kernels.py", keyword="softmax_n"), stage("kernels/test_cuda.py")),
     "kernels/softmax_n.py": (stage("kernels/test_kernels.py", keyword="softmax_n"), PASSES, SECOND),
     "conversion/": (CALIBRATE, MERGE, stage("conversion/test_transfer.py", keyword="bert or not learns")),
     "conversion/calibrate.py": (CALIBRATE,),
