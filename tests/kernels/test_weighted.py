@@ -119,6 +119,16 @@ def test_equals_the_formula(
         assert_equal(got, reference(q, k, v, mask, causal, how), [q, k, v])
 
 
+@pytest.mark.parametrize("total", range(1, 40))
+@pytest.mark.parametrize("most", [1, 2, 7, 40])
+def test_steps_are_equal_and_as_few_as_possible(total: int, most: int) -> None:
+    size = blocks._even(total, most)
+    steps = -(-total // size)
+    assert size <= most
+    assert steps == -(-total // most)
+    assert size - 1 < total / steps <= size, "no smaller size needs as few steps"
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("ends", CLIPS)
 @pytest.mark.parametrize("block", [1, 2**20])
