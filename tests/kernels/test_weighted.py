@@ -181,6 +181,15 @@ def test_half_precision_is_as_exact_as_sdpa(dtype: torch.dtype, causal: bool, ho
     assert all(mine <= 2 * theirs for mine, theirs in zip(own, of_sdpa, strict=True)), (own, of_sdpa)
 
 
+@pytest.mark.parametrize(("dtype", "wanted"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float64)])
+def test_autocast_casts_what_is_multiplied(dtype: torch.dtype, wanted: torch.dtype) -> None:
+    """As autocast casts the factors of a product; float64 stays."""
+    tensor = torch.ones(2, dtype=dtype)
+    assert weighted._as_products(tensor) is tensor
+    with torch.autocast("cpu", torch.bfloat16):
+        assert weighted._as_products(tensor).dtype == wanted
+
+
 class Largest(TorchDispatchMode):
     """The largest tensor that any operation gave."""
 

@@ -56,7 +56,7 @@ NORMALIZERS = stage("contract/test_functional_normalizers.py")
 KERNELS = stage("kernels/test_kernels.py")
 WEIGHTED = stage("kernels/test_weighted.py")
 PASSES = stage("kernels/test_passes.py", keyword="not flash or llama")
-SECOND = stage("kernels/test_second_derivatives.py", keyword="test_of")
+SECOND = stage("kernels/test_second_derivatives.py", keyword="test_of or ordinary")
 TRANSFORMS = stage("kernels/test_transforms.py", keyword="bert or forward_mode")
 DEEP = "(bert or llama) and not albert"  # the two families that the contract's grid is deep on
 VALUES = stage("contract/test_values.py", keyword=f"({DEEP}) and (in_between or without_padding)")
