@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
@@ -98,8 +97,9 @@ class _Divergence(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        if torch.is_grad_enabled():  # the gradient was computed in the forward pass, and is a constant to autograd
+            raise ValueError("the distillation loss has no second derivative; leave out create_graph=True.")
         (gradient,) = ctx.saved_tensors
         return outer.to(gradient.dtype) * gradient, None, None, None, None, None
 

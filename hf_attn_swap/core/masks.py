@@ -177,14 +177,15 @@ def transformed(*tensors: Tensor) -> bool:
     """True inside a transform of `torch.func`, such as `grad` or `vmap`, or if a tensor has a tangent (forward mode).
 
     There, operators of PyTorch alone may run. Other operators raise an error, or lose the tangents without an error.
-    PyTorch has no public way to ask for a transform; `torch.autograd.Function` decides by this same question. If a
-    later version has no such function, forward mode is still seen, and PyTorch raises an error for every other
-    transform.
+    PyTorch has no public way to ask for a transform; `torch.autograd.Function` itself decides by this question. If a
+    later version has no such function, forward mode is still seen, and PyTorch raises an error for other transforms.
     """
     ask = getattr(torch._C, "_are_functorch_transforms_active", None)
     if ask is not None and ask():
         return True
-    return not torch.compiler.is_compiling() and any(map(_has_tangent, tensors))
+    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:  # no level: nothing has a tangent
+        return False
+    return any(map(_has_tangent, tensors))
 
 
 def _has_tangent(tensor: Tensor) -> bool:

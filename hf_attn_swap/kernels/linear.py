@@ -239,15 +239,18 @@ def _wide(tensor: Tensor) -> Tensor:
 def _save_causal(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, state, factor = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, state, factor, output[1])
+    # A state without a gradient is the first of the sums that are kept; to keep it twice would cost memory.
+    ctx.save_for_backward(q, k, v, state if state.requires_grad else None, factor, output[1])
+    ctx.state_dtype = state.dtype
 
 
 def _causal_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, state, factor, kept = ctx.saved_tensors
     if twice.wanted():
+        state = kept[0].view(*k.shape[:2], *kept.shape[2:]) if state is None else state
         return (*_causal_again(grad, q, k, v, state, factor), None)
     *grads, grad_state = _causal_backward(grad, q, k, v, factor, kept)
-    return (*grads, grad_state.to(state.dtype), None)
+    return (*grads, grad_state.to(ctx.state_dtype), None)
 
 
 def _causal_again(

@@ -144,3 +144,12 @@ def test_a_version_with_other_arguments_is_not_called(fla: list[torch.Size], mon
     monkeypatch.setitem(sys.modules, "fla.ops.linear_attn", None)
     linear_fla.kernel.cache_clear()
     assert linear_form(setting) is Form.PRODUCTS, "fla is not installed"
+
+
+def test_a_second_derivative_is_refused(fla: list[torch.Size]) -> None:
+    """fla's backward pass gives numbers that autograd cannot look into: a part would be missing without an error."""
+    given = drawn(0, *[(2, 2, 5, 3)] * 3)
+    heads = linear_fla.attend(*given, key_mask=None, length="true", past=None)
+    torch.autograd.grad(heads.sum(), given, retain_graph=True)
+    with pytest.raises(ValueError, match="no second derivative; compute second derivatives in fp32"):
+        torch.autograd.grad(heads.sum(), given, create_graph=True)

@@ -263,3 +263,22 @@ def test_a_float_mask_is_not_read_while_a_program_is_traced(name: str, monkeypat
         got = model(batch["input_ids"], mask).last_hidden_state
     assert waits.count == 0
     assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("scheme", ["forward_backward", "forward_forward"])
+def test_a_pass_without_gradients_forgets_only_what_no_layer_reads(scheme: str) -> None:
+    """Without gradients, a layer lets go of the scores of the layer below, and keeps its own."""
+    model, batch = patch_model(fresh("llama"), "modern_hopfield", scheme=scheme), batch_of("llama")
+    wanted = model(**batch).logits
+    kept: list[tuple[list[int], list[int]]] = []
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        carried = args[1].carried
+        kept.append((list(carried.scores), list(carried.raw)))
+
+    for swap in swaps(model):
+        swap.register_forward_hook(note)
+    with torch.no_grad():
+        got = model(**batch).logits
+    torch.testing.assert_close(got, wanted, rtol=EXACT, atol=EXACT)
+    assert all(len(scores) <= 1 and len(raw) <= 1 for scores, raw in kept)

@@ -171,6 +171,20 @@ def test_of_carried_scores(used: str, first: bool, blocked: bool, dropout: float
         checked(layers, given)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_of_carried_scores_as_a_sum_of_products(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is computed again in the backward pass, and drops the same weights as before."""
+    monkeypatch.setattr(hopfield, "BLOCK", 2 * 2 * 4)
+    q, k, below, value = drawn(2, *[(2, 2, 4, 2)] * 4)
+
+    def attend(q: Tensor, k: Tensor, below: Tensor, value: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return hopfield.attend_long([(below, k, 0.3), (q, k, 0.4)], value, None, True, dropout)
+
+    with torch.random.fork_rng():
+        checked(attend, [q, k, below, value])
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("ends", [(0.0, 1.0), (-0.05, 1.1)])
 @pytest.mark.parametrize("strength", [None, 0.3])

@@ -119,6 +119,16 @@ def test_equals_the_formula(
         assert_equal(got, reference(q, k, v, mask, causal, how), [q, k, v])
 
 
+@pytest.mark.parametrize("total", range(1, 40))
+@pytest.mark.parametrize("most", [1, 2, 7, 40])
+def test_steps_are_equal_and_as_few_as_possible(total: int, most: int) -> None:
+    size = blocks._even(total, most)
+    steps = -(-total // size)
+    assert size <= most
+    assert steps == -(-total // most)
+    assert size - 1 < total / steps <= size, "no smaller size needs as few steps"
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("ends", CLIPS)
 @pytest.mark.parametrize("block", [1, 2**20])
@@ -169,6 +179,15 @@ def test_half_precision_is_as_exact_as_sdpa(dtype: torch.dtype, causal: bool, ho
     of_sdpa = errors(sdpa, reference(*exact, None, causal, ("softmax", 0.0, 1.0, None)))
     own = errors(in_blocks(*given, None, causal, how), reference(*exact, None, causal, how))
     assert all(mine <= 2 * theirs for mine, theirs in zip(own, of_sdpa, strict=True)), (own, of_sdpa)
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float64)])
+def test_autocast_casts_what_is_multiplied(dtype: torch.dtype, wanted: torch.dtype) -> None:
+    """As autocast casts the factors of a product; float64 stays."""
+    tensor = torch.ones(2, dtype=dtype)
+    assert weighted._as_products(tensor) is tensor
+    with torch.autocast("cpu", torch.bfloat16):
+        assert weighted._as_products(tensor).dtype == wanted
 
 
 class Largest(TorchDispatchMode):

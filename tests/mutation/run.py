@@ -56,6 +56,8 @@ NORMALIZERS = stage("contract/test_functional_normalizers.py")
 KERNELS = stage("kernels/test_kernels.py")
 WEIGHTED = stage("kernels/test_weighted.py")
 PASSES = stage("kernels/test_passes.py", keyword="not flash or llama")
+SECOND = stage("kernels/test_second_derivatives.py", keyword="test_of or ordinary")
+TRANSFORMS = stage("kernels/test_transforms.py", keyword="bert or forward_mode")
 DEEP = "(bert or llama) and not albert"  # the two families that the contract's grid is deep on
 VALUES = stage("contract/test_values.py", keyword=f"({DEEP}) and (in_between or without_padding)")
 MASKS = stage("contract/test_masks.py", keyword=f"({DEEP}) and (float_mask or see_nothing)")
@@ -88,14 +90,17 @@ TESTS: dict[str, tuple[Stage, ...]] = {
         CALIBRATE,
         stage("lifecycle/test_save_load.py", keyword="bert"),
     ),
-    "kernels/": (KERNELS, PASSES, CARRYING),
+    "kernels/": (KERNELS, PASSES, SECOND, CARRYING),
+    "kernels/dispatch.py": (PASSES, KERNELS, TRANSFORMS),
     "kernels/blocks.py": (WEIGHTED,),
     "kernels/normalizers.py": (WEIGHTED,),
     "kernels/thresholds.py": (WEIGHTED,),
-    "kernels/weighing.py": (WEIGHTED,),
-    "kernels/weighted.py": (WEIGHTED,),
-    "kernels/linear.py": (stage("kernels/test_linear.py"), FORMULAS),
-    "kernels/softmax_n.py": (stage("kernels/test_kernels.py", keyword="softmax_n"), PASSES),
+    "kernels/weighing.py": (WEIGHTED, SECOND),
+    "kernels/weighted.py": (WEIGHTED, SECOND),
+    "kernels/linear.py": (stage("kernels/test_linear.py"), FORMULAS, SECOND),
+    "kernels/linear_fla.py": (stage("kernels/test_linear_fla.py"),),
+    "kernels/stock_softmax.py": (stage("kernels/test_kernels.py", keyword="softmax_n"), stage("kernels/test_cuda.py")),
+    "kernels/softmax_n.py": (stage("kernels/test_kernels.py", keyword="softmax_n"), PASSES, SECOND),
     "conversion/": (CALIBRATE, MERGE, stage("conversion/test_transfer.py", keyword="bert or not learns")),
     "conversion/calibrate.py": (CALIBRATE,),
     "conversion/merge.py": (MERGE,),
