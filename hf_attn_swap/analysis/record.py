@@ -191,7 +191,7 @@ class _Recorder:
             return
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            self.inputs[site.path] = (args[0] if args else kwargs["hidden_states"]).detach()
+            self.inputs[site.path] = site.input(args, kwargs).detach()
 
         def after(module: nn.Module, args: Any, output: Tensor) -> None:
             layer = self._layer("update", name)

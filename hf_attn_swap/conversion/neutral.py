@@ -214,7 +214,7 @@ class _Watch(TorchFunctionMode):
         """Make a hook that runs before an attention's core, and notes whether a followed tensor is its input."""
 
         def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs["hidden_states"]
+            x = site.input(args, kwargs)
             self.reached.setdefault(id(module), []).append(self.roots.get(id(x)))
 
         return note

@@ -23,8 +23,11 @@ from .source import (
     is_core,
     other_states,
     reads_mask,
+    stock_class,
     updates_cache,
 )
+
+__all__ = ["FAMILIES", "Family", "Kind", "Site", "obstacle", "sites", "stock_class"]
 
 FAMILIES: dict[str, Family] = {}
 for _module in iter_modules(__path__):
@@ -153,8 +156,3 @@ def _refusal(core: nn.Module, container: nn.Module, known: Family | None) -> str
     if (unknown := generic.unknown(stock_class(core))) is not None:
         return unknown
     return generic.refusal(core) if known is None else known.missing(core, container)
-
-
-def stock_class(module: nn.Module) -> Any:
-    """The class of a module as transformers defines it, also where a swap or a wrapper has replaced the class."""
-    return getattr(type(module), "stock_class", None) or type(module)

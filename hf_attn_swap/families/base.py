@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..core.call import Geometry
-from .source import called, is_core
+from .source import called, is_core, stock_class
 
 ALBERT = frozenset(("query", "key", "value", "dense", "output_dropout", "LayerNorm"))
 UPGRADE = "install a newer hf_attn_swap, or a transformers that this one was tested with (`hf-attn-swap doctor`)"
@@ -55,7 +55,7 @@ class Family:
 
     def missing(self, core: nn.Module, container: nn.Module) -> str | None:
         """Why this family does not describe a module of that class name (after a change of transformers), or None."""
-        if not is_core(getattr(type(core), "stock_class", None) or type(core)):
+        if not is_core(stock_class(core)):
             return (
                 "its forward does not ask transformers for the attention function (another program has replaced it: "
                 "load the model without that program)"
@@ -95,7 +95,7 @@ def fits_block(block: str, core: nn.Module, container: nn.Module) -> bool:
         output = getattr(container, "output", None)
         return getattr(container, "self", None) is core and called(type(output)) == {"dense", "dropout", "LayerNorm"}
     if block == "albert":
-        cls = getattr(type(core), "stock_class", None) or type(core)
+        cls = stock_class(core)
         numbers = ("attention_head_size", "scaling", "attention_dropout")
         return called(cls) == ALBERT and all(hasattr(core, name) for name in numbers)
     return True

@@ -24,6 +24,7 @@ from .source import (
     names_implementation,
     other_states,
     projected,
+    stock_class,
     unknown_keywords,
 )
 
@@ -54,8 +55,8 @@ def is_cross(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
     if place.lower() in CROSS:
         return True
     siblings = sum(type(child) is type(module) for child in parent.children()) if parent is not None else 0
-    cls: Any = getattr(type(parent), "stock_class", None) or type(parent)
-    core: Any = getattr(type(module), "stock_class", None) or type(module)
+    cls: Any = stock_class(parent)
+    core: Any = stock_class(module)
     given = given_other_states(cls, place, core, other_states(core, _path(module, *KEYS)))
     return given is not None and (given[1] or (siblings > 1 and given[0]))
 
@@ -137,7 +138,7 @@ def unknown(cls: Any) -> str | None:
 
 def refusal(module: nn.Module) -> str | None:
     """Why a core cannot be swapped, or None."""
-    cls: Any = getattr(type(module), "stock_class", None) or type(module)
+    cls: Any = stock_class(module)
     parameters = inspect.signature(cls.forward).parameters
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return "its forward takes no keyword arguments to pass on to the attention function"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from torch import nn
 from transformers import AttentionInterface
 
 P = ParamSpec("P")
@@ -61,6 +62,11 @@ def _once_per_forward(read: Callable[Concatenate[Any, P], R]) -> Callable[Concat
         return found[key]
 
     return kept
+
+
+def stock_class(module: nn.Module) -> Any:
+    """The class of a module as transformers defines it, also where a swap or a wrapper has replaced the class."""
+    return getattr(type(module), "stock_class", None) or type(module)
 
 
 def is_core(cls: Any) -> bool:
