@@ -51,7 +51,7 @@ class Family:
     dropout: str | None = None
     block: str = "core"
     shared: bool = False
-    tiny: Mapping[str, Any] = field(default_factory=dict)
+    tiny: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def missing(self, core: nn.Module, container: nn.Module) -> str | None:
         """Why this family does not describe a module of that class name (after a change of transformers), or None."""

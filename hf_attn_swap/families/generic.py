@@ -55,7 +55,7 @@ def is_cross(name: str, module: nn.Module, parent: nn.Module | None) -> bool:
     if place.lower() in CROSS:
         return True
     siblings = sum(type(child) is type(module) for child in parent.children()) if parent is not None else 0
-    cls: Any = stock_class(parent)
+    cls: Any = type(None) if parent is None else stock_class(parent)
     core: Any = stock_class(module)
     given = given_other_states(cls, place, core, other_states(core, _path(module, *KEYS)))
     return given is not None and (given[1] or (siblings > 1 and given[0]))
