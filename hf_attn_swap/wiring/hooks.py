@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,18 +34,27 @@ def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {**kwargs, CARRIED: Carried(want_weights=bool(want), gradients=torch.is_grad_enabled())}
 
 
-def keep_last(handles: list[RemovableHandle], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Before a stack: let the hooks behind these handles run after all others of their modules.
+@dataclass(frozen=True, eq=False)
+class KeepLast:
+    """A hook that runs before a stack, and lets other hooks run after all further ones of their modules.
 
-    Another program may have registered a hook that changes the input of an attention, after the model was patched. The
-    input that our hook notes must be the one that the attention reads.
+    Another program may register a hook that changes the input of an attention, after the model was patched. The input
+    that our hook notes must be the one that the attention reads.
+
+    Attributes:
+        handles: the handles of the hooks that must be last. A compiler does not look into them.
     """
-    if torch.compiler.is_compiling():
-        return
-    for handle in handles:
-        hooks = handle.hooks_dict_ref()
-        if hooks and next(reversed(hooks)) != handle.id:
-            hooks.move_to_end(handle.id)
+
+    handles: tuple[RemovableHandle, ...]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Move each hook to the end of its module's hooks, if it is not there."""
+        if torch.compiler.is_compiling():
+            return
+        for handle in self.handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks and next(reversed(hooks)) != handle.id:
+                hooks.move_to_end(handle.id)
 
 
 def before_encoder(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -146,12 +156,16 @@ def after_call(container: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     """After every swapped attention: check that its output is the variant's.
 
     Raises:
-        ValueError: the attention function was not asked once with this call's context.
+        ValueError: the attention function was not asked with this call's context, or was asked several times by a
+            module whose input the variant reads.
     """
     call: Call | None = kwargs.get(CALL)
     if call is None or call.used == 1:
         return
-    paths = [module.wiring.path for module in container.modules() if isinstance(module, Swap) and module.wiring]
+    swaps = [module for module in container.modules() if isinstance(module, Swap)]
+    if call.used and not any(swap.at(place) for swap in swaps for place in ("scores", "read", "write")):
+        return  # a module may ask once for each of several packed images, if the variant needs no rows of the input
+    paths = [swap.wiring.path for swap in swaps if swap.wiring is not None]
     raise ValueError(
         f"{paths[0] if paths else type(container).__name__}: the forward of {type(container).__name__} asked for the "
         f"attention function {call.used} times instead of once, so its output is not that of the swapped attention. "

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -293,7 +292,7 @@ class Installation:
             self._pre(layer, hooks.before_layer)
         for stack in {id(each.stack): each.stack for each in placed}.values():
             if id(stack) in first:
-                self._pre(stack, functools.partial(hooks.keep_last, first[id(stack)]))
+                self._pre(stack, hooks.KeepLast(tuple(first[id(stack)])))
             if takes_keywords(stack):
                 self._pre(stack, hooks.before_stack)
                 self.record.handles.append(stack.register_forward_hook(hooks.after_stack, with_kwargs=True))

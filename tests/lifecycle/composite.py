@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_attn_swap import list_variants
 from hf_attn_swap.core.registry import parse
+from hf_attn_swap.doctor.models import SCALE
 from hf_attn_swap.families import sites
 from tests import zoo
 
@@ -67,7 +68,7 @@ def make(name: str) -> Any:
             with torch.no_grad():
                 for key, parameter in model.named_parameters():
                     if parameter.dim() >= 2 and "embed" not in key:
-                        parameter.mul_(zoo.SCALE)
+                        parameter.mul_(SCALE)
     return model
 
 
