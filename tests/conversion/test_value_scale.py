@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -301,8 +302,10 @@ def test_saved_and_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None
 
 def test_missing_scales_are_an_error(tmp_path: Path) -> None:
     model = patch_model(fresh("llama", torch.float32), PROJECTING[0])
-    model.config.attn_swap["swaps"][0]["value_scale"] = True
     model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["attn_swap"]["swaps"][0]["value_scale"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with refused("missing weights of the swapped attention"):
         type(model).from_pretrained(tmp_path)
 
