@@ -17,6 +17,7 @@ from ..core.kind import Kind
 from .base import Family, fits_block
 from .source import (
     arguments,
+    asks_again,
     given_other_states,
     interface_calls,
     learned_input,
@@ -111,6 +112,8 @@ def packed(cls: Any) -> str | None:
     """Why the input of this module does not have one row per query, or None."""
     if any("cu_seq_lens_q" in call.keywords for call in interface_calls(cls)):
         return "its input is packed: several images or clips lie in one sequence, so it is not one row per query"
+    if asks_again(cls):
+        return "it computes several attentions from one input, and joins them by a rule of its own"
     return None
 
 

@@ -101,6 +101,26 @@ def unknown_keywords(cls: Any) -> tuple[str, ...]:
 
 
 @_once_per_forward
+def asks_again(cls: Any) -> bool:
+    """True if the forward of this class asks for the attention function several times in every call."""
+    forward = _function(cls)
+    if forward is None:
+        return False
+    interfaces = _interfaces(cls)
+    names = {name for node in ast.walk(forward) for name in _bound_to(node, interfaces)}
+    always = [node for statement in forward.body if not isinstance(statement, ast.If) for node in ast.walk(statement)]
+    return sum(isinstance(node, ast.Call) and _name(node.func) in names for node in always) > 1
+
+
+@_once_per_forward
+def mentions(cls: Any, path: str) -> bool:
+    """True if the forward of this class reaches for `self.<path>`."""
+    forward = _function(cls)
+    nodes = ast.walk(forward) if forward is not None else ()
+    return any(isinstance(node, ast.Attribute) and ast.unparse(node) == f"self.{path}" for node in nodes)
+
+
+@_once_per_forward
 def names_implementation(cls: Any) -> bool:
     """True if the forward of this class does something else if the attention implementation is called "sdpa".
 

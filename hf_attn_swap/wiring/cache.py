@@ -128,7 +128,7 @@ def keep_all_keys(cache: Any) -> None:
     hides what lies outside of a window.
     """
     layers: Any = getattr(cache, "layers", ())
-    if len({type(layer) for layer in layers}) == 1 or any(layer.is_initialized for layer in layers):
+    if len({type(layer) for layer in layers}) == 1 or any(getattr(layer, "is_initialized", False) for layer in layers):
         return
     for place, layer in enumerate(layers):
         if type(layer) is DynamicSlidingWindowLayer:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..core.swap import Swap
 from ..families import Site, stock_class
-from ..families.source import hands_keywords_on, moves_windows
+from ..families.source import hands_keywords_on, mentions, moves_windows
 from .plan import encoder_of, group_of, layer_of, stacks_of, takes_keywords
 
 
@@ -76,6 +76,15 @@ def _obstacle(root: Any, site: Site, stack: nn.Module, paths: dict[int, str], me
         return f"{cls.__name__} takes no keyword arguments, by which they arrive"
     encoder = encoder_of(stack, [each.container for each in members])
     start = encoder if encoder is not None and takes_keywords(encoder) else stack
+    inside = paths[id(start)]
+    layers = group_of(site.path)
+    for end in range(len(inside.split(".")) if inside else 0):
+        outer = ".".join(inside.split(".")[:end])
+        above = root.get_submodule(outer) if outer else root
+        if mentions(stock_class(above), layers[len(outer) + 1 if outer else 0 :]):
+            return (
+                f"{stock_class(above).__name__} calls these layers by itself, and passes by the stack that carries them"
+            )
     for parent, child, index in _hops(start, paths[id(start)], site.path):
         if hands_keywords_on(stock_class(parent), child, index) is False:
             return (

@@ -84,8 +84,8 @@ def _weigh(model: nn.Module) -> None:
             embedding = "embed" in name.lower() and "proj" not in name.lower()
             if not torch.isfinite(parameter).all() or parameter.abs().max() < 1e-3:
                 parameter.normal_(0, 0.1 if parameter.dim() < 2 or embedding else 1 / math.sqrt(parameter[0].numel()))
-            elif parameter.dim() == 2 and not embedding:
-                parameter.mul_(1 / math.sqrt(parameter.shape[1]) / parameter.std().clamp_min(1e-6))
+            elif parameter.dim() == 2 and not embedding and parameter.std() > 1e-6:  # not the ones of a norm
+                parameter.mul_(1 / math.sqrt(parameter.shape[1]) / parameter.std())
 
 
 def one_line(problem: BaseException, most: int = 300) -> str:

@@ -31,7 +31,9 @@ VARIANTS = ("outeffhop", "clipped_softmax", "sparsemax", "belief", "belief_star"
 EXACT, PART, REFUSED = "exact", "exact in part", "refused"
 LATE, WRONG, NOT_BUILT = "refused late", "wrong", "not built"
 TOLERANCE = 1e-5  # fp32, relative to the largest output
-ROUNDING = 1e-3  # a difference up to this may come from a model that makes rounding larger
+# A difference up to this may come from a model that makes rounding larger, as a projection on a small value does. Then
+# the same tolerance is held in fp64.
+ROUNDING = 1e-2
 MOST_BUILT = 6
 OUR_OWN = 1000  # characters: sentences of this package are not cut, so that equal ones are found to be equal
 
