@@ -138,7 +138,7 @@ def _walk(model: nn.Module) -> Iterator[Site]:
             cross=cross,
             refused=None if cross or replaced else _refusal(core, container, known),
             unrunnable=generic.unrunnable(core, cls),
-            packed=generic.packed(cls),
+            packed=generic.packed(core, cls),
             resized=generic.resized(core),
             biased=generic.biased(core, cls),
             by_mask=generic.by_mask(cls),

@@ -24,6 +24,7 @@ from .source import (
     mixes_mask,
     names_implementation,
     other_states,
+    passed_through,
     projected,
     stock_class,
     unknown_keywords,
@@ -108,12 +109,15 @@ def _passes(module: nn.Module, cls: Any, name: str) -> bool:
     return False
 
 
-def packed(cls: Any) -> str | None:
-    """Why the input of this module does not have one row per query, or None."""
+def packed(module: nn.Module, cls: Any) -> str | None:
+    """Why the input of this module does not have one row per query and per key, or None."""
     if any("cu_seq_lens_q" in call.keywords for call in interface_calls(cls)):
         return "its input is packed: several images or clips lie in one sequence, so it is not one row per query"
     if asks_again(cls):
         return "it computes several attentions from one input, and joins them by a rule of its own"
+    before = passed_through(cls, _path(module, *KEYS)) - passed_through(cls, _path(module, *QUERIES))
+    if pooled := [name for name in sorted(before) if isinstance(getattr(module, name, None), nn.Module)]:
+        return f"its keys and values come from {pooled[0]}, so they are not those of its queries' tokens"
     return None
 
 

@@ -295,6 +295,22 @@ def returns_tuple(cls: Any) -> bool:
     return any(isinstance(part, ast.Tuple) for each in found for part in (each, getattr(each, "left", None)))
 
 
+@_once_per_forward
+def passed_through(cls: Any, path: str | None) -> frozenset[str]:
+    """The submodules that a tensor passes before the forward of this class gives it to `self.<path>`."""
+    forward = _function(cls)
+    if forward is None or path is None:
+        return frozenset()
+    given = [
+        node.args[0]
+        for node in ast.walk(forward)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{path}" and node.args
+    ]
+    values = [*given, *(value for node in given for value in _assigned(_name(node) or "", forward))]
+    calls = [node.func for value in values for node in ast.walk(value) if isinstance(node, ast.Call)]
+    return frozenset(each.attr for each in calls if isinstance(each, ast.Attribute) and _name(each.value) == "self")
+
+
 def _origins(node: ast.AST, forward: ast.FunctionDef, seen: set[str]) -> set[str]:
     """The arguments of the forward that a tensor comes from, through names, choices, methods and sums.
 

@@ -86,7 +86,7 @@ def decodings(model: nn.Module, probes: list[Probe], tolerance: float) -> tuple[
         except Exception as failure:  # noqa: BLE001  # the stock model cannot be decoded so, whatever the reason
             left_out.append(f"stock{each.words} raises {type(failure).__name__}: {one_line(failure)}")
             continue
-        if off <= tolerance / 4:
+        if off <= tolerance / 10:
             kept.append(each)
         else:
             left_out.append(f"stock{each.words}: {off:.1e} between cached and uncached")
