@@ -308,7 +308,8 @@ def passed_through(cls: Any, path: str | None) -> frozenset[str]:
     ]
     values = [*given, *(value for node in given for value in _assigned(_name(node) or "", forward))]
     calls = [node.func for value in values for node in ast.walk(value) if isinstance(node, ast.Call)]
-    return frozenset(each.attr for each in calls if isinstance(each, ast.Attribute) and _name(each.value) == "self")
+    found = {each.attr for each in calls if isinstance(each, ast.Attribute) and _name(each.value) == "self"}
+    return frozenset(found - {path})
 
 
 def _origins(node: ast.AST, forward: ast.FunctionDef, seen: set[str]) -> set[str]:
