@@ -78,7 +78,6 @@ SPECS: dict[str, Spec] = {
     "llama": Spec("LlamaConfig", _TINY["llama"], _decoder("Llama"), "causal"),
     "vit": Spec("ViTConfig", _TINY["vit"], _vision("ViT"), "image"),
     "roberta": Spec("RobertaConfig", ENCODER | NO_DROPOUT | dict(pad_token_id=1), _text("Roberta")),
-    "layoutlm": Spec("LayoutLMConfig", ENCODER | NO_DROPOUT, _text("LayoutLM")),
     "distilbert": Spec("DistilBertConfig", _DISTIL, _text("DistilBert")),
     "electra": Spec("ElectraConfig", ENCODER | NO_DROPOUT | dict(embedding_size=16), _text("Electra")),
     "deit": Spec("DeiTConfig", IMAGE | NO_DROPOUT | dict(intermediate_size=48, num_labels=3), _vision("DeiT"), "image"),
@@ -109,7 +108,6 @@ SPECS: dict[str, Spec] = {
 FAMILIES = tuple(sorted(family.name for family in _REGISTERED.values()))
 GENERIC = (
     "roberta",
-    "layoutlm",
     "distilbert",
     "electra",
     "deit",

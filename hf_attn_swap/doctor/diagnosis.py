@@ -145,7 +145,12 @@ def _name(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without progress bars, messages of transformers, and our line on a newer transformers, which the table says."""
+    """Without progress bars, messages of transformers, and our line on a newer transformers, which the table says.
+
+    On one thread: the models are so small that several threads would wait for each other most of the time.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     level, verbosity, bars = LOGGER.level, logs.get_verbosity(), logs.is_progress_bar_enabled()
     LOGGER.setLevel(logging.ERROR)
     logs.set_verbosity_error()
@@ -153,6 +158,7 @@ def _quiet() -> Iterator[None]:
     try:
         yield
     finally:
+        torch.set_num_threads(threads)
         LOGGER.setLevel(level)
         logs.set_verbosity(verbosity)
         if bars:

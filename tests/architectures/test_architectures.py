@@ -49,6 +49,13 @@ def named(model_type: str) -> str:
     return model_type
 
 
+def behind(model_type: str) -> str:
+    """The model type, if this transformers sends its attention through the interface (some came after 5.10)."""
+    if not sites(fresh(model_type)):
+        pytest.skip(f"transformers {transformers.__version__} computes the attention of {model_type} in its own code")
+    return model_type
+
+
 def fresh(model_type: str) -> Any:
     return build(configured(named(model_type), CHOICES[0]))
 
@@ -121,7 +128,7 @@ def test_the_page_has_no_path_of_a_machine() -> None:
 
 @pytest.mark.parametrize("model_type", [*NO_SDPA, *ONCE_REFUSED, LATENT])
 def test_exact_with_belief(model_type: str) -> None:
-    assert hold(named(model_type)).result == EXACT
+    assert hold(behind(model_type)).result == EXACT
 
 
 @pytest.mark.slow
@@ -158,7 +165,7 @@ def test_packed_tower_is_refused_when_patched() -> None:
 @pytest.mark.parametrize(("kind", "found"), [("relative", "adds a position bias to its scores"), ("rotary", None)])
 def test_position_bias_by_the_config(kind: str, found: str | None) -> None:
     """One class, and only one of its position embeddings is a bias."""
-    config = configured(named("wav2vec2-conformer"), CHOICES[0])
+    config = configured(behind("wav2vec2-conformer"), CHOICES[0])
     config.position_embeddings_type = kind
     assert {site.biased for site in sites(build(config))} == {found}
 
@@ -176,7 +183,8 @@ def test_attention_to_two_sequences_at_once_is_refused() -> None:
 @pytest.mark.parametrize("model_type", ["nllb-moe", "seamless_m4t", "seamless_m4t_v2"])
 def test_cross_attention_by_the_call(model_type: str) -> None:
     """One class serves both places: the decoder layer's call tells them apart."""
-    found = {site.path.rpartition(".")[2]: site.cross for site in sites(fresh(model_type)) if "decoder" in site.path}
+    found = sites(fresh(behind(model_type)))
+    found = {site.path.rpartition(".")[2]: site.cross for site in found if "decoder" in site.path}
     assert found == {"self_attn": False, "cross_attention": True}
 
 

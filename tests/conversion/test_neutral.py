@@ -36,7 +36,7 @@ STREAM = "the input is the residual stream itself (post-norm)"
 BESIDE = "the norm in front also feeds matrices outside this attention"
 NO_NORM = "no norm was found right in front of this attention"
 ADDED = "the norm in front also feeds something that is no projection (add)"
-LEFT = {"roberta": STREAM, "electra": STREAM, "bert_cross": STREAM, "layoutlm": STREAM}  # others start neutrally
+LEFT = {"roberta": STREAM, "electra": STREAM, "bert_cross": STREAM}  # others start neutrally
 LEFT["distilbert"] = ADDED
 FIRST_LEFT = {"modernbert": ADDED}  # the norm of the embeddings is the first layer's input and the residual stream
 

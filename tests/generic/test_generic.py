@@ -12,8 +12,9 @@ import pytest
 import torch
 import transformers
 
-from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
+from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
 from hf_attn_swap.core.swap import Swap
+from hf_attn_swap.doctor.models import matter
 from tests import zoo
 from tests.contract.harness import (
     assert_same,
@@ -204,3 +205,21 @@ def test_images_of_another_size() -> None:
 
 def test_transformers_version_is_supported() -> None:
     assert tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 10)
+
+
+@pytest.mark.parametrize("variant", [name for name in list_variants() if name != "softmax"])
+def test_a_container_that_returns_a_tensor(variant: str) -> None:
+    """LayoutLM's container of attention gives its output alone, where BERT's gives a tuple."""
+    sizes = {key: value for key, value in zoo.ENCODER.items() if key != "max_position_embeddings"}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        stock = transformers.LayoutLMModel(transformers.LayoutLMConfig(**sizes, **zoo.NO_DROPOUT)).eval()
+    matter(stock)
+    batch = zoo.inputs("bert")
+    with torch.no_grad():
+        wanted = stock(**batch).last_hidden_state
+        model = patch_model(copy.deepcopy(stock), variant, strength=0.0)
+        assert distance(without_shortcut(model)(**batch).last_hidden_state, wanted) <= 1e-5
+        moved = set_strength(perturb(model), 1.0)(**batch).last_hidden_state
+        assert distance(moved, wanted) > 1e-4
+        assert torch.equal(unpatch_model(model)(**batch).last_hidden_state, wanted)
