@@ -314,8 +314,10 @@ class LinearState(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name of this method in older transformers
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Forget all tokens. The state stays where it was put, so that it can still give its place up."""
+        place = self._place
         self.__init__()  # type: ignore[misc]  # a cache layer without options
+        self._place = place
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take tokens back.

@@ -1,8 +1,8 @@
 """Refuses, when a model is patched, layers that could not carry scores from one to the next.
 
 Scores are carried within one list of layers of one stack. They need an object that the stack gives to its layers by
-keyword arguments, layers with as many heads, and tokens that keep their places. Each of these is read from the source
-of the modules between the stack and its layers, so that nothing is found out in the middle of a pass.
+keyword arguments, layers with the same number of heads, and tokens that keep their places. Each of these is read from
+the source of the modules between the stack and its layers, so that nothing is found out in the middle of a pass.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def check(root: Any, usable: list[Site], swaps: Mapping[int, Swap]) -> None:
             site, names = usable[index], "+".join(chosen[index].names)
             if len(heads) > 1:
                 raise ValueError(
-                    f"{site.path}: {names} carries scores between layers with as many heads, and these have {heads}; "
-                    "choose layers that agree (layers= or modules=)."
+                    f"{site.path}: {names} carries scores between layers with the same number of heads, and these have "
+                    f"{heads}; choose layers that agree (layers= or modules=)."
                 )
             reason = _obstacle(root, site, stacks[index], paths, [usable[each] for each in members])
             if moves:
@@ -82,9 +82,8 @@ def _obstacle(root: Any, site: Site, stack: nn.Module, paths: dict[int, str], me
         outer = ".".join(inside.split(".")[:end])
         above = root.get_submodule(outer) if outer else root
         if mentions(stock_class(above), layers[len(outer) + 1 if outer else 0 :]):
-            return (
-                f"{stock_class(above).__name__} calls these layers by itself, and passes by the stack that carries them"
-            )
+            name = stock_class(above).__name__
+            return f"{name} calls these layers itself, without the stack that would carry the scores"
     for parent, child, index in _hops(start, paths[id(start)], site.path):
         if hands_keywords_on(stock_class(parent), child, index) is False:
             return (

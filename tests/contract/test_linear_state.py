@@ -484,3 +484,16 @@ def test_padding_that_is_shown_later_is_refused(family: str) -> None:
         with pytest.raises(ValueError, match="hides or shows other earlier tokens"):
             model(input_ids=last["input_ids"], **with_cache(model, other))
     model(**last, **with_cache(model, cache))
+
+
+@torch.no_grad()
+def test_a_cache_that_was_reset_may_keep_keys_for_its_next_text() -> None:
+    """The mask of the next text hides single keys from single queries, so the states give their places up."""
+    model = model_of("llama")
+    _, cache = prefilled(model, "llama")
+    cache.reset()
+    ids = zoo.inputs("llama", batch=2, length=4)["input_ids"]
+    square = torch.ones(4, 4, dtype=torch.bool).tril()[None, None].expand(2, 1, 4, 4)
+    got = model(ids, attention_mask=square, **with_cache(model, cache)).logits
+    assert distance(got, model(ids).logits) <= TOLERANCE[torch.float64]
+    assert not any(isinstance(layer, LinearState) for layer in cache.layers)
