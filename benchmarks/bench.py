@@ -30,7 +30,7 @@ from bench_models import KINDS, MODELS
 from tqdm import tqdm
 
 from hf_attn_swap import list_variants, patch_model
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.text.table import markdown
 
 STOCK, AGAIN = "stock", "stock again"
 READABLE = ", readable"  # what follows the name of a variant that runs by its readable formula

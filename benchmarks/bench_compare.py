@@ -30,7 +30,7 @@ from bench_models import KINDS, MODELS
 
 import hf_attn_swap
 from hf_attn_swap import list_variants, patch_model
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.text.table import markdown
 
 NOW, AGAIN, THEN = "this tree", "this tree again", "commit"
 

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.caches import cache_of, with_cache
-from hf_attn_swap.core.table import markdown
-from hf_attn_swap.core.typed import parse_layers
+from hf_attn_swap.text.table import markdown
+from hf_attn_swap.text.typed import parse_layers
 
 KIND = "decode"
 NAMES = ("stock", "converted")

@@ -26,7 +26,7 @@ from hf_attn_swap import convert, patch_model
 from hf_attn_swap.conversion import DistillationTrainer
 from hf_attn_swap.conversion.stages import Calibrate, Distil
 from hf_attn_swap.conversion.take import with_adapters
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.text.table import markdown
 
 TEACHER = "the teacher's pass alone"
 NAMES = ("ordinary", "distillation")

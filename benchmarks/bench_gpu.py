@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf_attn_swap import describe, patch_model
 from hf_attn_swap.caches import cache_of, with_cache
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.text.table import markdown
 
 TWICE = 2.0
 DECODED = 3  # tokens that are decoded one by one

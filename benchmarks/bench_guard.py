@@ -22,7 +22,7 @@ from torch import nn
 
 from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.caches import cache_of, with_cache
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.text.table import markdown
 from hf_attn_swap.wiring import hooks
 
 NAMES = ("without", "with", "without again")

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.text.table import markdown
 
 KINDS = {"forward": "forward", "train": "forward and backward"}
 REFUSALS = (AssertionError, RuntimeError, TypeError, ValueError)

@@ -25,7 +25,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.caches import with_cache
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.text.table import markdown
 
 KIND = "generate"
 NAMES = ("stock", "hybrid")

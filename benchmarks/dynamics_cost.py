@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_attn_swap.core.table import markdown
 from hf_attn_swap.dynamics import HeadMatrices, random_tokens, simulate
+from hf_attn_swap.text.table import markdown
 
 SIZES = ((25, 256), (50, 256), (100, 256), (200, 256), (400, 256), (100, 64), (100, 128), (100, 512))
 STAGES = 4  # evaluations of the velocity in a step of RK4

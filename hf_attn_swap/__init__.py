@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from . import functional, loading  # noqa: F401  # importing `loading` lets from_pretrained rebuild a saved swap
-from .core.registry import list_variants
 from .describe import describe
 from .doctor import doctor
+from .layer.registry import list_variants
 from .patch import patch_model, set_strength, unpatch_model
 from .publish.hub import from_pretrained, push
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from .core.swap import Phase, Swap
-from .core.table import Table
 from .families import Site, sites
 from .kernels.dispatch import Form, Setting
+from .layer.swap import Phase, Swap
+from .text.table import Table
 from .wiring.home import home
 from .wiring.install import installation_of, model_root
 

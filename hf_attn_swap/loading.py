@@ -2,7 +2,7 @@
 
 After `PreTrainedModel.post_init`, which ends every constructor, a model whose config holds the block `attn_swap` gets
 its swaps, before any weights load. After `PreTrainedModel.from_pretrained`, every weight of the swaps must have come
-from the checkpoint. `PreTrainedConfig.save_pretrained` also writes the shim (`publish/shim.py`) beside config.json, and
+from the checkpoint. `PreTrainedConfig.save_pretrained` also writes the shim (`saved/shim.py`) beside config.json, and
 `PreTrainedConfig.from_dict` reads a config without the shim's entries: this process has the package, so it runs nothing
 from the repository. In config.json the model's class has a name that no other program knows; in memory it has its own.
 All four do nothing for any other config. `PreTrainedModel.save_pretrained` writes the block of exactly the swaps inside
@@ -21,13 +21,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .core.calibration import check_fit
 from .core.options import option_names
-from .core.registry import Options, canonical_keys, parse, parse_options
-from .core.swap import LARGEST_EXPONENT, Swap
 from .families import sites
+from .layer.calibration import check_fit
+from .layer.registry import Options, canonical_keys, parse, parse_options
+from .layer.swap import LARGEST_EXPONENT, Swap
 from .patch import build_swap, check_strength
-from .publish import shim
+from .saved import shim
 from .saving import described
 from .variants.base import Variant
 from .wiring import seam

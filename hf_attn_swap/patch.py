@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .core.registry import Options, fit_options, parse, parse_options
-from .core.swap import Swap
 from .describe import NOTHING
 from .families import Site, obstacle, sites
+from .layer.registry import Options, fit_options, parse, parse_options
+from .layer.swap import Swap
 from .tested import tell_if_newer
 from .variants.base import Variant
 from .wiring import carrying

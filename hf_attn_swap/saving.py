@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, initialization
 
-from .core.swap import Swap
 from .families import obstacle, sites, stock_class
-from .publish import shim
+from .layer.swap import Swap
+from .saved import shim
 from .wiring import seam
 from .wiring.install import ATTRIBUTE, Installation, Record
 from .wiring.plan import swaps_in

@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_attn_swap.core.table import Table
+    from hf_attn_swap.text.table import Table
 
 WIDE = 160  # columns of a table of Rich that is written to a file or a pipe
 USAGE_ERROR = 2

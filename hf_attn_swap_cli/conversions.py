@@ -60,9 +60,9 @@ def convert(
     command goes on with a conversion that was interrupted. If the loss is above --max-loss, nothing is saved and the
     exit code is 1. On several GPUs: accelerate launch -m hf_attn_swap.cli convert, with the same arguments.
     """
-    from hf_attn_swap.core.typed import parse_count, parse_layers, parse_options, parse_share
     from hf_attn_swap.publish.converted import convert_checkpoint
     from hf_attn_swap.publish.hub import push_folder
+    from hf_attn_swap.text.typed import parse_count, parse_layers, parse_options, parse_share
     from hf_attn_swap.training.data import inputs_of, load_rows
 
     names = columns(column)

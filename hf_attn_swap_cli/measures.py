@@ -15,7 +15,7 @@ from .options import AsJson, Columns, Config, Data, Device, Dtype, Model, Revisi
 if TYPE_CHECKING:
     from hf_attn_swap.analysis.cost import Cost
     from hf_attn_swap.analysis.outliers import Outliers
-    from hf_attn_swap.core.table import Table
+    from hf_attn_swap.text.table import Table
 
 Label = Annotated[
     str | None, typer.Option(help="Column of the class (or the number, of a regression), for the metric.")
@@ -57,9 +57,9 @@ def compare(
     the time is the median of nine passes. The peak of the memory is told on CUDA alone.
     """
     from hf_attn_swap.analysis.cost import beside
-    from hf_attn_swap.analysis.held_out import HeldOut
     from hf_attn_swap.analysis.outliers import outliers
-    from hf_attn_swap.analysis.recording import plain
+    from hf_attn_swap.measuring.held_out import HeldOut
+    from hf_attn_swap.text.finite import finite
 
     models = [_load(name, task, device=device, dtype=dtype, token=token) for name in (first, second)]
     batches = _batches(models[0], first, data, columns(column), label, config, split, rows, length, token=token)
@@ -73,7 +73,7 @@ def compare(
     if as_json:
         more = {"loss": found.share, "measure": found.measure, "time_ratio": ratio}
         both = dict(zip(("first", "second"), map(_figures, costs, states), strict=True))
-        print(json.dumps(plain({**found.to_dict(), **more, **both}), indent=1))
+        print(json.dumps(finite({**found.to_dict(), **more, **both}), indent=1))
         return
     print(f"{second} beside {first}, {sum(map(_rows, batches))} rows of {data}")
     print(found)
@@ -100,8 +100,8 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure one saved model: perplexity, a classifier's accuracy, or a regression's rank correlation (Spearman)."""
-    from hf_attn_swap.analysis.held_out import HeldOut
-    from hf_attn_swap.analysis.recording import plain
+    from hf_attn_swap.measuring.held_out import HeldOut
+    from hf_attn_swap.text.finite import finite
 
     loaded = _load(model, task, device=device, dtype=dtype, revision=revision, token=token)
     batches = _batches(
@@ -115,7 +115,7 @@ def evaluate(
             "this model has no perplexity, accuracy or rank correlation here; name the column of the classes or "
             "numbers with --label, or compare the model with another model (hf-attn-swap compare)."
         )
-    print(json.dumps(plain(known)) if as_json else "\n".join(f"{name}: {value:.4g}" for name, value in known.items()))
+    print(json.dumps(finite(known)) if as_json else "\n".join(f"{name}: {value:.4g}" for name, value in known.items()))
 
 
 def _load(name: str, task: str | None, **where: Any) -> Any:
@@ -193,15 +193,15 @@ def _rows(batch: dict[str, Any]) -> int:
 
 def _figures(cost: Cost, found: Outliers | None) -> dict[str, Any]:
     """The cost and the outliers of one model as plain data; None stands for a figure that was not measured."""
-    from hf_attn_swap.analysis.recording import plain
+    from hf_attn_swap.text.finite import finite
 
     measured = {} if found is None else asdict(found)
-    return {**asdict(cost), **{name: plain(measured.get(name)) for name in ("kurtosis", "max_inf_norm")}}
+    return {**asdict(cost), **{name: finite(measured.get(name)) for name in ("kurtosis", "max_inf_norm")}}
 
 
 def _table(costs: Sequence[Cost], states: Sequence[Outliers | None], ratio: float) -> Table:
     """Time, memory and outliers of both models."""
-    from hf_attn_swap.core.table import Table
+    from hf_attn_swap.text.table import Table
 
     figures = list(map(_figures, costs, states))
     rows = []

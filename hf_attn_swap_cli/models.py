@@ -23,7 +23,7 @@ def variants(
     from rich.table import Table
 
     from hf_attn_swap import list_variants
-    from hf_attn_swap.core.registry import get_variant
+    from hf_attn_swap.layer.registry import get_variant
 
     chosen = list_variants() if name is None else [name]
     if as_json:
@@ -53,7 +53,7 @@ def variants(
 
 def _in_full(name: str) -> dict[str, Any]:
     """What the registry knows of a variant."""
-    from hf_attn_swap.core.registry import get_variant
+    from hf_attn_swap.layer.registry import get_variant
 
     variant = get_variant(name)
     return {
@@ -91,8 +91,8 @@ def patch(
     overwrite: Overwrite = False,
 ) -> None:
     """Swap the attention and save, without any training: for a look inside, or to fine-tune. `convert` loses less."""
-    from hf_attn_swap.core.typed import parse_layers, parse_options
     from hf_attn_swap.publish.checkpoint import patch_checkpoint
+    from hf_attn_swap.text.typed import parse_layers, parse_options
 
     fresh = patch_checkpoint(
         model,

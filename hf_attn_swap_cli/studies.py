@@ -93,8 +93,8 @@ def report(
     """Report what a swap does to a model, beside the unswapped model: outliers, similarity, entropy, attention maps."""
     from hf_attn_swap.analysis.comparison import compare
     from hf_attn_swap.analysis.inputs import prepare
-    from hf_attn_swap.core.typed import parse_options
     from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint
+    from hf_attn_swap.text.typed import parse_options
     from hf_attn_swap.training import load_rows
 
     chosen = parse_options(option or [], composed="+" in (variant or ""))

@@ -59,7 +59,7 @@ def _run(recipe: str, arguments: list[str]) -> None:
 def _list() -> None:
     """Print the recipes with their configurations."""
     from hf_attn_swap.configurations import first_line, shipped
-    from hf_attn_swap.core.table import Table
+    from hf_attn_swap.text.table import Table
 
     found = [(path.parent.name.replace("_", "-"), name, first_line(path)) for name, path in shipped().items()]
     summary = "Configurations that ship: hf-attn-swap train RECIPE CONFIGURATION --variant VARIANT"

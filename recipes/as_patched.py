@@ -28,8 +28,8 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelFor
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import calibrate, cut_shares, scale_values
-from hf_attn_swap.core.registry import canonical_name
-from hf_attn_swap.core.table import markdown, markdown_row
+from hf_attn_swap.layer.registry import canonical_name
+from hf_attn_swap.text.table import markdown, markdown_row
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 HEADER = ("options", "cut, mean", "cut, worst layer", "result")

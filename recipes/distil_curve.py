@@ -36,8 +36,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, T
 from hf_attn_swap import patch_model
 from hf_attn_swap.analysis import lost
 from hf_attn_swap.conversion import DistillationTrainer, calibrate
-from hf_attn_swap.core.registry import canonical_name
-from hf_attn_swap.core.typed import parse_layers
+from hf_attn_swap.layer.registry import canonical_name
+from hf_attn_swap.text.typed import parse_layers
 
 FITS = {"modern_hopfield": "gain", "simpletron": "gain", "simpletron_res": "gain", "simpletron_resl": "map"}
 

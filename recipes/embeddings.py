@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
 
 from hf_attn_swap import convert, patch_model
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.text.table import markdown
 
 HEADER = ("attention", "as patched", "converted", "stock", "difference [95 %]", "tokens")
 DRAWS = 2000  # of the bootstrap

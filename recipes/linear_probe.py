@@ -30,7 +30,7 @@ from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding, Trai
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion.stages import FineTune
 from hf_attn_swap.conversion.take import take
-from hf_attn_swap.core.typed import parse_layers
+from hf_attn_swap.text.typed import parse_layers
 from hf_attn_swap.training import ConversionArguments, ModelArguments, TextDataArguments, load_splits, parse
 from hf_attn_swap.training.image_size import image_processor, resized
 from hf_attn_swap.training.metrics import paired_interval, scores

@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.text.table import markdown
 
 STYLES = ("-", "--", "-.", ":", (0, (5, 5)))  # different styles, so that curves that coincide can be seen
 

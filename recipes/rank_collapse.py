@@ -24,8 +24,8 @@ from datasets import load_dataset
 from torch import Tensor
 
 from hf_attn_swap.analysis.metrics import residual_ratio
-from hf_attn_swap.core.table import markdown
 from hf_attn_swap.functional import hopfield_scores
+from hf_attn_swap.text.table import markdown
 
 WIDTH, HEADS, DEPTH, PATCH = 192, 3, 12, 4
 CELLS = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.0), (0.5, 0.5))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_attn_swap.core.registry import canonical_name
+from hf_attn_swap.layer.registry import canonical_name
 from hf_attn_swap.publish.results import versions
 
 Record = dict[str, Any]

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from hf_attn_swap import list_variants
-from hf_attn_swap.core.registry import get_variant
+from hf_attn_swap.layer.registry import get_variant
 
 FILE = "swap.png"
 KEPT, CHANGED, INK, PALE = "#e9ecef", "#d0ebff", "#212529", "#868e96"

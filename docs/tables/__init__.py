@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from hf_attn_swap import list_variants
-from hf_attn_swap.core.registry import get_variant
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.layer.registry import get_variant
+from hf_attn_swap.text.table import markdown
 
 from .conversions import (
     CURVE_SMOLLM2,

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.text.table import markdown
 from tests.architectures.children import walked
 from tests.architectures.tiny import without_paths
 from tests.architectures.walk import EXACT, LATE, NOT_BUILT, PART, REFUSED, VARIANTS, WRONG, Outcome

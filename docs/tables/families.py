@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hf_attn_swap.core.table import markdown
 from hf_attn_swap.families import FAMILIES
 from hf_attn_swap.families.base import Family
+from hf_attn_swap.text.table import markdown
 
 APPLIES = {
     "core": "the attention module",

@@ -6,7 +6,7 @@ import json
 import statistics
 from pathlib import Path
 
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.text.table import markdown
 
 FIGURES = Path(__file__).parents[2] / "recipes" / "figures"
 SHOWN = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hf_attn_swap.core.registry import canonical_name
+from hf_attn_swap.layer.registry import canonical_name
 
 
 def canonical_label(label: str) -> str:

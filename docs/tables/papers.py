@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hf_attn_swap.core.table import markdown
 from hf_attn_swap.publish.results import RunResult
+from hf_attn_swap.text.table import markdown
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hf_attn_swap.core.registry import get_variant
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish.results import RESULTS_FILE, SCRATCH, Metric, RunResult
+from hf_attn_swap.text.table import markdown
 
 CARDS = Path(__file__).parents[2] / "model_cards"
 RECORDS = CARDS / "runs"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_attn_swap import list_variants
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.text.table import markdown
 
 from .names import canonical_label
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_attn_swap.core.registry import get_variant, list_variants
-from hf_attn_swap.core.table import markdown
+from hf_attn_swap.layer.registry import get_variant, list_variants
 from hf_attn_swap.publish.citations import bibtex
+from hf_attn_swap.text.table import markdown
 from hf_attn_swap.variants.base import Variant
 
 from .runs import conversion_table, recorded, scratch_table

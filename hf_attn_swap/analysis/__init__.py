@@ -1,6 +1,6 @@
 """Measures what an attention swap does to a model: outliers, similarity of tokens, entropy, geometry."""
 
-from .lost import Lost, lost
+from ..measuring.lost import Lost, lost
 from .record import record
 from .recording import Recording
 

@@ -15,16 +15,16 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..conversion import calibrate
-from ..core.registry import parse, parse_options
 from ..describe import describe
+from ..layer.registry import parse, parse_options
+from ..measuring.lost import lost
+from ..measuring.watched import watched
 from ..patch import need_installation, patch_model, set_strength
 from ..wiring.install import installation_of
 from .inputs import Batch, Inputs
-from .lost import lost
 from .record import record
 from .recording import Recording
 from .report import Report
-from .watched import watched
 
 BEFORE = "unswapped"
 Maps = list[np.ndarray]

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from ..conversion.batches import Batch, evaluating, forward, without_labels
+from ..measuring.batches import Batch, evaluating, forward, without_labels
 
 ROUNDS = 9
 

@@ -16,6 +16,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
 
+from ..conversion.rows import is_blank
+
 Batch = dict[str, Any]
 NOTHING = "{!r} has no {} that can be loaded; name one that fits with --processor."
 
@@ -91,11 +93,6 @@ def prepare(
         # transformers makes up an empty tokenizer for a folder without a tokenizer
         raise ValueError(NOTHING.format(source, "tokenizer"))
     return _texts(tokenizer, values, batch_size, shown, like.device, max_length, shown_tokens)
-
-
-def is_blank(value: Any) -> bool:
-    """True for a missing value, and for a text without letters."""
-    return value is None or (isinstance(value, str) and not value.strip())
 
 
 def _texts(

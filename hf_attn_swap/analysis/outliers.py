@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..conversion.batches import as_batches, evaluating, forward, read_by_decoder, token_mask
+from ..measuring.batches import as_batches, evaluating, forward, read_by_decoder, token_mask
 from . import metrics
 
 

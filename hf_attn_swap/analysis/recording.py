@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..text.finite import finite
+
 
 @dataclass
 class Mean:
@@ -68,7 +70,7 @@ class Layer:
         values = {
             name: value.value.tolist() if isinstance(value, Mean) else value for name, value in vars(self).items()
         }
-        return {name: plain(value) for name, value in values.items()}
+        return {name: finite(value) for name, value in values.items()}
 
 
 @dataclass
@@ -103,32 +105,23 @@ class Recording:
             "entropy": _mean([value for layer in layers for value in layer.entropy.known]),
             "sinks": _mean([value for layer in layers for value in layer.sinks.known]),
         }
-        return {name: plain(value) for name, value in values.items()}
+        return {name: finite(value) for name, value in values.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The recording as lists and numbers for JSON, with the layers in their order."""
         return {
             "samples": self.samples,
-            "kurtosis": plain(self.kurtosis),
-            "max_inf_norm": plain(self.max_inf_norm),
+            "kurtosis": finite(self.kurtosis),
+            "max_inf_norm": finite(self.max_inf_norm),
             "layers": [self.layers[place].to_dict() for place in sorted(self.layers)],
             "modules": {
                 path: {
-                    "kurtosis": plain(_mean(each.kurtosis)),
-                    "max_inf_norm": plain(_mean(each.max_inf_norm)),
+                    "kurtosis": finite(_mean(each.kurtosis)),
+                    "max_inf_norm": finite(_mean(each.max_inf_norm)),
                 }
                 for path, each in self.activations.items()
             },
         }
-
-
-def plain(value: Any) -> Any:
-    """Replace NaN and infinity by None, in lists and dicts too: JSON has no NaN and no infinity."""
-    if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
 def _mean(values: list[float]) -> float:

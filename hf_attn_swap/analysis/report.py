@@ -18,11 +18,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ..describe import Description
+from ..measuring.lost import Lost
 from ..publish.results import versions
+from ..text.finite import finite
 from . import plots
 from .inputs import Inputs
-from .lost import Lost
-from .recording import Recording, plain
+from .recording import Recording
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PAGE, FIGURES = "report.html", "report.json"
@@ -74,7 +75,7 @@ class Report:
             "summary": {label: recording.summary() for label, recording in self.recordings.items()},
             "recordings": {label: recording.to_dict() for label, recording in self.recordings.items()},
             "tokens": list(self.inputs.tokens),
-            "attention": {label: [plain(each.tolist()) for each in maps] for label, maps in self.maps.items()},
+            "attention": {label: [finite(each.tolist()) for each in maps] for label, maps in self.maps.items()},
         }
 
     def figures(self) -> Iterator[tuple[str, str, Figure]]:

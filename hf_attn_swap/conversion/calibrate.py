@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..core.calibration import check_fit
 from ..core.call import NORMALIZED, Call
-from ..core.registry import parse, parse_options
+from ..layer.calibration import check_fit
+from ..layer.registry import parse, parse_options
+from ..measuring.batches import Batch, as_batches, forward, read_by, refuse_other_tokens, token_mask
 from ..patch import build_swap, need_installation, swappable
 from ..wiring.install import Installation
-from .batches import Batch, as_batches, forward, read_by, refuse_other_tokens, token_mask
 from .cut import Share
 from .heads import first_rows, match_heads
 from .moments import Moments

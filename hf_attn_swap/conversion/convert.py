@@ -34,15 +34,15 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
-from ..analysis.held_out import HeldOut
-from ..analysis.lost import Lost
-from ..core.registry import canonical_keys, parse
-from ..core.swap import Swap
+from ..layer.registry import canonical_keys, parse
+from ..layer.swap import Swap
+from ..measuring.batches import Batch, evaluating, forward, without_labels
+from ..measuring.held_out import HeldOut
+from ..measuring.lost import Lost
 from ..patch import need_installation, patch_model, set_strength, unpatch_model
 from ..variants.softmax import Softmax
 from ..wiring.install import Installation, installation_of, model_root
 from .as_before import as_before, own_precision
-from .batches import Batch, evaluating, forward, without_labels
 from .calibrate import calibrate
 from .distillation import EVERYTHING, DistillationTrainer
 from .journal import Journal, fingerprint

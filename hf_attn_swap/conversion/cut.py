@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..analysis.watched import watched
 from ..core.call import NORMALIZED
+from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, token_mask
+from ..measuring.watched import watched
 from ..patch import need_installation, swappable
-from .batches import Batch, as_batches, evaluating, forward, read_by, token_mask
 
 GAMMAS = tuple(-digit * 10.0**power for power in (-1, -2, -3, -4, -5, -6) for digit in (5, 2, 1))
 SHARE = 0.01

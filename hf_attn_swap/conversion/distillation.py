@@ -23,17 +23,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
-from ..core.calibration import Calibration
-from ..core.swap import Phase
+from ..layer.calibration import Calibration
+from ..layer.swap import Phase
+from ..measuring.batches import MASKS, gives_numbers, read_by_decoder, read_by_encoder, token_mask, without_labels
+from ..measuring.divergence import divergence, divergence_of_numbers, relative_error
+from ..measuring.head import first_of, head_alone, keeps_logits, last_hidden, logits_of
 from ..patch import need_installation
 from ..wiring.install import model_root
-from .batches import MASKS, gives_numbers, read_by_decoder, read_by_encoder, token_mask, without_labels
-from .divergence import divergence, divergence_of_numbers
-from .head import first_of, head_alone, keeps_logits, last_hidden, logits_of
 from .parts import PARTS, part_of
 from .teacher import Teacher, is_sharded, note_retrained
 from .trainer import TrainerWithoutLabels
-from .transfer import layer_errors, relative_error, without_cache
+from .transfer import layer_errors, without_cache
 
 EVERYTHING, BODY = "all", "body"
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..core.swap import Swap
+from ..layer.swap import Swap
 
 
 def switch_off_dropout(model: nn.Module, *, swaps_warn: bool) -> None:

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core.call import Call, Inputs, heads_in_order
-from ..core.registry import parse, parse_options
-from ..core.swap import Swap
+from ..layer.registry import parse, parse_options
+from ..layer.swap import Swap
+from ..measuring.batches import Batch, as_batches, forward, read_by, refuse_other_tokens, token_mask
 from ..patch import build_swap, need_installation, swappable
 from ..wiring.install import Installation
-from .batches import Batch, as_batches, forward, read_by, refuse_other_tokens, token_mask
 
 ROWS = 4  # so many rows of all batches together are enough
 TOKENS = 256  # and so many tokens of each row: the scores of all layers are held at once

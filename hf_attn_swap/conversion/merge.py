@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..core.calibration import Calibration
-from ..core.swap import Swap
 from ..families import Site
+from ..layer.calibration import Calibration
+from ..layer.swap import Swap
 from ..patch import need_installation, swappable
 from .target import is_matrix, output_matrix
 

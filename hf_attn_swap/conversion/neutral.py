@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ..core.swap import LARGEST_EXPONENT
 from ..families import Site
+from ..layer.swap import LARGEST_EXPONENT
+from ..measuring.batches import Batch, as_batches, evaluating, forward
 from ..patch import need_installation, swappable
-from .batches import Batch, as_batches, evaluating, forward
 
 EXPONENT = 10
 PRODUCTS = {"linear", "addmm", "matmul", "mm", "__matmul__"}

@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..analysis.lost import Lost
-from ..analysis.recording import plain
-from ..core.table import Table
+from ..measuring.lost import Lost
+from ..text.finite import finite
+from ..text.table import Table
 from .sensitivity import Sensitivity
 
 LARGE = 10  # from this ratio of perplexities on, a factor is easier to read than per cent
@@ -196,7 +196,7 @@ class ConversionReport:
     def save(self, folder: Path) -> Path:
         """Write conversion.json and conversion.html, and return the path of the page."""
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(plain(self.to_dict()), indent=1, allow_nan=False)
+        text = json.dumps(finite(self.to_dict()), indent=1, allow_nan=False)
         (folder / "conversion.json").write_text(f"{text}\n", encoding="utf-8")
         page = folder / "conversion.html"
         title = f"{self.model} with {self.variant}"

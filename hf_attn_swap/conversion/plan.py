@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from ..analysis.lost import predicts_next
-from ..core.registry import parse
+from ..layer.registry import parse
+from ..measuring.lost import predicts_next
 from .stages import Align, Calibrate, Distil, FineTune, Stage
 
 SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from ..core.table import Table
+from ..text.table import Table
 
 TINY = 0.01  # a skip of less than this share of the input is not worth a sentence
 HEADER = ("layer", "module", "R2 before", "R2 after", "worst head", "negative gains", "cut")

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 from transformers import PreTrainedModel, default_data_collator
 
-from ..analysis.inputs import is_blank
-from ..analysis.lost import predicts_next
+from ..measuring.batches import LABELS, Batch, gives_numbers, is_label
+from ..measuring.lost import predicts_next
 from ..wiring.install import model_root
-from .batches import LABELS, Batch, gives_numbers, is_label
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 SAMPLE = 256  # rows whose length tells how long the rows are
@@ -312,3 +311,8 @@ def _images(root: PreTrainedModel, images: Sequence[Any], processor: Any) -> _Im
         for index, image in enumerate(images):
             _check_image(index, image)
     return _Images(images, processor)
+
+
+def is_blank(value: Any) -> bool:
+    """True for a missing value, and for a text without letters."""
+    return value is None or (isinstance(value, str) and not value.strip())

@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..analysis.held_out import HeldOut
-from ..analysis.lost import Lost
-from ..core.registry import canonical_name
-from ..core.table import Table
+from ..layer.registry import canonical_name
+from ..measuring.held_out import HeldOut
+from ..measuring.lost import Lost
 from ..patch import need_installation, set_strength
+from ..text.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+SIZE = (7.0, 3.2)  # of the picture, in inches
+COLOUR = "#4c72b0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +76,11 @@ class Sensitivity:
         """A bar per layer, in the order of the model."""
         from matplotlib.figure import Figure
 
-        from ..analysis.plots import COLOURS, HEIGHT, WIDTH
-
-        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()
         indices = sorted(self.layers)
         shares = [self.layers[index].share for index in indices]
-        axes.bar([str(index) for index in indices], shares, color=COLOURS[0])
+        axes.bar([str(index) for index in indices], shares, color=COLOUR)
         axes.set(xlabel="layer", ylabel=self.together.measure, title=f"{self.variant}: what each layer alone costs")
         return figure
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..core.calibration import check_fit
+from ..layer.calibration import check_fit
 from .distillation import Losses
 from .schedule import StrengthSchedule
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
-from ..core.swap import Swap
+from ..layer.swap import Swap
 from ..patch import need_installation
 from ..variants.base import Variant
 from .calibrate import calibrate

@@ -19,8 +19,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from ..core.swap import Swap
 from ..families import Site
+from ..layer.swap import Swap
 from ..wiring.home import home
 
 WELL_CONDITIONED = 1e3  # up to this condition number, W_o is inverted exactly

@@ -19,10 +19,10 @@ from torch import nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from ..core.swap import Swap
+from ..layer.swap import Swap
+from ..measuring.batches import evaluating
 from ..patch import need_installation
 from ..wiring.install import Installation
-from .batches import evaluating
 
 
 class Teacher:

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import Cache, TrainingArguments
 
-from ..core.swap import STOCK, Phase
 from ..families import Site
+from ..layer.swap import STOCK, Phase
+from ..measuring.batches import read_by, refuse_other_tokens, token_mask, without_labels
+from ..measuring.divergence import relative_error
 from ..patch import need_installation, swappable
 from ..wiring.install import Installation
 from .as_before import configs_of
-from .batches import read_by, refuse_other_tokens, token_mask, without_labels
 from .parts import PARTS, site_part
 from .trainer import TrainerWithoutLabels
 
@@ -88,17 +89,6 @@ class AttentionTransferTrainer(TrainerWithoutLabels):
         if return_outputs:
             return loss, {"loss": loss, "logits": outputs[0].detach()}
         return loss
-
-
-def relative_error(out_BLE: Tensor, teacher_BLE: Tensor, real_BL: Tensor) -> Tensor:
-    """Return the mean over rows of ||out - teacher||^2 / ||teacher||^2 over real tokens, (), in fp32 at least."""
-    wide = torch.promote_types(out_BLE.dtype, torch.float32)
-    hidden_BL1 = ~real_BL[..., None]
-    out = out_BLE.to(wide).masked_fill(hidden_BL1, 0.0)
-    teacher = teacher_BLE.to(wide).masked_fill(hidden_BL1, 0.0)
-    error_B = (out - teacher).square().sum((1, 2))
-    size_B = teacher.square().sum((1, 2))
-    return (error_B / size_B.clamp_min(torch.finfo(wide).tiny)).mean()
 
 
 class LayerErrors:

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core.call import Call
-from ..core.swap import Swap
-from ..core.value_scale import LARGEST_SCALE
 from ..families import Site
+from ..layer.swap import Swap
+from ..layer.value_scale import LARGEST_SCALE
+from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
 from ..patch import need_installation, swappable
 from ..wiring.home import home
 from ..wiring.install import Installation
-from .batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
 from .heads import softmax_swaps
 
 TOKENS = 4096  # so many tokens are enough,

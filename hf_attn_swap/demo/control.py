@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from .. import unpatch_model
-from ..conversion.batches import evaluating, forward, without_labels
 from ..conversion.progress import Bar
+from ..measuring.batches import evaluating, forward, without_labels
 from ..training import ConversionArguments, ModelArguments, Outcome, Task, run
 from ..training.run import TRAINED
 from .data import Rows, Sentences

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.registry import canonical_name
+from ..layer.registry import canonical_name
 
 CONTROL = "softmax"
 DEFAULT_VARIANTS = ("belief", "modern_hopfield", "simpletron_resl")

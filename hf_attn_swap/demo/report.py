@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..conversion.outcome import ConversionReport
-from ..core.table import Table
+from ..text.table import Table
 from ..training import Outcome
 from ..training.metrics import paired_interval, scores
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from .. import patch_model
 from ..conversion.convert import convert
-from ..core.registry import parse
+from ..layer.registry import parse
 from ..publish.results import versions
 from ..training import Outcome
 from .control import Bench

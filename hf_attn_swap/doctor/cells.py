@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..core.kind import Kind
-from ..core.registry import parse
-from ..core.swap import Swap
+from ..layer.registry import parse
+from ..layer.swap import Swap
 from ..patch import patch_model, set_strength, unpatch_model
 from .models import Tiny, output
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers.utils import logging as logs
 
-from ..core.registry import list_variants
-from ..core.table import Table
 from ..families import FAMILIES
+from ..layer.registry import list_variants
 from ..tested import LOGGER
+from ..text.table import Table
 from .cells import CHECKS, Cell, broken, check_cell
 from .installed import Package, installed
 from .models import tiny

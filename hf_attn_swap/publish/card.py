@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..core.table import markdown
+from ..text.table import markdown
 from .citations import bibtex
 from .results import RELATIONS, RESULTS_FILE, SCRATCH, AppliedSwap, Metric, RunResult
 

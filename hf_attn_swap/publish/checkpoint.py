@@ -13,10 +13,10 @@ import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..core.registry import canonical_name, parse, parse_options
+from ..layer.registry import canonical_name, parse, parse_options
 from ..loading import read_block
 from ..patch import patch_model
-from . import shim
+from ..saved import shim
 
 # Files of tokenizers and processors. They are copied unchanged, so no tokenizer or processor class has to load.
 PREPROCESSOR_FILES = (

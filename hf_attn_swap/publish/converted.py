@@ -15,7 +15,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel, Tra
 
 from ..conversion.convert import FITS, convert, refuse_converted
 from ..conversion.outcome import ConversionReport
-from ..core.registry import parse, parse_options
+from ..layer.registry import parse, parse_options
 from .card import render
 from .checkpoint import (
     check_dtype,

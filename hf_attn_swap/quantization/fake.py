@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..analysis.watched import watched
-from ..conversion.batches import as_batches, forward
 from ..core.call import NORMALIZED
-from ..core.swap import Phase, Swap
 from ..families import sites
+from ..layer.swap import Phase, Swap
+from ..measuring.batches import as_batches, forward
+from ..measuring.watched import watched
 from .places import is_matmul, is_norm, quantizable
 from .points import Point, Quantized
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.swap import Swap
+from ..layer.swap import Swap
 
 
 def quantizable(root: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -17,10 +17,10 @@ from transformers.utils.import_utils import is_torch_xla_available
 
 from .. import configurations
 from ..conversion.stages import Align, Calibrate, FineTune, Stage, read_stages
-from ..core.calibration import check_fit
-from ..core.registry import parse as parse_variant
-from ..core.registry import parse_options
-from ..core.typed import parse_layers
+from ..layer.calibration import check_fit
+from ..layer.registry import parse as parse_variant
+from ..layer.registry import parse_options
+from ..text.typed import parse_layers
 
 CONTROL = "softmax"
 DTYPES = ("float32", "bfloat16", "float16")

@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
 
-from ..analysis.inputs import is_blank
+from ..conversion.rows import is_blank
 from .arguments import DataArguments
 
 READERS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}

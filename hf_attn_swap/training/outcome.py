@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from ..core.registry import canonical_name
+from ..layer.registry import canonical_name
 from ..publish.results.record import Record, read_record
 
 OUTCOME_FILE = "outcome.json"

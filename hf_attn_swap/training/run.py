@@ -32,9 +32,9 @@ from ..conversion import StrengthSchedule
 from ..conversion.parts import part_of
 from ..conversion.stages import Align, Distil, FineTune
 from ..conversion.take import last_whole_checkpoint, take
-from ..core.typed import parse_layers
 from ..patch import set_strength, unpatch_model
 from ..publish.results import versions
+from ..text.typed import parse_layers
 from .arguments import CONTROL, DTYPES, ConversionArguments, ModelArguments
 from .metrics import scores
 from .outcome import Outcome, hardware

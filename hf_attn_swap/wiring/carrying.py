@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from ..core.swap import Swap
 from ..families import Site, stock_class
 from ..families.source import hands_keywords_on, mentions, moves_windows
+from ..layer.swap import Swap
 from .plan import encoder_of, group_of, layer_of, stacks_of, takes_keywords
 
 

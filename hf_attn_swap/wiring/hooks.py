@@ -20,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from ..core.call import Call, Carried
-from ..core.swap import STOCK, Argument, Phase, Swap, Wiring
 from ..families import stock_class
 from ..families.source import arguments
+from ..layer.swap import STOCK, Argument, Phase, Swap, Wiring
 from .cache import LinearState, keep_all_keys
 from .seam import CALL, CARRIED, LAYER, NAMES, MaskWithContext, swap_of
 

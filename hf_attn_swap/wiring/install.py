@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..core.swap import Phase, Swap
 from ..families import sites, stock_class
 from ..families.source import arguments, handed_on, returns_tuple
+from ..layer.swap import Phase, Swap
 from . import adapters, hooks, preconditions, seam
 from .blocks import BLOCKS, Block, Facts, swapped_class
 from .plan import Placed, encoder_of, plan, swaps_in, takes_keywords

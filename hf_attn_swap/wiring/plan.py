@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core.swap import Argument, Swap, Wiring
 from ..families import Site, stock_class
 from ..families.source import arguments
+from ..layer.swap import Argument, Swap, Wiring
 
 
 @dataclass(frozen=True, kw_only=True)

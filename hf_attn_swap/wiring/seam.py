@@ -19,10 +19,10 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_tracing
 
 from ..core.call import Call, Carried, Inputs
-from ..core.compute import Places, ordinary, reference
 from ..core.masks import Masks
-from ..core.registry import parse
-from ..core.swap import STOCK, Phase, Swap
+from ..layer.compute import Places, ordinary, reference
+from ..layer.registry import parse
+from ..layer.swap import STOCK, Phase, Swap
 
 NAME = "hf_attn_swap"
 # The same functions. This name marks the config of a stack that is a part of a model and contains linear attention.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import hf_attn_swap.analysis.held_out as module
 import pytest
 import torch
 
-import hf_attn_swap.analysis.held_out as module
 from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.analysis import Lost, lost
-from hf_attn_swap.analysis.held_out import HeldOut
-from hf_attn_swap.analysis.lost import Sums
+from hf_attn_swap.measuring.held_out import HeldOut
+from hf_attn_swap.measuring.lost import Sums
 from hf_attn_swap.training.metrics import paired_interval
 from tests import zoo
 from tests.contract.harness import batch_of, fresh, padding_side, refused, swaps

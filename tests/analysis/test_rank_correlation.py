@@ -10,8 +10,8 @@ import torch
 from scipy.stats import rankdata, spearmanr
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.analysis.held_out import HeldOut
-from hf_attn_swap.analysis.rank_correlation import difference_margin, rank_correlation, ranks
+from hf_attn_swap.measuring.held_out import HeldOut
+from hf_attn_swap.measuring.rank_correlation import difference_margin, rank_correlation, ranks
 from hf_attn_swap.training.metrics import paired_interval
 from tests import zoo
 from tests.contract.harness import batch_of

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_attn_swap import patch_model, set_strength, unpatch_model
-from hf_attn_swap.core.swap import Phase, Swap
 from hf_attn_swap.families import obstacle, sites
+from hf_attn_swap.layer.swap import Phase, Swap
 
 from .cached import Decoding, decodings
 from .probe import Probe, Seen, distance, find_probes, in_double, run_and_watch, same_bits

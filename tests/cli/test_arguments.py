@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from hf_attn_swap.core.typed import parse_layers, parse_options
+from hf_attn_swap.text.typed import parse_layers, parse_options
 
 
 @pytest.mark.parametrize(

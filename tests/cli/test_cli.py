@@ -14,8 +14,8 @@ from typer.main import get_command
 
 import hf_attn_swap
 from hf_attn_swap import cli, list_variants
-from hf_attn_swap.core.registry import get_variant
 from hf_attn_swap.demo.options import DemoOptions
+from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish import checkpoint
 
 from .conftest import Outcome

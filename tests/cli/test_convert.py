@@ -16,9 +16,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_attn_swap.analysis.cost as cost
 import hf_attn_swap.analysis.outliers as outliers
-from hf_attn_swap.core.typed import parse_count, parse_share
 from hf_attn_swap.publish.converted import auto_class
 from hf_attn_swap.publish.results import RunResult
+from hf_attn_swap.text.typed import parse_count, parse_share
 from hf_attn_swap_cli import measures
 from tests.contract.harness import refused
 

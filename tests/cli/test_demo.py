@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertForSequenceClassification
 
-from hf_attn_swap.core.registry import parse
 from hf_attn_swap.demo import data, report, run
 from hf_attn_swap.demo.control import Bench
 from hf_attn_swap.demo.options import DEFAULT_VARIANTS, DemoOptions
+from hf_attn_swap.layer.registry import parse
 
 from .conftest import Outcome
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from hf_attn_swap import list_variants
-from hf_attn_swap.core.registry import get_variant
-from hf_attn_swap.core.table import Table
 from hf_attn_swap.describe import HEADER, describe
+from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish.card import COLUMNS
 from hf_attn_swap.publish.checkpoint import skeleton
+from hf_attn_swap.text.table import Table
 from hf_attn_swap_cli.app import show
 from tests.publish.results.examples import result
 

@@ -19,8 +19,8 @@ import pytest
 from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.core.kind import Kind
 from hf_attn_swap.core.options import choices as literal_choices
-from hf_attn_swap.core.registry import fit_options, parse, parse_options
 from hf_attn_swap.families import FAMILIES
+from hf_attn_swap.layer.registry import fit_options, parse, parse_options
 from hf_attn_swap.variants.base import VARIANTS
 
 FAMILY_NAMES = tuple(sorted(family.name for family in FAMILIES.values()))

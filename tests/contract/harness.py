@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from hf_attn_swap.core.swap import Swap
+from hf_attn_swap.layer.swap import Swap
 from tests import reference, zoo
 
 from .cells import FAMILY_NAMES

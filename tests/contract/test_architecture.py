@@ -1,9 +1,10 @@
-"""Checks which module of the package may import which other module."""
+"""Checks which part of the package may import which other part."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,64 +16,11 @@ ROOT = PACKAGE.parent
 CLI = ROOT / "hf_attn_swap_cli"
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAME = PACKAGE.name
-VARIANT_BASE, FAMILY_BASE, DISPATCH = "variants.base", "families.base", "kernels.dispatch"
-IDEAS = {f"variants.{path.stem}" for path in (PACKAGE / "variants").glob("*.py")} - {"variants.__init__", VARIANT_BASE}
-KERNELS = {f"kernels.{path.stem}" for path in (PACKAGE / "kernels").glob("*.py")} - {"kernels.__init__"}
-# What the lower half may import from the package; everything above it is held by the rules below.
-MAY = {
-    "functional": {"functional.linear", "functional.sparse"},
-    "functional.linear": set(),
-    "memory": {"functional", "memory.layers"},
-    "memory.layers": {"functional"},
-    "core": set(),
-    "core.masks": set(),
-    "core.kind": set(),
-    "core.call": {"core.masks"},
-    "core.options": set(),
-    "core.table": set(),
-    VARIANT_BASE: {"core.call", "core.kind", "core.options", "kernels.dispatch", "kernels.weighing"},
-    "kernels": set(),
-    "kernels.dispatch": {
-        *("core.call", "core.masks", "functional.linear"),
-        *("kernels", "kernels.linear", "kernels.linear_fla", "kernels.softmax_n"),
-    },
-    "variants": IDEAS,
-    "core.compute": {
-        *("core.call", "core.masks", VARIANT_BASE),
-        *("kernels", "kernels.dispatch", "kernels.weighing", "kernels.weighted"),
-    },
-    "core.registry": {"core.kind", "core.options", "variants", VARIANT_BASE},
-    "core.calibration": {"core.call"},
-    "core.value_scale": {"core.call"},
-    "tested": set(),
-    "core.typed": set(),
-    "core.swap": {
-        *("core.call", "core.calibration", "core.compute", "core.masks", "core.registry"),
-        *("core.value_scale", "kernels.dispatch", VARIANT_BASE),
-    },
-    "wiring": set(),
-    "wiring.blocks": set(),
-    "wiring.cache": {"functional.linear"},
-    FAMILY_BASE: {"core.call", "families.source"},
-    "families.source": set(),
-    "wiring.seam": {"core.call", "core.compute", "core.masks", "core.registry", "core.swap"},
-    "wiring.hooks": {"core.call", "core.swap", "families", "families.source", "wiring.cache", "wiring.seam"},
-    "wiring.preconditions": {"wiring.cache"},
-    "wiring.plan": {"core.swap", "families", "families.source", "wiring"},
-    **{
-        idea: {"functional", "functional.linear", "kernels", *KERNELS, VARIANT_BASE}
-        | {"core.call", "core.kind", "core.masks", "core.options"}
-        for idea in IDEAS
-    },
-    **{
-        kernel: {"core.call", "functional", "functional.linear", "kernels", *KERNELS} for kernel in KERNELS - {DISPATCH}
-    },
+IDEAS = {f"variants.{path.stem}" for path in (PACKAGE / "variants").glob("*.py")} - {
+    "variants.__init__",
+    "variants.base",
 }
-BELOW_PATCH = {*MAY, "wiring.install", "families"}
-ABOVE_PATCH = {
-    *("loading", "saving", "describe", "doctor", "cli", "demo", "conversion", "configurations", "training"),
-    *("analysis", "quantization", "dynamics", "publish"),
-}
+INSIDE_A_LAYER = ("functional", "core", "kernels", "variants", "layer", "families")
 PATCHED = ("PreTrainedModel", "PreTrainedConfig")
 INTERFACES = ("masking_utils", "integrations", "modeling_utils", "AttentionInterface", "AttentionMaskInterface")
 
@@ -117,64 +65,91 @@ def own(path: Path) -> set[str]:
 
 
 GRAPH = {module_name(path): own(path) - {module_name(path)} for path in FILES}
+PARTS = sorted({module.split(".")[0] for module in MODULES - {""}})  # folders, and the files of the root
+
+
+def part_graph() -> dict[str, set[str]]:
+    """The parts that each part imports."""
+    graph: dict[str, set[str]] = {part: set() for part in PARTS}
+    for module in MODULES - {""}:
+        part = module.split(".")[0]
+        graph[part] |= {name.split(".")[0] for name in GRAPH[module] - {""}} - {part}
+    return graph
+
+
+def below(part: str) -> set[str]:
+    """Everything that a part imports, or that this imports in turn."""
+    graph, found = part_graph(), set[str]()
+    waiting = [part]
+    while waiting:
+        for other in graph[waiting.pop()] - found:
+            found.add(other)
+            waiting.append(other)
+    return found
 
 
 def outside(path: Path) -> set[str]:
     return {name for name in imports(path) if name.split(".")[0] != NAME}
 
 
-@pytest.mark.parametrize("module", sorted(MAY))
-def test_lower_half_imports_only_what_is_below_it(module: str) -> None:
-    assert GRAPH[module] <= MAY[module]
+def test_no_circle_between_folders() -> None:
+    try:
+        TopologicalSorter(part_graph()).prepare()
+    except CycleError as circle:
+        pytest.fail(f"these import each other: {' -> '.join(circle.args[1])}")
+
+
+def test_no_circle_between_files() -> None:
+    """Files only: a package's `__init__` imports its members, and members import the base beside it."""
+    try:
+        TopologicalSorter({module: used - {""} for module, used in GRAPH.items() if module}).prepare()
+    except CycleError as circle:
+        pytest.fail(f"these import each other: {' -> '.join(circle.args[1])}")
+
+
+def test_a_circle_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GRAPH, "core.call", {"layer.swap"})
+    with pytest.raises(pytest.fail.Exception, match="core"):
+        test_no_circle_between_folders()
+
+
+@pytest.mark.parametrize("part", INSIDE_A_LAYER)
+def test_the_inside_of_a_layer_knows_nothing_outside(part: str) -> None:
+    assert below(part) <= set(INSIDE_A_LAYER)
+
+
+def test_what_each_part_does_not_know() -> None:
+    assert below("functional") == below("core") == below("text") == below("saved") == set()
+    assert "variants" not in below("families") | below("kernels")
+    assert "families" not in below("layer")
+    assert "patch" not in below("wiring")
+    assert not below("patch") & {"conversion", "analysis", "publish", "training", "loading", "measuring", "saving"}
+    assert "conversion" not in below("measuring")
+    assert "analysis" not in below("conversion") | below("publish")
+    assert below("memory") == {"functional"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_import_direction(path: Path) -> None:
     module, used, foreign = module_name(path), GRAPH[module_name(path)], outside(path)
-    group = module.split(".")[0]
-    heads = {name.split(".")[0] for name in used}
-    if group in ("functional", "kernels", "variants", "families", "core") or module == "wiring.blocks":
+    part = module.split(".")[0]
+    if part in INSIDE_A_LAYER or module == "wiring.blocks":
         known = {name for name in foreign if name.split(".")[0] == "transformers"}
         # A core is found by the type of what it asks for its attention function, and not by a name.
         allowed = {"transformers.AttentionInterface"} if module == "families.source" else set()
         assert known <= allowed, "only the seam knows transformers"
-    if group == "families":
-        assert not used & IDEAS, "families know no variant"
-    if group == "variants":
-        assert "families" not in heads, "variants know no family"
-    if module in BELOW_PATCH or group in BELOW_PATCH:
-        assert "patch" not in used
-        assert not heads & ABOVE_PATCH
-    if module == "patch":
-        assert not heads & (ABOVE_PATCH - {"describe"})
-    if group in ("conversion", "analysis", "publish", "demo"):
-        inner = {"wiring.seam", "wiring.hooks", "core.compute", "functional"}
-        assert not used & inner or group == "analysis", "these go through patch"
+    if part == "functional" or part == "kernels":
+        assert not used & IDEAS
+    if part in ("conversion", "publish", "demo"):
+        assert not used & {"wiring.seam", "wiring.hooks", "layer.compute", "functional"}, "these go through patch"
     if module in ("publish.card", "analysis.plots"):
-        known = {name.split(".")[0] for name in used - {"core", "core.table"}}
-        assert not known & (BELOW_PATCH | {"patch"}), "reads results, never a model"
-    if group != "cli":
-        assert "cli" not in heads
+        known = {name.split(".")[0] for name in used}
+        assert not known & {"patch", "wiring", "layer", "families"}, "reads results, never a model"
+    if part != "cli":
         assert not any(name.split(".")[0] == CLI.name for name in foreign), "the command line is above the package"
     if module not in ("wiring.seam", "families.source", "wiring.preconditions"):
-        assert not any(part in name.split(".") for name in foreign for part in INTERFACES), "the seam is one file"
+        assert not any(word in name.split(".") for name in foreign for word in INTERFACES), "the seam is one file"
     assert not any(name.split(".")[0] in ("recipes", "tests") for name in foreign)
-
-
-def test_no_import_cycles() -> None:
-    """Files only: a package's `__init__` imports its members, and members import the base beside it."""
-    done: set[str] = set()
-
-    def visit(module: str, trail: tuple[str, ...]) -> None:
-        assert module not in trail, f"import cycle: {' -> '.join((*trail, module))}"
-        if module in done:
-            return
-        for other in sorted(GRAPH.get(module, set()) - {""}):
-            visit(other, (*trail, module))
-        done.add(module)
-
-    for module in sorted(MODULES - {""}):
-        visit(module, ())
 
 
 def test_one_place_changes_a_transformers_class() -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hf_attn_swap import describe
-from hf_attn_swap.core import compute
 from hf_attn_swap.kernels import weighted
 from hf_attn_swap.kernels.dispatch import Form
+from hf_attn_swap.layer import compute
 from tests import zoo
 
 from .cells import EVERY, FAMILY_NAMES, GRID, Cell, is_linear, over, swap_in
@@ -77,8 +77,8 @@ def force_reference(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(1)
         return replaced(variant, inputs, call, True)
 
-    monkeypatch.setattr("hf_attn_swap.core.swap.attend", readable)
-    monkeypatch.setattr("hf_attn_swap.core.swap.replaced", readable_products)
+    monkeypatch.setattr("hf_attn_swap.layer.swap.attend", readable)
+    monkeypatch.setattr("hf_attn_swap.layer.swap.replaced", readable_products)
     return seen
 
 

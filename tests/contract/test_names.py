@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_attn_swap import describe, list_variants, patch_model
-from hf_attn_swap.core.registry import canonical_name, get_variant, parse, parse_options
+from hf_attn_swap.layer.registry import canonical_name, get_variant, parse, parse_options
 from hf_attn_swap.variants.base import VARIANTS
 
 from .cells import PAIRS, SINGLES

@@ -10,8 +10,8 @@ import torch
 
 from hf_attn_swap import describe, from_pretrained, patch_model
 from hf_attn_swap.core.kind import Kind
-from hf_attn_swap.core.registry import fit_options, parse, parse_options
 from hf_attn_swap.families import sites
+from hf_attn_swap.layer.registry import fit_options, parse, parse_options
 from hf_attn_swap.variants import clipped_softmax
 from tests import zoo
 

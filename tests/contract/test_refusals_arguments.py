@@ -13,7 +13,7 @@ import torch
 
 from hf_attn_swap import describe, functional, patch_model, set_strength, unpatch_model
 from hf_attn_swap.core.call import Geometry
-from hf_attn_swap.core.registry import build_options
+from hf_attn_swap.layer.registry import build_options
 from hf_attn_swap.variants.base import PLACES, VARIANTS, Variant
 
 from .cells import PAIRS, SINGLES, choices, composes

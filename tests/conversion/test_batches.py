@@ -11,7 +11,7 @@ import torch
 from hf_attn_swap import patch_model
 from hf_attn_swap.analysis import lost
 from hf_attn_swap.conversion import AttentionTransferTrainer, Losses, calibrate
-from hf_attn_swap.conversion.batches import is_label, read_by, read_by_decoder, read_by_encoder, token_mask
+from hf_attn_swap.measuring.batches import is_label, read_by, read_by_decoder, read_by_encoder, token_mask
 from tests import zoo
 from tests.generic.harness import behind_the_interface
 

@@ -13,7 +13,7 @@ import torch
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate
 from hf_attn_swap.conversion.target import Target
-from hf_attn_swap.core.registry import parse
+from hf_attn_swap.layer.registry import parse
 from hf_attn_swap.patch import build_swap, swappable
 from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.cells import FAMILY_NAMES, SINGLES

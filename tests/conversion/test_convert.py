@@ -17,7 +17,6 @@ from transformers import TrainingArguments
 
 from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.analysis import lost
-from hf_attn_swap.analysis.held_out import HeldOut
 from hf_attn_swap.conversion import calibrate, plan
 from hf_attn_swap.conversion import convert as module
 from hf_attn_swap.conversion.convert import convert
@@ -25,6 +24,7 @@ from hf_attn_swap.conversion.outcome import ConversionReport
 from hf_attn_swap.conversion.plan import default_distil
 from hf_attn_swap.conversion.rows import as_rows
 from hf_attn_swap.conversion.stages import Align, Calibrate, Distil, FineTune
+from hf_attn_swap.measuring.held_out import HeldOut
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
 

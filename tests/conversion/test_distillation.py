@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from hf_attn_swap import describe, patch_model, set_strength
 from hf_attn_swap.conversion import Losses, StrengthSchedule, calibrate
-from hf_attn_swap.conversion import divergence as divergence_module
 from hf_attn_swap.conversion.distillation import DistillationTrainer
+from hf_attn_swap.measuring import divergence as divergence_module
 from tests import zoo
 from tests.analysis.test_held_out import NUMBERS
 from tests.contract.cells import FAMILY_NAMES

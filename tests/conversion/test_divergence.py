@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_attn_swap.conversion import divergence as module
-from hf_attn_swap.conversion.divergence import divergence
+from hf_attn_swap.measuring import divergence as module
+from hf_attn_swap.measuring.divergence import divergence
 
 TOKENS, WIDTH, WORDS = 7, 5, 11
 TEMPERATURES = (1.0, 0.5, 3.0)

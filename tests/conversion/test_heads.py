@@ -20,10 +20,10 @@ from transformers import AutoConfig
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate, heads, match_heads
 from hf_attn_swap.core.call import heads_in_order
-from hf_attn_swap.core.registry import parse, parse_options
-from hf_attn_swap.core.swap import Swap
 from hf_attn_swap.families import sites
 from hf_attn_swap.kernels import carried, dispatch, hopfield
+from hf_attn_swap.layer.registry import parse, parse_options
+from hf_attn_swap.layer.swap import Swap
 from tests import reference
 from tests.contract.cells import COMPOSITIONS, DEFAULT_CELLS, EXTRA_CELLS, FAMILY_NAMES, Cell, label, swap_in
 from tests.contract.harness import (

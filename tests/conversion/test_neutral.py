@@ -17,9 +17,9 @@ from hf_attn_swap import patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate, neutral_start
 from hf_attn_swap.conversion.neutral import EXPONENT, Readers, readers
 from hf_attn_swap.core.call import Geometry
-from hf_attn_swap.core.registry import parse, parse_options
-from hf_attn_swap.core.swap import Swap
 from hf_attn_swap.families import sites
+from hf_attn_swap.layer.registry import parse, parse_options
+from hf_attn_swap.layer.swap import Swap
 from tests.contract.cells import DEFAULT_CELLS, EXTRA_CELLS, FAMILY_NAMES, Cell, composes, label, swap_in
 from tests.contract.harness import assert_identical, batch_of, forward, fresh, refused, run, swaps
 from tests.generic import harness as generic

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from hf_attn_swap import convert, describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate, scale_values, value_scale
-from hf_attn_swap.core.registry import parse
 from hf_attn_swap.families import sites
 from hf_attn_swap.functional import belief_projection
+from hf_attn_swap.layer.registry import parse
 from tests.contract.cells import COMPOSITIONS, FAMILY_NAMES, SINGLES
 from tests.contract.harness import (
     CAUSAL_FAMILIES,

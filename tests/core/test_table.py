@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_attn_swap.core.table import Table, markdown
+from hf_attn_swap.text.table import Table, markdown
 
 TABLE = Table(summary="2 < 3", header=("layer", "module"), rows=[("0", "a"), ("10", "long & <b>")])
 

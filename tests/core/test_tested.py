@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from hf_attn_swap import patch_model, tested
-from hf_attn_swap.core.swap import Swap
+from hf_attn_swap.layer.swap import Swap
 from tests import zoo
 
 

@@ -12,8 +12,8 @@ from docs.tables.runs import CARDS, RECORDS, cards, has_card, published_table, r
 from docs.tables.seeds import LEGEND, MARK, with_marks
 from docs.tables.variants import layer_picture, names_table, slug, variant_page
 from hf_attn_swap import list_variants
-from hf_attn_swap.core.registry import get_variant
 from hf_attn_swap.families import FAMILIES
+from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish.results import RESULTS_FILE, SCRATCH
 
 from .test_pages import DOCS, PAGES

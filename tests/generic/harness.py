@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_attn_swap import list_variants
-from hf_attn_swap.core.registry import parse
 from hf_attn_swap.families import sites
+from hf_attn_swap.layer.registry import parse
 from tests import zoo
 
 EXTRA = ("gemma2", "t5", "bert_cross", "whisper_whole")

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
-from hf_attn_swap.core.swap import Swap
 from hf_attn_swap.doctor.models import matter
+from hf_attn_swap.layer.swap import Swap
 from tests import zoo
 from tests.contract.harness import (
     assert_same,

@@ -12,7 +12,7 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from hf_attn_swap import list_variants, patch_model, unpatch_model
-from hf_attn_swap.core.registry import parse
+from hf_attn_swap.layer.registry import parse
 
 IMAGES = {"grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
 SIZES = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}

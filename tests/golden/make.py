@@ -21,8 +21,8 @@ from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.conversion.calibrate import calibrate
 from hf_attn_swap.conversion.merge import merge_calibration
 from hf_attn_swap.conversion.teacher import note_retrained
-from hf_attn_swap.core.registry import canonical_name
-from hf_attn_swap.core.swap import Swap
+from hf_attn_swap.layer.registry import canonical_name
+from hf_attn_swap.layer.swap import Swap
 from hf_attn_swap.patch import need_installation
 
 FOLDER = Path(__file__).parent

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_attn_swap import list_variants
-from hf_attn_swap.core.registry import canonical_name, get_variant
+from hf_attn_swap.layer.registry import canonical_name, get_variant
 from hf_attn_swap.loading import KEYS, OPTIONAL_KEYS
 from hf_attn_swap.patch import need_installation
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from hf_attn_swap import functional
 from hf_attn_swap.core.masks import Masks
-from hf_attn_swap.core.swap import Phase
 from hf_attn_swap.kernels import blocks, dispatch, hopfield, linear, softmax_n, twice
 from hf_attn_swap.kernels.dispatch import Form, Setting
 from hf_attn_swap.kernels.stock_softmax import How
+from hf_attn_swap.layer.swap import Phase
 from tests import zoo
 from tests.contract.cells import EVERY
 from tests.contract.harness import swaps

@@ -10,9 +10,9 @@ import transformers as T
 from torch import Tensor, nn
 
 from hf_attn_swap import list_variants
-from hf_attn_swap.core.registry import parse
 from hf_attn_swap.doctor.models import SCALE
 from hf_attn_swap.families import sites
+from hf_attn_swap.layer.registry import parse
 from tests import zoo
 
 TEXT = zoo.ENCODER | dict(num_hidden_layers=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_attn_swap import list_variants, patch_model
-from hf_attn_swap.core.swap import Swap
+from hf_attn_swap.layer.swap import Swap
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import assert_same, batch_of, fresh, perturb, run_all, swaps
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
-from hf_attn_swap.core.registry import parse
 from hf_attn_swap.families import FAMILIES
+from hf_attn_swap.layer.registry import parse
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, swaps

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from hf_attn_swap import describe, patch_model, unpatch_model
-from hf_attn_swap.core.swap import Swap
+from hf_attn_swap.layer.swap import Swap
 from hf_attn_swap.patch import need_installation
 from tests import zoo
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps

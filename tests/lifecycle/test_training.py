@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_attn_swap import list_variants, patch_model, set_strength
-from hf_attn_swap.core.registry import parse
 from hf_attn_swap.kernels import dispatch
+from hf_attn_swap.layer.registry import parse
 from tests import zoo
 from tests.contract.cells import DEEP, FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
 from tests.contract.harness import batch_of, fresh, perturb, run_all, swaps

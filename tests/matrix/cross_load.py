@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from hf_attn_swap import describe, list_variants, patch_model, unpatch_model  # noqa: E402  # the path comes first
-from hf_attn_swap.core.swap import Swap  # noqa: E402
+from hf_attn_swap.layer.swap import Swap  # noqa: E402
 from tests import zoo  # noqa: E402
 from tests.contract.cells import PAIRS  # noqa: E402
 

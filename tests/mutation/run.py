@@ -78,12 +78,12 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "functional/linear.py": (FORMULAS, stage("kernels/test_linear.py")),
     "functional/sparse.py": (NORMALIZERS,),
     "core/": (VALUES, MASKS),
-    "core/calibration.py": (CALIBRATE, MERGE),
+    "layer/calibration.py": (CALIBRATE, MERGE),
     "core/call.py": (MIXED, CACHED, MASKS, CARRIED_REFUSALS, PASSES),
-    "core/compute.py": (VALUES, MASKS, WEIGHTS, LINEAR, CARRIED_REFUSALS),
-    "core/registry.py": (ARGUMENTS,),
-    "core/typed.py": (ARGUMENTS, stage("cli/test_arguments.py")),
-    "core/swap.py": (
+    "layer/compute.py": (VALUES, MASKS, WEIGHTS, LINEAR, CARRIED_REFUSALS),
+    "layer/registry.py": (ARGUMENTS,),
+    "text/typed.py": (ARGUMENTS, stage("cli/test_arguments.py")),
+    "layer/swap.py": (
         STRENGTHS,
         CARRIED_REFUSALS,
         VALUES,

@@ -12,7 +12,7 @@ import yaml
 
 import hf_attn_swap
 from hf_attn_swap import configurations
-from hf_attn_swap.core.registry import parse
+from hf_attn_swap.layer.registry import parse
 
 RECIPES = Path(hf_attn_swap.__file__).parent.parent / "recipes"
 CONFIGS = sorted((RECIPES / "configs").glob("*.yaml")) if RECIPES.is_dir() else []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
-from hf_attn_swap.core.registry import parse
+from hf_attn_swap.layer.registry import parse
 from tests.contract.harness import gradient_distance, perturb, swaps, without_shortcut
 from tests.lifecycle.steps import python
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
 from transformers import PreTrainedModel
 
-from .. import shim
+from ...saved import shim
 from ..card import bare_card, render
 from ..checkpoint import saved_block
 from ..results import RESULTS_FILE, AppliedSwap, RunResult, read_swaps

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ...core.registry import canonical_keys, parse
+from ...layer.registry import canonical_keys, parse
 from ...variants.base import Variant
 from .parts import AppliedSwap, Component
 

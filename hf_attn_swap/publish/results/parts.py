@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from ...core.registry import canonical_name
+from ...layer.registry import canonical_name
 from .record import Record, Scalar
 
 RELATIONS = ("adapter", "finetune", "merge", "quantized")  # the relations to a base model that the Hub knows

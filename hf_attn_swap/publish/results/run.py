@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ...core.calibration import FITS
+from ...layer.calibration import FITS
 from .parts import AppliedSwap, BaseModel, Budget, Cost, DataSet, Interval, Measured, Metric, different
 from .record import Record, read_record
 

@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from hf_attn_swap import list_variants
-from hf_attn_swap.core.registry import get_variant
+from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish.card import bare_card, commands_beside, layers_text, number, render, table, validate
 from hf_attn_swap.publish.citations import bibtex
 from hf_attn_swap.publish.results import RESULTS_FILE, AppliedSwap, RunResult

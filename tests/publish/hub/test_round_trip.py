@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_attn_swap.publish import shim
 from hf_attn_swap.publish.card import validate
+from hf_attn_swap.saved import shim
 
 from ..results.examples import BELIEF, full
 from .client import ROOT, RemoteError

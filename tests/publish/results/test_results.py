@@ -15,7 +15,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from hf_attn_swap import __version__, list_variants, patch_model
-from hf_attn_swap.core.registry import get_variant
+from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish.results import Metric, RunResult, applied_swaps, read_swaps, versions
 
 from .examples import FULL, full, metric, result, sparse

@@ -17,7 +17,7 @@ from transformers.models.auto import modeling_auto
 
 import hf_attn_swap
 from hf_attn_swap import list_variants, patch_model, unpatch_model
-from hf_attn_swap.publish import shim
+from hf_attn_swap.saved import shim
 from tests.contract.cells import FAMILY_NAMES, is_linear
 from tests.contract.harness import batch_of, fresh, perturb, swaps
 from tests.lifecycle.steps import auto_class, python

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.call import NORMALIZED, Call, FusedSoftmax, Inputs
+from ..core.masks import traced
 from ..kernels import weighted
 from ..kernels.dispatch import Form, Setting, weighted_form
 from ..kernels.weighing import Rule
 from ..variants.base import Variant
-from .call import NORMALIZED, Call, FusedSoftmax, Inputs
-from .masks import traced
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..conversion.batches import LABELS, Batch, evaluating, forward, gives_numbers, without_labels
-from ..conversion.head import last_hidden
 from ..wiring.install import installation_of, model_root
+from .batches import LABELS, Batch, evaluating, forward, gives_numbers, without_labels
+from .head import last_hidden
 from .lost import Lost, Sums, predicts_next, refuse_changed
 
 FEW = 1024  # logits of so few classes are kept as they are

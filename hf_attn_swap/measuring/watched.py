@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ..core.registry import parse, parse_options
-from ..core.swap import Phase
+from ..layer.registry import parse, parse_options
+from ..layer.swap import Phase
 from ..patch import build_swap, patch_model, swappable, unpatch_model
 from ..wiring.install import installation_of, model_root
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .call import Geometry
+from ..core.call import Geometry
 
 FITS = ("gain", "map")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .call import Geometry
+from ..core.call import Geometry
 
 LARGEST_SCALE = 7  # S is 2^-7 to 2^7, so that S^2 is exact in fp16 too
 

@@ -122,3 +122,14 @@ def _chunk(
 def _width(head: nn.Module, hidden_NE: Tensor) -> int:
     """The number of logits of a token."""
     return int(head(hidden_NE[:1]).shape[-1])
+
+
+def relative_error(out_BLE: Tensor, teacher_BLE: Tensor, real_BL: Tensor) -> Tensor:
+    """Return the mean over rows of ||out - teacher||^2 / ||teacher||^2 over real tokens, (), in fp32 at least."""
+    wide = torch.promote_types(out_BLE.dtype, torch.float32)
+    hidden_BL1 = ~real_BL[..., None]
+    out = out_BLE.to(wide).masked_fill(hidden_BL1, 0.0)
+    teacher = teacher_BLE.to(wide).masked_fill(hidden_BL1, 0.0)
+    error_B = (out - teacher).square().sum((1, 2))
+    size_B = teacher.square().sum((1, 2))
+    return (error_B / size_B.clamp_min(torch.finfo(wide).tiny)).mean()

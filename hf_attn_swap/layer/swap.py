@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call, Carried, FusedSoftmax, Geometry, Inputs
+from ..core.masks import transformed
 from ..kernels.dispatch import Form, Setting
 from ..variants.base import Variant, mix
 from .calibration import Calibration
-from .call import Call, Carried, FusedSoftmax, Geometry, Inputs
 from .compute import Places, attend, ordinary, reference, replaced
-from .masks import transformed
 from .registry import Options, build_options
 from .value_scale import ValueScale
 

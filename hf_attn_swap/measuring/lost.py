@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
-from ..conversion.batches import Batch, as_batches, evaluating, forward, gives_numbers, read_by_decoder, token_mask
-from ..conversion.divergence import divergence
-from ..conversion.transfer import relative_error
 from ..patch import need_installation
 from ..wiring.install import Installation, model_root
+from .batches import Batch, as_batches, evaluating, forward, gives_numbers, read_by_decoder, token_mask
+from .divergence import divergence, relative_error
 from .rank_correlation import difference_margin, rank_correlation
 
 PIECE = 2**22  # numbers of logits that are compared at a time

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import variants  # noqa: F401  # registers every variant
+from ..core.kind import Kind
+from ..core.options import as_dict, check_values
 from ..variants.base import VARIANTS, Variant
-from .kind import Kind
-from .options import as_dict, check_values
 
 Options = dict[str, dict[str, Any]]
 

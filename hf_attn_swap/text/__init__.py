@@ -1,0 +1,1 @@
+"""Reads what a user types, and writes small tables."""
