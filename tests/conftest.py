@@ -33,11 +33,16 @@ def _group(item: pytest.Item) -> str:
     return item.nodeid if marker is None else str(marker.args[0])
 
 
-def pytest_collection_finish() -> None:
-    """After all test files are imported: take their objects out of the garbage collector.
+def pytest_collectstart() -> None:
+    """Before each test file is imported: take the objects of the files before out of the garbage collector.
 
     `patch_model` looks for optimizers among all objects that Python's garbage collector knows, and the imports of all
     tests together make this ten times slower than a swap itself.
     """
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """After all test files are imported: the same, without what nobody holds any more."""
     gc.collect()
     gc.freeze()

@@ -13,17 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.variants.base import VARIANTS
+from tests.harness.one_swap import one_swap
 
 from .cells import FAMILY_NAMES, OPTION_CELLS, Cell, label, swap_in
-from .harness import assert_same, batch_of, forward, fresh, refused, run, swaps
+from .harness import assert_same, batch_of, forward, fresh, refused, run
 
-
-def carries(cell: Cell) -> bool:
-    swap = swaps(swap_in(fresh("bert"), cell[0], **cell[1]))[0]
-    return swap.carries
-
-
-CARRYING = [cell for cell in OPTION_CELLS if carries(cell)]
+CARRYING = [cell for cell in OPTION_CELLS if one_swap(cell).carries]
 LINEAR = [name for name in list_variants() if VARIANTS[name].replaces]
 SHARED = "albert"
 CHECKPOINTABLE = [name for name in FAMILY_NAMES if fresh(name).supports_gradient_checkpointing]

@@ -46,7 +46,7 @@ def batch_of(name: str, dtype: torch.dtype | None = None, **arguments: Any) -> d
 
 def behind_the_interface(name: str) -> bool:
     """False where this transformers computes attention in the model's own code (T5 before 5.11)."""
-    return bool(sites(build(name)))
+    return bool(sites(_built(name, dtype_of(name))))
 
 
 def projects_apart(model: nn.Module) -> bool:
@@ -56,7 +56,7 @@ def projects_apart(model: nn.Module) -> bool:
 
 def refusal(name: str, variant: str) -> str | None:
     """Why `patch_model` must refuse this variant, or None."""
-    model = build(name)
+    model = _built(name, dtype_of(name))
     if not behind_the_interface(name):
         return "attention interface"
     widths = [site.family.geometry(site.core) for site in sites(model)]

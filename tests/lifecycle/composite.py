@@ -9,11 +9,11 @@ import torch
 import transformers as T
 from torch import Tensor, nn
 
-from hf_attn_swap import list_variants
 from hf_attn_swap.doctor.models import SCALE
 from hf_attn_swap.families import sites
 from hf_attn_swap.layer.registry import parse
 from tests import zoo
+from tests.harness.places import one_per_place, turns
 
 TEXT = zoo.ENCODER | dict(num_hidden_layers=2)
 IMAGE = zoo.IMAGE | dict(intermediate_size=48)
@@ -47,14 +47,11 @@ WHOLES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 if not sites(zoo.build("t5")):  # an older transformers, where T5 computes attention in its own code
     del WHOLES["t5"]
 PARTS = [(whole, path) for whole, (_, paths) in WHOLES.items() for path in paths]
-# The last variant of each place; the control computes what the stock model computes.
-PER_PLACE = tuple({parse(name)[0].places: name for name in list_variants() if name != "softmax"}.values())
 
-# A position bias has no place in a variant without scores.
+# The parts and the places take turns. A position bias has no place in a variant without scores.
 CELLS = [
     (whole, path, variant)
-    for whole, path in PARTS
-    for variant in PER_PLACE
+    for (whole, path), variant in turns(PARTS, one_per_place())
     if whole != "t5" or not parse(variant)[0].replaces
 ]
 

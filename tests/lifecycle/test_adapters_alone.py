@@ -14,8 +14,8 @@ import transformers
 from hf_attn_swap import patch_model, set_strength
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
+from tests.harness.places import one_per_place, turns
 
-from .composite import PER_PLACE
 from .test_peft import fill, lora, projections
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -41,8 +41,7 @@ def lines(caught: Any) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.startswith("    ")]
 
 
-@pytest.mark.parametrize("variant", PER_PLACE)
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, one_per_place()))
 def test_the_lines_of_the_warning_bring_the_swap_back(
     name: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +61,7 @@ def test_the_lines_of_the_warning_bring_the_swap_back(
     assert torch.allclose(forward(known["model"].eval(), batch), wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize("variant", PER_PLACE)
+@pytest.mark.parametrize("variant", one_per_place())
 def test_an_adapter_on_a_saved_swap_loads_alone(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last lines of the warning: the adapter names a checkpoint with the swap, and no warning comes."""
     monkeypatch.chdir(tmp_path)

@@ -14,6 +14,7 @@ from hf_attn_swap.conversion.merge import merge_calibration
 from hf_attn_swap.families import sites
 from tests.contract.cells import DEEP
 from tests.contract.harness import batch_of, distance, forward, fresh, padding_side, perturb, refused, swaps
+from tests.harness.places import every, one_per_place, turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:The clip cuts away")  # few tokens, so a published gamma cuts much
 TOLERANCE = 1e-12
@@ -57,9 +58,12 @@ def models(family: str, dtype: torch.dtype = torch.float64, *, biases: bool = Tr
     return pair[0], pair[1]
 
 
-@pytest.mark.parametrize("family", DEEP)
-@pytest.mark.parametrize("variant", list_variants())
-@pytest.mark.parametrize(("fit", "biases"), [("gain", False), ("map", True)])
+FITS = [(family, fit, biases) for family in DEEP for fit, biases in (("gain", False), ("map", True))]
+
+
+@pytest.mark.parametrize(
+    ("family", "fit", "biases", "variant"), every(FITS, list_variants(), fast=turns(FITS, one_per_place(), 1))
+)
 def test_patched_and_calibrated(family: str, variant: str, fit: str, biases: bool) -> None:
     batch = batch_of(family, padded=padding_side(family))
     results = []

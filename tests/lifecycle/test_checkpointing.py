@@ -12,8 +12,7 @@ from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.layer.swap import Swap
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import assert_same, batch_of, fresh, perturb, run_all, swaps
-
-from .steps import ALL
+from tests.harness.places import each_place, in_turn
 
 ABLE = [name for name in FAMILY_NAMES if fresh(name).supports_gradient_checkpointing]  # transformers decides
 
@@ -50,8 +49,7 @@ def carries(model: Any) -> bool:
     return any(swap.carries for swap in swaps(model))
 
 
-@pytest.mark.parametrize("name", ABLE)
-@pytest.mark.parametrize("variant", ALL)
+@each_place(ABLE, compositions=True)
 @pytest.mark.parametrize("arguments", [{}, {"activation_checkpointing_kwargs": {"use_reentrant": False}}], ids=str)
 def test_same_loss_and_gradients(name: str, variant: str, arguments: dict[str, Any]) -> None:
     """By default at full strength and with dropout, and with explicit arguments in between."""
@@ -71,8 +69,7 @@ def test_it_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 2 * len(swaps(model))
 
 
-@pytest.mark.parametrize("name", ABLE)
-@pytest.mark.parametrize("variant", ALL)
+@in_turn(ABLE, compositions=True)
 def test_every_second_layer(name: str, variant: str) -> None:
     model = prepare(name, variant, 1.0, 0.0)
     parameters = inspect.signature(getattr(model, "activation_checkpointing_enable", enable)).parameters

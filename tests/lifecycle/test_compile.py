@@ -8,13 +8,25 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from hf_attn_swap import list_variants, patch_model, set_strength
+from hf_attn_swap import describe, list_variants, patch_model, set_strength
 from hf_attn_swap.variants.base import VARIANTS
 from tests import zoo
 from tests.contract.harness import assert_same, batch_of, distance, forward, fresh, perturb, run_all
+from tests.harness.one_swap import one_swap
+from tests.harness.places import every
 
 FAMILIES = ("bert", "llama")  # fused blocks with LayerNorm, and grouped causal heads
 SMOKES = list({VARIANTS[name].places: name for name in list_variants()}.values())  # one for each set of places
+
+
+def _way(name: str) -> tuple[Any, ...]:
+    """The places that a variant changes, and the form that computes them."""
+    return VARIANTS[name].places, describe(patch_model(fresh("bert"), name)).rows[0].runs
+
+
+WAYS = list({_way(name): name for name in list_variants()}.values())
+# One without scores, one that writes the residual stream, and one of the others.
+KINDS = {(VARIANTS[name].replaces, "write" in VARIANTS[name].places): name for name in list_variants()}
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +41,8 @@ def compiled(model: Any, backend: Any = "aot_eager") -> Any:
 
 
 def eager_and_compiled(name: str, variant: str, strength: float, backend: str) -> None:
-    model = perturb(patch_model(fresh(name, torch.float32, num_hidden_layers=2), variant, strength=strength))
+    layers = 2 if one_swap((variant, {})).carries else 1
+    model = perturb(patch_model(fresh(name, torch.float32, num_hidden_layers=layers), variant, strength=strength))
     batch = batch_of(name, torch.float32)
     wanted = run_all(model, batch)
     whole = compiled(model, backend)
@@ -38,13 +51,13 @@ def eager_and_compiled(name: str, variant: str, strength: float, backend: str) -
 
 
 @pytest.mark.parametrize(
-    ("name", "strength"),
-    [
-        ("bert", 1.0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("bert", 0.4), ("llama", 0.4), ("llama", 1.0)]),
-    ],
+    ("name", "strength", "variant"),
+    every(
+        [(name, strength) for name in FAMILIES for strength in (0.4, 1.0)],
+        list_variants(),
+        fast=[(("bert", 1.0), variant) for variant in WAYS],
+    ),
 )
-@pytest.mark.parametrize("variant", list_variants())
 def test_equals_eager(name: str, variant: str, strength: float) -> None:
     eager_and_compiled(name, variant, strength, "aot_eager")
 
@@ -70,7 +83,7 @@ def test_without_gradients_and_padded(name: str, variant: str) -> None:
 
 @pytest.mark.parametrize(
     "variant",
-    [pytest.param(name, marks=() if name in SMOKES else pytest.mark.slow) for name in list_variants()],
+    [pytest.param(name, marks=() if name in KINDS.values() else pytest.mark.slow) for name in list_variants()],
 )
 def test_a_schedule_recompiles_at_its_two_ends(variant: str) -> None:
     model = patch_model(fresh("bert", torch.float32, num_hidden_layers=1), variant, strength=0.0)

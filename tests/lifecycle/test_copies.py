@@ -15,12 +15,12 @@ from hf_attn_swap import describe, list_variants, patch_model, set_strength, unp
 from hf_attn_swap.conversion import calibrate
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, perturb, run, swaps
+from tests.harness.places import each_place, in_turn, turns, variants
 
-from .steps import ALL, python
+from .steps import python
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", ALL)
+@each_place(compositions=True)
 def test_deep_copy(name: str, variant: str) -> None:
     """The copy gives the same; each computes with its own weights, strength and way back."""
     stock, batch = fresh(name), batch_of(name)
@@ -47,7 +47,7 @@ def test_deep_copy(name: str, variant: str) -> None:
     assert not swaps(twin)
 
 
-@pytest.mark.parametrize("variant", ALL)
+@pytest.mark.parametrize("variant", variants(compositions=True))
 def test_a_copy_of_a_layer_alone_shares_nothing(variant: str) -> None:
     model = perturb(patch_model(fresh("bert"), variant))
     layer = copy.deepcopy(model.base_model.encoder.layer[0])
@@ -75,20 +75,18 @@ for file in sorted(Path(sys.argv[1]).glob("*.pickle")):
 
 def test_pickle_in_a_fresh_process(tmp_path: Path) -> None:
     made = set()
-    for name in FAMILY_NAMES:
-        for variant in list_variants():
-            model = perturb(patch_model(fresh(name, torch.float32), variant, strength=0.6))
-            batch = batch_of(name, torch.float32)
-            with torch.no_grad():
-                wanted = model(**batch)[0]
-            stem = f"{name}-{variant}"
-            (tmp_path / f"{stem}.pickle").write_bytes(pickle.dumps((model, batch, wanted, str(describe(model)))))
-            made.add(stem)
+    for name, variant in turns(FAMILY_NAMES, list_variants()):
+        model = perturb(patch_model(fresh(name, torch.float32), variant, strength=0.6))
+        batch = batch_of(name, torch.float32)
+        with torch.no_grad():
+            wanted = model(**batch)[0]
+        stem = f"{name}-{variant}"
+        (tmp_path / f"{stem}.pickle").write_bytes(pickle.dumps((model, batch, wanted, str(describe(model)))))
+        made.add(stem)
     assert set(python(CHILD, tmp_path).stdout.split()) == made
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", ALL)
+@in_turn(compositions=True)
 def test_two_threads(name: str, variant: str) -> None:
     model = perturb(patch_model(fresh(name), variant, strength=0.5))
     batches: list[dict[str, Any]] = [batch_of(name, seed=seed) for seed in (1, 2)]

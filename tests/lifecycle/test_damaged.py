@@ -14,9 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap import patch_model
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, swaps
+from tests.harness.places import in_turn
 from tests.lifecycle.steps import same_bits
 
 Change = Callable[[dict[str, Any]], Any]
@@ -185,8 +186,7 @@ def test_no_wish_for_an_attention(name: str, tmp_path: Path) -> None:
     assert same_bits(forward(type(model).from_pretrained(tmp_path, config=config), batch), forward(model, batch))
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", list_variants())
+@in_turn()
 def test_weights(name: str, variant: str, tmp_path: Path) -> None:
     """One weight gone, one too many, one of another shape: each is named."""
     model, batch = patch_model(fresh(name, torch.float32), variant), batch_of(name, torch.float32)

@@ -11,13 +11,12 @@ import pytest
 
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate
-from tests.contract.cells import COMPOSED, WIDE, Cell, over
 from tests.contract.harness import batch_of, fresh, run
+from tests.harness.places import each_place
 
 
 @pytest.fixture(autouse=True)
 def _without_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
@@ -34,10 +33,10 @@ def test_a_stock_model_is_freed() -> None:
     assert not any(reference() is not None for reference in held)
 
 
-@over(WIDE + COMPOSED)
-def test_a_patched_model_is_freed(family: str, cell: Cell) -> None:
-    model = patch_model(fresh(family), cell[0], strength=0.5)
-    run(model, batch_of(family))
+@each_place(compositions=True)
+def test_a_patched_model_is_freed(name: str, variant: str) -> None:
+    model = patch_model(fresh(name), variant, strength=0.5)
+    run(model, batch_of(name))
     describe(model)
     held = freed(model)
     del model

@@ -14,8 +14,9 @@ from hf_attn_swap import patch_model, set_strength
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
+from tests.harness.places import in_turn, turns
 
-from .steps import ALL, auto_class, heads
+from .steps import auto_class, heads
 
 CELLS = [*OPTION_CELLS, *((pair, {}) for pair in PAIRS)]
 
@@ -34,7 +35,8 @@ def poisoned() -> Iterator[None]:
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 @pytest.mark.usefixtures("poisoned")
 def test_no_uninitialised_memory(name: str) -> None:
-    for cell in CELLS:
+    """The families take turns."""
+    for _, cell in [turn for turn in turns(FAMILY_NAMES, CELLS, times=1) if turn[0] == name]:
         for dtype in (torch.float32, torch.bfloat16):
             model = swap_in(fresh(name, dtype), cell[0], strength=0.3, **cell[1])
             for swap in swaps(model):
@@ -43,8 +45,7 @@ def test_no_uninitialised_memory(name: str) -> None:
                     assert tensor.isfinite().all(), f"{label(cell)}: {key}"
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", ALL)
+@in_turn(compositions=True)
 @pytest.mark.usefixtures("poisoned")
 def test_from_config(name: str, variant: str) -> None:
     """The swap is there with its neutral parameters, and the rest is drawn as if it were not."""

@@ -11,6 +11,7 @@ from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, fresh, perturb
+from tests.harness.places import every, one_per_place, turns
 
 from .steps import heads, same_bits, tensors
 
@@ -38,8 +39,7 @@ def outputs(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
         return list(tensors(model(**batch, output_hidden_states=True)))
 
 
-@pytest.mark.parametrize(("name", "auto"), CASES)
-@pytest.mark.parametrize("variant", list_variants())
+@pytest.mark.parametrize(("name", "auto", "variant"), every(CASES, list_variants(), fast=turns(CASES, one_per_place())))
 def test_head(name: str, auto: str, variant: str) -> None:
     model, batch = build(name, auto), arguments(name, auto)
     stock = outputs(model, batch)

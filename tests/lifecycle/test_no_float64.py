@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap import patch_model
 from hf_attn_swap.analysis import record
 from hf_attn_swap.conversion import calibrate, merge_calibration
 from hf_attn_swap.quantization import fake_w8a8
 from tests.contract.cells import DEEP
 from tests.contract.harness import batch_of, distance, forward, fresh, padding_side, perturb
 from tests.conversion.test_transfer import SMOKES, loss_of, trainer_of
+from tests.harness.places import variants
 
 pytestmark = pytest.mark.filterwarnings("ignore:The clip cuts away")  # few tokens, so a published gamma cuts much
 OFF_THE_DEVICE = (Tensor.cpu, Tensor.tolist, Tensor.item, Tensor.__float__)
@@ -66,7 +67,7 @@ def test_the_device_is_strict() -> None:
 
 
 @pytest.mark.parametrize(("family", "fit"), list(zip(DEEP, ["map", "gain"], strict=True)))
-@pytest.mark.parametrize("variant", list_variants())
+@pytest.mark.parametrize("variant", variants())
 def test_calibration_and_merge(family: str, variant: str, fit: str) -> None:
     batch = batch_of(family, torch.float32, padded=padding_side(family))
     outputs, reasons = [], []
@@ -96,9 +97,8 @@ def diagnostics(model: Any, batch: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in recording.summary().items() if value is not None}
 
 
-@pytest.mark.parametrize("family", DEEP)
+@pytest.mark.parametrize(("family", "watch"), list(zip(DEEP, (fake_bits, diagnostics), strict=True)))
 @pytest.mark.parametrize("variant", SMOKES)
-@pytest.mark.parametrize("watch", [fake_bits, diagnostics])
 def test_watching(family: str, variant: str, watch: Callable[..., Any]) -> None:
     batch = batch_of(family, torch.float32, padded=padding_side(family))
     got, wanted = (watch(model, batch) for model in pair(family, variant))

@@ -16,6 +16,8 @@ from hf_attn_swap.conversion import calibrate
 from hf_attn_swap.conversion.merge import merge_calibration
 from tests.contract.cells import DEEP, OPTION_CELLS, Cell, label, swap_in
 from tests.contract.harness import batch_of, distance, forward, fresh, padding_side, perturb, refused, swaps
+from tests.harness.one_swap import has_parameters
+from tests.harness.places import every, one_per_place, turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:The clip cuts away")  # few tokens, so a published gamma cuts much
 TOLERANCE = 1e-12
@@ -48,16 +50,16 @@ OFFLOADS: dict[str, Offload] = {
     "disk": lambda model, folder: disk_offload(model, str(folder), torch.device("cpu")),
     "map": _half,
 }
-offloads = pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
 
 
-def _has_parameters(cell: Cell) -> bool:
-    model = swap_in(fresh(DEEP[0]), cell[0], **cell[1])
-    return any(True for swap in swaps(model) for _ in swap.parameters())
-
-
-CELLS = [cell for cell in OPTION_CELLS if _has_parameters(cell)]
-cells = pytest.mark.parametrize("cell", CELLS, ids=map(label, CELLS))
+CELLS = [cell for cell in OPTION_CELLS if has_parameters(cell)]
+WAYS = [(family, offload) for family in DEEP for offload in OFFLOADS]
+# Every option on a family and a way to wait, and every way on two options.
+cells = pytest.mark.parametrize(
+    ("family", "offload", "cell"),
+    [(family, OFFLOADS[offload], cell) for (family, offload), cell in turns(WAYS, CELLS)],
+    ids=[f"{family}-{offload}-{label(cell)}" for (family, offload), cell in turns(WAYS, CELLS)],
+)
 
 
 def test_there_are_variants_with_parameters() -> None:
@@ -65,8 +67,6 @@ def test_there_are_variants_with_parameters() -> None:
 
 
 @cells
-@offloads
-@pytest.mark.parametrize("family", DEEP)
 def test_patched_then_offloaded(family: str, cell: Cell, offload: Offload, tmp_path: Path) -> None:
     model, batch = perturb(swap_in(fresh(family), cell[0], **cell[1])), batch_of(family, padded=padding_side(family))
     wanted = forward(model, batch)
@@ -81,8 +81,6 @@ def test_patched_then_offloaded(family: str, cell: Cell, offload: Offload, tmp_p
 
 
 @cells
-@offloads
-@pytest.mark.parametrize("family", DEEP)
 def test_offloaded_then_patched(family: str, cell: Cell, offload: Offload, tmp_path: Path) -> None:
     """The swap's parameters start on the device on which the layer computes, not where its weights wait."""
     batch = batch_of(family, padded=padding_side(family))
@@ -98,10 +96,12 @@ def test_offloaded_then_patched(family: str, cell: Cell, offload: Offload, tmp_p
     unpatch_model(model)
 
 
-@pytest.mark.parametrize("family", DEEP)
-@pytest.mark.parametrize("name", list_variants())
-@pytest.mark.parametrize(("fit", "offload"), [("gain", OFFLOADS["cpu"]), ("map", _half)], ids=["gain", "map"])
-def test_calibrated(family: str, name: str, fit: str, offload: Offload, tmp_path: Path) -> None:
+FITS = [(family, fit) for family in DEEP for fit in ("gain", "map")]
+
+
+@pytest.mark.parametrize(("family", "fit", "name"), every(FITS, list_variants(), fast=turns(FITS, one_per_place(), 1)))
+def test_calibrated(family: str, name: str, fit: str, tmp_path: Path) -> None:
+    offload = OFFLOADS["cpu"] if fit == "gain" else _half
     batch = batch_of(family, padded=padding_side(family))
     models = [perturb(patch_model(fresh(family), name)) for _ in range(2)]
     offload(models[1], tmp_path)

@@ -13,13 +13,13 @@ import transformers
 from hf_attn_swap import patch_model, set_strength
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
+from tests.harness.places import one_per_place, turns
 
-from .composite import PER_PLACE, make
+from .composite import make
 from .steps import auto_class
 
 
-@pytest.mark.parametrize("variant", PER_PLACE)
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, one_per_place()))
 def test_a_stock_config_gets_the_swap_of_the_checkpoint(name: str, variant: str, tmp_path: Path) -> None:
     stock = fresh(name, torch.float32)
     model = perturb(patch_model(fresh(name, torch.float32), variant, strength=0.7))

@@ -16,11 +16,13 @@ from hf_attn_swap.layer.registry import parse
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, swaps
+from tests.harness.one_swap import has_parameters
+from tests.harness.places import in_turn
 
 # PEFT 0.21 reads a property that transformers 5.23 has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 BY_NAME = {family.name: family for family in FAMILIES.values()}
-WITH_PARAMETERS = [v for v in list_variants() if list(swaps(patch_model(fresh("bert"), v))[0].parameters())]
+WITH_PARAMETERS = [v for v in list_variants() if has_parameters((v, {}))]
 
 
 def projections(name: str) -> dict[str, str]:
@@ -62,8 +64,7 @@ def fill(model: Any, ending: str, size: float = 1.0) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["lora_first", "swap_first"])
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", list_variants())
+@in_turn()
 def test_every_adapter_matters(name: str, variant: str, before: bool) -> None:
     """Changing the adapters of each projection changes the output, unless the variant does without W_o."""
     batch = batch_of(name)
@@ -81,8 +82,7 @@ def test_every_adapter_matters(name: str, variant: str, before: bool) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["lora_first", "swap_first"])
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", list_variants())
+@in_turn()
 def test_merging_changes_nothing(name: str, variant: str, before: bool) -> None:
     model, batch = adapted(name, variant, before), batch_of(name)
     for path in set(projections(name).values()):
@@ -93,8 +93,7 @@ def test_merging_changes_nothing(name: str, variant: str, before: bool) -> None:
     assert distance(forward(merged, batch), wanted) <= 1e-10
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", list_variants())
+@in_turn()
 def test_unpatching_under_adapters(name: str, variant: str) -> None:
     batch = batch_of(name)
     wanted = peft.get_peft_model(fresh(name), lora(name)).eval()

@@ -14,6 +14,7 @@ from hf_attn_swap.caches import cache_of
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
+from tests.harness.places import in_turn
 from tests.lifecycle.test_peft import adapted, fill, projections
 
 # PEFT 0.21 reads a property that transformers 5.23 has renamed
@@ -35,8 +36,7 @@ def composes(variant: str) -> bool:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["dora_first", "swap_first"])
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", list_variants())
+@in_turn()
 def test_dora(name: str, variant: str, before: bool) -> None:
     """Off, it is stock attention with the same adapters; on, merging the adapters changes nothing."""
     batch = batch_of(name)

@@ -12,8 +12,7 @@ from hf_attn_swap import list_variants, patch_model, set_strength
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, swaps
-
-from .steps import ALL
+from tests.harness.places import in_turn, turns
 
 CASTS = {
     "to": lambda model: model.to(torch.bfloat16),
@@ -29,10 +28,9 @@ CASTS = {
 }
 
 
-@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_strength_survives(name: str, cast: Any) -> None:
-    model = cast(patch_model(fresh(name, torch.float32), "belief_star", strength=0.3))
+@pytest.mark.parametrize(("cast", "name"), turns(tuple(CASTS), FAMILY_NAMES))
+def test_strength_survives(name: str, cast: str) -> None:
+    model = CASTS[cast](patch_model(fresh(name, torch.float32), "belief_star", strength=0.3))
     for swap in swaps(model):
         assert swap.strength == 0.3
         assert swap.phase == "between"
@@ -46,8 +44,7 @@ def autocast(model: Any, batch: dict[str, Any]) -> torch.Tensor:
         return forward(model, batch)
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", ALL)
+@in_turn(columns=list_variants(), compositions=True)
 def test_autocast(name: str, variant: str) -> None:
     """Stock bits at strength 0; otherwise the fp32 result up to a few times what autocast costs the stock model."""
     model, batch = fresh(name, torch.float32), batch_of(name, torch.float32)
@@ -62,8 +59,7 @@ def test_autocast(name: str, variant: str) -> None:
         assert distance(got.float(), forward(model, batch)) <= 6 * cost + 0.02
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", ALL)
+@in_turn(columns=list_variants(), compositions=True)
 def test_autocast_training(name: str, variant: str) -> None:
     model = perturb(patch_model(fresh(name, torch.float32), variant, strength=0.3)).train()
     with torch.autocast("cpu", torch.bfloat16):
@@ -76,8 +72,7 @@ def test_autocast_training(name: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", list_variants())
+@in_turn(columns=list_variants())
 def test_whole_model(name: str, variant: str, dtype: torch.dtype) -> None:
     """Cast before or after patching; the same result, near the fp32 one."""
     wide, batch = fresh(name, torch.float32), batch_of(name, torch.float32)

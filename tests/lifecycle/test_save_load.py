@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
 from tests.contract.cells import FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
+from tests.harness.places import in_turn, one_per_place, turns, variants
 
 from .steps import ROOT, auto_class, heads, python
 
@@ -51,20 +52,26 @@ def reload(folder: Path, made: list[str]) -> None:
 
 
 def test_fresh_process(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Every option of every variant on all layers; hybrids at strength 0.3; those again in bf16 and in shards."""
+    """Every option of every variant on all layers; hybrids at strength 0.3; those again in bf16 and in shards.
+
+    The families take turns, and each meets every place.
+    """
     made = []
+    for name, cell in turns(FAMILY_NAMES, OPTION_CELLS, times=1):
+        made.append(f"{name}-{label(cell)}")
+        save(perturb(swap_in(fresh(name, torch.float32), cell[0], **cell[1])), tmp_path / made[-1])
     for name in FAMILY_NAMES:
-        stock, source = fresh(name, torch.float32), tmp_path_factory.mktemp("stock")
-        stock.save_pretrained(source)
-        for cell in OPTION_CELLS:
-            made.append(f"{name}-{label(cell)}")
-            save(perturb(swap_in(fresh(name, torch.float32), cell[0], **cell[1])), tmp_path / made[-1])
-        for variant in list_variants():
-            made += [f"{name}-{variant}-hybrid", f"{name}-{variant}-bf16-shards"]
-            save(hybrid(fresh(name, torch.float32), variant), tmp_path / made[-2])
-            narrow = type(stock).from_pretrained(source, dtype=torch.bfloat16)  # `.to` would round rotary buffers too
-            save(hybrid(narrow, variant), tmp_path / made[-1], max_shard_size="8KB")
-            assert len(list((tmp_path / made[-1] / "model").glob("model-*.safetensors"))) > 1
+        for variant in one_per_place():
+            made.append(f"{name}-{variant}-hybrid")
+            save(hybrid(fresh(name, torch.float32), variant), tmp_path / made[-1])
+    for name, variant in turns(FAMILY_NAMES, one_per_place()):
+        source = tmp_path_factory.mktemp("stock")
+        fresh(name, torch.float32).save_pretrained(source)
+        made.append(f"{name}-{variant}-bf16-shards")
+        # `.to` would round rotary buffers too
+        narrow = type(fresh(name)).from_pretrained(source, dtype=torch.bfloat16)
+        save(hybrid(narrow, variant), tmp_path / made[-1], max_shard_size="8KB")
+        assert len(list((tmp_path / made[-1] / "model").glob("model-*.safetensors"))) > 1
     reload(tmp_path, made)
 
 
@@ -76,8 +83,7 @@ def test_compositions_in_a_fresh_process(name: str, tmp_path: Path) -> None:
     reload(tmp_path, list(PAIRS))
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", list_variants())
+@in_turn()
 def test_config_says_what_was_swapped(name: str, variant: str, tmp_path: Path) -> None:
     model = hybrid(fresh(name, torch.float32), variant)
     model.save_pretrained(tmp_path)
@@ -96,8 +102,7 @@ def test_config_says_what_was_swapped(name: str, variant: str, tmp_path: Path) -
     )
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", list_variants())
+@in_turn()
 def test_loaded_model_can_be_unpatched(name: str, variant: str, tmp_path: Path) -> None:
     """Taking the swap out of a loaded checkpoint leaves the stock model, in computation and on disk."""
     batch = batch_of(name, torch.float32)
@@ -163,7 +168,7 @@ def test_a_head_loads_from_a_bare_checkpoint(name: str, tmp_path: Path) -> None:
         assert torch.equal(loaded.base_model(**batch)[0], model(**batch)[0])
 
 
-@pytest.mark.parametrize("variant", list_variants())
+@pytest.mark.parametrize("variant", variants())
 def test_other_ways_to_load(variant: str, tmp_path: Path) -> None:
     """Through the config object, a device map, a dtype, a state dict, and with our own name given by hand."""
     model = perturb(patch_model(fresh("bert", torch.float32), variant, strength=0.3))

@@ -17,8 +17,9 @@ from hf_attn_swap.layer.swap import Swap
 from hf_attn_swap.patch import need_installation
 from tests import zoo
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
+from tests.harness.places import one_per_place, turns
 
-from .composite import CELLS, PARTS, PER_PLACE, make, out
+from .composite import CELLS, PARTS, make, out
 
 KEYS = ("attn_swap", "attn_implementation")
 
@@ -95,8 +96,7 @@ def test_a_part_without_a_swap_is_saved_as_stock(whole: str, path: str, tmp_path
     assert describe(model).summary().startswith(f"{type(model).__name__}: {len(rows)} of")
 
 
-@pytest.mark.parametrize("variant", PER_PLACE)
-@pytest.mark.parametrize("name", ["albert", "bert", "gpt2", "llama", "opt"])
+@pytest.mark.parametrize(("name", "variant"), turns(["albert", "bert", "gpt2", "llama", "opt"], one_per_place()))
 def test_another_head_on_a_shared_model(name: str, variant: str, tmp_path: Path) -> None:
     """Patched through one head, saved through the other."""
     head = "classification" if name in zoo.CAUSAL else "token"  # BERT for masked texts has no pooler
@@ -113,7 +113,7 @@ def test_another_head_on_a_shared_model(name: str, variant: str, tmp_path: Path)
     assert not torch.allclose(stock, wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", PER_PLACE)
+@pytest.mark.parametrize("variant", one_per_place())
 def test_a_whole_with_a_part_that_was_patched_alone(variant: str, tmp_path: Path) -> None:
     """The whole is saved with a block of its own, and the part with another."""
     model = make("pair")

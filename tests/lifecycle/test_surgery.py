@@ -13,8 +13,7 @@ from torch import nn
 from hf_attn_swap import patch_model, set_strength, unpatch_model
 from tests.contract.harness import batch_of, fresh, perturb, swaps
 from tests.contract.harness import forward as run
-
-from .composite import PER_PLACE
+from tests.harness.places import one_per_place, turns
 
 LAYERS = {"bert": "bert.encoder.layer", "gpt2": "transformer.h", "llama": "model.layers", "opt": "model.decoder.layers"}
 LAYERS["vit"] = "vit.layers" if hasattr(fresh("vit").vit, "layers") else "vit.encoder.layer"
@@ -46,14 +45,9 @@ def forward(model: Any, name: str) -> torch.Tensor:
     return run(model, batch_of(name, torch.float32), **({} if name in ("bert", "vit") else {"use_cache": False}))
 
 
-# Every place of a variant on both ways to hook an attention module; all families with one variant.
-CELLS = [
-    (name, variant, kind)
-    for name in LAYERS
-    for variant in PER_PLACE
-    for kind in CHANGES
-    if name in ("bert", "llama") or variant == "modern_hopfield"
-]
+# The places and the changes take turns on both ways to hook an attention module; all families with one variant.
+CELLS = [(name, variant, kind) for name in ("bert", "llama") for variant, kind in turns(one_per_place(), list(CHANGES))]
+CELLS += [(name, "modern_hopfield", kind) for name in LAYERS if name not in ("bert", "llama") for kind in CHANGES]
 
 
 @pytest.mark.parametrize(("name", "variant", "kind"), CELLS)
@@ -99,7 +93,7 @@ def test_a_config_that_was_changed_alone_stops_the_save(name: str, tmp_path: Pat
     model.save_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("variant", PER_PLACE)
+@pytest.mark.parametrize("variant", one_per_place())
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_copied_layers_run_the_swap_once(name: str, variant: str) -> None:
     """After everything is wired anew, a copied layer has each hook once."""
@@ -114,7 +108,7 @@ def test_copied_layers_run_the_swap_once(name: str, variant: str) -> None:
     assert torch.equal(forward(other, name), wanted)
 
 
-@pytest.mark.parametrize("variant", PER_PLACE)
+@pytest.mark.parametrize("variant", one_per_place())
 def test_layers_copied_from_a_patched_model_into_a_stock_model(variant: str) -> None:
     """Patching says what to do with them."""
     model, source = fresh("llama", torch.float32), patch_model(fresh("llama", torch.float32), variant)

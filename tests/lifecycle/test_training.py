@@ -15,12 +15,12 @@ from hf_attn_swap.layer.registry import parse
 from tests import zoo
 from tests.contract.cells import DEEP, FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
 from tests.contract.harness import batch_of, fresh, perturb, run_all, swaps
-
-from .steps import ALL
+from tests.harness.one_swap import has_parameters
+from tests.harness.places import each_place, every, in_turn, turns, variants
 
 ATTENTION = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
 HIDDEN = ("hidden_dropout_prob", "resid_pdrop", "dropout")
-WITH_PARAMETERS = [v for v in list_variants() if list(swaps(patch_model(fresh("bert"), v))[0].parameters())]
+WITH_PARAMETERS = [v for v in list_variants() if has_parameters((v, {}))]
 
 
 def dropping(name: str, names: tuple[str, ...], rate: float = 0.5) -> Any:
@@ -40,8 +40,11 @@ def seeded(model: Any, batch: dict[str, Any], seed: int) -> torch.Tensor:
 KINDS = [(name, kind) for name in FAMILY_NAMES for kind in (ATTENTION, HIDDEN) if dropping(name, kind) is not None]
 
 
-@pytest.mark.parametrize(("name", "kind"), KINDS, ids=lambda value: value if isinstance(value, str) else value[0])
-@pytest.mark.parametrize("variant", ALL)
+@pytest.mark.parametrize(
+    ("name", "kind", "variant"),
+    every(KINDS, [*list_variants(), *PAIRS], fast=turns(KINDS, list_variants())),
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
 def test_dropout(name: str, variant: str, kind: tuple[str, ...]) -> None:
     """Active in training alone, repeatable by seed, stock bits at strength 0; SimpleTRON has no weights to drop."""
     model, batch = dropping(name, kind), batch_of(name, torch.float32)
@@ -92,9 +95,8 @@ LINEAR_IN_WEIGHTS = [  # what drops weights, and reads them out as they are
 ]
 
 
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize(("name", "strength"), list(zip(DEEP, (0.5, 1.0), strict=True)))
 @pytest.mark.parametrize("variant", LINEAR_IN_WEIGHTS)
-@pytest.mark.parametrize("strength", [0.5, 1.0])
 def test_dropped_weights_keep_their_mean(name: str, variant: str, strength: float) -> None:
     """By the fused form or the readable one, with a mask by the causal flag and without any."""
     assert_weights_keep_their_mean(name, variant, strength)
@@ -107,8 +109,7 @@ def test_dropped_weights_of_long_sequences_keep_their_mean(name: str, monkeypatc
     assert_weights_keep_their_mean(name, "modern_hopfield", 1.0)
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", list_variants())
+@in_turn()
 def test_modes_reach_the_swap(name: str, variant: str) -> None:
     for training in (True, False):
         model = patch_model(fresh(name).train(training), variant)
@@ -141,7 +142,7 @@ def test_an_optimizer_from_before_is_warned_about(variant: str) -> None:
     assert optimizer.param_groups
 
 
-@pytest.mark.parametrize("variant", ALL)
+@pytest.mark.parametrize("variant", variants(compositions=True))
 def test_no_optimizer_warning_without_a_reason(variant: str) -> None:
     other = torch.optim.SGD(fresh("bert").parameters(), lr=0.1)
     with warnings.catch_warnings():
@@ -153,8 +154,7 @@ def test_no_optimizer_warning_without_a_reason(variant: str) -> None:
     assert other.param_groups
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", ALL)
+@each_place(compositions=True)
 def test_training_moves_every_parameter(name: str, variant: str) -> None:
     """A few steps from the neutral start, at half strength: the loss falls and every parameter of the swap moves."""
     model, batch = patch_model(fresh(name), variant, strength=0.5).train(), batch_of(name)
@@ -173,8 +173,7 @@ def test_training_moves_every_parameter(name: str, variant: str) -> None:
         assert key not in started or not torch.equal(parameter, started[key]), key
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", ALL)
+@each_place(compositions=True)
 def test_every_parameter_gets_its_gradient(name: str, variant: str) -> None:
     """Away from the neutral start, no parameter of the swap is out of reach."""
     model = perturb(patch_model(fresh(name), variant, strength=0.5)).train()

@@ -20,6 +20,7 @@ from hf_attn_swap import describe, list_variants, set_strength, unpatch_model
 from tests import zoo
 from tests.contract.cells import DEEP, OPTION_CELLS, Cell, label, swap_in
 from tests.contract.harness import distance, forward, padding_side, perturb, swaps
+from tests.harness.one_swap import one_swap
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of other packages
 WIDER = dict(hidden_size=64, intermediate_size=128)  # bitsandbytes rounds 64 numbers at a time
@@ -43,11 +44,7 @@ def config(tool: str) -> Any:
 TOOLS = ("bitsandbytes int8", "bitsandbytes int4", "torchao int8", "torchao int4")
 tools = pytest.mark.parametrize("tool", TOOLS)
 families = pytest.mark.parametrize("family", DEEP)
-WITH_MATRICES = [
-    cell
-    for cell in OPTION_CELLS
-    if any(isinstance(each, nn.Linear) for each in swaps(swap_in(zoo.build("bert"), cell[0], **cell[1]))[0].modules())
-]
+WITH_MATRICES = [cell for cell in OPTION_CELLS if any(isinstance(each, nn.Linear) for each in one_swap(cell).modules())]
 CELLS: list[Cell] = [(name, {}) for name in list_variants()] + [each for each in WITH_MATRICES if each[1]]
 cells = pytest.mark.parametrize("cell", CELLS, ids=map(label, CELLS))
 
