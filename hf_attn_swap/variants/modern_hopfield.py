@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.call import Call, FusedSoftmax, Hidden, Inputs, heads_in_order
-from ..core.options import LATER, REASON, Options
+from ..core.options import REASON, Options
 from ..functional import hopfield_scores
 from ..kernels import carried
 from ..kernels.dispatch import Form, Setting, carried_form
@@ -57,7 +57,7 @@ class ModernHopfieldOptions(Options):
     scheme: Literal["forward_backward", "forward_forward"] = field(
         default="forward_backward", metadata={REASON: NOT_AVAILABLE}
     )
-    memory: Literal["auto", "low"] = field(default="auto", metadata={LATER: True})
+    memory: Literal["auto", "low"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
