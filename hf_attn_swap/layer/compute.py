@@ -20,7 +20,7 @@ from ..core.masks import traced
 from ..kernels import weighted
 from ..kernels.dispatch import Form, Setting, weighted_form
 from ..kernels.weighing import Rule
-from ..variants.base import Variant
+from ..variants.base import Replacement, Variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Places:
     carrier: Variant | None = None
     normalizer: Variant | None = None
     adjuster: Variant | None = None
-    replacement: Variant | None = None
+    replacement: Replacement | None = None
 
     def form(self, setting: Setting) -> Form:
         """The form that computes the heads in this setting: the variant's own, or a general one for several."""
@@ -128,7 +128,7 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     return (F.dropout(weights, inputs.dropout) @ value).transpose(1, 2), weights
 
 
-def replaced(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -> tuple[Tensor, Tensor | None]:
+def replaced(variant: Replacement, inputs: Inputs, call: Call, want_weights: bool) -> tuple[Tensor, Tensor | None]:
     """Compute the heads of a variant that has no scores.
 
     Time and memory are linear in the length if the mask is padding or causal order. They are quadratic for any other
@@ -158,7 +158,7 @@ def replaced(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -
     return heads.transpose(1, 2), None
 
 
-def _decoded(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -> Tensor:
+def _decoded(variant: Replacement, inputs: Inputs, call: Call, want_weights: bool) -> Tensor:
     """Heads (B,Q,H,D) of the current tokens, from the state that stands for all earlier tokens.
 
     Afterwards the state also holds the current tokens.

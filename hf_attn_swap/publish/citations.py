@@ -1,8 +1,8 @@
-"""BibTeX entries of the papers behind the variants. `Variant.paper` names a paper by words that find its entry."""
+"""BibTeX entries of the papers behind the variants. `About.paper` names a paper by words that find its entry."""
 
 from __future__ import annotations
 
-# Key: words that stand in `Variant.paper`. A variant that cites another paper adds the paper's entry here.
+# Key: words that stand in `About.paper`. A variant that cites another paper adds the paper's entry here.
 ENTRIES = {
     "Vaswani": """@inproceedings{vaswani2017attention,
   title = {Attention Is All You Need},

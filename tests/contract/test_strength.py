@@ -86,7 +86,7 @@ def difference(one: Gradients, other: Gradients) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize("name", [name for name in SINGLES if VARIANTS[name].parameters_added != "none"])
+@pytest.mark.parametrize("name", [name for name in SINGLES if VARIANTS[name].about.parameters_added != "none"])
 def test_neutral_start_of_single_variants(family: str, name: str) -> None:
     """A freshly patched gate is the pretrained model; W_s adds nothing to belief."""
     base = {"belief_star": "belief"}.get(name, "softmax")
