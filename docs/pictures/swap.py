@@ -12,6 +12,7 @@ from hf_attn_swap.layer.registry import get_variant
 FILE = "swap.png"
 KEPT, CHANGED, INK, PALE = "#e9ecef", "#d0ebff", "#212529", "#868e96"
 STEPS = {  # a place of the registry, and what the step computes in the stock model
+    "keys": ("keys", "K, V"),
     "scores": ("scores", "S = Q Kᵀ / √D"),
     "normalizer": ("normalizer", "softmax"),
     "weights": ("weights", "P"),

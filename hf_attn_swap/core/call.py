@@ -38,14 +38,16 @@ class Geometry:
     Attributes:
         heads: number of query heads, H.
         kv_heads: number of key/value heads, G.
-        head_dim: width of a head, D.
+        head_dim: width of a head, which is that of its values, D.
         hidden: width of the module's input and output, E.
+        key_dim: width of a query and of a key; None means as wide as a value.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     hidden: int
+    key_dim: int | None = None
 
 
 @dataclass

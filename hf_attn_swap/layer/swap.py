@@ -170,6 +170,7 @@ class Swap(nn.Module):
         if carrier is not None and not carrier.carries:
             carrier = None
         return Places(
+            keys=at.get("keys") if self.replacement is None else None,
             carrier=carrier,
             normalizer=at.get("normalizer"),
             adjuster=at.get("weights"),

@@ -1,8 +1,8 @@
-"""Defines the base class of all variants, and the five places of an attention layer that a variant may change.
+"""Defines the base class of all variants, and the six places of an attention layer that a variant may change.
 
-The places are scores -> normalizer -> weights -> (product with V) -> read -> W_o -> write. A variant names its places
-and overrides their methods. Everything else stays as in the pretrained layer, so a variant without places is ordinary
-attention. Two variants compose if they change different places. docs/mathematics.md, section Composition.
+The places are keys -> scores -> normalizer -> weights -> (product with V) -> read -> W_o -> write. A variant names its
+places and overrides their methods. Everything else stays as in the pretrained layer, so a variant without places is
+ordinary attention. Two variants compose if they change different places. docs/mathematics.md, section Composition.
 Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, E model width.
 """
 
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from ..core.call import Call, FusedSoftmax, Geometry, Inputs, Strength, Three
 from ..core.kind import Kind
 from ..core.options import Options
+from ..core.pairs import Pairs
 from ..kernels.dispatch import Form, Setting
 from ..kernels.weighing import Rule
 
-PLACES = ("scores", "normalizer", "weights", "read", "write")
+PLACES = ("keys", "scores", "normalizer", "weights", "read", "write")
 
 
 def mix(start: Tensor, end: Tensor, strength: Strength) -> Tensor:
@@ -122,6 +123,11 @@ class Variant(nn.Module):
         return False
 
     @property
+    def further_keys(self) -> int:
+        """The number of pairs that the place "keys" adds."""
+        return 0
+
+    @property
     def writes(self) -> bool:
         """True if the variant changes the output of W_o."""
         return "write" in self.places
@@ -167,6 +173,13 @@ class Variant(nn.Module):
 
     def reset(self, generator: torch.Generator) -> None:
         """Set the parameters, so that a pretrained model stays close to its old output. Use this generator alone."""
+
+    def pairs(self, inputs: Inputs, call: Call) -> Pairs:
+        """Place "keys": pairs of a key and a value beside the keys of the text, for every query.
+
+        What follows sees these keys in front of the others. `further_keys` must be their number.
+        """
+        raise NotImplementedError
 
     def carry(self, scores_BHQK: Tensor, call: Call) -> Tensor:
         """Place "scores": from this layer's scaled scores before the mask to the scores that are normalized."""
@@ -222,7 +235,14 @@ class Variant(nn.Module):
 
 VARIANTS: dict[str, type[Variant]] = {}
 V = TypeVar("V", bound=type[Variant])
-METHODS = {"scores": "carry", "normalizer": "normalize", "weights": "adjust", "read": "read", "write": "write"}
+METHODS = {
+    "keys": "pairs",
+    "scores": "carry",
+    "normalizer": "normalize",
+    "weights": "adjust",
+    "read": "read",
+    "write": "write",
+}
 REPLACING = ("linear", "products", "read", "read_between", "write")
 
 
@@ -273,7 +293,7 @@ def _disagreements(cls: type[Variant]) -> Iterator[str]:
             yield "a variant with replaces = True takes all places and composes with nothing; set places and alone so."
         if missing := [method for method in REPLACING if not own(method)]:
             yield f"replaces = True needs the methods {', '.join(missing)}."
-        needless: tuple[str, ...] = ("carry", "normalize", "adjust", "heads")
+        needless: tuple[str, ...] = ("pairs", "carry", "normalize", "adjust", "heads")
     else:
         for place, method in METHODS.items():
             if place in cls.places and not own(method):

@@ -56,7 +56,7 @@ class Simpletron(Variant):
     formula = "A = q (k^T v) / sqrt(L)"
     paper = "SimpleTRON, 2021"
     fused = "reordered products, chunked when causal"
-    places = ("scores", "normalizer", "weights", "read", "write")
+    places = ("keys", "scores", "normalizer", "weights", "read", "write")
     replaces = True
     alone = True
     Options = SimpletronOptions
