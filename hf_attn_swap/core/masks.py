@@ -107,16 +107,16 @@ class Masks:
         closed = self.once(("closed",), lambda: given.masked_fill(given <= HIDING, lowest))
         return replace(self, given=closed)
 
-    def beside(self, pairs: int, added: Tensor | None, dtype: torch.dtype) -> Masks:
+    def beside(self, pairs: int, share: Tensor | None, dtype: torch.dtype) -> Masks:
         """The masks of the same keys and of more keys in front of them, which every query sees.
 
         Args:
             pairs: the number of keys in front.
-            added: (1,), a number to add to their scores, or None.
-            dtype: the dtype of a mask that must be made for this number.
+            share: (1,), the factor of the exponentials of their scores; None for 1.
+            dtype: the dtype of a mask of numbers, which holds the logarithm of this factor.
         """
-        if added is not None:
-            column = added.to(dtype).view(1, 1, 1, 1)
+        if share is not None:
+            column = share.to(torch.promote_types(dtype, torch.float32)).log().to(dtype).view(1, 1, 1, 1)
             numbers = self._as_numbers(dtype)
             given = torch.cat([column.expand(*numbers.shape[:-1], pairs), numbers], -1)
             return replace(self, keys=self.keys + pairs, key_mask=None, given=given, causal=False)

@@ -24,13 +24,14 @@ class Pairs:
         key: (G,N,D), as after rotary embedding and norms of keys; or None for pairs that have a score alone.
         value: (G,N,D), or None for values of zeros.
         score: (H,N), the scores of pairs without a key, or None.
-        added: (1,) in fp32, a number that is added to the scores after everything else, as a mask is; or None.
+        share: (1,), the factor s of the exponentials of the scores; None for 1. Its logarithm is added to the scores
+            after everything else, as a mask is.
     """
 
     key: Tensor | None = None
     value: Tensor | None = None
     score: Tensor | None = None
-    added: Tensor | None = None
+    share: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -50,7 +51,7 @@ class Pairs:
             with without_autocast(query.device):
                 key = repeated(self.key.to(wide), query.shape[1])
                 found = (query.to(wide) * inputs.scaling) @ key.mT
-        return found if self.added is None else found + self.added.to(wide)
+        return found if self.share is None else found + self.share.to(wide).log()
 
     def values(self, inputs: Inputs) -> Tensor | None:
         """The values of the pairs, repeated for each query head (H,N,D), in the dtype of the values of the text."""
@@ -81,7 +82,7 @@ class Pairs:
             query=query,
             key=torch.cat([own_key.expand(batch, -1, -1, -1), key], 2),
             value=torch.cat([own_value.expand(batch, -1, -1, -1), value], 2),
-            masks=inputs.masks.beside(self.count, self.added, query.dtype),
+            masks=inputs.masks.beside(self.count, self.share, query.dtype),
             position_bias=None if bias is None else F.pad(bias, (self.count, 0)),
         )
 

@@ -68,7 +68,7 @@ ENTRIES = {
   year = {2024}
 }""",
     "gpt-oss": """@misc{openai2025gptoss,
-  title = {gpt-oss-120b \& gpt-oss-20b Model Card},
+  title = {gpt-oss-120b \\& gpt-oss-20b Model Card},
   author = {{OpenAI}},
   eprint = {2508.10925},
   archivePrefix = {arXiv},

@@ -110,6 +110,5 @@ class Sink(Variant):
 
     def pairs(self, inputs: Inputs, call: Call) -> Pairs:
         key, value, score = self.learned()
-        strength = call.exact_strength
-        added = strength.log() if isinstance(strength, Tensor) else None
-        return Pairs(key=key, value=value, score=score, added=added)
+        share = call.exact_strength if isinstance(call.exact_strength, Tensor) else None
+        return Pairs(key=key, value=value, score=score, share=share)
