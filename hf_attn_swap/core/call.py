@@ -226,6 +226,7 @@ class Inputs:
         dropout: the probability that a weight is dropped; 0 in evaluation.
         softcap: the bound c of scores, which become c tanh(scores / c); None if the architecture has no bound.
         position_bias: numbers to add to the scores, broadcastable to (B,H,Q,K); None if the architecture has none.
+        further: the number of keys in front that are no keys of the text (the place "keys").
     """
 
     query: Tensor
@@ -236,6 +237,7 @@ class Inputs:
     dropout: float = 0.0
     softcap: float | None = None
     position_bias: Tensor | None = None
+    further: int = 0
 
     @property
     def three(self) -> Three:

@@ -130,7 +130,7 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     If `places` names no variant, this is ordinary attention. Stock layers use that when the caller wants their weights.
     """
     key, value = inputs.repeated(inputs.key), inputs.repeated(inputs.value)
-    scores = inputs.query @ key.transpose(2, 3) * inputs.scaling
+    scores = _products(inputs.query, key, inputs.further) * inputs.scaling
     if inputs.softcap is not None:
         scores = torch.tanh(scores / inputs.softcap) * inputs.softcap
     if inputs.position_bias is not None:
@@ -155,6 +155,14 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         weights = weights.masked_fill(~allowed, 0.0)
     weights = call.tapped("probabilities", weights.to(value.dtype))
     return (F.dropout(weights, inputs.dropout) @ value).transpose(1, 2), weights
+
+
+def _products(query: Tensor, key: Tensor, further: int) -> Tensor:
+    """The products q k^T (B,H,Q,K). The keys of the text have a product of their own: its bits do not depend on further keys."""
+    if not further:
+        return query @ key.transpose(2, 3)
+    own, text = key.tensor_split([further], 2)
+    return torch.cat([query @ own.transpose(2, 3), query @ text.transpose(2, 3)], -1)
 
 
 def replaced(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -> tuple[Tensor, Tensor | None]:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..core.call import Call, FusedSoftmax, Geometry, Inputs, Strength, Three
 from ..core.kind import Kind
 from ..core.options import Options
-from ..core.pairs import Pairs
 from ..kernels.dispatch import Form, Setting
+from ..kernels.pairs import Pairs
 from ..kernels.weighing import Rule
 
 PLACES = ("keys", "scores", "normalizer", "weights", "read", "write")

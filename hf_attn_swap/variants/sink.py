@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core.call import Call, Geometry, Inputs
 from ..core.options import Options
-from ..core.pairs import Pairs
+from ..kernels.pairs import Pairs
 from .base import Variant, register
 
 SMALL = 0.02  # the spread of the keys of further pairs at the start

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.call import Inputs
 from ..functional.linear import without_autocast
-from .call import Inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,7 @@ class Pairs:
             value=torch.cat([own_value.expand(batch, -1, -1, -1), value], 2),
             masks=inputs.masks.beside(self.count, self.share, query.dtype),
             position_bias=None if bias is None else F.pad(bias, (self.count, 0)),
+            further=self.count,
         )
 
     def _as_queries(self, inputs: Inputs) -> Tensor:
