@@ -158,7 +158,7 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
 
 
 def _products(query: Tensor, key: Tensor, further: int) -> Tensor:
-    """The products q k^T (B,H,Q,K). The keys of the text have a product of their own: its bits do not depend on further keys."""
+    """The products q k^T (B,H,Q,K). Those with the text are to the bit what they are without further keys."""
     if not further:
         return query @ key.transpose(2, 3)
     own, text = key.tensor_split([further], 2)

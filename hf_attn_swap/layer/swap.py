@@ -189,6 +189,11 @@ class Swap(nn.Module):
         return any(variant.carries for variant in self.variants)
 
     @property
+    def further_keys(self) -> int:
+        """The number of keys that stand beside those of the text."""
+        return sum(variant.further_keys for variant in self.variants)
+
+    @property
     def writes(self) -> bool:
         """True if a variant changes the output of W_o."""
         return any(variant.writes for variant in self.variants)
