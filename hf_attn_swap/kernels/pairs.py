@@ -43,19 +43,21 @@ class Pairs:
     def scores(self, inputs: Inputs) -> Tensor:
         """The scores of the pairs (B,H,Q,N), in fp32 at least."""
         query = inputs.query
+        batch, heads, queries, width = query.shape
         wide = torch.promote_types(query.dtype, torch.float32)
         if self.key is None:
             assert self.score is not None
-            found = self.score.to(wide)[None, :, None, :].expand(query.shape[0], -1, query.shape[2], -1)
+            found = self.score.to(wide)[None, :, None, :].expand(batch, -1, queries, -1)
         else:
-            with without_autocast(query.device):
-                key = repeated(self.key.to(wide), query.shape[1])
-                found = (query.to(wide) * inputs.scaling) @ key.mT
+            key = self.key.to(wide) * inputs.scaling
+            with without_autocast(query.device):  # the heads of a group are rows of one product
+                found = query.to(wide).reshape(batch, key.shape[0], -1, width) @ key.mT
+            found = found.view(batch, heads, queries, -1)
         return found if self.share is None else found + self.share.to(wide).log()
 
     def values(self, inputs: Inputs) -> Tensor | None:
-        """The values of the pairs, repeated for each query head (H,N,D), in the dtype of the values of the text."""
-        return None if self.value is None else repeated(self.value.to(inputs.value.dtype), inputs.query.shape[1])
+        """The values of the pairs (G,N,D), in the dtype of the values of the text."""
+        return None if self.value is None else self.value.to(inputs.value.dtype)
 
     def before(self, inputs: Inputs) -> Inputs:
         """The same inputs with the pairs in front of the keys of the text.

@@ -33,7 +33,7 @@ def available(device: str, dtype: torch.dtype, dropout: bool) -> bool:
 
 
 class Further(NamedTuple):
-    """Pairs that every query sees: scores (B,H,Q,N) in fp32 at least; values (H,N,D), or None for zeros."""
+    """Pairs that every query sees: scores (B,H,Q,N) in fp32 at least; values (G,N,D), or None for zeros."""
 
     scores: Tensor
     values: Tensor | None
@@ -122,22 +122,35 @@ def _as_wide(further: Further, width: int) -> Further:
 def _scaled(
     qkv: Three, further: Further | None, mask: Tensor | None, kernel: Kernel, log_n: float | Tensor, how: How
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """The heads, lse', and what else the kernel's backward pass needs. Without `further`, lse in place of lse'."""
+    """The heads, the log-sum-exp of the keys, and what else the kernel's backward pass needs."""
     heads, lse, kept = kernel.forward(qkv, mask, how)
     queries = qkv[0].shape[2]
     if further is None:
         heads.mul_(torch.sigmoid(lse[:, :, :queries] - log_n).unsqueeze(-1))  # exp(lse - lse')
         return heads, lse, kept
-    total = _joined(lse, further.scores, log_n)
-    seen = total[:, :, :queries].unsqueeze(-1)
-    heads.mul_((lse[:, :, :queries].unsqueeze(-1) - seen).exp_())
-    if further.values is not None:
-        weights = (further.scores - seen).exp_().to(heads.dtype)
-        if weights.shape[3] == 1:
-            heads.addcmul_(weights, further.values)
+    scores, values = further
+    own = lse[:, :, :queries].unsqueeze(-1)
+    plain = isinstance(log_n, float) and log_n == -math.inf
+    if plain and scores.shape[3] == 1 and heads.dtype == scores.dtype:  # fewer steps, for decoding
+        own = torch.sigmoid(own - scores)  # exp(lse - lse')
+        if values is None:
+            heads.mul_(own)
         else:
-            heads.add_(weights @ further.values)
-    return heads, total, kept
+            grouped = _grouped(heads, values)
+            torch.lerp(values.unsqueeze(1), grouped, _grouped(own, values), out=grouped)
+        return heads, lse, kept
+    total = _joined(lse, scores, log_n)[:, :, :queries].unsqueeze(-1)
+    heads.mul_((own - total).exp_())
+    if values is not None:
+        weights = (scores - total).exp_().to(heads.dtype)
+        _grouped(heads, values).add_(_grouped(weights, values) @ values.unsqueeze(1))
+    return heads, lse, kept
+
+
+def _grouped(tensor: Tensor, values: Tensor) -> Tensor:
+    """(B,H,Q,...) as (B,G,H/G,Q,...), to meet the values (G,N,D) of the groups."""
+    groups = values.shape[0]
+    return tensor.view(tensor.shape[0], groups, tensor.shape[1] // groups, *tensor.shape[2:])
 
 
 def _joined(lse: Tensor, scores: Tensor | None, log_n: float | Tensor) -> Tensor:
@@ -170,7 +183,7 @@ class _SoftmaxN(torch.autograd.Function):
         qkv, further = (query, key, value), None if scores is None else Further(scores, values)
         if twice.wanted():
             return (*_again(qkv, further, mask, ctx.log_n, ctx.how, grad), None, None, None, None)
-        total = _joined(lse, None, ctx.log_n) if further is None else lse
+        total = _joined(lse, scores, ctx.log_n)
         found = Found(heads, total, ctx.kept)
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         grads = ctx.kernel.backward(grad, qkv, mask, found, ctx.how)
@@ -179,7 +192,7 @@ class _SoftmaxN(torch.autograd.Function):
 
 
 def _of_further(grad: Tensor, further: Further, heads: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The gradients of further scores (B,H,Q,N) and values (H,N,D)."""
+    """The gradients of further scores (B,H,Q,N) and values (G,N,D)."""
     scores, values = further
     wide = scores.dtype
     weights = (scores - total[:, :, : scores.shape[2]].unsqueeze(-1)).exp_()
@@ -188,8 +201,9 @@ def _of_further(grad: Tensor, further: Further, heads: Tensor, total: Tensor) ->
         mean = (grad * heads).sum(-1, keepdim=True)
         if values is None:
             return -weights * mean, None
-        of_weights = grad @ values.to(wide).mT
-        of_values = (weights.mT @ grad).sum(0).to(values.dtype)
+        g, p = _grouped(grad, values), _grouped(weights, values)
+        of_weights = (g @ values.to(wide).unsqueeze(1).mT).view_as(weights)
+        of_values = (p.mT @ g).sum((0, 2)).to(values.dtype)
         return weights * (of_weights - mean), of_values
 
 
@@ -225,7 +239,9 @@ def _again(
         own = pairs[0].shape[3] if pairs else 0
         read = weights[..., own:] @ v.repeat_interleave(groups, 1)
         if len(pairs) > 1:
-            read = read + weights[..., :own] @ pairs[1].to(wide)
+            read = read + weights[..., :own] @ pairs[1].to(wide).repeat_interleave(
+                query.shape[1] // pairs[1].shape[0], 0
+            )
         return read.to(query.dtype)
 
     tensors = [*qkv, *(each for each in further or () if each is not None)]
