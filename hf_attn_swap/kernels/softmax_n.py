@@ -182,7 +182,7 @@ class _SoftmaxN(torch.autograd.Function):
         query, key, value, scores, values, mask, heads, lse = ctx.saved_tensors
         qkv, further = (query, key, value), None if scores is None else Further(scores, values)
         if twice.wanted():
-            return (*_again(qkv, further, mask, ctx.log_n, ctx.how, grad), None, None, None, None)
+            return (*_again(qkv, mask, ctx.log_n, ctx.how, grad, further), None, None, None, None)
         total = _joined(lse, scores, ctx.log_n)
         found = Found(heads, total, ctx.kept)
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
@@ -208,7 +208,12 @@ def _of_further(grad: Tensor, further: Further, heads: Tensor, total: Tensor) ->
 
 
 def _again(
-    qkv: Three, further: Further | None, mask: Tensor | None, log_n: float | Tensor, how: How, grad: Tensor
+    qkv: Three,
+    mask: Tensor | None,
+    log_n: float | Tensor,
+    how: How,
+    grad: Tensor,
+    further: Further | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value and of further scores and values by the readable formula.
 
