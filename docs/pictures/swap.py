@@ -34,9 +34,9 @@ def whole() -> list[str]:
 
 def draw() -> Figure:
     """The picture, for a light and a dark page alike."""
-    figure = Figure(figsize=(9.2, 3.0), facecolor="white")
+    figure = Figure(figsize=(10.7, 3.0), facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, 11.0), ylim=(0, 3.75))
+    axes.set(xlim=(0, 12.8), ylim=(0, 3.75))
     axes.axis("off")
     left = 0.3
     _box(axes, left, "projections", "W_q  W_k  W_v", KEPT)
