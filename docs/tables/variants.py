@@ -20,6 +20,7 @@ from .speed import long_texts_of, speed_of
 
 MATHEMATICS = Path(__file__).parents[1] / "mathematics.md"
 STEPS = {
+    "keys": "keys K, V",
     "scores": "scores S",
     "normalizer": "softmax",
     "weights": "weights P",
@@ -101,7 +102,7 @@ def _kind(cls: type[Variant], step: str) -> str:
     """What happens to one step: "changed", "gone", or nothing."""
     if step == "projection":
         return "" if cls.keeps_projection else "gone"
-    if cls.replaces and step in ("scores", "normalizer", "weights"):
+    if cls.replaces and step in ("keys", "scores", "normalizer", "weights"):
         return "gone"
     return "changed" if step in cls.places or (cls.replaces and step == "values") else ""
 

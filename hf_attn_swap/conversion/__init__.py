@@ -4,6 +4,7 @@ The steps are a neutral start, matched heads, scaled values, calibration, the ch
 strength, attention transfer, and distillation.
 """
 
+from .absorb import absorb_sink
 from .calibrate import calibrate
 from .cut import choose_gamma, cut_shares
 from .distillation import DistillationTrainer, Losses
@@ -19,6 +20,7 @@ __all__ = [
     "DistillationTrainer",
     "Losses",
     "StrengthSchedule",
+    "absorb_sink",
     "calibrate",
     "choose_gamma",
     "cut_shares",

@@ -167,6 +167,7 @@ class Swap(nn.Module):
         """The variants that change the steps between the scores and the heads."""
         at = {place: variant for variant in self.variants for place in variant.changes}
         return Places(
+            keys=at.get("keys") if self.replacement is None else None,
             carrier=at.get("scores"),
             normalizer=at.get("normalizer"),
             adjuster=at.get("weights"),
@@ -183,6 +184,11 @@ class Swap(nn.Module):
     def carries(self) -> bool:
         """True if the layer reads scores from, or leaves scores for, other layers."""
         return any("scores" in variant.changes for variant in self.variants)
+
+    @property
+    def further_keys(self) -> int:
+        """The number of keys that stand beside those of the text."""
+        return sum(variant.further_keys for variant in self.variants)
 
     @property
     def writes(self) -> bool:

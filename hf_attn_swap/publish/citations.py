@@ -59,6 +59,29 @@ ENTRIES = {
   archivePrefix = {arXiv},
   year = {2024}
 }""",
+    "Sun et al.": """@inproceedings{sun2024massive,
+  title = {Massive Activations in Large Language Models},
+  author = {Sun, Mingjie and Chen, Xinlei and Kolter, J. Zico and Liu, Zhuang},
+  booktitle = {Conference on Language Modeling},
+  eprint = {2402.17762},
+  archivePrefix = {arXiv},
+  year = {2024}
+}""",
+    "gpt-oss": """@misc{openai2025gptoss,
+  title = {gpt-oss-120b \\& gpt-oss-20b Model Card},
+  author = {{OpenAI}},
+  eprint = {2508.10925},
+  archivePrefix = {arXiv},
+  year = {2025}
+}""",
+    "StreamingLLM": """@inproceedings{xiao2024streaming,
+  title = {Efficient Streaming Language Models with Attention Sinks},
+  author = {Xiao, Guangxuan and Tian, Yuandong and Chen, Beidi and Han, Song and Lewis, Mike},
+  booktitle = {International Conference on Learning Representations},
+  eprint = {2309.17453},
+  archivePrefix = {arXiv},
+  year = {2024}
+}""",
     "SimpleTRON": """@misc{yorsh2021simpletron,
   title = {{SimpleTRON}: Simple Transformer with {O(N)} Complexity},
   author = {Yorsh, Uladzislau and Kovalenko, Alexander and Van{\\v{c}}ura, Vojt{\\v{e}}ch and

@@ -1,8 +1,8 @@
-"""Defines the base class of all variants, and the five places of an attention layer that a variant may change.
+"""Defines the base class of all variants, and the six places of an attention layer that a variant may change.
 
-The places are scores -> normalizer -> weights -> (product with V) -> read -> W_o -> write. A variant names its places
-and overrides their methods. Everything else stays as in the pretrained layer, so a variant without places is ordinary
-attention. Two variants compose if they change different places. docs/mathematics.md, section Composition.
+The places are keys -> scores -> normalizer -> weights -> (product with V) -> read -> W_o -> write. A variant names its
+places and overrides their methods. Everything else stays as in the pretrained layer, so a variant without places is
+ordinary attention. Two variants compose if they change different places. docs/mathematics.md, section Composition.
 Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, E model width.
 """
 
@@ -18,11 +18,12 @@ from ..core.call import Call, FusedSoftmax, Geometry, Inputs, Strength, Three
 from ..core.kind import Kind
 from ..core.options import Options
 from ..kernels.dispatch import Form, Setting, weighted_form
+from ..kernels.pairs import Pairs
 from ..kernels.weighing import Rule
 from .about import About
 
-PLACES = ("scores", "normalizer", "weights", "read", "write")
-BEFORE_THE_HEADS = {"scores", "normalizer", "weights"}
+PLACES = ("keys", "scores", "normalizer", "weights", "read", "write")
+BEFORE_THE_HEADS = {"keys", "scores", "normalizer", "weights"}
 
 
 def mix(start: Tensor, end: Tensor, strength: Strength) -> Tensor:
@@ -112,6 +113,11 @@ class Variant(nn.Module):
         return self.places
 
     @property
+    def further_keys(self) -> int:
+        """The number of pairs that the place "keys" adds."""
+        return 0
+
+    @property
     def wants_residual(self) -> bool:
         """True if `write` needs the residual stream of the block."""
         return False
@@ -153,6 +159,13 @@ class Variant(nn.Module):
 
     def reset(self, generator: torch.Generator) -> None:
         """Set the parameters, so that a pretrained model stays close to its old output. Use this generator alone."""
+
+    def pairs(self, inputs: Inputs, call: Call) -> Pairs:
+        """Place "keys": pairs of a key and a value beside the keys of the text, for every query.
+
+        What follows sees these keys in front of the others. `further_keys` must be their number.
+        """
+        raise NotImplementedError
 
     def carry(self, scores_BHQK: Tensor, call: Call) -> Tensor:
         """Place "scores": from this layer's scaled scores before the mask to the scores that are normalized."""
@@ -225,7 +238,14 @@ class Replacement(Variant):
 
 VARIANTS: dict[str, type[Variant]] = {}
 V = TypeVar("V", bound=type[Variant])
-METHODS = {"scores": "carry", "normalizer": "normalize", "weights": "adjust", "read": "read", "write": "write"}
+METHODS = {
+    "keys": "pairs",
+    "scores": "carry",
+    "normalizer": "normalize",
+    "weights": "adjust",
+    "read": "read",
+    "write": "write",
+}
 REPLACING = ("linear", "products", "read", "read_between", "write")
 
 
@@ -281,7 +301,7 @@ def _disagreements(cls: type[Variant]) -> Iterator[str]:
             yield "a Replacement takes all places and composes with nothing; leave places and alone as they are."
         if missing := [method for method in REPLACING if not own(method)]:
             yield f"a Replacement needs the methods {', '.join(missing)}."
-        needless: tuple[str, ...] = ("carry", "normalize", "adjust", "heads")
+        needless: tuple[str, ...] = ("pairs", "carry", "normalize", "adjust", "heads")
     else:
         for place, method in METHODS.items():
             if place in cls.places and not own(method):

@@ -99,7 +99,7 @@ def test_a_residual_stream_without_write() -> None:
 
 
 def test_unknown_places_and_taken_or_impossible_names() -> None:
-    with refused(NAME, "['scorse']", "the places are scores"):
+    with refused(NAME, "['scorse']", "the places are keys"):
         register(NAME)(variant(("scorse",)))
     with refused("'belief' is registered already"):
         register("belief")(variant(("read",), "read"))
