@@ -9,6 +9,7 @@ import torch
 
 from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.kernels.pairs import Pairs
+from hf_attn_swap.variants.about import About
 from hf_attn_swap.variants.base import METHODS, PLACES, Variant, register
 
 from .harness import batch_of, forward, fresh
@@ -36,16 +37,9 @@ def plainest(place: str, seen: list[tuple[torch.dtype, torch.dtype]]) -> None:
 
     body: dict[str, Any] = {
         "places": (place,),
-        "summary": "halved",
-        "formula": "Y / 2",
-        "paper": "none",
-        "fused": "SDPA",
+        "about": About(summary="halved", formula="Y / 2", paper="none", fused="SDPA"),
     }
     body[METHODS[place]] = {"keys": paired, "normalizer": normalized}.get(place, halved)
-    if place == "scores":
-        body["carries"] = True
-    if place in ("scores", "normalizer", "weights"):
-        body["explicit"] = True
     register(NAME)(type("Plainest", (Variant,), body))
 
 
