@@ -5,6 +5,8 @@ r"""Shows what options do to a pretrained model as patched, before any training.
     python recipes/as_patched.py MODEL data/test.parquet --column text --length 512 --fit gain \
         --try '{"variant": "modern_hopfield", "alpha_prime": 0.1}' '{"variant": "modern_hopfield", "alpha_prime": 0.25}'
     python recipes/as_patched.py MODEL data/test.parquet --rows 12 --fit scale --try '{"variant": "belief"}'
+    python recipes/as_patched.py MODEL data/test.parquet --rows 8 --fit sink --token '\n' \
+        --try '{"variant": "sink"}' '{"variant": "sink+belief"}'
 
 The first `--rows` rows are measured, and the next `--rows` rows serve the calibration. Text is joined and cut into
 blocks of `--length` tokens; a column of token ids or of images is taken row by row. A causal language model gives its
@@ -27,7 +29,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion import calibrate, cut_shares, scale_values
+from hf_attn_swap.conversion import absorb_sink, calibrate, cut_shares, scale_values
+from hf_attn_swap.conversion.absorb import Absorbed
 from hf_attn_swap.layer.registry import canonical_name
 from hf_attn_swap.text.table import markdown, markdown_row
 
@@ -45,7 +48,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=512, help="Tokens per row.")
     parser.add_argument("--rows", type=int, default=4, help="Rows that are measured.")
     parser.add_argument(
-        "--fit", choices=("gain", "map", "scale"), help="Calibrate, or scale the values alone, on the next rows first."
+        "--fit",
+        choices=("gain", "map", "scale", "sink"),
+        help="First calibrate on the next rows, scale the values alone, or absorb a sink.",
+    )
+    parser.add_argument(
+        "--token",
+        help="The text whose last token is the sink; without it, the next rows decide. '\\n' is a line break.",
     )
     parser.add_argument(
         "--try", dest="tried", nargs="+", type=json.loads, default=[], help="A variant with its options."
@@ -93,6 +102,16 @@ def result(found: list[torch.Tensor], stock: list[torch.Tensor], rows: list[Batc
     return float((ours - theirs).norm() / theirs.norm())
 
 
+def absorbed(model: Any, rows: list[Batch], given: argparse.Namespace) -> Absorbed:
+    """Absorb a sink from rows of token ids."""
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    texts = [tokenizer.decode(row["input_ids"][0]) for row in rows]
+    tokens = None
+    if given.token is not None:
+        tokens = tokenizer(given.token.replace("\\n", "\n"), add_special_tokens=False)["input_ids"][-1:]
+    return absorb_sink(model, tokenizer, texts, tokens=tokens)
+
+
 def shown(name: str, shares: list[float], value: float) -> str:
     """One row of the table, in Markdown."""
     cut = (f"{sum(shares) / len(shares):.2%}", f"{max(shares):.2%}") if shares else ("–", "–")
@@ -115,6 +134,8 @@ def main() -> None:
         model = patch_model(copy.deepcopy(stock), choice["variant"], **options)
         if given.fit == "scale":
             print(scale_values(model, rest, progress=False), file=sys.stderr)
+        elif given.fit == "sink":
+            print(absorbed(model, rest, given), file=sys.stderr)
         elif given.fit:
             calibrate(model, rest, fit=given.fit, progress=False)
         shares = []

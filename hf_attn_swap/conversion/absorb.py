@@ -9,30 +9,32 @@ Sun et al. (2024), for massive activations. Axes: B batch, L token, E model widt
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
-from ..caches import with_cache
 from ..core.kind import Kind
-from ..families import Site
-from ..layer.swap import Swap
+from ..layer.registry import parse, parse_options
 from ..measuring.batches import evaluating
-from ..patch import need_installation, swappable
+from ..patch import build_swap, need_installation, swappable
 from ..variants.sink import Sink
 from ..wiring.install import Installation
+from .heads import softmax_swaps
 
 MASSIVE = 1000.0  # a token is massive if an activation is above this number of medians,
 LARGE = 100.0  # and above this number: Sun et al. (2024), section 2
 LENGTH = 512  # tokens of a text that are read
 TEXTS = 8
-SHORT = 16  # tokens on which the positions are tried
-MOVED = 1e-2  # the largest relative change of outputs by other positions that is rounding
+SHORT = 16  # tokens on which positions and pairs are tried
+ROUNDING = 1e-3  # the largest relative difference of outputs that is rounding, in fp32,
+MOVED = 0.05  # in half precision: by other positions,
+SHARE = 0.15  # and by pairs in the place of tokens, as a share of what the tokens change
+
+Pair = tuple[Tensor, Tensor]  # keys and values of a layer, (G,n,D) each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,7 @@ class Absorbed:
     Attributes:
         tokens: the numbers of the tokens, in their order before a text.
         words: the same tokens as text.
-        before: the largest activation of any token of the texts after each block, without the tokens.
+        before: the largest activation of any token of the texts after each block but the last, without the tokens.
         after: the same with the tokens before each text.
         massive: the number of massive tokens of the texts, before and after.
     """
@@ -63,7 +65,7 @@ class Absorbed:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The largest activation after each block, and the number of massive tokens."""
+    """The largest activation after each block but the last, and the number of massive tokens."""
 
     largest: tuple[float, ...]
     massive: int
@@ -80,8 +82,11 @@ def absorb_sink(
     """Write the keys and values of the token that serves best as a sink into the model's swaps, in place.
 
     Candidates are the tokens of a line break, a full stop and a space, the special tokens, and the first tokens of the
-    texts. Lists of up to `tokens` tokens of the swap are tried, each one token longer than the best before it; the
-    option `tokens` of `sink` is the length of the list that is written. No weight of the model changes.
+    texts. As many tokens are taken as the swaps have pairs (the option `tokens` of `sink`): first the best single
+    token, then the best token behind it, and so on. No weight of the model changes.
+
+    Before anything is written, the model with the pairs is compared on 16 tokens with the stock model that reads the
+    chosen tokens first.
 
     Args:
         model: a causal language model that is patched in all layers with `sink`, alone or in a composition, with
@@ -94,25 +99,28 @@ def absorb_sink(
         What was found.
 
     Raises:
-        ValueError: the model is not patched so, is no causal language model, or counts positions by a learned table;
-            there are no texts; or `tokens` are not as many as the pairs of the swaps. The model is unchanged.
+        ValueError: a layer has no sink of keys and values, or another number of pairs than the others; the model is no
+            causal decoder; no pair can stand for a token before the text (learned positions, or a sliding window of a
+            few tokens); the weights of the swaps are offloaded; there are no texts; or `tokens` are not as many as the
+            pairs of the swaps. The model is then unchanged.
     """
     installation = need_installation(model)
-    swaps = _sinks(installation)
-    count = swaps[0].further_keys
-    with evaluating(model), installation.stock(), torch.no_grad():
+    sinks = _sinks(installation)
+    count = sinks[0][0].options.tokens
+    if tokens is not None and len(tokens) != count:
+        raise ValueError(f"the swaps have {count} pairs and {len(tokens)} tokens were given; give as many.")
+    with evaluating(model), torch.no_grad():
         rows = _rows(model, processor, texts)
-        _check_positions(model, rows[0], count)
-        before = _measure(model, rows, ())
-        if tokens is None:
-            chosen = _search(model, processor, rows, count)
-        elif len(tokens) != count:
-            raise ValueError(f"the swaps have {count} pairs and {len(tokens)} tokens were given; give as many.")
-        else:
-            chosen = tuple(int(token) for token in tokens)
-        after = _measure(model, rows, chosen)
-        cache = _cache_of(model, chosen, -count)
-        _write(swaps, cache)
+        with installation.stock():
+            _check_positions(model, rows[0], count)
+            before = _measure(model, rows, ())
+            chosen = _search(model, processor, rows, count) if tokens is None else tuple(map(int, tokens))
+            after = _measure(model, rows, chosen)
+        pairs = _pairs(model, installation, chosen)
+        _check_pairs(model, installation, pairs, chosen, rows[0][:, :SHORT])
+        for index, copies in sinks.items():
+            for sink in copies:
+                _write(sink, pairs[index])
     return Absorbed(
         tokens=chosen,
         words=tuple(processor.decode([token]) for token in chosen),
@@ -122,29 +130,35 @@ def absorb_sink(
     )
 
 
-def _sinks(installation: Installation) -> list[Swap]:
-    """The swaps of all layers, each with a sink of keys and values.
+def _sinks(installation: Installation) -> dict[int, list[Sink]]:
+    """The sinks of every layer, by the layer's number; several where PEFT keeps copies of a layer.
 
     Raises:
-        ValueError: a layer has none, or the model is no causal decoder with one module for each layer.
+        ValueError: a layer has no sink of keys and values, or another number of pairs than the others; the model is no
+            causal decoder with one module for each layer; or a weight is offloaded.
     """
-    usable: list[Site] = swappable(installation.root)
-    swaps = installation.swaps()
+    usable = swappable(installation.root)
     if any(site.kind is not Kind.DECODER or site.family.shared for site in usable):
         raise ValueError(
-            "a sink is absorbed from the first token of a causal language model whose layers have weights of their "
-            "own; this model has other attention. Train the sink instead."
+            "a token before the text stands for a pair only in a causal language model whose layers have weights of "
+            "their own, and this model has other attention; train the sink instead."
         )
-    found = [swaps[index][0] for index in range(len(usable)) if index in swaps]
-    sinks = [swap.at("keys") for swap in found]
-    fit = [sink for sink in sinks if isinstance(sink, Sink) and sink.options.kind == "key_value"]
-    if len(fit) < len(usable):
+    found: dict[int, list[Sink]] = {}
+    for index, swaps in installation.swaps().items():
+        at = [swap.at("keys") for swap in swaps]
+        sinks = [sink for sink in at if isinstance(sink, Sink) and sink.options.kind == "key_value"]
+        if len(sinks) == len(swaps):
+            found[index] = sinks
+    if missing := len(usable) - len(found):
         raise ValueError(
-            f"{len(usable) - len(fit)} of {len(usable)} attention layers have no sink with kind='key_value', so the "
-            "model could not be the stock model on a token and the text; patch all layers with sink first."
+            f"{missing} of {len(usable)} attention layers have no sink with kind='key_value', so the model could not "
+            "be the stock model on a token and the text; patch all layers with sink first."
         )
-    if len({sink.further_keys for sink in fit}) > 1:
-        raise ValueError("the layers have different numbers of pairs; patch all layers with one tokens=.")
+    sinks = [sink for copies in found.values() for sink in copies]
+    if len({sink.options.tokens for sink in sinks}) > 1:
+        raise ValueError("the layers have different numbers of pairs; patch all layers with the same tokens=.")
+    if any(parameter.is_meta for sink in sinks for parameter in sink.parameters()):
+        raise ValueError("weights of the swaps are offloaded; absorb the sink before the model is dispatched.")
     return found
 
 
@@ -174,11 +188,13 @@ def _check_positions(model: Any, row: Tensor, count: int) -> None:
     row = row[:, :SHORT]
     places = torch.arange(row.shape[1], device=row.device)[None]
     try:
-        here = model(input_ids=row, position_ids=places, use_cache=False).logits
-        later = model(input_ids=row, position_ids=places + count, use_cache=False).logits
-    except TypeError:
-        here = later = None
-    if here is None or later is None or (later - here).norm() > MOVED * here.norm():
+        here = _output(model, row, position_ids=places)
+        later = _output(model, row, position_ids=places + count)
+        bound = MOVED if _half(here) else ROUNDING
+        relative = bool((later - here).norm() <= bound * here.norm())
+    except TypeError:  # the model takes no positions
+        relative = False
+    if not relative:
         raise ValueError(
             "this model's positions do not count relatively (a learned table, for example), so that no key stands for "
             "a token before the text; train the sink instead."
@@ -202,14 +218,20 @@ def _candidates(processor: Any, rows: list[Tensor]) -> list[int]:
     return list(dict.fromkeys([*found, *(int(row[0, 0]) for row in rows)]))
 
 
-def _cache_of(model: Any, tokens: tuple[int, ...], first: int) -> DynamicCache:
-    """The cache after these tokens, of which the first is at position `first`."""
-    device = next(model.parameters()).device
-    ids = torch.tensor([tokens], device=device)
-    cache = DynamicCache()
-    places = torch.arange(first, first + len(tokens), device=device)[None]
-    model(input_ids=ids, position_ids=places, **with_cache(model, cache), use_cache=True)
-    return cache
+def _output(model: Any, ids: Tensor, **given: Any) -> Tensor:
+    """The logits, or the last hidden states of a model without a head: (B,L,...)."""
+    found: Tensor = model(input_ids=ids, use_cache=False, return_dict=True, **given)[0]
+    return found
+
+
+def _half(tensor: Tensor) -> bool:
+    """True for bf16 and fp16."""
+    return torch.finfo(tensor.dtype).bits == 16
+
+
+def _behind(tokens: tuple[int, ...], row: Tensor) -> Tensor:
+    """The tokens and a text (1,L) behind them."""
+    return torch.cat([torch.tensor([tokens], dtype=row.dtype, device=row.device), row], 1)
 
 
 def _measure(model: Any, rows: list[Tensor], tokens: tuple[int, ...]) -> _Seen:
@@ -217,12 +239,10 @@ def _measure(model: Any, rows: list[Tensor], tokens: tuple[int, ...]) -> _Seen:
     largest: list[float] = []
     massive = 0
     for row in rows:
-        given: dict[str, Any] = {"use_cache": False}
-        if tokens:
-            given = {**with_cache(model, _cache_of(model, tokens, -len(tokens))), "use_cache": True}
-        places = torch.arange(row.shape[1], device=row.device)[None]
-        states = model(input_ids=row, position_ids=places, output_hidden_states=True, **given).hidden_states
-        sizes = [state[0].abs().float() for state in states[1:-1]]  # the last one is normed
+        ids = _behind(tokens, row)
+        states = model(input_ids=ids, output_hidden_states=True, use_cache=False, return_dict=True).hidden_states
+        blocks = states[1:-1] or states[1:]  # the last one is normed
+        sizes = [state[0, len(tokens) :].abs().float() for state in blocks]
         tops = torch.stack([size.amax(-1) for size in sizes])  # (layers,L)
         medians = torch.stack([size.median() for size in sizes])[:, None]
         massive += int(((tops > LARGE) & (tops > MASSIVE * medians)).any(0).sum())
@@ -231,16 +251,67 @@ def _measure(model: Any, rows: list[Tensor], tokens: tuple[int, ...]) -> _Seen:
     return _Seen(tuple(largest), massive)
 
 
-def _write(swaps: list[Swap], cache: DynamicCache) -> None:
-    """Write the cached keys and values (1,G,n,D) of each layer into its sink."""
-    for swap, layer in zip(swaps, cache.layers, strict=True):
-        sink = swap.at("keys")
-        assert isinstance(sink, Sink)
-        key, value, _ = sink.learned()
-        assert key is not None
-        assert value is not None
-        assert isinstance(layer, DynamicLayer)
-        assert layer.keys is not None
-        assert layer.values is not None
-        key.copy_(layer.keys[0])
-        value.copy_(layer.values[0])
+def _pairs(model: Any, installation: Installation, tokens: tuple[int, ...]) -> dict[int, Pair]:
+    """The keys and values that the stock layers compute for the tokens at the positions -n to -1, by the layer."""
+    watched = softmax_swaps(installation)
+    found: dict[int, Pair] = {}
+
+    def keep(index: int) -> Any:
+        def hook(swap: nn.Module, args: tuple[Any, ...]) -> None:
+            found[index] = args[0].key[0].clone(), args[0].value[0].clone()
+
+        return hook
+
+    ids = _behind(tokens, torch.empty(1, 0, dtype=torch.long, device=next(model.parameters()).device))
+    places = torch.arange(-len(tokens), 0, device=ids.device)[None]
+    with installation.temporarily(watched), contextlib.ExitStack() as hooked:
+        for index, swap in watched.items():
+            hooked.callback(swap.register_forward_pre_hook(keep(index)).remove)
+        _output(model, ids, position_ids=places)
+    return found
+
+
+def _check_pairs(
+    model: Any, installation: Installation, pairs: dict[int, Pair], tokens: tuple[int, ...], row: Tensor
+) -> None:
+    """Compare the model with these pairs on a short text with the stock model on the tokens and the text.
+
+    Raises:
+        ValueError: the outputs differ by more than rounding, or a layer has no such pairs.
+    """
+    usable = swappable(installation.root)
+    classes = parse("sink")
+    options = parse_options(classes, {"tokens": len(tokens)})
+    tried = {index: build_swap(usable[index], classes, options, index) for index in installation.swaps()}
+    sinks = {index: swap.at("keys") for index, swap in tried.items()}
+    if all(index in pairs and _fits(sink, pairs[index]) for index, sink in sinks.items()):
+        for index, sink in sinks.items():
+            assert isinstance(sink, Sink)
+            _write(sink, pairs[index])
+        with installation.temporarily(tried):
+            got = _output(model, row)
+        with installation.stock():
+            wanted = _output(model, _behind(tokens, row))[:, len(tokens) :]
+            without = _output(model, row)
+        bound = SHARE * (without - wanted).norm() if _half(got) else ROUNDING * wanted.norm()
+        if (got - wanted).norm() <= bound:
+            return
+    raise ValueError(
+        "with these pairs the model is not the stock model that reads the tokens first: its positions are not relative "
+        f"in all layers, something else than attention carries tokens on, or a sliding window is shorter than {SHORT} "
+        "tokens; train the sink instead."
+    )
+
+
+def _fits(sink: Any, pair: Pair) -> bool:
+    """True if the pairs have the sizes of a sink."""
+    return [each.shape for each in pair] == [sink.learned.key.shape, sink.learned.value.shape]
+
+
+def _write(sink: Sink, pair: Pair) -> None:
+    """Give a sink these keys and values."""
+    key, value, _ = sink.learned()
+    assert key is not None
+    assert value is not None
+    key.copy_(pair[0])
+    value.copy_(pair[1])

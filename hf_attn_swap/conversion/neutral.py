@@ -60,12 +60,13 @@ def neutral_start(model: nn.Module, batch: Any = None, *, exponent: int = EXPONE
     Only variants that add their input have a skip (`modern_hopfield`, `simpletron_res`, `simpletron_resl`). No weight
     changes, and the model at strength 0 does not change. `config.attn_swap` records the exponent, and `unpatch_model`
     removes it with the swap. A layer is left alone, and named in the result, where the scale of the norm is not free:
-    in a post-norm block, and where the norm feeds something else than this attention.
+    in a post-norm block, where the norm feeds something else than this attention, and where the attention reads the
+    norm's output by something else than matrices.
     docs/mathematics.md, section Neutral start.
 
     Args:
         model: a patched model.
-        batch: a dict of tensors as the model takes them. One forward pass with this batch shows what each norm
+        batch: a dict of tensors as the model takes them. Two forward passes with this batch show what each norm
             feeds. None makes up token ids or an image.
         exponent: k, a whole number of at least 1. With 0, the skip is the paper's again.
 
@@ -95,10 +96,12 @@ def neutral_start(model: nn.Module, batch: Any = None, *, exponent: int = EXPONE
 @torch.inference_mode(False)
 @torch.enable_grad()
 def bound(model: nn.Module, batch: Any = None) -> dict[int, str]:
-    """Find the swapped layers in front of which the scale of the norm is not free, by one pass of the stock model.
+    """Find the swapped layers in front of which the scale of the norm is not free, by two passes of the stock model.
 
-    Every attention is cut off from the norm in front of it. If autograd's graph still leads from the model's output to
-    the output of this norm, the norm feeds something else too. The pass computes no gradient.
+    In the first, every attention is cut off from the norm in front of it. If autograd's graph still leads from the
+    model's output to the output of this norm, the norm feeds something else too. In the second, every attention reads
+    twice its input, and the matrices inside half of what they read: if the attention gives other numbers than before,
+    something else than its matrices reads the input. No pass computes a gradient.
 
     Returns:
         By the layer's number: the reason why the scale is not free.
@@ -113,11 +116,23 @@ def bound(model: nn.Module, batch: Any = None) -> dict[int, str]:
             hooked.callback(module.register_forward_hook(cut.leaves).remove)
         for site in chosen.values():
             hooked.callback(site.core.register_forward_pre_hook(cut.arrives(site), with_kwargs=True).remove)
+            hooked.callback(site.core.register_forward_hook(cut.gives).remove)
         hooked.enter_context(installation.stock())
         output = model(**on_device(model, inputs))
     reached = _reached(output)
     reasons = {index: cut.reason(site, reached) for index, site in chosen.items()}
-    return {index: reason for index, reason in reasons.items() if reason is not None}
+    found = {index: reason for index, reason in reasons.items() if reason is not None}
+    free = {index: site for index, site in chosen.items() if index not in found}
+    doubled = _Doubled(cut.given)
+    with evaluating(model), contextlib.ExitStack() as hooked:
+        for index, site in free.items():
+            hooked.callback(site.core.register_forward_pre_hook(doubled.arrives(site), with_kwargs=True).remove)
+            hooked.callback(site.core.register_forward_hook(doubled.gives(index)).remove)
+            for module in filter(_is_matrix, site.core.modules()):
+                hooked.callback(module.register_forward_pre_hook(doubled.reads).remove)
+        hooked.enter_context(installation.stock())
+        model(**on_device(model, inputs))
+    return found | dict.fromkeys(doubled.other, "this attention reads the norm's output not by matrices alone")
 
 
 def made_up(root: PreTrainedModel) -> Batch:
@@ -143,6 +158,7 @@ class _Cut:
     def __init__(self) -> None:
         self.outputs: list[tuple[Tensor, Any]] = []  # of norms, each with its node of autograd's graph
         self.fronts: dict[int, list[Any]] = {}  # by the id of an attention's core: the nodes of the norms in front
+        self.given: dict[int, Any] = {}  # by the same id: what the attention gave
 
     def leaves(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After a norm: let autograd follow its output, also where no weight trains."""
@@ -158,11 +174,13 @@ class _Cut:
         def cut(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             x = site.input(args, kwargs)
             self.fronts.setdefault(id(module), []).append(self._front(x))
-            alone = x.detach()
-            args = tuple(alone if each is x else each for each in args)
-            return args, {name: alone if each is x else each for name, each in kwargs.items()}
+            return _in_place_of(x, x.detach(), args, kwargs)
 
         return cut
+
+    def gives(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After an attention's core: keep what it gave."""
+        self.given[id(module)] = output
 
     def _front(self, x: Tensor) -> Any:
         """The node of the norm whose output is x, perhaps in another shape; None if there is no such norm."""
@@ -181,6 +199,58 @@ class _Cut:
         if fronts[0] is None:
             return "no norm was found right in front of this attention"
         return "the norm in front also feeds something else than this attention" if fronts[0] in reached else None
+
+
+class _Doubled:
+    """Gives attentions twice their input and the matrices inside half of what they read, both to the bit.
+
+    Args:
+        given: what each attention gave for its input, by the id of its core. The model goes on with this.
+    """
+
+    def __init__(self, given: Mapping[int, Any]) -> None:
+        self.given = given
+        self.x: Tensor | None = None  # twice the input of the attention that runs
+        self.other: list[int] = []  # the numbers of the layers that gave something else
+
+    def arrives(self, site: Site) -> Any:
+        """Make a hook that runs before an attention's core, and doubles its input."""
+
+        def double(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            x = site.input(args, kwargs)
+            self.x = 2 * x.detach()  # as in the first pass: gradients choose among kernels, which round differently
+            return _in_place_of(x, self.x, args, kwargs)
+
+        return double
+
+    def reads(self, module: nn.Module, args: Any) -> Any:
+        """Before a matrix: halve its input if this is the doubled one, perhaps in another shape or dtype."""
+        first = args[0] if args else None
+        if self.x is None or not isinstance(first, Tensor) or first.numel() != self.x.numel():
+            return None
+        same = torch.equal(first.reshape(-1), self.x.reshape(-1).to(first.dtype))
+        return (first / 2, *args[1:]) if same else None
+
+    def gives(self, index: int) -> Any:
+        """Make a hook that runs after an attention's core, and compares what it gave."""
+
+        def compare(module: nn.Module, args: Any, output: Any) -> Any:
+            self.x = None
+            before = self.given[id(module)]
+            pairs = zip(_tensors(output), _tensors(before), strict=True)
+            if not all(torch.allclose(now, then, rtol=0, atol=0, equal_nan=True) for now, then in pairs):
+                self.other.append(index)
+            return before
+
+        return compare
+
+
+def _in_place_of(x: Tensor, other: Tensor, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call, with another tensor in the place of x."""
+    return (
+        tuple(other if each is x else each for each in args),
+        {name: other if each is x else each for name, each in kwargs.items()},
+    )
 
 
 def _reached(output: Any) -> set[Any]:
@@ -208,3 +278,9 @@ def _is_norm(module: nn.Module) -> bool:
     """True if a module has parameters of one axis alone, as a norm has its scale and its bias."""
     parameters = list(module.parameters())
     return bool(parameters) and all(each.dim() == 1 for each in parameters) and not any(True for _ in module.children())
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    """True for a module without children that holds one matrix, as `nn.Linear`, whatever form the weight has."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() > 1 and not any(True for _ in module.children())

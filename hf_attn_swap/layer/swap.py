@@ -167,7 +167,7 @@ class Swap(nn.Module):
         """The variants that change the steps between the scores and the heads."""
         at = {place: variant for variant in self.variants for place in variant.changes}
         return Places(
-            keys=at.get("keys") if self.replacement is None else None,
+            keys=at.get("keys"),
             carrier=at.get("scores"),
             normalizer=at.get("normalizer"),
             adjuster=at.get("weights"),

@@ -16,10 +16,12 @@ SAMPLES = 1000  # of the bootstrap
 def rank_correlation(first_N: Any, second_N: Any) -> float:
     """Spearman's correlation of two lists of numbers, from -1 to 1.
 
-    Returns 0 if all numbers of a list are equal, and NaN if a list has a NaN.
+    Returns NaN if a list has a NaN, and otherwise 0 if all numbers of a list are equal.
     """
     from scipy.stats import spearmanr  # slow to import, and most measures do without
 
+    if any(bool((each != each).any()) for each in (first_N, second_N)):
+        return math.nan
     if any(bool((each == each[0]).all()) for each in (first_N, second_N)):
         return 0.0
     return float(spearmanr(first_N, second_N).statistic)

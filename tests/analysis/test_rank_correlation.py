@@ -39,6 +39,7 @@ def test_outputs_that_are_no_numbers_have_no_correlation() -> None:
     outputs = torch.arange(10.0)
     outputs[3] = math.nan
     assert math.isnan(rank_correlation(outputs, torch.arange(10.0)))
+    assert math.isnan(rank_correlation(outputs, torch.ones(10)))
     assert math.isnan(difference_margin(outputs, torch.arange(10.0), torch.arange(10.0)))
 
 

@@ -18,7 +18,7 @@ from hf_attn_swap.kernels.dispatch import Form
 from hf_attn_swap.variants.base import VARIANTS
 from tests import zoo
 
-from .cells import EVERY, PAIRS, swap_in
+from .cells import EVERY, swap_in
 from .harness import (
     FAMILY_NAMES,
     LENGTH,
@@ -40,7 +40,7 @@ from .harness import (
 EXACT = TOLERANCE[torch.float64]
 ROTATED = 1e-6  # transformers computes the angles of rotary embeddings in fp32
 ADDING = [name for name in EVERY if "sink" in name.split("+")]
-OTHERS = {name: "+".join(part for part in name.split("+") if part != "sink") for name in ADDING if "sink" in name}
+OTHERS = {name: "+".join(part for part in name.split("+") if part != "sink") for name in ADDING}
 TOKEN = 7
 
 
@@ -185,9 +185,9 @@ def test_several_pairs_start_apart() -> None:
     assert all(not torch.allclose(one, other) for one, other in itertools.pairwise(own))
 
 
-def test_it_composes_with_every_place() -> None:
-    assert {"keys"} == set(VARIANTS["sink"].places)
-    assert len(OTHERS) - 1 == len([name for name in PAIRS if "sink" in name]) > 6
+def test_it_composes_with_every_variant_that_has_scores() -> None:
+    scored = {name for name, cls in VARIANTS.items() if cls.places and not cls.replaces} - {"sink"}
+    assert set(OTHERS.values()) - {""} == scored
 
 
 def test_strength_zero_after_training_is_the_stock_model() -> None:

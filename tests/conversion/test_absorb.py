@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as T  # as in the other tests
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from hf_attn_swap import patch_model
@@ -80,12 +82,78 @@ def test_massive_tokens_are_counted() -> None:
     assert found.massive == (1, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Other positions and pairs change the outputs by rounding, which is no reason to refuse the model."""
+    model = patch_model(fresh("llama", torch.float32).to(dtype), "sink")
+    absorb_sink(model, Letters(), TEXTS, tokens=[7])
+    text = torch.tensor([Letters()("another text").input_ids])
+    wanted = logits(fresh("llama", torch.float32), torch.cat([torch.tensor([[7]]), text], 1))[:, 1:]
+    assert distance(logits(model, text).float(), wanted) <= 5e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_learned_positions_are_refused(family: str) -> None:
-    model = patch_model(fresh(family), "sink")
+def test_learned_positions_are_refused(family: str, dtype: torch.dtype) -> None:
+    model = patch_model(fresh(family, torch.float32).to(dtype), "sink")
     with refused("positions do not count relatively"):
         absorb_sink(model, Letters(), TEXTS)
     assert not any(parameter.any() for swap in swaps(model) for parameter in swap.parameters())
+
+
+SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48)
+SMALL |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+LATENT |= dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=16)
+HYBRID = dict(num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, head_dim=8)
+BART = dict(vocab_size=64, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48)
+
+
+def built(name: str, more: dict[str, Any]) -> Any:
+    """A model whose attention matters."""
+    torch.manual_seed(0)
+    model = getattr(T, f"{name}ForCausalLM")(getattr(T, f"{name}Config")(**more)).eval().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "right"),
+    [
+        ("Mistral", SMALL | dict(num_key_value_heads=2, sliding_window=64), True),
+        ("Mistral", SMALL | dict(num_key_value_heads=2, sliding_window=4), False),  # the token leaves the window
+        ("GPTNeoX", SMALL, True),
+        ("DeepseekV3", SMALL | LATENT, True),  # keys of another width than values
+        ("FalconH1", SMALL | HYBRID, False),  # a state-space model beside every attention reads the token, too
+        ("GPTJ", dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=8), False),  # a table of angles
+        ("Bart", BART, False),  # learned positions, and an argument for positions that nothing reads
+    ],
+)
+def test_other_architectures_are_right_or_refused(name: str, more: dict[str, Any], right: bool) -> None:
+    stock, model = built(name, more), patch_model(built(name, more), "sink")
+    if not right:
+        with refused("train the sink instead"):
+            absorb_sink(model, Letters(), TEXTS, tokens=[7])
+        assert not any(parameter.any() for swap in swaps(model) for parameter in swap.parameters())
+        return
+    absorb_sink(model, Letters(), TEXTS, tokens=[7])
+    text = torch.tensor([Letters()("another text").input_ids])
+    wanted = logits(stock, torch.cat([torch.tensor([[7]]), text], 1))[:, 1:]
+    assert distance(logits(model, text), wanted) <= ROTATED
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
+def test_every_copy_of_a_layer_gets_the_pairs() -> None:
+    """PEFT keeps a copy of the module that it trains, and runs this copy."""
+    model = patch_model(fresh("llama"), "sink")
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["attn_swap"]))
+    absorb_sink(wrapped, Letters(), TEXTS, tokens=[7])
+    keys = [value for name, value in wrapped.named_parameters() if name.endswith("learned.key")]
+    assert len(keys) == 2 * model.config.num_hidden_layers
+    assert all(key.any() for key in keys)
 
 
 @pytest.mark.parametrize(

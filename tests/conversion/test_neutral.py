@@ -136,6 +136,19 @@ def test_where_a_norm_is_shared_or_absent(name: str, more: dict[str, Any], reaso
         assert report.layers == ()
 
 
+@pytest.mark.parametrize("inside", [nn.GELU(), nn.LayerNorm(32)], ids=["gelu", "norm"])
+def test_an_attention_that_reads_its_input_by_more_than_matrices(inside: nn.Module) -> None:
+    """No other scale of the norm is the same function there, so the skip would leave the paper's formula."""
+    model = T.LlamaForCausalLM(T.LlamaConfig(**SMALL)).eval()
+    core = model.model.layers[1].self_attn
+    core.q_proj = nn.Sequential(inside, core.q_proj)
+    patch_model(model, "modern_hopfield", alpha_prime=0.0)
+    report = neutral_start(model)
+    assert report.layers == (0,)
+    assert report.left == {1: "this attention reads the norm's output not by matrices alone"}
+    assert [swap.neutral for swap in swaps(model)] == [EXPONENT, None]
+
+
 @pytest.mark.parametrize("name", ["Phi", "GPTNeoX"])
 def test_a_frozen_model_answers_as_one_that_trains(name: str) -> None:
     model = getattr(T, f"{name}ForCausalLM")(getattr(T, f"{name}Config")(**SMALL)).eval()
