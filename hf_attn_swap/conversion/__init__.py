@@ -6,8 +6,9 @@ strength, attention transfer, and distillation.
 
 from .calibrate import calibrate
 from .cut import choose_gamma, cut_shares
-from .distillation import DistillationTrainer, Losses
+from .distillation import DistillationTrainer
 from .heads import match_heads
+from .losses import Losses
 from .merge import merge_calibration
 from .neutral import neutral_start
 from .schedule import StrengthSchedule
