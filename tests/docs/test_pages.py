@@ -163,7 +163,7 @@ def test_lists_of_stages_are_stages() -> None:
     found = [yaml.safe_load(text) for texts in blocks("yaml").values() for text in texts]
     assert found
     for each in found:
-        assert read_stages([json.dumps(stage) for stage in each["stages"]])
+        assert read_stages([stage if isinstance(stage, str) else json.dumps(stage) for stage in each["stages"]])
 
 
 def test_the_reference_has_every_public_name() -> None:
