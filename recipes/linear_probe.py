@@ -1,6 +1,6 @@
 r"""Measures how much a frozen, swapped model still knows, by a logistic regression on its features.
 
-    python recipes/linear_probe.py ag_news --variant modern_hopfield --stages calibrate fine_tune --output_dir runs/probe
+    python recipes/linear_probe.py ag_news --variant modern_hopfield --stages calibrate --output_dir runs/probe
     python recipes/linear_probe.py recipes/configs/probe_cifar10.yaml --variant belief
 
 The recipe prints the stock model, the swapped model, and the model after each stage of the conversion side by side. So

@@ -144,7 +144,7 @@ class DistillationTrainer(TrainerWithoutLabels):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in `Trainer`, with training steps for a fitted calibration that are relative to the size of its entries.
 
-        The entries of a fitted map are of the order of 1/100, where a training step of an adaptive optimiser is not small.
+        The entries of a fitted map are near 1/100, where a training step of an adaptive optimiser is not small.
         """
         new = self.optimizer is None
         optimizer = super().create_optimizer(model)

@@ -95,7 +95,7 @@ def _projection(site: Site) -> nn.Module:
 def _matrix(site: Site, module: nn.Module) -> nn.Module:
     if not isinstance(module, (nn.Linear, Conv1D)) or hasattr(module, "base_layer"):
         raise ValueError(
-            f"{site.path}: {type(module).__name__} is not a matrix by itself (an adapter or quantised weights); merge into "
+            f"{site.path}: {type(module).__name__} is no plain matrix (an adapter or quantised weights); merge into "
             "the model without adapters and without quantisation, or keep the calibration unmerged."
         )
     if not is_matrix(module):

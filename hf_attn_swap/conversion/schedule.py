@@ -3,8 +3,8 @@
     linear:  s = start + (end - start) p
     cosine:  s = start + (end - start) (1 - cos(pi p)) / 2
 
-Training step k (counted from 1) of n has p = k / (share n), at most 1. So the first one runs at a strength beyond start,
-and that at which the share is complete, and all that follow, run at end.
+Training step k (counted from 1) of n has p = k / (share n), at most 1. So the first one runs at a strength beyond
+start, and that at which the share is complete, and all that follow, run at end.
 
 All layers move together, or one after another: layer number j of m (counted from 0, in the chosen order) then has
 p_j = m p - j, at least 0 and at most 1.
@@ -26,8 +26,8 @@ ORDERS = ("together", "up", "down")
 class StrengthSchedule(TrainerCallback):
     """Moves the strength of every swapped layer while a `Trainer` trains.
 
-    The strength is a function of the training step alone, so a resumed training continues at the right strength. A compiled
-    model recompiles where the strength enters or leaves 0 and 1, and nowhere else.
+    The strength is a function of the training step alone, so a resumed training continues at the right strength. A
+    compiled model recompiles where the strength enters or leaves 0 and 1, and nowhere else.
 
     Args:
         start: the first strength, in [0, 1].

@@ -44,7 +44,7 @@ def assert_equal(got: Result, wanted: Result) -> None:
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Counts the writes of the journal; at the write of this number or key, `last`, the process ends, before or after it."""
+    """Counts the writes of the journal; before or after the write of the number or key `last`, the process ends."""
     state: dict[str, Any] = {"seen": [], "last": 0, "after": False}
     for name in ("write", "save"):
         real = getattr(Journal, name)
