@@ -60,7 +60,11 @@ def name_of(step: Step) -> str:
 
 
 def take(state: State, steps: Iterable[Step]) -> None:
-    """Take steps in their order."""
+    """Take steps in their order.
+
+    Raises:
+        ValueError: two parts have the same name, or a journal holds other parts.
+    """
     for step in steps:
         for part in _parts(step, state):
             _take(state, part)
@@ -74,6 +78,9 @@ def _parts(step: Step, state: State) -> Iterator[Part]:
 
 
 def _take(state: State, part: Part) -> None:
+    if part.name in state.parts:
+        raise ValueError(f"two parts of a conversion are called {part.name!r}; give one of them another name.")
+    state.parts.add(part.name)
     start, left = time.perf_counter(), state.budget.left
     found = _worked(state, part) or Found()
     if part.measured:

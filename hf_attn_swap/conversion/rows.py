@@ -101,7 +101,9 @@ def sample(count: int) -> range:
 
 def ready_rows(rows: Any, collate: Collator) -> Rows:
     """The rows of a recipe, which has its own way to make batches of them. Their length is not counted."""
-    return Rows(rows=rows, collate=collate, length=0, unit=ROWS, padded="input_ids" in rows.column_names)
+    return Rows(
+        rows=rows, collate=collate, length=0, unit=ROWS, padded="input_ids" in getattr(rows, "column_names", ())
+    )
 
 
 def mean_length(rows: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +77,7 @@ class State:
         final: the weights have changed for good, and there is no way back.
         adapters: PEFT's wrapper around the model, while adapters train.
         taught: the teacher of the trainings, once there is one.
+        parts: the names of the parts that were taken.
         originals: the values, before any step, of the parameters that steps have changed, on the CPU.
     """
 
@@ -96,6 +98,7 @@ class State:
     final: bool = False
     adapters: PeftModel | None = None
     taught: Teacher | None = None
+    parts: set[str] = field(default_factory=set)
     originals: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     # -- The model -----------------------------------------------------------------------------------------------------
@@ -216,7 +219,7 @@ class State:
             "rank": rank,
             "left": self.budget.left,
             "read": self.budget.read,
-            "notes": self.notes,
+            "notes": copy.deepcopy(self.notes),  # later steps go on writing
         }
         return plain, found.named(self.student)
 
@@ -228,4 +231,4 @@ class State:
             self.leave_adapters(merged=False)
         self.restore(Snapshot.read(plain["model"], tensors, self.student))
         self.budget = Budget(left=plain["left"], read=plain["read"])
-        self.notes = plain["notes"]
+        self.notes = copy.deepcopy(plain["notes"])
