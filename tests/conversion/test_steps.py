@@ -20,6 +20,7 @@ from tests.contract.harness import refused, swaps
 
 from .converting import CALM, converted, rows, same, stock, timeless, weights
 
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 ROW = 3  # of the embedding that the toy step changes
 
 
