@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import hf_attn_swap.analysis.held_out as module
+import hf_attn_swap.measuring.held_out as module
 import pytest
 import torch
 
