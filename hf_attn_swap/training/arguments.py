@@ -122,7 +122,8 @@ class ConversionArguments:
         return tuple(named) if self.schedule is None else (*named, "schedule")
 
     def __post_init__(self) -> None:
-        if self.schedule is not None and not isinstance(self.plan[-1], FineTune):
+        last = self.plan[-1]  # the stages are read here, and refused
+        if self.schedule is not None and not isinstance(last, FineTune):
             raise ValueError("a schedule moves the strength during the fine-tuning, which must then be the last stage.")
 
 

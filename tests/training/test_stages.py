@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -256,7 +257,7 @@ def test_every_distillation_has_the_original_as_its_teacher(tiny: Path, tmp_path
         return patch_model(model, *others, **more)
 
     monkeypatch.setattr(Teacher, "__init__", watched)
-    monkeypatch.setattr("hf_attn_swap.training.run.patch_model", put)
+    monkeypatch.setattr(importlib.import_module("hf_attn_swap.training.run"), "patch_model", put)
     stages = ["align", '{"stage": "distil", "learning_rate": 1e-2}', '{"stage": "distil", "rank": 2}']
     words = options(tiny, tmp_path, "--variant", "belief", "--stages", *stages, *NO_SAVING)
     recipe("text_classification.py", words, monkeypatch)
