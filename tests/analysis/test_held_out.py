@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import hf_attn_swap.measuring.held_out as module
 import pytest
 import torch
 
+import hf_attn_swap.measuring.held_out as module
 from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.analysis import Lost, lost
 from hf_attn_swap.measuring.held_out import HeldOut

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import json
-import importlib
 import math
 from pathlib import Path
 from typing import Any
