@@ -22,6 +22,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 
 import hf_attn_swap
 from hf_attn_swap import analysis, configurations, conversion, dynamics, functional, memory, quantization
+from hf_attn_swap.conversion.losses import LOSSES
 from hf_attn_swap.conversion.stages import read_stages
 from hf_attn_swap.variants.base import VARIANTS
 from hf_attn_swap_cli.app import app
@@ -70,14 +71,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def without_new_variants() -> Iterator[None]:
-    """Forget the variants that an example registers."""
-    before = dict(VARIANTS)
+def without_new_names() -> Iterator[None]:
+    """Forget the variants and the losses that an example registers."""
+    before = [(table, dict(table)) for table in (VARIANTS, LOSSES)]
     try:
         yield
     finally:
-        VARIANTS.clear()
-        VARIANTS.update(before)
+        for table, names in before:
+            table.clear()
+            table.update(names)
 
 
 @pytest.mark.parametrize("page", blocks("python"))
@@ -96,7 +98,7 @@ def test_python_runs_as_written(page: str, models: Path, tmp_path: Path, monkeyp
     }
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"text": names["texts"]})
     monkeypatch.setitem(sys.modules, "gradio", Mock())  # tests/tools/test_gradio.py runs these lines with Gradio
-    with without_new_variants():
+    with without_new_names():
         for block in blocks("python")[page]:
             for there, here in TINY.items():
                 block = block.replace(there, here)
