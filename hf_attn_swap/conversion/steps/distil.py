@@ -37,12 +37,12 @@ def distil(state: State) -> Iterator[Part]:
     every = list(state.swaps)
     state.kept = {index: COSTLY for index in every if not any(index in group for group in groups)}
     for number, group in enumerate(groups):
-        before = state.snapshot()
+        before = state.snapshot() if choosing else None
         if len(group) < len(every):  # else these layers together have been measured already
             running = list(itertools.chain(*groups[: number + 1]))
             name = f"group {number + 1} swapped" if choosing else "layers chosen"
             yield Part(name, partial(_run_in, running), again=True)
-        untrained, swapped = state.record[-1], state.snapshot()
+        untrained, swapped = state.record[-1], None if choosing else state.snapshot()
         for place, stage in enumerate(itertools.chain(plan.distil, itertools.repeat(plan.last)), 1):
             if exhausted(state) or state.within:
                 break
@@ -53,13 +53,13 @@ def distil(state: State) -> Iterator[Part]:
                 budget = stage.tokens or state.budget.left
             name = f"{'align' if stage.aligns else 'distil'} {f'{number + 1}.{place}' if choosing else place}"
             yield Part(name, partial(_train, stage, max(1, budget), name))
-        if choosing and not state.within:
+        if before is not None and not state.within:
             ran = list(itertools.chain(*groups[:number]))
             yield Part("last group taken back", partial(_take_back, before, ran), again=True)
             state.kept |= {index: ABOVE for later in groups[number:] for index in later}
             break
         bound = max(ROUNDING, DIVERGED * untrained.lost.cost)
-        if not choosing and state.record[-1] is not untrained and not state.record[-1].lost.cost <= bound:
+        if swapped is not None and state.record[-1] is not untrained and not state.record[-1].lost.cost <= bound:
             yield Part(UNDONE, partial(_diverged, swapped), again=True)
 
 
