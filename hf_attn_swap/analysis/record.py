@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from ..core.call import Carried
 from ..families import Site, sites
 from ..layer.swap import Swap
+from ..measuring.batches import MASKS
 from ..measuring.watched import watched
 from ..wiring.plan import layer_of
 from . import metrics
 from .recording import Activation, Layer, Recording
 
-MASKS = ("attention_mask", "decoder_attention_mask")
 # The modules that OutEffHop's figures read, by family. For a family that is not named here: every linear map and norm
 # of the layers.
 OUTLIERS = {

@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from ..core.call import Call, Inputs, heads_in_order
 from ..layer.registry import parse, parse_options
 from ..layer.swap import Swap
-from ..measuring.batches import Batch, as_batches, forward, read_by, refuse_other_tokens, token_mask
+from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
 from ..patch import build_swap, need_installation, swappable
 from ..wiring.install import Installation
 
@@ -191,7 +191,7 @@ def _scores(
         return found
     usable = swappable(installation.root)
     plain = softmax_swaps(installation)
-    with _evaluated(model), installation.temporarily(plain):
+    with evaluating(model), installation.temporarily(plain):
         cores = [usable[index].core for index in layers]
         for batch in tqdm(first_rows(batches), desc="match heads", unit="batch", disable=not progress):
             refuse_other_tokens(installation.root, cores, batch)
@@ -250,15 +250,3 @@ def first_rows(batches: Iterable[Any]) -> Iterator[Batch]:
         rows += next(value.shape[0] for value in batch.values() if isinstance(value, Tensor))
         if rows >= ROWS:
             return
-
-
-@contextlib.contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -89,10 +89,10 @@ def _projection(site: Site) -> nn.Module:
             f"{site.path}: the package does not know which module holds W_o, so nothing can be merged; keep the "
             "calibration unmerged."
         )
-    return _plain(site, site.container.get_submodule(site.family.output))
+    return _matrix(site, site.container.get_submodule(site.family.output))
 
 
-def _plain(site: Site, module: nn.Module) -> nn.Module:
+def _matrix(site: Site, module: nn.Module) -> nn.Module:
     if not isinstance(module, (nn.Linear, Conv1D)) or hasattr(module, "base_layer"):
         raise ValueError(
             f"{site.path}: {type(module).__name__} is no plain matrix (an adapter or quantised weights); merge into "
@@ -146,7 +146,7 @@ def _values(site: Site, width: int) -> tuple[Tensor, Tensor | None]:
             f"{site.path}: the package does not know which module is the value projection; keep the "
             "calibration unmerged."
         )
-    module = _plain(site, site.core.get_submodule(family.value))
+    module = _matrix(site, site.core.get_submodule(family.value))
     weight, bias = output_matrix(module)
     if family.value == family.query and not isinstance(module, Conv1D):
         raise ValueError(

@@ -60,7 +60,7 @@ class TrainerWithoutLabels(Trainer):
         try:
             return self._train(*args, **kwargs)
         except BaseException:
-            if not self.state.global_step:  # the training ended before its first step
+            if not self.state.global_step:  # the training ended before its first training step
                 note_retrained(self.installation, before)
             raise
 

@@ -13,8 +13,9 @@ from typing import Any
 import transformers
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel, TrainingArguments
 
-from ..conversion.convert import FITS, convert, refuse_converted
+from ..conversion.convert import convert, refuse_converted
 from ..conversion.outcome import ConversionReport
+from ..layer.calibration import FITS
 from ..layer.registry import parse, parse_options
 from .card import render
 from .checkpoint import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import json
 import math
@@ -353,7 +354,7 @@ def test_a_calibration_that_fails_leaves_no_scales() -> None:
 
 def test_convert_takes_scales_without_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the fit of the heads loses more than the scales alone, the scales stay."""
-    monkeypatch.setattr("hf_attn_swap.conversion.convert.FITS", ())
+    monkeypatch.setattr(importlib.import_module("hf_attn_swap.conversion.steps.fit"), "FITS", ())
     model = fresh("gpt2", torch.float32)
     rows = [{"input_ids": row} for each in several("gpt2", torch.float32) for row in each["input_ids"]]
     report = convert(model, PROJECTING[0], rows, tokens=64, progress=False)
@@ -365,7 +366,7 @@ def test_convert_takes_scales_without_a_fit(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("fits", [("gain",), ("gain", "map")])
 def test_convert_scales_once(fits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many fits of the heads follow."""
-    monkeypatch.setattr("hf_attn_swap.conversion.convert.FITS", fits)
+    monkeypatch.setattr(importlib.import_module("hf_attn_swap.conversion.steps.fit"), "FITS", fits)
     solved = []
     solve = value_scale._solve
     monkeypatch.setattr(value_scale, "_solve", lambda *args: solved.append(args) or solve(*args))
