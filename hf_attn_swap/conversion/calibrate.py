@@ -221,7 +221,7 @@ class _Fitting:
 
         def see(place: str, tensor: Tensor) -> Tensor:
             if place == NORMALIZED:
-                lost = tensor - adjuster.adjust(tensor, call.hand(tensor.dtype))
+                lost = tensor - adjuster.adjust(tensor, call)
                 self.cut.add(lost.clamp_min(0), tensor, batch)
             return tensor
 

@@ -83,7 +83,7 @@ def attend(
     variant = places.carrier or places.normalizer or places.adjuster
     if variant is None:
         return ordinary(inputs, sdpa), None
-    heads = variant.heads(inputs, call.hand(_wide(inputs.query)), sdpa, form)
+    heads = variant.heads(inputs, call, sdpa, form)
     if heads is None:
         return reference(places, inputs, call)
     return heads, None
@@ -107,7 +107,7 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     if inputs.position_bias is not None:
         scores = scores + inputs.position_bias
     if places.carrier is not None:
-        scores = places.carrier.carry(scores, call.hand(scores.dtype))
+        scores = places.carrier.carry(scores, call)
     scores = call.tapped("scores", scores)
     if (bias := inputs.masks.bias()) is not None:
         scores = scores + bias
@@ -116,12 +116,12 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     wide = scores.to(_wide(scores))
     if places.normalizer is not None:
-        weights = places.normalizer.normalize(wide, call.hand(wide.dtype))
+        weights = places.normalizer.normalize(wide, call)
     else:
         weights = torch.softmax(wide, -1)
     weights = call.tapped(NORMALIZED, weights)
     if places.adjuster is not None:
-        weights = places.adjuster.adjust(weights, call.hand(weights.dtype))
+        weights = places.adjuster.adjust(weights, call)
     if allowed is not None:  # a query that may see no key reads zeros, as in SDPA
         weights = weights.masked_fill(~allowed, 0.0)
     weights = call.tapped("probabilities", weights.to(value.dtype))

@@ -320,9 +320,9 @@ class Swap(nn.Module):
         heads = call.tapped("context", heads)
         reader = self.at("read")
         if reader is not None:
-            heads = reader.read(heads, call.hand(heads.dtype))
+            heads = reader.read(heads, call)
         if self.calibration is not None:
-            heads = mix(heads, self.calibration(heads), call.hand(heads.dtype).strength)
+            heads = mix(heads, self.calibration(heads), call.strength_in(heads.dtype))
         return heads, weights
 
     def _replaced(
@@ -338,14 +338,14 @@ class Swap(nn.Module):
                 other = reference(Places(), inputs, Call(x=call.x))[0]
             else:
                 other = ordinary(inputs, sdpa)
-            return variant.read_between(other, heads.to(other.dtype), call.hand(other.dtype)), weights
-        return variant.read(heads, call.hand(heads.dtype)), weights
+            return variant.read_between(other, heads.to(other.dtype), call), weights
+        return variant.read(heads, call), weights
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         """Let the variants change the output of W_o: from (B,L,E) to (B,L,E)."""
         for variant in self.variants:
             if variant.writes:
-                out_BLE = variant.write(out_BLE, call.hand(out_BLE.dtype))
+                out_BLE = variant.write(out_BLE, call)
         return out_BLE
 
     def form(self, setting: Setting) -> Form:
