@@ -231,7 +231,7 @@ def refuse_converted(model: nn.Module) -> None:
         ValueError: a layer has another attention, or its control was calibrated to another attention.
     """
     installation = installation_of(model_root(model))
-    swaps = [] if installation is None else [swap for group in installation.swaps().values() for swap in group]
+    swaps = [] if installation is None else [swap for layer in installation.layers() for swap in layer.copies]
     for swap in swaps:
         if swap.names != (Softmax.name,) or swap.calibration is not None or swap.merged is not None:
             raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
@@ -317,7 +317,7 @@ class _Work:
         installation = installation_of(model_root(self.model))
         if installation is None:
             return ()
-        return tuple(index for index, swaps in installation.swaps().items() if swaps[0].strength > 0)
+        return tuple(layer.number for layer in installation.layers() if layer.swap.strength > 0)
 
     def lost(self) -> Lost:
         """What the model loses on the held-out rows, as it is."""
@@ -508,7 +508,7 @@ def _fit(work: _Work) -> None:
 
 def _best_fit(work: _Work, batches: Sequence[Batch]) -> tuple[str, Lost]:
     """Fit the swap by the way that loses least. Returns the way and its loss."""
-    swaps = [swap for group in work.installation.swaps().values() for swap in group]
+    swaps = [swap for layer in work.installation.layers() for swap in layer.copies]
     chosen = NO_FIT
     best = work.steps[-1].lost
     fitted = [_fitted(swap) for swap in swaps]
@@ -531,7 +531,7 @@ def _calibrate(work: _Work, batches: Sequence[Batch], fit: str) -> None:
         scale_values(work.model, batches, progress=work.progress)
         return
     how = work.plan.calibrate or Calibrate()
-    scaled = any(swap.value_scale is not None for group in work.installation.swaps().values() for swap in group)
+    scaled = any(layer.swap.value_scale is not None for layer in work.installation.layers())
     calibrate(
         work.model,
         batches,
@@ -613,7 +613,7 @@ def _convert_groups(
             work.leave_adapters()
             work.note(UNDONE)
     work.finish()
-    carries = any(swap.carries for group in work.installation.swaps().values() for swap in group)
+    carries = any(layer.swap.carries for layer in work.installation.layers())
     if kept and not (carries and work.layers):  # else the swaps that stay at strength 0 pass their scores on
         unpatch_model(work.model, layers=sorted(kept))
     return kept

@@ -103,20 +103,20 @@ class DistillationTrainer(TrainerWithoutLabels):
         trainable: Iterable[str] | str | None = None,
         **kwargs: Any,
     ) -> None:
-        self.installation = need_installation(model)
+        installation = need_installation(model)
         self.losses = losses or Losses()
         data = kwargs.get("train_dataset")
         if data is not None and hasattr(data, "__len__") and len(data) == 0:
             raise ValueError("the training data are empty; distillation needs a few thousand tokens without labels.")
-        if all(swap.phase == Phase.OFF for group in self.installation.swaps().values() for swap in group) and not any(
+        if all(layer.swap.phase == Phase.OFF for layer in installation.layers()) and not any(
             hasattr(callback, "strength") for callback in kwargs.get("callbacks") or ()
         ):
             raise ValueError("the model is at strength 0, the teacher itself; call set_strength(model, 1.0) first.")
         _choose(model, trainable)
         self.teacher = teacher if isinstance(teacher, Teacher) else Teacher(model, teacher)
-        self.errors = layer_errors(self.installation) if self.losses.layers else None
+        self.errors = layer_errors(installation) if self.losses.layers else None
         args = copy.copy(args) if args is not None else TrainingArguments()
-        if args.include_num_input_tokens_seen == "no" and self.installation.root.main_input_name == "input_ids":
+        if args.include_num_input_tokens_seen == "no" and installation.root.main_input_name == "input_ids":
             args.include_num_input_tokens_seen = "all"
         super().__init__(model, args, parts_named=bool(trainable), **kwargs)
         self.split_head: bool | None = None  # True once the logits are known to be the head's output on hidden states
@@ -150,7 +150,7 @@ class DistillationTrainer(TrainerWithoutLabels):
         wanted = dict(batch)
         if self.losses.hidden and self.losses.hidden_layers == "all":
             wanted["output_hidden_states"] = True
-        root = self.installation.root
+        root = self.root
         shortened = self._can_split(root, model) and self.split_head is not False
         if shortened:
             # The last token by index: for a slice of one token per row, torch would copy the whole head.
@@ -191,7 +191,7 @@ class DistillationTrainer(TrainerWithoutLabels):
         """The mean over rows of a row's mean divergence."""
         heads: dict[str, nn.Module] = {}
         if self.split_head:
-            root = self.installation.root
+            root = self.root
             other = self.teacher.model or root
             ours, theirs = student.hidden, teacher.hidden
             heads = {"head": root.get_output_embeddings(), "teacher_head": other.get_output_embeddings()}
@@ -199,8 +199,8 @@ class DistillationTrainer(TrainerWithoutLabels):
             ours, theirs = logits_of(student.output), logits_of(teacher.output)
         if ours.shape != theirs.shape:
             raise ValueError(f"the teacher's outputs {tuple(theirs.shape)} are not the model's {tuple(ours.shape)}.")
-        if gives_numbers(self.installation.root):
-            return divergence_of_numbers(self.installation.root, ours, theirs, self.losses.temperature)
+        if gives_numbers(self.root):
+            return divergence_of_numbers(self.root, ours, theirs, self.losses.temperature)
         weight = _token_weights(batch, ours)
         return divergence(
             ours.reshape(-1, ours.shape[-1]),
@@ -239,7 +239,7 @@ class DistillationTrainer(TrainerWithoutLabels):
         merge = getattr(model, "merge_and_unload", None)
         if merge is None:
             return model
-        note_retrained(self.installation)
+        note_retrained(need_installation(self.root))
         return cast(nn.Module, merge())
 
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from ..families import Site
 from ..layer.swap import LARGEST_EXPONENT
 from ..measuring.batches import Batch, as_batches, evaluating, forward
-from ..patch import need_installation, swappable
+from ..patch import need_installation
 
 EXPONENT = 10
 PRODUCTS = {"linear", "addmm", "matmul", "mm", "__matmul__"}
@@ -82,17 +82,17 @@ def neutral_start(model: nn.Module, batch: Any = None, *, exponent: int = EXPONE
     if isinstance(exponent, bool) or not isinstance(exponent, int) or not 0 <= exponent <= LARGEST_EXPONENT:
         raise ValueError(f"exponent must be a whole number from 0 to {LARGEST_EXPONENT}, got {exponent!r}.")
     installation = need_installation(model)
-    skips = {index: swaps for index, swaps in installation.swaps().items() if swaps[0].adds_input}
+    skips = [layer for layer in installation.layers() if layer.swap.adds_input]
     if not skips:
         raise ValueError("no swapped layer adds its input, so there is no skip to start at nothing.")
     found = readers(model, batch) if exponent else {}
-    left = {index: reason for index in skips if isinstance(reason := found.get(index), str)}
-    layers = tuple(index for index in skips if index not in left)
-    for index in layers:
-        for swap in skips[index]:
+    left = {each.number: reason for each in skips if isinstance(reason := found.get(each.number), str)}
+    scaled = [layer for layer in skips if layer.number not in left]
+    for layer in scaled:
+        for swap in layer.copies:
             swap.neutral = exponent or None
     installation.refresh()
-    return NeutralStart(exponent=exponent, layers=layers, left=left)
+    return NeutralStart(exponent=exponent, layers=tuple(layer.number for layer in scaled), left=left)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +118,13 @@ def readers(model: nn.Module, batch: Any = None) -> dict[int, Readers | str]:
         By the layer's number: the norm and the matrices, or a reason why the scale of the norm is not free.
     """
     installation = need_installation(model)
-    usable = swappable(installation.root)
-    chosen = {index: usable[index] for index in installation.swaps()}
+    layers = installation.layers()
     inputs: Batch = next(as_batches(made_up(installation.root) if batch is None else batch))
     watch = _Watch()
     with evaluating(model), contextlib.ExitStack() as hooked:
-        for site in chosen.values():
-            hooked.callback(site.core.register_forward_pre_hook(watch.arrives(site), with_kwargs=True).remove)
+        for layer in layers:
+            core = layer.site.core
+            hooked.callback(core.register_forward_pre_hook(watch.arrives(layer.site), with_kwargs=True).remove)
         for module in model.modules():
             if _is_norm(module):
                 hooked.callback(module.register_forward_hook(watch.leaves).remove)
@@ -134,7 +134,7 @@ def readers(model: nn.Module, batch: Any = None) -> dict[int, Readers | str]:
         hooked.enter_context(installation.stock())
         with watch:
             forward(model, inputs)
-    return {index: watch.answer(site) for index, site in chosen.items()}
+    return {layer.number: watch.answer(layer.site) for layer in layers}
 
 
 def made_up(root: PreTrainedModel) -> Batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..families import Site
-from ..patch import need_installation, swappable
+from ..patch import need_installation
 
 PARTS = ("query", "key", "value", "output", "swap")
 
@@ -16,9 +16,7 @@ def part_of(model: nn.Module, part: str) -> list[nn.Module]:
     Raises:
         ValueError: the part is unknown, the model is not patched, or the package does not know the projection's name.
     """
-    installation = need_installation(model)
-    usable = swappable(installation.root)
-    return [site_part(usable[index], part) for index in installation.swaps()]
+    return [site_part(layer.site, part) for layer in need_installation(model).layers()]
 
 
 def site_part(site: Site, part: str) -> nn.Module:

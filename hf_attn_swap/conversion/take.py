@@ -89,7 +89,7 @@ def _calibrate(
 
 def _starts(model: PreTrainedModel) -> str:
     """What a calibration chose before the fit, in words: the scale of the skip, and the order of the heads."""
-    swaps = [group[0] for group in need_installation(model).swaps().values()]
+    swaps = [layer.swap for layer in need_installation(model).layers()]
     words = ""
     if neutral := [swap for swap in swaps if swap.neutral is not None]:
         words += f" The skip of {len(neutral)} layers starts at 2^-{neutral[0].neutral} of the input (neutral start)."
