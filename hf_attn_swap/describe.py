@@ -136,10 +136,10 @@ def _needs_weights(variant: Variant) -> bool:
 
 def _swapped(site: Site, swap: Swap) -> str:
     """The form that runs on the module's device and in its dtype, and what follows the heads, in words."""
-    like = home(site.container, site.core)
+    at = home(site.container, site.core)
     setting = Setting(
-        device=like.device.type,
-        dtypes=(like.dtype,),
+        device=at.device.type,
+        dtypes=(at.dtype,),
         between=swap.phase == Phase.BETWEEN,
         uniform=swap.wiring is None or swap.wiring.uniform,
     )

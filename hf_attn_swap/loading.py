@@ -21,7 +21,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .families import sites
 from .layer.calibration import check_fit
 from .layer.registry import Options, canonical_keys, parse, parse_options
 from .layer.swap import LARGEST_EXPONENT, Swap
@@ -221,8 +220,9 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
         ValueError: the block cannot be used, or the caller asked for another attention implementation.
     """
     modules, plan = read_block(block)
-    usable = [site for site in sites(model) if site.usable]
-    if len(usable) != modules:
+    installation = Installation(model, Record(loaded=True))
+    every = installation.numbered()
+    if len(every) != modules:
         # This model is a part of a larger model. The larger model attaches the swaps at the end of its constructor.
         # Until then, the attention function refuses to run.
         return
@@ -234,18 +234,21 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
     swaps = {}
     for planned in plan:
         for index in planned.layers:
-            swap = build_swap(usable[index], planned.classes, planned.options, index)
-            swap.strength, swap.selection = planned.strength, planned.modules
+            layer = every[index]
+            swap = build_swap(
+                layer, planned.classes, planned.options, strength=planned.strength, selection=planned.modules
+            )
             swap.neutral, swap.retrained = planned.neutral, planned.retrained
             swap.head_order = _fitting(planned.head_order, swap)
             if planned.value_scale:
-                swap.scale_values(next(usable[index].container.parameters()))
+                swap.scale_values(next(layer.site.container.parameters()))
             if planned.merged:
                 swap.merged = planned.fit
             elif planned.fit is not None:
-                swap.calibrate(planned.fit, next(usable[index].container.parameters()))
-            swaps[index] = swap
-    Installation.start(model, model, loaded=True).put(swaps)
+                swap.calibrate(planned.fit, next(layer.site.container.parameters()))
+            swaps[layer] = swap
+    installation.start(model)
+    installation.put(swaps)
 
 
 def _fitting(order: tuple[int, ...] | None, swap: Swap) -> tuple[int, ...] | None:

@@ -180,7 +180,7 @@ def refuse_converted(model: nn.Module) -> None:
         ValueError: a layer has another attention, or its control was calibrated to another attention.
     """
     installation = installation_of(model_root(model))
-    swaps = [] if installation is None else [swap for group in installation.swaps().values() for swap in group]
+    swaps = [] if installation is None else [swap for layer in installation.layers() for swap in layer.copies]
     for swap in swaps:
         if swap.names != (Softmax.name,) or swap.calibration is not None or swap.merged is not None:
             raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")

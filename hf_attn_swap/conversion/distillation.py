@@ -65,21 +65,21 @@ class DistillationTrainer(TrainerWithoutLabels):
         trainable: Iterable[str] | str | None = None,
         **kwargs: Any,
     ) -> None:
-        self.installation = need_installation(model)
+        installation = need_installation(model)
         self.losses = losses or Losses()
         data = kwargs.get("train_dataset")
         if data is not None and hasattr(data, "__len__") and len(data) == 0:
             raise ValueError("the training data are empty; distillation needs a few thousand tokens without labels.")
-        if all(swap.phase == Phase.OFF for group in self.installation.swaps().values() for swap in group) and not any(
+        if all(layer.swap.phase == Phase.OFF for layer in installation.layers()) and not any(
             hasattr(callback, "strength") for callback in kwargs.get("callbacks") or ()
         ):
             raise ValueError("the model is at strength 0, the teacher itself; call set_strength(model, 1.0) first.")
         choose_trainable(model, trainable)
         self.teacher = teacher if isinstance(teacher, Teacher) else Teacher(model, teacher)
         self.needs = self.losses.needs
-        self.errors = layer_errors(self.installation, self.teacher.originals) if LAYERS in self.needs else None
+        self.errors = layer_errors(installation, self.teacher.originals) if LAYERS in self.needs else None
         args = copy.copy(args) if args is not None else TrainingArguments()
-        if args.include_num_input_tokens_seen == "no" and self.installation.root.main_input_name == "input_ids":
+        if args.include_num_input_tokens_seen == "no" and installation.root.main_input_name == "input_ids":
             args.include_num_input_tokens_seen = "all"
         super().__init__(model, args, parts_named=bool(trainable), **kwargs)
         self.split_head: bool | None = None  # True once the logits are known to be the head's output on hidden states
@@ -113,7 +113,7 @@ class DistillationTrainer(TrainerWithoutLabels):
         wanted = dict(batch)
         if STATES in self.needs:
             wanted["output_hidden_states"] = True
-        root = self.installation.root
+        root = self.root
         teaching = self.teacher.model or root
         split = self._can_split(root, model) and self.split_head is not False
         if split:
@@ -166,7 +166,7 @@ class DistillationTrainer(TrainerWithoutLabels):
 
     def merged(self) -> nn.Module:
         """Return the trained model, with PEFT's adapters merged into the weights."""
-        return merge_adapters(self.accelerator.unwrap_model(self.model), self.installation)
+        return merge_adapters(self.accelerator.unwrap_model(self.model), need_installation(self.root))
 
 
 def merge_adapters(model: nn.Module, installation: Installation) -> nn.Module:

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ..families import Site
 from ..layer.calibration import Calibration
 from ..layer.swap import Swap
-from ..patch import need_installation, swappable
+from ..patch import need_installation
 from .target import is_matrix, output_matrix
 
 M = TypeVar("M", bound=nn.Module)
@@ -40,8 +40,7 @@ def merge_calibration(model: M, /) -> M:
             The model is unchanged after an error.
     """
     installation = need_installation(model)
-    usable = swappable(installation.root)
-    found = [(usable[index], swap) for index, swaps in installation.swaps().items() for swap in swaps]
+    found = [(layer.site, swap) for layer in installation.layers() for swap in layer.copies]
     calibrated = [(site, swap, swap.calibration) for site, swap in found if swap.calibration is not None]
     if not calibrated:
         raise ValueError("no layer is calibrated; call calibrate on the model first.")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from ..families import Site
-from ..patch import need_installation, swappable
+from ..patch import need_installation
 from ..wiring.install import model_root
 
 EVERYTHING, BODY = "all", "body"
@@ -20,9 +20,7 @@ def part_of(model: nn.Module, part: str) -> list[nn.Module]:
     Raises:
         ValueError: the part is unknown, the model is not patched, or the package does not know the projection's name.
     """
-    installation = need_installation(model)
-    usable = swappable(installation.root)
-    return [site_part(usable[index], part) for index in installation.swaps()]
+    return [site_part(layer.site, part) for layer in need_installation(model).layers()]
 
 
 def site_part(site: Site, part: str) -> nn.Module:

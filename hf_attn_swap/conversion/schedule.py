@@ -79,8 +79,7 @@ class StrengthSchedule(TrainerCallback):
             set_strength(model, self.strength(step, state.max_steps))
             return
         installation = need_installation(model)
-        swaps = installation.swaps()
-        for place, index in enumerate(sorted(swaps, reverse=self.order == "down")):
-            for swap in swaps[index]:
-                swap.strength = self.strength(step, state.max_steps, place, len(swaps))
-        installation.refresh()
+        layers = installation.layers()[:: -1 if self.order == "down" else 1]
+        installation.set_strength(
+            {layer: self.strength(step, state.max_steps, place, len(layers)) for place, layer in enumerate(layers)}
+        )

@@ -101,7 +101,8 @@ def _plain(swap: Swap) -> dict[str, Any]:
 
 def _fill(swap: Swap, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Give a swap what `_plain` and `state_dict` told of it. A fit that stays keeps its module."""
-    swap.strength, swap.retrained, swap.neutral = plain["strength"], plain["retrained"], plain["neutral"]
+    swap.compute_at(plain["strength"])
+    swap.retrained, swap.neutral = plain["retrained"], plain["neutral"]
     swap.head_order = None if plain["head_order"] is None else tuple(plain["head_order"])
     fit, device = plain["calibration"], swap.strength_value.device
     if fit is None:

@@ -118,7 +118,7 @@ class State:
     def swaps(self) -> dict[int, list[Swap]]:
         """The swaps by the number of the layer, with PEFT's copies; none before the first step."""
         installation = installation_of(model_root(self.model))
-        return {} if installation is None else installation.swaps()
+        return {} if installation is None else {each.number: list(each.copies) for each in installation.layers()}
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -44,23 +44,24 @@ class Teacher:
         model: PreTrainedModel | None = None,
         originals: Mapping[nn.Parameter, torch.Tensor] | None = None,
     ) -> None:
-        self.installation: Installation = need_installation(student)
+        installation = need_installation(student)
+        self.root = installation.root
         self.model = model
         self.originals = dict(originals or {})
         self.frozen: dict[str, torch.Tensor] = {}
         if model is not None:
-            check_teacher(self.installation.root, model)
+            check_teacher(self.root, model)
             model.eval().requires_grad_(False)
             return
-        for index, swaps in self.installation.swaps().items():
-            if swaps[0].merged is not None:
+        for layer in installation.layers():
+            if layer.swap.merged is not None:
                 raise ValueError(
-                    f"layer {index}: its calibration was merged, so strength 0 is no longer the original; pass the "
-                    "original model as teacher, or load the unmerged model."
+                    f"layer {layer.number}: its calibration was merged, so strength 0 is no longer the original; pass "
+                    "the original model as teacher, or load the unmerged model."
                 )
-            if swaps[0].retrained and not self.originals:
+            if layer.swap.retrained and not self.originals:
                 raise ValueError(
-                    f"layer {index}: an earlier conversion trained its weights, so strength 0 is no longer the "
+                    f"layer {layer.number}: an earlier conversion trained its weights, so strength 0 is no longer the "
                     "original; pass the original model as teacher."
                 )
         unused = _unused_at_strength_0(student)
@@ -85,7 +86,7 @@ class Teacher:
         if self.model is not None:
             self.model.to(device=next(unwrapped.parameters()).device)  # type: ignore[call-arg]  # torch's own argument
             return self.model(**batch)
-        with self.installation.stock(), evaluating(unwrapped), _without_adapters(unwrapped):
+        with need_installation(self.root).stock(), evaluating(unwrapped), _without_adapters(unwrapped):
             if self.frozen:
                 _refuse_sharded(unwrapped)
                 return functional_call(unwrapped, self.frozen, (), batch)
@@ -104,7 +105,7 @@ def note_retrained(installation: Installation, retrained: bool = True) -> bool:
     Returns:
         What was noted before.
     """
-    every = [swap for swaps in installation.swaps().values() for swap in swaps]
+    every = [swap for layer in installation.layers() for swap in layer.copies]
     before = any(swap.retrained for swap in every)
     for swap in every:
         swap.retrained = retrained

@@ -25,7 +25,7 @@ from ..families import Site
 from ..layer.swap import STOCK, Phase
 from ..measuring.batches import read_by, refuse_other_tokens, token_mask, without_labels
 from ..measuring.divergence import relative_error
-from ..patch import need_installation, swappable
+from ..patch import need_installation
 from ..wiring.install import Installation
 from .as_before import configs_of
 from .parts import PARTS, site_part
@@ -193,27 +193,25 @@ def _swapped(installation: Installation, *, resting: bool = False, known: bool =
         resting: layers at strength 0 are left out, as long as another layer runs its variant.
         known: the values from before a training are known, so a retrained layer has an original.
     """
-    usable = swappable(installation.root)
-    sites = []
-    for index, swaps in installation.swaps().items():
-        if swaps[0].merged is not None:
+    layers = installation.layers()
+    running = [layer for layer in layers if layer.swap.phase != Phase.OFF]
+    for layer in layers:
+        index, swap = layer.number, layer.swap
+        if swap.merged is not None:
             raise ValueError(
                 f"layer {index}: its calibration was merged, so the original attention is gone; load the "
                 "unmerged model."
             )
-        if swaps[0].retrained and not known:
+        if swap.retrained and not known:
             raise ValueError(
                 f"layer {index}: an earlier conversion trained its weights, so strength 0 is no longer the original "
                 "attention; start again from the pretrained model."
             )
-        if swaps[0].phase == Phase.OFF:
-            if resting and any(swap.phase != Phase.OFF for group in installation.swaps().values() for swap in group):
-                continue
+        if swap.phase == Phase.OFF and not (resting and running):
             raise ValueError(
                 f"layer {index} is at strength 0, the original itself; call set_strength(model, 1.0) first."
             )
-        sites.append(usable[index])
-    return sites
+    return [layer.site for layer in (running if resting and running else layers)]
 
 
 def _choose(model: nn.Module, swapped: list[Site], trainable: tuple[str, ...]) -> None:

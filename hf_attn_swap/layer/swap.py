@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,18 @@ class Phase(str, Enum):
     OFF = "off"
     BETWEEN = "between"
     FULL = "full"
+
+
+class Home(NamedTuple):
+    """Where an attention module computes.
+
+    Attributes:
+        device: the device.
+        dtype: the dtype, a floating point one.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -97,14 +109,16 @@ class Wiring:
 class Swap(nn.Module):
     """The child module `attn_swap` of a swapped attention module: its variants, their parameters, and the strength.
 
-    The Python float `strength` is the truth. The fp32 buffer `strength_value` (1,) is a copy of the float for the
-    computation, and `phase` is the only form of the strength that code branches on. `wiring` is None while the swap
-    belongs to no model.
+    The Python float `strength` is the truth; `Installation.set_strength` changes it. The fp32 buffer `strength_value`
+    (1,) is a copy of the float for the computation, and `phase` is the only form of the strength that code branches on.
+    `wiring` is None while the swap belongs to no model.
 
     Args:
         classes: the variants, in the order of the name.
         options: the options of each variant, by the variant's name, complete with defaults.
         geometry: the sizes of the attention module.
+        strength: a number from 0 to 1.
+        selection: the argument `modules` that chose this layer, or None.
 
     Raises:
         ValueError: a variant does not fit an attention module of these sizes.
@@ -114,7 +128,15 @@ class Swap(nn.Module):
     calibration: Calibration | None
     value_scale: ValueScale | None
 
-    def __init__(self, classes: tuple[type[Variant], ...], options: Options, geometry: Geometry) -> None:
+    def __init__(
+        self,
+        classes: tuple[type[Variant], ...],
+        options: Options,
+        geometry: Geometry,
+        *,
+        strength: float = 1.0,
+        selection: str | None = None,
+    ) -> None:
         super().__init__()
         self.names = tuple(cls.name for cls in classes)
         self.geometry = geometry
@@ -124,15 +146,14 @@ class Swap(nn.Module):
         self.neutral: int | None = None  # k, if a neutral start scales the skip by 2^-k
         self.head_order: tuple[int, ...] | None = None  # the own head that meets each head of the carried scores
         self.retrained = False  # True if a conversion trained weights: strength 0 is no longer the original
-        self.selection: str | None = None  # the argument `modules` that chose this layer
-        self.strength = 1.0
-        self.phase = Phase.FULL
+        self.selection = selection
         self.options = options
         for cls in classes:
             self.add_module(cls.name, cls(build_options(cls, options[cls.name]), geometry))
         self.register_module("calibration", None)
         self.register_module("value_scale", None)
         self.register_buffer("strength_value", torch.ones(1, dtype=torch.float32), persistent=False)
+        self.compute_at(strength)
 
     def _load_from_state_dict(
         self,
@@ -153,6 +174,11 @@ class Swap(nn.Module):
         )
         absent = tuple(f"{prefix}{name}." for name in ("calibration", "value_scale") if getattr(self, name) is None)
         unexpected_keys.extend(key for key in state_dict if key.startswith(absent))
+
+    @property
+    def strength(self) -> float:
+        """The strength, a number from 0 to 1."""
+        return self._strength
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -262,26 +288,26 @@ class Swap(nn.Module):
             spec["calibration"] = {"fit": fit, "merged": self.calibration is None}
         return spec
 
-    def calibrate(self, fit: str, like: Tensor) -> Calibration:
+    def calibrate(self, fit: str, like: Home | Tensor) -> Calibration:
         """Add a calibration that changes nothing yet, on the device and in the dtype of `like`.
 
         Raises:
             ValueError: `fit` is neither "gain" nor "map".
         """
-        self.calibration = Calibration(fit, self.geometry).to(like)
+        self.calibration = Calibration(fit, self.geometry).to(device=like.device, dtype=like.dtype)
         return self.calibration
 
-    def scale_values(self, like: Tensor) -> ValueScale:
+    def scale_values(self, like: Home | Tensor) -> ValueScale:
         """Add scales of the values that change nothing yet, on the device of `like`."""
         self.value_scale = ValueScale(self.geometry).to(like.device)
         return self.value_scale
 
-    def set_strength(self, strength: float, *, never_off: bool = False) -> None:
-        """Set the strength, a number from 0 to 1.
+    def compute_at(self, strength: float, *, never_off: bool = False) -> None:
+        """Compute at this strength from now on, a number from 0 to 1: a part of `Installation.set_strength`.
 
         With `never_off`, the layer computes the variant at strength 0 too, because another layer reads its scores.
         """
-        self.strength = float(strength)
+        self._strength = float(strength)
         if strength == 1:
             self.phase = Phase.FULL
         elif strength == 0 and not never_off:
@@ -323,9 +349,9 @@ class Swap(nn.Module):
         heads = call.tapped("context", heads)
         reader = self.at("read")
         if reader is not None:
-            heads = reader.read(heads, call.hand(heads.dtype))
+            heads = reader.read(heads, call)
         if self.calibration is not None:
-            heads = mix(heads, self.calibration(heads), call.hand(heads.dtype).strength)
+            heads = mix(heads, self.calibration(heads), call.strength_in(heads.dtype))
         return heads, weights
 
     def _replaced(
@@ -341,14 +367,14 @@ class Swap(nn.Module):
                 other = reference(Places(), inputs, Call(x=call.x))[0]
             else:
                 other = ordinary(inputs, sdpa)
-            return variant.read_between(other, heads.to(other.dtype), call.hand(other.dtype)), weights
-        return variant.read(heads, call.hand(heads.dtype)), weights
+            return variant.read_between(other, heads.to(other.dtype), call), weights
+        return variant.read(heads, call), weights
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         """Let the variants change the output of W_o: from (B,L,E) to (B,L,E)."""
         for variant in self.variants:
             if "write" in variant.changes:
-                out_BLE = variant.write(out_BLE, call.hand(out_BLE.dtype))
+                out_BLE = variant.write(out_BLE, call)
         return out_BLE
 
     def form(self, setting: Setting) -> Form:

@@ -187,7 +187,7 @@ def refuse_changed(installation: Installation, advice: str) -> None:
         ValueError: a calibration was merged into weights, or a conversion trained weights.
     """
     installation.refuse_merged(f"compared with the model at strength 0 ({advice})")
-    if any(swap.retrained for group in installation.swaps().values() for swap in group):
+    if any(layer.swap.retrained for layer in installation.layers()):
         raise ValueError(
             f"a conversion trained weights of this model, so strength 0 is no longer the stock model; {advice}."
         )

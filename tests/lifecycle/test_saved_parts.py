@@ -36,14 +36,14 @@ def on_disk(folder: Path) -> Any:
 
 def worked(model: Any) -> Any:
     """Give every swap all that a conversion may leave in it."""
-    for number, swap in enumerate(swaps(model)):
+    for swap in swaps(model):
         swap.neutral, swap.retrained = 2, True
         swap.head_order = tuple(reversed(range(swap.geometry.heads)))
         swap.calibrate("gain", next(model.parameters()))
         if swap.projects:
             swap.scale_values(next(model.parameters()))
-        swap.strength = 0.5 + number / 16
-    need_installation(model).refresh()
+    installation = need_installation(model)
+    installation.set_strength({layer: 0.5 + layer.number / 16 for layer in installation.layers()})
     return perturb(model)
 
 
