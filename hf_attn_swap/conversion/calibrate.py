@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core.call import NORMALIZED, Call
-from ..layer.calibration import check_fit
+from ..layer.calibration import Calibration, check_fit
 from ..layer.registry import parse, parse_options
 from ..layer.swap import Phase
 from ..measuring.batches import Batch, as_batches, forward, read_by, refuse_other_tokens, token_mask
@@ -176,14 +176,13 @@ def _new_skip(targets: Sequence[Target]) -> bool:
 
 @contextlib.contextmanager
 def _undone_after_an_error(installation: Installation) -> Iterator[None]:
-    """If an error is raised inside, every neutral start, order of heads and scale of values is as before."""
-    swaps = [swap for layer in installation.layers() for swap in layer.copies]
-    before = [(swap, swap.neutral, swap.head_order, swap.value_scale) for swap in swaps]
+    """If an error is raised inside, every layer has the fits of before."""
+    before = [(swap, swap.fitted) for layer in installation.layers() for swap in layer.copies]
     try:
         yield
     except BaseException:
-        for swap, exponent, order, scale in before:
-            swap.neutral, swap.head_order, swap.value_scale = exponent, order, scale
+        for swap, fitted in before:
+            swap.restore(fitted)
         installation.refresh()
         raise
 
@@ -205,7 +204,6 @@ class _Fitting:
             swap = self.target.swap
             order = swap.place_in(call.carried)
             own = Call(x=call.x, start=call.start, carried=call.carried, order=order, first=swap.is_first(order))
-            own.head_order = swap.head_order
             own.tap = self._tap(own, batch)
             heads = swap(inputs, own, sdpa, False)[0]
             real = token_mask(batch, heads)
@@ -235,11 +233,13 @@ class _Fitting:
 
     def apply(self, weight: Tensor, bias: Tensor | None) -> LayerFit:
         """Put the fit into the layer."""
-        calibration = self.target.swap.calibrate(self.moments.fit, self.target.home)
+        calibration = Calibration(self.moments.fit, self.target.swap.geometry)
+        calibration.beside(self.target.home)
         with torch.no_grad():
             calibration.weight.copy_(weight.to(calibration.weight.dtype))  # round on the CPU: some devices have no fp64
             if bias is not None:
                 calibration.bias.copy_(bias.to(calibration.bias.dtype))
+        self.target.swap.put(calibration)
         before, after = self.moments.r_squared(weight, bias)
         return LayerFit(
             layer=self.target.layer.number,
@@ -287,21 +287,16 @@ def _source_in_place(model: nn.Module, installation: Installation, targets: Sequ
     """Inside, the model runs in evaluation mode with the source's attention in place of the swaps.
 
     The swaps compute at full strength and have no calibration inside, so that hooks can call them. Afterwards the
-    training mode and the phases are as before. If an error is raised, the old calibrations come back too.
+    training mode and the phases are as before. After an error `_undone_after_an_error` brings the calibrations back.
     """
     training = [module for module in model.modules() if module.training]
-    before = [(target.swap, target.swap.calibration) for target in targets]
     try:
         model.eval()
         with installation.temporarily({target.layer: target.source for target in targets}):
-            for swap, _ in before:
-                swap.calibration, swap.phase = None, Phase.FULL
+            for target in targets:
+                target.swap.drop(Calibration.name)
+                target.swap.phase = Phase.FULL
             yield
-    except BaseException:
-        for swap, calibration in before:
-            swap.calibration = calibration
-        installation.refresh()
-        raise
     finally:
         for module in training:
             module.training = True

@@ -182,7 +182,7 @@ def refuse_converted(model: nn.Module) -> None:
     installation = installation_of(model_root(model))
     swaps = [] if installation is None else [swap for layer in installation.layers() for swap in layer.copies]
     for swap in swaps:
-        if swap.names != (Softmax.name,) or swap.calibration is not None or swap.merged is not None:
+        if swap.names != (Softmax.name,) or swap.fitted:
             raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core.call import Call, Inputs, heads_in_order
+from ..layer.head_order import MatchedHeads
 from ..layer.registry import parse, parse_options
 from ..layer.swap import Swap
 from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
@@ -107,7 +108,9 @@ def match_heads(model: nn.Module, batches: Iterable[Any], *, progress: bool = Tr
         matched = _moved(ordered, matched, swap)
     for layer in carrying:
         for swap in layer.copies:
-            swap.head_order = orders.get(layer.number)
+            swap.drop(MatchedHeads.name)
+            if layer.number in orders:
+                swap.put(MatchedHeads(orders[layer.number]))
     installation.refresh()
     return HeadOrder(orders=orders, before=_mean(before), after=_mean(after))
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..families import Site
-from ..layer.swap import LARGEST_EXPONENT
+from ..layer.neutral_start import LARGEST_EXPONENT, SkipScale
 from ..measuring.batches import Batch, as_batches, evaluating, on_device
 from ..patch import need_installation
 
@@ -88,7 +88,10 @@ def neutral_start(model: nn.Module, batch: Any = None, *, exponent: int = EXPONE
     scaled = [layer for layer in skips if layer.number not in left]
     for layer in scaled:
         for swap in layer.copies:
-            swap.neutral = exponent or None
+            if exponent:
+                swap.put(SkipScale(exponent))
+            else:
+                swap.drop(SkipScale.name)
     installation.refresh()
     return NeutralStart(exponent=exponent, layers=tuple(layer.number for layer in scaled), left=left)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layer.fitted import FITTED
 from ..layer.swap import Swap
 
 Swaps = Mapping[int, list[Swap]]
@@ -92,25 +93,18 @@ def _plain(swap: Swap) -> dict[str, Any]:
     return {
         "strength": swap.strength,
         "retrained": swap.retrained,
-        "calibration": None if swap.calibration is None else swap.calibration.fit,
-        "neutral": swap.neutral,
-        "head_order": swap.head_order,
-        "value_scale": swap.value_scale is not None,
+        "fits": {name: fit.spec() for name, fit in swap.fitted.items()},
     }
 
 
 def _fill(swap: Swap, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Give a swap what `_plain` and `state_dict` told of it. A fit that stays keeps its module."""
     swap.compute_at(plain["strength"])
-    swap.retrained, swap.neutral = plain["retrained"], plain["neutral"]
-    swap.head_order = None if plain["head_order"] is None else tuple(plain["head_order"])
-    fit, device = plain["calibration"], swap.strength_value.device
-    if fit is None:
-        swap.calibration = None
-    elif swap.calibration is None or swap.calibration.fit != fit:
-        swap.calibrate(fit, tensors["calibration.weight"].to(device))
-    if not plain["value_scale"]:
-        swap.value_scale = None
-    elif swap.value_scale is None:
-        swap.scale_values(swap.strength_value)
+    swap.retrained = plain["retrained"]
+    like = next((each for each in swap.parameters()), swap.strength_value)
+    for name in swap.fitted.keys() - plain["fits"].keys():
+        swap.drop(name)
+    for name, spec in plain["fits"].items():
+        if name not in swap.fitted or swap.fitted[name].spec() != spec:
+            swap.put(FITTED[name].from_spec(spec, swap.geometry).beside(like))
     swap.load_state_dict(tensors)

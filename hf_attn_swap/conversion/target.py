@@ -19,8 +19,10 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Home
 from ..families import Site
-from ..layer.swap import Home, Swap
+from ..layer.neutral_start import SkipScale
+from ..layer.swap import Swap
 from ..wiring.home import home
 from ..wiring.layers import Layer
 
@@ -183,5 +185,6 @@ def _shares(swap: Swap) -> tuple[float, float]:
     for variant in swap.variants:
         if variant.shares != (0.0, 1.0):
             skip, share = variant.shares
-            return skip * swap.skip_scale, share
+            scale = swap.fit_of(SkipScale)
+            return skip if scale is None else skip * scale.factor, share
     return 0.0, 1.0

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core.call import Call
-from ..layer.value_scale import LARGEST_SCALE
+from ..layer.value_scale import LARGEST_SCALE, ValueScale
 from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
 from ..patch import need_installation
 from ..wiring.home import home
@@ -99,8 +99,9 @@ def scale_values(model: nn.Module, batches: Iterable[Any], *, progress: bool = T
     for layer in projecting:
         squares, _, _ = found[layer.number]
         for swap in layer.copies:
-            scale = swap.scale_values(home(layer.site.container, layer.site.core))
+            scale = ValueScale(swap.geometry)
             scale.squares.copy_(squares.view_as(scale.squares))
+            swap.put(scale.beside(home(layer.site.container, layer.site.core)))
     installation.refresh()
     return ValueScales(
         before={index: before for index, (_, before, _) in found.items()},

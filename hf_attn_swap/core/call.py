@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,18 @@ class Geometry:
     head_dim: int
     hidden: int
     key_dim: int | None = None
+
+
+class Home(NamedTuple):
+    """Where an attention module computes.
+
+    Attributes:
+        device: the device.
+        dtype: the dtype, a floating point one.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
 
 
 @dataclass

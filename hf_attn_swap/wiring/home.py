@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layer.swap import Home
+from ..core.call import Home
 
 
 def home(container: nn.Module, core: nn.Module) -> Home:

@@ -22,6 +22,7 @@ from hf_attn_swap.conversion import calibrate, heads, match_heads
 from hf_attn_swap.core.call import heads_in_order
 from hf_attn_swap.families import sites
 from hf_attn_swap.kernels import carried, dispatch, hopfield
+from hf_attn_swap.layer.head_order import MatchedHeads
 from hf_attn_swap.layer.registry import parse, parse_options
 from hf_attn_swap.layer.swap import Swap
 from tests import reference
@@ -69,12 +70,12 @@ MHA = next(cell[0] for cell in CARRYING)
 def put(model: Any, orders: Any = ORDERS) -> Any:
     """A patched model whose layers have these orders."""
     for swap, order in zip(swaps(model), itertools.cycle(orders), strict=False):
-        swap.head_order = order
+        swap.put(MatchedHeads(order)) if order else swap.drop(MatchedHeads.name)
     return set_strength(model, swaps(model)[0].strength)  # writes the config anew
 
 
 def orders(model: Any) -> list[tuple[int, ...] | None]:
-    return [swap.head_order for swap in swaps(model)]
+    return [None if swap.head_order is None else swap.head_order.order for swap in swaps(model)]
 
 
 def in_config(model: Any) -> list[list[int] | None]:
@@ -234,9 +235,9 @@ def test_a_soft_cap_or_a_position_bias(name: str) -> None:
     plain = forward(model, batch)
     got = forward(put(model), batch)
     for swap in swaps(model):
-        order, carry = list(swap.head_order), swap.at("scores").carry
+        order, carry = list(swap.head_order.order), swap.at("scores").carry
         back = [order.index(head) for head in range(4)]
-        swap.head_order = None
+        swap.drop(MatchedHeads.name)
         swap.at("scores").carry = lambda scores, call, carry=carry, order=order, back=back: carry(
             scores[:, order], call
         )[:, back]

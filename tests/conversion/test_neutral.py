@@ -64,7 +64,7 @@ PRE_NORM = [name for name in FAMILY_NAMES if not post_norm(name)]
 
 
 def exponents(model: Any) -> list[int | None]:
-    return [swap.neutral for swap in swaps(model)]
+    return [None if swap.neutral_start is None else swap.neutral_start.exponent for swap in swaps(model)]
 
 
 def in_config(model: Any) -> list[int | None]:

@@ -13,7 +13,11 @@ import transformers
 from torch import nn
 
 from hf_attn_swap import describe, patch_model, unpatch_model
+from hf_attn_swap.layer.calibration import Calibration
+from hf_attn_swap.layer.head_order import MatchedHeads
+from hf_attn_swap.layer.neutral_start import SkipScale
 from hf_attn_swap.layer.swap import Swap
+from hf_attn_swap.layer.value_scale import ValueScale
 from hf_attn_swap.patch import need_installation
 from tests import zoo
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
@@ -37,11 +41,15 @@ def on_disk(folder: Path) -> Any:
 def worked(model: Any) -> Any:
     """Give every swap all that a conversion may leave in it."""
     for swap in swaps(model):
-        swap.neutral, swap.retrained = 2, True
-        swap.head_order = tuple(reversed(range(swap.geometry.heads)))
-        swap.calibrate("gain", next(model.parameters()))
-        if swap.projects:
-            swap.scale_values(next(model.parameters()))
+        fits = [
+            SkipScale(2),
+            MatchedHeads(tuple(reversed(range(swap.geometry.heads)))),
+            Calibration("gain", swap.geometry),
+            *([ValueScale(swap.geometry)] if swap.projects else []),
+        ]
+        for fit in fits:
+            swap.put(fit.beside(next(model.parameters())))
+        swap.retrained = True
     installation = need_installation(model)
     installation.set_strength({layer: 0.5 + layer.number / 16 for layer in installation.layers()})
     return perturb(model)

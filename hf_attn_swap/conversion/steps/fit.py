@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...layer.calibration import FITS
+from ...layer.fitted import CALL, sentences
 from ...measuring.batches import Batch
 from ..calibrate import calibrate
 from ..engine import Found, Part, Step
@@ -88,13 +89,7 @@ def _calibration_rows(rows: Rows) -> int:
 
 
 def _starts(state: State) -> str:
-    """What a calibration chose before the fit, in words: the scale of the skip, and the order of the heads."""
-    swaps = [group[0] for group in state.swaps.values()]
-    words = ""
-    if neutral := [swap for swap in swaps if swap.neutral is not None]:
-        words += f" The skip of {len(neutral)} layers starts at 2^-{neutral[0].neutral} of the input (neutral start)."
-    if matched := sum(swap.head_order is not None for swap in swaps):
-        words += f" The heads of {matched} layers meet the carried scores that are most like their own."
-    if scaled := sum(swap.value_scale is not None for swap in swaps):
-        words += f" The values of {scaled} layers are scaled, so that the projection removes little."
-    return words
+    """What a calibration chose before the fit, in words, such as the scale of the skip and the order of the heads."""
+    first = [group[0] for group in state.swaps.values()]
+    words = sentences(fit for swap in first for fit in swap.fitted.values() if fit.place == CALL)
+    return f" {words}" if words else ""
