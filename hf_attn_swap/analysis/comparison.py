@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 from ..conversion import calibrate
 from ..describe import describe
 from ..layer.registry import parse, parse_options
+from ..measuring.batches import Batch
 from ..measuring.lost import lost
 from ..measuring.watched import watched
 from ..patch import need_installation, patch_model, set_strength
 from ..wiring.install import installation_of
-from .inputs import Batch, Inputs
+from .inputs import Inputs
 from .record import record
 from .recording import Recording
 from .report import Report

@@ -95,7 +95,7 @@ class HeldOut:
         return any(parameter is each for each in self.head.parameters())
 
     def part(self, batches: int) -> HeldOut:
-        """Some of the batches, at even distances, for measurements that are many."""
+        """Evenly spaced batches among all of them, for a measurement that is repeated many times."""
         found = copy.copy(self)
         count = min(max(1, batches), len(self.kept))
         found.kept = [self.kept[place * len(self.kept) // count] for place in range(count)]

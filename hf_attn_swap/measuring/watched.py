@@ -18,7 +18,7 @@ CONTROL = "softmax"
 
 @contextlib.contextmanager
 def watched(model: nn.Module) -> Iterator[Any]:
-    """Inside the `with` block every swappable layer computes through a `Swap`, with equal bits.
+    """Inside the `with` block, every swappable layer computes through a `Swap`, and its output has the same bits.
 
     Afterwards the model is as before.
 

@@ -15,6 +15,7 @@ from torch import nn
 from hf_attn_swap import describe, families, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import cut_shares
 from hf_attn_swap.conversion.teacher import Teacher
+from hf_attn_swap.layer.calibration import Calibration
 from hf_attn_swap.patch import need_installation
 from hf_attn_swap.wiring.layers import Layer
 
@@ -137,7 +138,7 @@ def test_a_merged_layer_keeps_its_strength_for_every_caller() -> None:
     model = patch_model(fresh("bert"), "softmax")
     installation = need_installation(model)
     layer = installation.layers()[1]
-    layer.swap.merged = "gain"
+    layer.swap.put(Calibration("gain", layer.swap.geometry).merged())
     with refused("layers [1] cannot be set to a strength below 1", "merged"):
         installation.set_strength({layer: 0.5})
     installation.set_strength({layer: 1.0})

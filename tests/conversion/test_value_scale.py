@@ -20,6 +20,7 @@ from hf_attn_swap.conversion import calibrate, scale_values, value_scale
 from hf_attn_swap.families import sites
 from hf_attn_swap.functional import belief_projection
 from hf_attn_swap.layer.registry import parse
+from hf_attn_swap.layer.value_scale import ValueScale
 from tests.contract.cells import COMPOSITIONS, FAMILY_NAMES, SINGLES
 from tests.contract.harness import (
     CAUSAL_FAMILIES,
@@ -66,8 +67,9 @@ def drawn(like: Tensor, seed: int) -> Tensor:
 def put(model: Any) -> Any:
     """A patched model whose layers have drawn scales."""
     for seed, swap in enumerate(swaps(model)):
-        squares = swap.scale_values(next(model.parameters())).squares
-        squares.copy_(drawn(squares, seed).square())
+        scale = ValueScale(swap.geometry)
+        scale.squares.copy_(drawn(scale.squares, seed).square())
+        swap.put(scale)
     return set_strength(model, swaps(model)[0].strength)  # writes the config anew
 
 
