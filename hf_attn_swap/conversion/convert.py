@@ -1,4 +1,4 @@
-"""Converts a model to another attention by one call: swap, absorb a sink, fit, choose layers, distil, and measure each step.
+"""Converts a model to another attention by one call: swap, absorb a sink, fit, choose layers, distil; each is measured.
 
 The steps, each measured on held-out rows (`steps/`, a file each):
 
