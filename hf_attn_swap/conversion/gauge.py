@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..layer.smoothing import scaled
+from ..layer.smoothing import parts, scaled
 from ..measuring.batches import Batch, on_device
 from .neutral import is_norm, tensors
 
@@ -75,16 +75,6 @@ def gauges(root: Any, batch: Batch, places: Mapping[str, nn.Module]) -> list[Gau
             waiting = [gauge for gauge in waiting if gauge not in tried]
     order = {name: number for number, name in enumerate(trace.called)}
     return sorted(found, key=lambda gauge: order[gauge.source])
-
-
-def weights(module: nn.Module, *, source: bool) -> list[tuple[nn.Parameter, int]]:
-    """The parameters that are scaled if a module gives channels, or if it reads them, each with the channels' axis."""
-    turned = isinstance(module, Conv1D)
-    if source:
-        return [(p, 1 if turned and p.dim() == 2 else 0) for p in module.parameters(recurse=False)]
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    return [(weight, 0 if turned else 1)]
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -183,7 +173,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 def _reads(module: nn.Module) -> int:
     """The number of channels that a matrix reads."""
-    ((weight, axis),) = weights(module, source=False)
+    ((weight, axis),) = parts(module, source=False)
     return weight.shape[axis]
 
 
@@ -199,7 +189,7 @@ def _shared(root: nn.Module) -> set[str]:
 def _plain(root: nn.Module, gauge: Gauge) -> bool:
     """True if the source has plain parameters along its channels, on this machine."""
     module = root.get_submodule(gauge.source)
-    own = weights(module, source=True)
+    own = parts(module, source=True)
     whole = is_matrix(module) or is_norm(module)
     fits = all(p.dim() > axis and p.shape[axis] == gauge.channels for p, axis in own)
     return whole and fits and all(p.is_floating_point() and not p.is_meta for p, _ in own)
@@ -240,7 +230,7 @@ class _Tried:
             wanted = self.recorded[name]
             if name in self.source:
                 wanted = scaled(wanted, wanted.dim() - 1, -self.powers[name])
-            if not torch.equal(output, wanted):
+            if not torch.allclose(output, wanted, rtol=0, atol=0, equal_nan=True):
                 self.wrong.update(gauge.source for gauge in (self.source.get(name), self.reader.get(name)) if gauge)
             return wanted
 
@@ -268,8 +258,8 @@ def _hold(root: Any, batch: Batch, tried: list[Gauge], recorded: Mapping[str, Te
 def under(root: nn.Module, gauge: Gauge, powers_C: Tensor) -> Iterator[None]:
     """Inside, the weights are scaled: 2^-k where the channels come out, 2^k where they are read."""
     source, readers = root.get_submodule(gauge.source), map(root.get_submodule, gauge.readers)
-    changed = [(p, axis, -powers_C) for p, axis in weights(source, source=True)]
-    changed += [(p, axis, powers_C) for reader in readers for p, axis in weights(reader, source=False)]
+    changed = [(p, axis, -powers_C) for p, axis in parts(source, source=True)]
+    changed += [(p, axis, powers_C) for reader in readers for p, axis in parts(reader, source=False)]
     before = [(p, p.data) for p, _, _ in changed]
     try:
         for p, axis, powers in changed:

@@ -151,22 +151,27 @@ def axes(root: nn.Module, path: str, pair: Pair) -> list[tuple[Tensor, int, int]
     Raises:
         ValueError: a module is not there, is no plain norm or matrix any more, or has other channels.
     """
-    found = []
+    found: list[tuple[Tensor, int, int]] = []
     for name, sign in ((pair.source, -1), *((reader, 1) for reader in pair.readers)):
         module = _module(root, path, name)
-        if sign < 0:
-            parts = [(parameter, _out_axis(module, parameter)) for parameter in module.parameters(recurse=False)]
-        else:
-            weight = getattr(module, "weight", None)
-            parts = [(weight, 0 if isinstance(module, Conv1D) else 1)] if isinstance(weight, Tensor) else []
-        whole = not any(True for _ in module.children()) and parts
-        if not whole or any(weight.dim() <= axis or weight.shape[axis] != pair.channels for weight, axis in parts):
+        own = parts(module, source=sign < 0)
+        whole = bool(own) and not any(True for _ in module.children())
+        if not whole or any(weight.dim() <= axis or weight.shape[axis] != pair.channels for weight, axis in own):
             raise ValueError(
                 f"{path}: {name} was smoothed, and is now {type(module).__name__}, which cannot be scaled back; take "
                 "adapters and quantised weights out of the model first."
             )
-        found += [(weight, axis, sign) for weight, axis in parts]
+        found += [(weight, axis, sign) for weight, axis in own]
     return found
+
+
+def parts(module: nn.Module, *, source: bool) -> list[tuple[nn.Parameter, int]]:
+    """The parameters that are scaled if a module gives channels, or if it reads them, each with the channels' axis."""
+    turned = isinstance(module, Conv1D)
+    if source:
+        return [(each, 1 if turned and each.dim() == 2 else 0) for each in module.parameters(recurse=False)]
+    weight = getattr(module, "weight", None)
+    return [(weight, 0 if turned else 1)] if isinstance(weight, nn.Parameter) else []
 
 
 def _module(root: nn.Module, path: str, name: str) -> nn.Module:
@@ -184,11 +189,6 @@ def _module(root: nn.Module, path: str, name: str) -> nn.Module:
 def relative(module: str, path: str) -> str:
     """The path of a module from the attention module at `path`, with slashes."""
     return posixpath.relpath(module.replace(".", "/"), path.replace(".", "/"))
-
-
-def _out_axis(module: nn.Module, parameter: Tensor) -> int:
-    """The axis of a parameter of a source along which its output's channels lie."""
-    return 1 if isinstance(module, Conv1D) and parameter.dim() == 2 else 0
 
 
 @torch.no_grad()
