@@ -112,6 +112,8 @@ class Smoothing(Fitted):
             powers = self.powers(number)
             if powers.is_meta or not bool(powers.any()):  # nothing is loaded yet
                 continue
+            if int(powers.short().abs().max()) > LARGEST_POWER:
+                raise ValueError(f"{path}: the powers of {pair.source} are damaged; load the checkpoint again.")
             for weight, axis, sign in axes(root, path, pair):
                 self._check(weight, path)
                 changes.append((weight, axis, -sign * powers))
