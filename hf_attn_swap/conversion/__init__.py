@@ -1,7 +1,7 @@
 """Convert a trained model with little loss, step by step; `hf_attn_swap.convert` takes all steps by one call.
 
-The steps are absorbed sinks, a neutral start, matched heads, scaled values, calibration, the choice of layers, a
-schedule of the strength, attention transfer, and distillation.
+The steps are absorbed sinks, smoothed channels, a neutral start, matched heads, scaled values, calibration, the choice
+of layers, a schedule of the strength, attention transfer, and distillation.
 """
 
 from .absorb import absorb_sink
@@ -13,6 +13,7 @@ from .losses import Losses
 from .merge import merge_calibration
 from .neutral import neutral_start
 from .schedule import StrengthSchedule
+from .smooth import smooth
 from .transfer import AttentionTransferTrainer
 from .value_scale import scale_values
 
@@ -29,4 +30,5 @@ __all__ = [
     "merge_calibration",
     "neutral_start",
     "scale_values",
+    "smooth",
 ]

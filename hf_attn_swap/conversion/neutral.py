@@ -114,7 +114,7 @@ def bound(model: nn.Module, batch: Any = None) -> dict[int, str]:
     inputs: Batch = next(as_batches(made_up(installation.root) if batch is None else batch))
     cut = _Cut()
     with evaluating(model), contextlib.ExitStack() as hooked:
-        for module in filter(_is_norm, model.modules()):
+        for module in filter(is_norm, model.modules()):
             hooked.callback(module.register_forward_hook(cut.leaves).remove)
         for layer in layers:
             core = layer.site.core
@@ -242,7 +242,7 @@ class _Doubled:
         def compare(module: nn.Module, args: Any, output: Any) -> Any:
             self.x = None
             before = self.given[id(module)]
-            pairs = zip(_tensors(output), _tensors(before), strict=True)
+            pairs = zip(tensors(output), tensors(before), strict=True)
             if not all(torch.allclose(now, then, rtol=0, atol=0, equal_nan=True) for now, then in pairs):
                 self.other.append(index)
             return before
@@ -260,7 +260,7 @@ def _in_place_of(x: Tensor, other: Tensor, args: Any, kwargs: dict[str, Any]) ->
 
 def _reached(output: Any) -> set[Any]:
     """Every node of autograd's graph from which a tensor of the output was computed."""
-    waiting = [each.grad_fn for each in _tensors(output)]
+    waiting = [each.grad_fn for each in tensors(output)]
     found: set[Any] = set()
     while waiting:
         node = waiting.pop()
@@ -270,16 +270,16 @@ def _reached(output: Any) -> set[Any]:
     return found
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors(output: Any) -> Iterator[Tensor]:
     """The tensors of an output, also inside tuples and dicts."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (Mapping, tuple, list)):
         for each in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(each)
+            yield from tensors(each)
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
     """True if a module has parameters of one axis alone, as a norm has its scale and its bias."""
     parameters = list(module.parameters())
     return bool(parameters) and all(each.dim() == 1 for each in parameters) and not any(True for _ in module.children())

@@ -18,7 +18,7 @@ from ..variants.base import VARIANTS, Variant
 
 ENTRY = ("variant", "layers", "options", "strength", "modules", "retrained")  # keys of an entry that belong to no fit
 
-CALL, HEADS, WEIGHTS = "call", "heads", "weights"
+CALL, HEADS, WEIGHTS, AROUND = "call", "heads", "weights", "around"
 
 
 class Fitted(nn.Module):
@@ -31,6 +31,8 @@ class Fitted(nn.Module):
       strength s between 0 and 1, the layer computes (1 - s) A + s forward(A).
     - `WEIGHTS`: the fit was merged into the weights of the model, and acts in no call. The layer then stays swapped,
       at strength 1.
+    - `AROUND`: the fit scaled weights around the swap, so that the model stays the same function, and acts in no call.
+      `undo` takes this back when the swap leaves its layer.
 
     A conversion does not change a fit that is in a layer, but puts a new one in its place. So the fits themselves are
     what `Swap.restore` needs to undo it. Only a training changes the parameters of a fit.
@@ -85,6 +87,21 @@ class Fitted(nn.Module):
     def prepare(self, call: Call) -> None:
         """Place `CALL`: put what the variants read into the call, before the layer computes."""
 
+    def undo(self, root: nn.Module, path: str) -> Callable[[], None]:
+        """Place `AROUND`: prepare to take back what the fit changed in weights outside of the swap.
+
+        Args:
+            root: the model.
+            path: the path of the layer's attention module.
+
+        Returns:
+            A function that changes the weights. It is called after every fit of the change is prepared.
+
+        Raises:
+            ValueError: the weights cannot be taken back. Nothing is changed yet.
+        """
+        return lambda: None
+
     def linear(self) -> tuple[Tensor, Tensor | None]:
         """Place `HEADS`: the linear map of each head that the fit is. A merge folds it into the weights.
 
@@ -121,9 +138,9 @@ def fitted(name: str) -> Callable[[F], F]:
     def add(cls: F) -> F:
         if name in (*FITTED, *VARIANTS, *ENTRY) or not name.isidentifier():
             raise ValueError(f"{name!r} cannot be the name of a fit; choose a free name of letters, digits and _.")
-        wanted = {CALL: "prepare", HEADS: "forward", WEIGHTS: "spec"}.get(getattr(cls, "place", ""))
+        wanted = {CALL: "prepare", HEADS: "forward", WEIGHTS: "spec", AROUND: "undo"}.get(getattr(cls, "place", ""))
         if wanted is None:
-            raise ValueError(f"fit {name!r}: place must be one of {CALL}, {HEADS} and {WEIGHTS}.")
+            raise ValueError(f"fit {name!r}: place must be one of {CALL}, {HEADS}, {WEIGHTS} and {AROUND}.")
         for method in (wanted, "check", "from_spec", "spec", "words"):
             if next(each for each in cls.__mro__ if method in vars(each)) in Fitted.__mro__:
                 raise ValueError(f"fit {name!r}, which acts at the place {cls.place!r}, needs the method {method}.")

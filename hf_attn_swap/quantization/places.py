@@ -28,6 +28,13 @@ def quantizable(root: Any) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+def linears(root: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and module of every projection of `quantizable` that is a Linear or GPT-2's Conv1D."""
+    for path, module in quantizable(root):
+        if is_matmul(module) and not isinstance(module, nn.Conv2d):
+            yield path, module
+
+
 def is_matmul(module: nn.Module) -> bool:
     """Return True for a projection: Linear, Conv2d (patch embedding), and GPT-2's Conv1D."""
     return isinstance(module, nn.Linear | nn.Conv2d) or type(module).__name__ == "Conv1D"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 LEVELS = 255
+HALF = 127  # steps from 0 to the largest weight of a row
 
 
 @dataclass
@@ -51,15 +52,27 @@ class Point:
         Raises:
             ValueError: the tensor is not finite.
         """
-        smallest, largest = torch.aminmax(tensor)
-        low = float(smallest)
-        high = float(largest)
-        if not math.isfinite(low + high):
-            raise ValueError(f"{self.name} is not finite; check the weights, the inputs and the dtype.")
+        low, high = self._ends(tensor)
         keep = momentum if self.seen else 0.0
         self.low = keep * self.low + (1 - keep) * min(low, 0.0)
         self.high = keep * self.high + (1 - keep) * max(high, 0.0)
         self.seen = True
+
+    def widen(self, tensor: Tensor) -> None:
+        """Let the range hold every number of the tensor.
+
+        Raises:
+            ValueError: the tensor is not finite.
+        """
+        low, high = self._ends(tensor)
+        self.low, self.high, self.seen = min(self.low, low), max(self.high, high), True
+
+    def _ends(self, tensor: Tensor) -> tuple[float, float]:
+        """The smallest and the largest number of a tensor."""
+        low, high = (float(end) for end in torch.aminmax(tensor))
+        if not math.isfinite(low + high):
+            raise ValueError(f"{self.name} is not finite; check the weights, the inputs and the dtype.")
+        return low, high
 
     def compare(self, tensor: Tensor, rounded: Tensor) -> None:
         """Add the squares of the tensor and of its rounding error to the sums.
@@ -77,6 +90,13 @@ class Point:
         zero = min(max(round(-self.low / self.step), 0), LEVELS)
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         return torch.fake_quantize_per_tensor_affine(wide, self.step, zero, 0, LEVELS).to(tensor.dtype)
+
+
+def rounded_rows(weight: Tensor, axis: int) -> Tensor:
+    """A matrix in 8 bits, symmetric, with one step for each index of an axis: max |w| / 127."""
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    steps = (wide.abs().amax(1 - axis, keepdim=True) / HALF).clamp_min(torch.finfo(wide.dtype).tiny)
+    return ((wide / steps).round() * steps).to(weight.dtype)
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,11 @@ class Installation:
         """Attach a swap to each of these layers, and bring hooks, phases and config up to date.
 
         A layer that already has a swap loses this swap.
+
+        Raises:
+            ValueError: what a fit changed around a swap that leaves cannot be taken back. Nothing is changed then.
         """
+        self._undo(layer for layer in swaps)
         for layer, swap in swaps.items():
             _detach(layer.site.core)
             layer.site.core.attn_swap = swap
@@ -167,7 +171,13 @@ class Installation:
         self.refresh()
 
     def take_out(self, layers: Iterable[Layer]) -> None:
-        """Remove the swaps of some layers, and bring hooks, phases and config up to date."""
+        """Remove the swaps of some layers, and bring hooks, phases and config up to date.
+
+        Raises:
+            ValueError: as in `put`.
+        """
+        layers = tuple(layers)
+        self._undo(layers)
         for layer in layers:
             _detach(layer.site.core)
             del layer.site.core.attn_swap
@@ -270,7 +280,12 @@ class Installation:
         return {"version": VERSION, "modules": len(self.numbered()), "swaps": list(groups.values())}
 
     def remove(self, model: nn.Module | None = None) -> None:
-        """Turn the model into the stock model again. `model` is the wrapper around the root, if there is a wrapper."""
+        """Turn the model into the stock model again. `model` is the wrapper around the root, if there is a wrapper.
+
+        Raises:
+            ValueError: as in `put`.
+        """
+        self._undo(self.layers())
         self._unwire()
         for site in self.sites:
             _detach(site.core)
@@ -280,6 +295,16 @@ class Installation:
         self.root.__dict__.pop(ATTRIBUTE, None)
         if self.record.loaded:
             _forget(self.root)
+
+    def _undo(self, layers: Iterable[Layer]) -> None:
+        """Take back what fits changed around swaps that are about to leave. Of PEFT's copies, the first one says what.
+
+        Raises:
+            ValueError: some of it cannot be taken back. Nothing is changed then.
+        """
+        fits = [(layer, fit) for layer in layers if layer.swapped for fit in layer.swap.fitted.values()]
+        for write in [fit.undo(self.root, layer.path) for layer, fit in fits]:
+            write()
 
     def refuse_merged(self, what: str, layers: Iterable[Layer] | None = None) -> None:
         """Refuse a change that would be wrong after a calibration was merged into the weights.

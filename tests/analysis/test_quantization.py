@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.analysis import record
-from hf_attn_swap.quantization import Point, fake_w8a8, int8_dynamic, points
+from hf_attn_swap.quantization import Point, fake_w8a8, int8_dynamic, machine_w8a8, points
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, padding_side, perturb
@@ -111,6 +111,88 @@ def test_everything_lies_on_its_grid(name: str) -> None:
             handle.remove()
     assert seen
     assert all(len(value.unique()) <= 256 for value in seen.values())
+
+
+# ---- What machines run: inputs and weights of linear maps.
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("variant", [None, *list_variants()])
+def test_as_machines_run_it(name: str, variant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Close while inside, next to nothing with many levels in fp64, and gone afterwards."""
+    model, batch = fresh(name, torch.float64), batch_of(name, torch.float64, padded=padding_side(name))
+    if variant is not None:
+        perturb(patch_model(model, variant))
+    wanted, weights = forward(model, batch), {key: value.clone() for key, value in model.state_dict().items()}
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    with machine_w8a8(model, [batch, batch]) as quantized:
+        inside = forward(model, batch)
+    assert not torch.equal(inside, wanted)
+    assert {each.name.rpartition(".")[2].partition(",")[0] for each in quantized.points} == {"weight", "input"}
+    assert 0.3 < quantized.flops_covered < 1
+    monkeypatch.setattr(points, "LEVELS", 2**20 - 1)
+    monkeypatch.setattr(points, "HALF", 2**20 - 1)
+    with machine_w8a8(model, [batch]):
+        assert (forward(model, batch) - wanted).norm() < 1e-3 * wanted.norm()
+    assert torch.equal(forward(model, batch), wanted)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_machine_reads_256_values_and_rows_with_a_step_each(name: str) -> None:
+    """The ranges hold all that the batches gave, outputs are wide, and the task head is as it was."""
+    model, batches = fresh(name, torch.float32), [batch_of(name, torch.float32, seed=seed) for seed in (0, 1)]
+    base = {id(module) for module in model.base_model.modules()}
+    inside, outside = [], []
+    with machine_w8a8(model, batches) as quantized:
+        handles = []
+        for module in model.modules():
+            if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+                seen = inside if id(module) in base else outside
+                handles.append(
+                    module.register_forward_hook(lambda m, args, out, seen=seen: seen.append((m, args[0], out)))
+                )
+        forward(model, batches[1])
+        for handle in handles:
+            handle.remove()
+        for module, x, out in inside:
+            assert len(x.unique()) <= 256 < len(out.unique()) or out.numel() < 600
+            rows = module.weight if isinstance(module, nn.Linear) else module.weight.T
+            steps = rows / (rows.abs().amax(1, keepdim=True) / 127)
+            assert torch.allclose(steps, steps.round(), atol=1e-3)
+            assert not isinstance(module, nn.Linear) or not torch.allclose(
+                *((rows.abs().amax(1)[:2] / 127).split(1)), rtol=1e-6
+            )
+    assert inside
+    assert outside
+    kept = dict(fresh(name, torch.float32).named_parameters())
+    assert all(torch.equal(parameter, kept[key]) for key, parameter in model.named_parameters())
+    assert all(each.low < 0 < each.high for each in quantized.points if each.name.endswith("weight"))
+
+
+def test_the_range_of_a_machine_holds_all_batches() -> None:
+    seen = Point("x")
+    for batch in ([2.0, 4.0], [-1.0, 3.0]):
+        seen.widen(torch.tensor(batch))
+    assert (seen.low, seen.high) == (-1.0, 4.0)
+    with pytest.raises(ValueError, match="x is not finite"):
+        seen.widen(torch.tensor([math.nan]))
+
+
+def test_rows_by_hand() -> None:
+    weight = torch.tensor([[127.0, 0.4, -3.6], [0.0, 0.0, 0.0], [1.27, 0.014, -0.5]])
+    wanted = torch.tensor([[127.0, 0.0, -4.0], [0.0, 0.0, 0.0], [1.27, 0.01, -0.5]])
+    assert torch.allclose(points.rounded_rows(weight, 0), wanted, atol=1e-6)
+    assert torch.allclose(points.rounded_rows(weight.T, 1), wanted.T, atol=1e-6)
+
+
+def test_a_machine_needs_evaluation_and_no_gradients() -> None:
+    model, batch = fresh("llama", torch.float32), batch_of("llama", torch.float32)
+    with pytest.raises(ValueError, match=r"call model\.eval"), machine_w8a8(model.train(), [batch]):
+        pass
+    with machine_w8a8(model.eval(), [batch]), pytest.raises(ValueError, match="has no gradients"):
+        model(**batch)
 
 
 @pytest.mark.parametrize(("variant", "own"), [("belief_star", 3), ("gated", 0), ("modern_hopfield+gated", 0)])

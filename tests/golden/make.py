@@ -20,6 +20,7 @@ import hf_attn_swap
 from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.conversion.calibrate import calibrate
 from hf_attn_swap.conversion.merge import merge_calibration
+from hf_attn_swap.conversion.smooth import smooth
 from hf_attn_swap.conversion.teacher import note_retrained
 from hf_attn_swap.layer.registry import canonical_name
 from hf_attn_swap.layer.swap import Swap
@@ -35,6 +36,7 @@ def missing() -> Iterator[tuple[str, Any]]:
     written = {canonical_name(folder.name) for folder in checkpoints()}
     makers = {name: lambda name=name: moved(patch_model(llama(), name)) for name in list_variants()}
     makers |= {"hybrid": hybrid, "calibrated": calibrated, "merged": merged, "scaled_values": scaled_values}
+    makers |= {"smoothed": smoothed}
     for name, make in makers.items():
         if name not in written:
             torch.manual_seed(0)
@@ -74,6 +76,13 @@ def scaled_values() -> Any:
     """Scales of the values, and a calibration after them."""
     model = moved(patch_model(llama(), "belief"))
     calibrate(model, [{"input_ids": torch.randint(16, (64, 12))}], fit="gain", progress=False)
+    return model
+
+
+def smoothed() -> Any:
+    """Channels of like sizes around every layer."""
+    model = moved(patch_model(llama(), "sink"))
+    smooth(model, [{"input_ids": torch.randint(16, (64, 12))}], 0.5, progress=False)
     return model
 
 

@@ -1,0 +1,352 @@
+"""Smooths the channels of a patched model's activations, so that one 8-bit range serves all channels of a tensor.
+
+Some channels of a pretrained model are always many times larger than the others. Where the scale of channels is free
+(`gauge.py`), channel c is divided by s_c = 2^k_c where it is made and multiplied by it where it is read. The model
+stays the same function, to the bit, because s_c is a power of two: SmoothQuant's s = max|x|^a / max|w|^(1-a), rounded.
+Xiao et al. (2023), equation 4, SmoothQuant; powers of two and the search for a are this package's own.
+docs/mathematics.md, section Smoothed channels. Axes: C channel, N token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from ..layer.smoothing import LARGEST_POWER, Pair, Smoothing, axes, relative, scale_, scaled
+from ..measuring.batches import MASKS, Batch, as_batches, evaluating, forward, read_by
+from ..patch import need_installation
+from ..quantization.places import quantizable
+from ..quantization.points import Point, rounded_rows
+from ..wiring.install import Installation
+from ..wiring.layers import Layer
+from .gauge import Gauge, gauges, is_matrix
+from .neutral import tensors
+
+ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # that are tried; 0 stands for no smoothing
+TOKENS = 512  # of each held-out batch that an alpha is tried on
+SMALLEST = 1e-5  # a channel or a column of weights below counts as this
+
+
+@dataclass(frozen=True, kw_only=True)
+class Smoothed:
+    """What `smooth` did.
+
+    Attributes:
+        alphas: by the path of the module that gives the channels: alpha; 0 where no alpha was better than none.
+        spread: by the same path, the largest channel over the median channel, before and after.
+        kept: the number of channels that were left, because a weight would have lost bits.
+    """
+
+    alphas: Mapping[str, float]
+    spread: Mapping[str, tuple[float, float]]
+    kept: int
+
+    def __str__(self) -> str:
+        count = sum(alpha > 0 for alpha in self.alphas.values())
+        before, after = (max(each) for each in zip(*self.spread.values(), strict=True))
+        words = f"The channels of {count} of {len(self.alphas)} places are smoothed. Largest channel over the median: "
+        words += f"{after:,.1f} ({before:,.1f} before)."
+        return words + (f" {self.kept} channels are left, because weights would lose bits." if self.kept else "")
+
+
+def smooth(model: nn.Module, batches: Iterable[Any], alpha: float | None = None, *, progress: bool = True) -> Smoothed:
+    """Smooth the channels between norms (or matrices) and the matrices that read them, in place; the same function.
+
+    Only places around swapped layers count. Weights change by powers of two, and each layer keeps these powers, so that
+    `unpatch_model` gives the original weights, bit for bit, also from a checkpoint. A model that was smoothed before is
+    smoothed anew. Smooth after training: it changes the sizes of weights, which an optimiser's steps do not follow.
+    Xiao et al. (2023), SmoothQuant; docs/mathematics.md, section Smoothed channels.
+
+    Args:
+        model: a patched model, patched with any variant.
+        batches: a few dicts of tensors as the model takes them; labels are ignored.
+        alpha: from 0 to 1, how much of the unevenness moves from the activations into the weights. None finds an alpha
+            for each place, which costs a second pass: every fourth batch, at least one, is held out, and the smallest
+            error of the readers' outputs in 8 bits decides.
+        progress: show progress bars.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValueError: the model is not patched, has adapters, or is offloaded; alpha is out of range; there are no
+            batches, or a single one without an alpha; no place of the model is free; or the model with other
+            scales is not the same function. The model is then unchanged.
+    """
+    if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha <= 1):
+        raise ValueError(f"alpha must be a number above 0 and at most 1, or None for a search, got {alpha!r}.")
+    installation = need_installation(model)
+    _refuse_other_weights(installation)
+    rows = list(as_batches(batches))
+    if alpha is None and len(rows) < 2:
+        raise ValueError("one batch cannot be both measured and held out; pass two batches or more, or an alpha.")
+    held = [] if alpha is not None else rows[3::4] or rows[-1:]
+    fitted = [row for row in rows if not any(row is each for each in held)]
+    with evaluating(model), torch.no_grad(), _anew(installation):
+        places = _places(installation, rows[0])
+        for row in tqdm(fitted, desc="channels", unit="batch", disable=not progress, leave=False):
+            _run(installation.root, row, {name: place.see for name, place in places.items()}, places)
+        for row in tqdm(held, desc="alphas", unit="batch", disable=not progress, leave=False):
+            _run(installation.root, row, {name: place.compare for name, place in places.items()}, places)
+        for place in places.values():
+            place.choose(alpha)
+        _write(installation, places, rows[0])
+    return Smoothed(
+        alphas={name: place.alpha for name, place in places.items()},
+        spread={name: place.spread() for name, place in places.items()},
+        kept=sum(place.kept for place in places.values()),
+    )
+
+
+class _Place:
+    """A place where channels are smoothed: the sizes of its channels, the error of each alpha, and the chosen powers.
+
+    Args:
+        root: the model.
+        gauge: the source and its readers.
+        layer: the layer that keeps the powers.
+    """
+
+    def __init__(self, root: nn.Module, gauge: Gauge, layer: Layer) -> None:
+        self.gauge = gauge
+        self.layer = layer
+        self.pair = Pair(
+            relative(gauge.source, layer.path),
+            tuple(relative(reader, layer.path) for reader in gauge.readers),
+            gauge.channels,
+        )
+        self.weights = axes(root, layer.path, self.pair)
+        self.matrices = [  # (outputs,C)
+            weight.detach() if axis == 1 else weight.detach().T for weight, axis, sign in self.weights if sign > 0
+        ]
+        columns = torch.stack([matrix.abs().amax(0) for matrix in self.matrices]).amax(0)
+        self.columns = columns.float().clamp_min(SMALLEST)
+        self.low = torch.zeros_like(self.columns)
+        self.high = torch.zeros_like(self.columns)
+        self.errors = dict.fromkeys(ALPHAS, 0.0)
+        self.alpha = 0.0
+        self.powers = torch.zeros(gauge.channels, dtype=torch.int8, device=self.columns.device)
+        self.kept = 0
+
+    @property
+    def sizes(self) -> Tensor:
+        """The largest activation of each channel, (C,)."""
+        return torch.maximum(-self.low, self.high)
+
+    def see(self, x_NC: Tensor) -> None:
+        """Note the sizes of the channels of some tokens.
+
+        Raises:
+            ValueError: they are not finite.
+        """
+        low, high = torch.aminmax(x_NC.float(), dim=0)
+        if not torch.isfinite(low + high).all():
+            raise ValueError(f"what {self.gauge.source} gives is not finite; check the weights, inputs and dtype.")
+        self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
+
+    def compare(self, x_NC: Tensor) -> None:
+        """Add the error of the readers' outputs in 8 bits, under each alpha, for some tokens."""
+        x_NC = x_NC[:TOKENS].float()
+        matrices = [matrix.float() for matrix in self.matrices]
+        wanted = [x_NC @ matrix.T for matrix in matrices]
+        for alpha in self.errors:
+            factors = torch.ldexp(torch.ones_like(self.columns), self.powers_of(alpha))
+            point = Point("", float((self.low / factors).min()), float((self.high / factors).max()), seen=True)
+            rounded = point.apply(x_NC / factors)
+            for matrix, out in zip(matrices, wanted, strict=True):
+                error = rounded @ rounded_rows(matrix * factors, 0).T - out
+                self.errors[alpha] += float(error.square().sum() / out.square().sum().clamp_min(SMALLEST))
+
+    def powers_of(self, alpha: float) -> Tensor:
+        """The powers k of the channels under an alpha, (C,). Their median is 0: a factor for all changes nothing."""
+        if alpha == 0:
+            return torch.zeros_like(self.powers)
+        scales = self.sizes.clamp_min(SMALLEST).log2() * alpha - self.columns.log2() * (1 - alpha)
+        powers = (scales - scales.median()).round()
+        return powers.clamp(-LARGEST_POWER, LARGEST_POWER).to(torch.int8)
+
+    def choose(self, alpha: float | None) -> None:
+        """Take an alpha, or the one with the smallest error. Channels in which a weight would lose bits keep k = 0."""
+        self.alpha = min(self.errors, key=lambda each: self.errors[each]) if alpha is None else float(alpha)
+        self.powers = self.powers_of(self.alpha)
+        whole = torch.ones_like(self.powers, dtype=torch.bool)
+        for weight, axis, sign in self.weights:
+            there = scaled(weight, axis, sign * self.powers)
+            same = (scaled(there, axis, -sign * self.powers) == weight) & torch.isfinite(there)
+            whole &= same if same.dim() == 1 else same.all(1 - axis)
+        self.kept = int((~whole & (self.powers != 0)).sum())
+        self.powers = self.powers * whole
+
+    def scale(self, direction: int) -> None:
+        """Scale the weights, or with -1 scale them back."""
+        for weight, axis, sign in self.weights:
+            scale_(weight, axis, direction * sign * self.powers)
+
+    def spread(self) -> tuple[float, float]:
+        """The largest channel over the median channel, before and after."""
+        sizes = (self.sizes, torch.ldexp(self.sizes, -self.powers))
+        before, after = (float(each.max() / each.median().clamp_min(SMALLEST)) for each in sizes)
+        return before, after
+
+
+def _refuse_other_weights(installation: Installation) -> None:
+    """Refuse a model whose weights are not all here, or are not its own.
+
+    Raises:
+        ValueError: there are adapters, or offloaded weights.
+    """
+    if any(len(layer.copies) > 1 for layer in installation.layers()) or any(
+        hasattr(module, "base_layer") for module in installation.root.modules()
+    ):
+        raise ValueError("this model has adapters; smooth it before they are added, or merge them into the weights.")
+    if any(parameter.is_meta for parameter in installation.root.parameters()):
+        raise ValueError("weights of this model are offloaded; smooth it before it is dispatched.")
+
+
+@contextlib.contextmanager
+def _full(installation: Installation) -> Iterator[None]:
+    """Inside, every swapped layer is at strength 1, where a variant reads all that it may read."""
+    with installation.strengths_kept():
+        installation.set_strength(dict.fromkeys(installation.layers(), 1.0))
+        yield
+
+
+@contextlib.contextmanager
+def _anew(installation: Installation) -> Iterator[None]:
+    """Take an earlier smoothing back. If an error is raised inside, the earlier one is put in place again."""
+    fits = [(layer, fit) for layer in installation.layers() if (fit := layer.swap.fit_of(Smoothing)) is not None]
+    for write in [fit.undo(installation.root, layer.path) for layer, fit in fits]:
+        write()
+    for layer, _ in fits:
+        layer.swap.drop(Smoothing.name)
+    installation.refresh()
+    try:
+        yield
+    except BaseException:
+        for layer, fit in fits:
+            for number, pair in enumerate(fit.pairs):
+                for weight, axis, sign in axes(installation.root, layer.path, pair):
+                    scale_(weight, axis, sign * fit.powers(number))
+            layer.swap.put(fit)
+        installation.refresh()
+        raise
+
+
+def _places(installation: Installation, batch: Batch) -> dict[str, _Place]:
+    """The places around swapped layers, by the path of their source.
+
+    Raises:
+        ValueError: there is none.
+    """
+    root = installation.root
+    matrices = {path: module for path, module in quantizable(root) if is_matrix(module)}
+    with _full(installation):
+        found = gauges(root, batch, matrices)
+    places = {}
+    for gauge in found:
+        layer = _nearest(installation, gauge)
+        if layer is not None and layer.swapped:
+            places[gauge.source] = _Place(root, gauge, layer)
+    if not places:
+        raise ValueError(
+            f"no place of {type(root).__name__} around the swapped layers has channels whose scale is free: what the "
+            "norms give is also read by something else than plain matrices, as in post-norm blocks and in layers with "
+            "shared weights; quantise it without smoothing."
+        )
+    return places
+
+
+def _nearest(installation: Installation, gauge: Gauge) -> Layer | None:
+    """The layer in whose block all modules of a gauge lie; None if it is not one layer's, or serves several layers."""
+    shared = {layer: min(_common(part, layer.path) for part in gauge.parts) for layer in installation.numbered()}
+    most = max(shared.values())
+    nearest = [layer for layer, length in shared.items() if length == most]
+    alone = most > 0 and len(nearest) == 1 and not nearest[0].site.family.shared
+    return nearest[0] if alone else None
+
+
+def _common(one: str, other: str) -> int:
+    """The number of names that two paths have in common at their start."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return next((number for number, (a, b) in enumerate(pairs) if a != b), min(one.count("."), other.count(".")) + 1)
+
+
+def _run(root: Any, batch: Batch, calls: Mapping[str, Callable[[Tensor], None]], places: Mapping[str, _Place]) -> None:
+    """Run the model on a batch. Each call gets the real tokens (N,C) that the readers of its place read."""
+
+    def reads(name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            calls[name](_real(args[0], read_by(places[name].layer.site.core, batch)))
+
+        return hook
+
+    with contextlib.ExitStack() as hooked:
+        for name in calls:
+            reader = root.get_submodule(places[name].gauge.readers[0])
+            hooked.callback(reader.register_forward_pre_hook(reads(name)).remove)
+        forward(root, batch)
+
+
+def _real(x: Tensor, batch: Batch) -> Tensor:
+    """The rows (N,C) of an input that belong to real tokens, where a mask of this shape says which."""
+    for name in MASKS:
+        mask = batch.get(name)
+        if isinstance(mask, Tensor) and x.dim() == 3 and mask.shape == x.shape[:2]:
+            return x[mask.to(device=x.device, dtype=torch.bool)]
+    return x.flatten(0, -2)
+
+
+def _write(installation: Installation, places: Mapping[str, _Place], batch: Batch) -> None:
+    """Scale the weights, compare the model's outputs with those from before, and let the layers keep the powers.
+
+    Raises:
+        ValueError: the outputs differ by more than rounding. The weights are then as before.
+    """
+    before = _outputs(installation, batch)
+    for place in places.values():
+        place.scale(1)
+    try:
+        if not all(map(_equal, before, _outputs(installation, batch))):
+            raise ValueError(
+                "with other scales of its channels this model is not the same function: something else than plain "
+                f"matrices reads them, or {installation.root.dtype} has no room for them; quantise without smoothing."
+            )
+    except BaseException:
+        for place in places.values():
+            place.scale(-1)
+        raise
+    for layer in {place.layer: None for place in places.values()}:
+        own = [place for place in places.values() if place.layer == layer]
+        dtype = str(own[0].matrices[0].dtype).removeprefix("torch.")
+        fit = Smoothing([place.pair for place in own], dtype)
+        for number, place in enumerate(own):
+            fit.powers(number).copy_(place.powers)
+        layer.swap.put(fit.beside(own[0].powers))
+    installation.refresh()
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """True if two outputs differ by no more than a rounding of the whole."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    one_wide, other_wide = (each.cpu().double() for each in (one, other))
+    if not torch.equal(one_wide.isfinite(), other_wide.isfinite()):
+        return False
+    difference = (one_wide - other_wide).nan_to_num(0, 0, 0)  # inf - inf is nan
+    return bool(difference.norm() <= torch.finfo(one.dtype).eps * one_wide.nan_to_num(0, 0, 0).norm())
+
+
+def _outputs(installation: Installation, batch: Batch) -> list[Tensor]:
+    """What the model gives: as it is, with the stock attention, and at strength 1."""
+    found = list(tensors(forward(installation.root, batch)))
+    with installation.stock():
+        found += tensors(forward(installation.root, batch))
+    with _full(installation):
+        found += tensors(forward(installation.root, batch))
+    return found

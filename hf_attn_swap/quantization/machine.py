@@ -1,0 +1,79 @@
+"""Static quantisation to 8 bits as machines run it, computed as fake quantisation.
+
+Integer kernels multiply 8-bit inputs by 8-bit weights, and keep the sums wide. So the inputs of every Linear (and
+Conv1D) of the layers are rounded, asymmetric, with one range per tensor that is fitted before; and the weights,
+symmetric, with one step per row. Sums, norms, scores, probabilities, embeddings, pairs of a sink and the task head stay
+wide. docs/mathematics.md, section Quantisation to 8 bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..layer.swap import Swap
+from .places import linears
+from .points import Point, Quantized, rounded_rows
+from .quantizer import Quantizer, quantized
+
+
+@contextlib.contextmanager
+def machine_w8a8(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Iterator[Quantized]:
+    """Inside the `with` block, the model computes with 8-bit weights and 8-bit inputs of its matrices, sums wide.
+
+    The batches are run once to find the ranges of the inputs, which hold every number seen. After the block the model
+    is as before. docs/mathematics.md, section Quantisation to 8 bits.
+
+    Args:
+        model: a `PreTrainedModel`, stock or swapped, in evaluation mode. Its task head is not quantised.
+        batches: dicts of tensors, from the training data; labels are ignored.
+
+    Yields:
+        The quantised tensors with their ranges, and the share of the matmul FLOPs that is covered.
+
+    Raises:
+        ValueError: as `fake_w8a8`; or the model has no Linear.
+    """
+    with quantized(model, batches, _Machine) as inside:
+        yield inside
+
+
+class _Machine(Quantizer):
+    """Rounds the inputs of matrices to ranges that hold all that was seen, and weights with a step per row."""
+
+    def place(self, stack: contextlib.ExitStack) -> None:
+        super().place(stack)
+        chosen = dict(linears(self.root))
+        if not chosen:
+            raise ValueError(f"{type(self.root).__name__} has no Linear whose input could be rounded.")
+        for path, module in chosen.items():
+            self.weight(path, module, stack)
+            stack.callback(module.register_forward_pre_hook(self._input(path)).remove)
+            stack.callback(module.register_forward_hook(self._covered).remove)
+        self.count_others(stack, chosen)
+        for module in self.root.modules():
+            if isinstance(module, Swap):
+                stack.callback(module.register_forward_pre_hook(self._attention).remove)
+
+    def observe(self, point: Point, tensor: Tensor) -> None:
+        point.widen(tensor)
+
+    def rounded_weight(self, module: nn.Module, weight: Tensor, point: Point) -> Tensor:
+        return rounded_rows(weight, 1 if isinstance(module, Conv1D) else 0)
+
+    def _input(self, path: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return self.round(f"{path}.input", args[0]), *args[1:]
+
+        return hook
+
+    def _covered(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.count("covered", module, output)
+
+    def _attention(self, swap: Swap, args: tuple[Any, ...]) -> None:
+        if self.fitting:
+            self.flops["rest"] += sum(self.attention(swap, args))
