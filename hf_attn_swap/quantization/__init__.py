@@ -1,7 +1,18 @@
-"""8-bit weights and activations: the static fake quantisation of the papers, and torchao's integer kernels."""
+"""8-bit weights and activations: the static fake quantisation of the papers, and integers that run."""
 
 from .fake import fake_w8a8
 from .integer import int8_dynamic
+from .linear import Int8Linear
 from .points import Point, Quantized
+from .static import input_ranges, int8_loaded, int8_static
 
-__all__ = ["Point", "Quantized", "fake_w8a8", "int8_dynamic"]
+__all__ = [
+    "Int8Linear",
+    "Point",
+    "Quantized",
+    "fake_w8a8",
+    "input_ranges",
+    "int8_dynamic",
+    "int8_loaded",
+    "int8_static",
+]

@@ -53,7 +53,7 @@ class Int8Linear(nn.Module):
         self.register_buffer("input_scale", step.reshape(1))
         self.register_buffer("input_zero_point", zero.reshape(1))
         self.register_buffer("sums", None, persistent=False)
-        self.register_load_state_dict_post_hook(_fill)
+        self.register_load_state_dict_post_hook(_fill)  # type: ignore[no-untyped-call]
         self.fill()
 
     @classmethod
@@ -89,7 +89,7 @@ class Int8Linear(nn.Module):
         self.sums = self.weight.sum(1, dtype=torch.int32)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.fill()
         return self
 
@@ -107,8 +107,11 @@ class Int8Linear(nn.Module):
             shape (..., N), in the dtype of `x`.
 
         Raises:
-            ValueError: the input needs a gradient.
+            ValueError: the input needs a gradient, or is itself rounded: a module that casts its input to the dtype of
+                the next weights would do so.
         """
+        if not x.is_floating_point():
+            raise ValueError(f"the inputs of 8-bit integers come in floating point, got {x.dtype}; leave this out.")
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError("a model in 8-bit integers has no gradients; call it under torch.no_grad().")
         kind = integers() if x.device.type == "cpu" else None
