@@ -24,7 +24,6 @@ from ..measuring.batches import as_batches, forward
 from ..wiring.install import installation_of, model_root
 from .linear import WIDEST, Int8Linear
 from .places import quantizable
-from .points import Point
 
 M = TypeVar("M", bound=nn.Module)
 Range = tuple[float, float]  # the lowest and the highest input of a Linear; 0 lies between them
@@ -33,19 +32,17 @@ FORMAT = "int-quantized"
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def input_ranges(model: nn.Module, batches: Iterable[Mapping[str, Any]], *, momentum: float = 0.9) -> dict[str, Range]:
-    """The range of the inputs of every Linear that `int8_static` can round: a running mean of the batches' ranges.
+def input_ranges(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[str, Range]:
+    """The lowest and the highest input of every Linear that `int8_static` can round, over all batches.
 
-    If a module runs several times in a forward pass, as in ALBERT, its range in this pass holds all of its inputs. A
-    module that no batch reaches has no range, and stays in floating point.
+    A module that no batch reaches has no range, and `int8_static` leaves it in floating point.
 
     Args:
         model: a `PreTrainedModel`, stock or swapped, in evaluation mode.
         batches: dicts of tensors, from the training data; labels are ignored.
-        momentum: the weight of the earlier range in the running mean, from 0 to 1.
 
     Returns:
-        The ends of each range, by the module's path.
+        The ends of each range, which always holds 0, by the module's path.
 
     Raises:
         ValueError: there is no batch, the model is in training mode, no Linear can be rounded, or an input is not
@@ -54,25 +51,22 @@ def input_ranges(model: nn.Module, batches: Iterable[Mapping[str, Any]], *, mome
     if model.training:
         raise ValueError("8-bit ranges are fitted in evaluation; call model.eval() first.")
     root = model_root(model)
-    points = {path: Point(f"{path}.input") for path in _linears(root)}
-    seen: dict[str, Point] = {}
+    found: dict[str, Range] = {}
     with contextlib.ExitStack() as hooked:
-        for path in points:
-            hooked.callback(root.get_submodule(path).register_forward_pre_hook(_observe(path, seen)).remove)
+        for path, linear in _linears(root).items():
+            hooked.callback(linear.register_forward_pre_hook(_observe(path, found)).remove)
         for batch in tqdm(as_batches(batches), desc="8-bit ranges", unit="batch", leave=False):
-            seen.clear()
             forward(root, batch)
-            for path, inputs in seen.items():
-                points[path].observe(torch.tensor([inputs.low, inputs.high]), momentum)
-    return {path: (point.low, point.high) for path, point in points.items() if point.seen}
+    return found
 
 
-def _observe(path: str, seen: dict[str, Point]) -> Any:
+def _observe(path: str, found: dict[str, Range]) -> Any:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        here = Point(f"{path}.input")
-        here.observe(args[0], 0.0)
-        so_far = seen.setdefault(path, here)
-        so_far.low, so_far.high = min(so_far.low, here.low), max(so_far.high, here.high)
+        low, high = (float(end) for end in torch.aminmax(args[0]))
+        if not math.isfinite(low + high):
+            raise ValueError(f"the input of {path} is not finite; check the weights, the inputs and the dtype.")
+        before = found.get(path, (0.0, 0.0))
+        found[path] = min(before[0], low), max(before[1], high)
 
     return hook
 
@@ -172,7 +166,9 @@ def _linears(root: Any) -> dict[str, nn.Linear]:
     Raises:
         ValueError: there is none, or the model cannot be rounded as a whole.
     """
-    if getattr(root, "hf_quantizer", None) is not None or any(isinstance(module, Int8Linear) for module in root.modules()):
+    if getattr(root, "hf_quantizer", None) is not None or any(
+        isinstance(module, Int8Linear) for module in root.modules()
+    ):
         raise ValueError(f"this {type(root).__name__} has rounded weights already; load it in full precision.")
     if any(hasattr(module, "base_layer") for module in root.modules()):
         raise ValueError("adapters are not rounded; merge them first: model = model.merge_and_unload().")
