@@ -1,10 +1,11 @@
 """8-bit weights and activations: the static fake quantisation of the papers, and integers that run."""
 
+from .checkpoint import int8_loaded
 from .fake import fake_w8a8
 from .integer import int8_dynamic
 from .linear import Int8Linear
 from .points import Point, Quantized
-from .static import input_ranges, int8_loaded, int8_static
+from .static import input_ranges, int8_static
 
 __all__ = [
     "Int8Linear",

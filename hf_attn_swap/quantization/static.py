@@ -1,16 +1,14 @@
-"""Runs the projections of a model in 8-bit integers, with static ranges, and keeps them so in a checkpoint.
+"""Rounds the projections of a model to 8-bit integers with static ranges, and runs them so.
 
 The inputs of every Linear are rounded to 256 values of one range per module, the weights to one step per row, and the
 products are added in 32 bits (`linear.py`). Norms, attention, embeddings and heads stay in floating point.
-`save_pretrained` writes the integers in the format int-quantized of compressed-tensors. `from_pretrained` reads it with
-that package, and then computes in floating point with equal rounding; `int8_loaded` gives the model its integers back.
+`checkpoint.py` has how such a model is saved and loaded.
 docs/mathematics.md, section Quantisation to 8 bits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -18,17 +16,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedConfig
 
 from ..measuring.batches import as_batches, forward
-from ..wiring.install import installation_of, model_root
+from ..wiring.install import model_root
+from .checkpoint import describe, replace
 from .linear import WIDEST, Int8Linear
 from .places import quantizable
 
 M = TypeVar("M", bound=nn.Module)
 Range = tuple[float, float]  # the lowest and the highest input of a Linear; 0 lies between them
 
-FORMAT = "int-quantized"
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -107,57 +104,9 @@ def int8_static(model: M, ranges: Mapping[str, Range], *, symmetric: bool = Fals
         linear = linears[path]
         _check(path, linear, low, high)
         made[linear] = Int8Linear.rounded(linear.weight, linear.bias, low, high, symmetric=symmetric)
-    _replace(root, made)
-    _describe(root, symmetric)
+    replace(root, made)
+    describe(root, symmetric)
     return model
-
-
-def int8_loaded(model: M) -> M:
-    """Let a model that `from_pretrained` loaded in 8 bits compute with integers again, in place.
-
-    Call it before the first forward pass, in which compressed-tensors turns the weights into floating point.
-    The checkpoint may come from `int8_static` or from another program that writes static ranges.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: the model has no int8 weights with static ranges, or has run already.
-    """
-    root = model_root(model)
-    loaded = {module: stored for module in root.modules() if (stored := _stored(module)) is not None}
-    if not loaded:
-        raise ValueError(
-            f"this {type(root).__name__} has no int8 weights with static ranges. Load a checkpoint that was saved "
-            "after int8_static, and call int8_loaded before the model runs: its first pass makes the weights floats."
-        )
-    zeros = [module.input_zero_point for module in loaded.values()]
-    quantizer: Any = root.hf_quantizer
-    quantizer.compressor.remove_decompression_hook(root)
-    _replace(root, loaded)
-    quantizer.remove_quantization_config(root)
-    _describe(root, not any(bool(zero.any()) for zero in zeros))
-    return model
-
-
-def _stored(module: nn.Module) -> Int8Linear | None:
-    """The integer module for a Linear as compressed-tensors loads it; None for any other module."""
-    scheme: Any = getattr(module, "quantization_scheme", None)
-    inputs = getattr(scheme, "input_activations", None)
-    if not isinstance(module, nn.Linear) or module.weight.dtype != torch.int8 or inputs is None:
-        return None
-    zero = getattr(module, "weight_zero_point", None)
-    if inputs.num_bits != 8 or inputs.dynamic or inputs.strategy != "tensor" or (zero is not None and bool(zero.any())):
-        return None
-    held: Any = module
-    zero = getattr(held, "input_zero_point", None)
-    return Int8Linear(
-        held.weight.data,
-        held.bias,
-        held.weight_scale.data,
-        held.input_scale.data,
-        torch.zeros(1, dtype=torch.int8) if zero is None else zero.data,
-    )
 
 
 def _linears(root: Any) -> dict[str, nn.Linear]:
@@ -204,14 +153,6 @@ def _check(path: str, linear: nn.Linear, low: float, high: float) -> None:
         raise ValueError(f"{path} has hooks, which would be lost; remove them first.")
 
 
-def _replace(root: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
-    """Put modules in the place of others, wherever a module of the model holds these."""
-    for parent in list(root.modules()):
-        for name, child in list(parent.named_children()):
-            if child in made:
-                setattr(parent, name, made[child].train(child.training))
-
-
 def _refuse_tied(root: nn.Module, linears: Mapping[str, nn.Linear]) -> None:
     """Refuse a projection that shares its weights with another module, which would keep them in floating point.
 
@@ -226,24 +167,3 @@ def _refuse_tied(root: nn.Module, linears: Mapping[str, nn.Linear]) -> None:
         others = sorted(name for name in modules if root.get_submodule(name) is not linear)
         if others:
             raise ValueError(f"{path} shares its weights with {others[0]}; leave it out of the ranges.")
-
-
-def _describe(root: Any, symmetric: bool) -> None:
-    """Let the config say how the integers are read, in a copy: other models may share the config.
-
-    Everything that is still a Linear is named as one to leave alone.
-    """
-    if installation_of(root) is None:  # a patched model has copies already
-        memo: dict[int, Any] = {}
-        for module in root.modules():
-            if isinstance(module.__dict__.get("config"), PreTrainedConfig):
-                module.__dict__["config"] = copy.deepcopy(module.__dict__["config"], memo)
-    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-    inputs = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "tensor", "dynamic": False}
-    root.config.quantization_config = {
-        "quant_method": "compressed-tensors",
-        "format": FORMAT,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
-        "ignore": [path for path, module in root.named_modules() if isinstance(module, nn.Linear)],
-    }

@@ -56,7 +56,7 @@ def test_equals_fake_quantisation(monkeypatch: pytest.MonkeyPatch, shape: tuple[
 def test_every_way_gives_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, symmetric: bool) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(5, 24, dtype=dtype), torch.randn(7, 24, dtype=dtype)
-    made = Int8Linear.rounded(weight, None, -1.0, 3.0, symmetric=symmetric)
+    made = Int8Linear.rounded(weight, None, -4.0, 5.0, symmetric=symmetric)
     found = []
     for kind in KINDS:
         monkeypatch.setattr(linear, "integers", lambda kind=kind: kind)
@@ -87,7 +87,7 @@ def test_an_inexact_product_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None
     assert linear.integers.__wrapped__() is None
 
 
-@pytest.mark.parametrize("variant", [None, *list_variants()])
+@pytest.mark.parametrize("variant", [None, "outeffhop"])
 @pytest.mark.parametrize("name", LINEAR)
 def test_model_stays_close(name: str, variant: str | None) -> None:
     model, batch = fresh(name, torch.float32), batch_of(name, torch.float32, padded=padding_side(name))
@@ -126,30 +126,44 @@ def test_unreached_and_unnamed_modules_stay() -> None:
     assert "lm_head" in model.config.quantization_config["ignore"]
 
 
+def loaded(folder: Path, dtype: torch.dtype, swapped: bool) -> Any:
+    """The model of a folder, running integers."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not any(info.values())
+    return (model if swapped else int8_loaded(model)).eval()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", [None, "sink+outeffhop", "gated", "simpletron"])
+@pytest.mark.parametrize("variant", [None, *list_variants(), "modern_hopfield+belief"])
 def test_loads_again(tmp_path: Path, variant: str | None, dtype: torch.dtype) -> None:
     pytest.importorskip("compressed_tensors", reason=LOADS)
-    model, batch = fresh("llama", dtype), batch_of("llama", dtype)
+    fresh("llama", dtype).save_pretrained(tmp_path / "stock")  # loaded, rotary frequencies are in fp32, as they will be
+    model, batch = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", dtype=dtype), batch_of("llama", dtype)
     if variant is not None:
         perturb(patch_model(model, variant))
-    got = forward(quantised(model, batch), batch)
+    got = forward(quantised(model.eval(), batch), batch)
     for folder in (tmp_path / "once", tmp_path / "twice"):
         model.save_pretrained(folder)
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-        assert not any(info.values())
-        model = int8_loaded(model).eval()
+        model = loaded(folder, dtype, variant is not None)
+        assert any(isinstance(module, Int8Linear) for module in model.modules())
         assert torch.equal(forward(model, batch), got)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "once", dtype=dtype).eval()
-    error = (forward(plain, batch) - got).norm() / got.norm()  # the same rounding in floating point
-    assert error < (1e-2 if dtype == torch.float32 else 3e-2)  # a number at the border of two values may fall on either
+
+
+def test_other_programs_compute_the_same_rounding(tmp_path: Path) -> None:
+    """compressed-tensors' own forward pass, in floating point."""
+    pytest.importorskip("compressed_tensors", reason=LOADS)
+    model, batch = fresh("llama", torch.float32), batch_of("llama", torch.float32)
+    got = forward(quantised(model, batch), batch)
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert (forward(plain, batch) - got).norm() < 1e-5 * got.norm()
     with pytest.raises(ValueError, match="before the model runs"):
         int8_loaded(plain)
 
 
 def test_encoder_loads_again(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason=LOADS)
-    model, batch = zoo.build("bert", head="MaskedLM").eval(), batch_of("bert", torch.float32)
+    model, batch = zoo.build("bert", head="lm"), batch_of("bert", torch.float32)
     got = forward(quantised(model, batch, symmetric=True), batch)
     model.save_pretrained(tmp_path)
     assert torch.equal(forward(int8_loaded(AutoModelForMaskedLM.from_pretrained(tmp_path)).eval(), batch), got)
@@ -174,7 +188,8 @@ def test_weights_that_are_loaded_later_count() -> None:
     other.load_state_dict(made.state_dict())
     assert torch.equal(other(x), made(x))
     assert torch.equal(copy.deepcopy(made)(x), made(x))
-    assert made.weight.dtype == torch.int8 and made.weight_scale.shape == (4, 1)
+    assert made.weight.dtype == torch.int8
+    assert made.weight_scale.shape == (4, 1)
 
 
 def test_other_models_of_the_config_stay_as_they_are() -> None:
@@ -195,7 +210,7 @@ def test_unpatched_afterwards_it_still_says_so(tmp_path: Path) -> None:
     unpatch_model(model)
     got = forward(model, batch)
     model.save_pretrained(tmp_path)
-    assert torch.equal(forward(int8_loaded(AutoModelForCausalLM.from_pretrained(tmp_path)).eval(), batch), got)
+    assert torch.equal(forward(loaded(tmp_path, torch.float32, swapped=False), batch), got)
 
 
 def refused(name: str) -> tuple[Any, Any, str]:
@@ -231,6 +246,7 @@ def refused(name: str) -> tuple[Any, Any, str]:
     return adapted, ranges, "merge_and_unload"
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 @pytest.mark.parametrize(
     "name", ["none", "head", "range", "twice", "hooks", "offloaded", "not finite", "tied", "adapters"]
 )
@@ -249,7 +265,7 @@ def test_conv1d_is_refused() -> None:
 
 def test_ranges_need_evaluation_and_finite_inputs() -> None:
     model, batch = fresh("llama", torch.float32), batch_of("llama", torch.float32)
-    with pytest.raises(ValueError, match="model.eval"):
+    with pytest.raises(ValueError, match=r"model\.eval"):
         input_ranges(model.train(), [batch])
     model.eval().get_input_embeddings().weight.data[:] = torch.inf
     with pytest.raises(ValueError, match="not finite"):
