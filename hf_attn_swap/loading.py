@@ -209,6 +209,19 @@ def _check_loaded(model: nn.Module, info: dict[str, Any], where: str) -> None:
             Installation(module, record).stored(where)
 
 
+def _run_integers(model: PreTrainedModel) -> None:
+    """Let a swapped model with 8-bit integers compute with integers, and not as compressed-tensors would run it.
+
+    That package copies what the layers of a pass share (`quantization/checkpoint.py`).
+    """
+    if model.__dict__.get(ATTRIBUTE) is None or getattr(model, "hf_quantizer", None) is None:
+        return
+    from .quantization.checkpoint import int8_loaded, stored_integers  # here alone: hardly any model needs it
+
+    if any(stored_integers(module) is not None for module in model.modules()):
+        int8_loaded(model)
+
+
 def _with_swap_of(path: Any, config: Any, arguments: dict[str, Any]) -> Any:
     """The config that a caller gave for the checkpoint at `path`, with the swap of this checkpoint.
 
@@ -306,6 +319,7 @@ def _wrap_from_pretrained() -> None:
             kwargs["config"] = _with_swap_of(path, kwargs["config"], kwargs)
         model, info = original(cls, *args, output_loading_info=True, **kwargs)
         _check_loaded(model, info, str(path))
+        _run_integers(model)
         return (model, info) if wanted else model
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment, method-assign]  # as above

@@ -1,8 +1,21 @@
-"""8-bit weights and activations: fake quantisation as in papers and as on machines, and torchao's integer kernels."""
+"""8-bit weights and activations: fake quantisation as in papers and as on machines, and integers that run."""
 
+from .checkpoint import int8_loaded
 from .fake import fake_w8a8
 from .integer import int8_dynamic
+from .linear import Int8Linear
 from .machine import machine_w8a8
 from .points import Point, Quantized
+from .static import input_ranges, int8_static
 
-__all__ = ["Point", "Quantized", "fake_w8a8", "int8_dynamic", "machine_w8a8"]
+__all__ = [
+    "Int8Linear",
+    "Point",
+    "Quantized",
+    "fake_w8a8",
+    "input_ranges",
+    "int8_dynamic",
+    "int8_loaded",
+    "int8_static",
+    "machine_w8a8",
+]

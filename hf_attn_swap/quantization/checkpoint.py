@@ -1,0 +1,103 @@
+"""Keeps a model of 8-bit integers in a checkpoint, and gives a loaded model its integers back.
+
+The config names the format int-quantized of compressed-tensors, and `save_pretrained` writes the integers as they are.
+transformers reads them with the package compressed-tensors, whose own forward pass turns them into floating point with
+equal rounding. `int8_loaded` puts integer modules in the place of its Linears before that.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from ..wiring.install import installation_of, model_root
+from .linear import Int8Linear
+
+M = TypeVar("M", bound=nn.Module)
+FORMAT = "int-quantized"
+
+
+def int8_loaded(model: M) -> M:
+    """Let a model that `from_pretrained` loaded in 8 bits compute with integers again, in place.
+
+    Call it before the first forward pass, in which compressed-tensors turns the weights into floating point.
+    `from_pretrained` has done it for a swapped model: compressed-tensors copies what the layers of a pass share, so
+    some swaps could not run otherwise.
+    The checkpoint may come from `int8_static` or from another program that writes static ranges.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model has no int8 weights with static ranges, has run already, or is offloaded.
+    """
+    root = model_root(model)
+    loaded = {module: stored for module in root.modules() if (stored := stored_integers(module)) is not None}
+    if not loaded:
+        raise ValueError(
+            f"this {type(root).__name__} has no int8 weights with static ranges. Load a checkpoint that was saved "
+            "after int8_static, and call int8_loaded before the model runs: its first pass makes the weights floats."
+        )
+    if any(module.weight.is_meta for module in loaded.values()):
+        raise ValueError("8-bit integers cannot be offloaded; load the model without offloading.")
+    zeros = [module.input_zero_point for module in loaded.values()]
+    quantizer: Any = root.hf_quantizer
+    quantizer.compressor.remove_decompression_hook(root)
+    replace(root, loaded)
+    quantizer.remove_quantization_config(root)
+    describe(root, not any(bool(zero.any()) for zero in zeros))
+    return model
+
+
+def stored_integers(module: nn.Module) -> Int8Linear | None:
+    """The integer module for a Linear as compressed-tensors loads it; None for any other module."""
+    scheme: Any = getattr(module, "quantization_scheme", None)
+    inputs = getattr(scheme, "input_activations", None)
+    if not isinstance(module, nn.Linear) or module.weight.dtype != torch.int8 or inputs is None:
+        return None
+    zero = getattr(module, "weight_zero_point", None)
+    if inputs.num_bits != 8 or inputs.dynamic or inputs.strategy != "tensor" or (zero is not None and bool(zero.any())):
+        return None
+    held: Any = module
+    zero = getattr(held, "input_zero_point", None)
+    return Int8Linear(
+        held.weight.data,
+        held.bias,
+        held.weight_scale.data,
+        held.input_scale.data,
+        torch.zeros(1, dtype=torch.int8) if zero is None else zero.data,
+    )
+
+
+def replace(root: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
+    """Put modules in the place of others, wherever a module of the model holds these."""
+    for parent in list(root.modules()):
+        for name, child in list(parent.named_children()):
+            if child in made:
+                setattr(parent, name, made[child].train(child.training))
+
+
+def describe(root: Any, symmetric: bool) -> None:
+    """Let the config say how the integers are read, in a copy: other models may share the config.
+
+    Everything that is still a Linear is named as one to leave alone.
+    """
+    if installation_of(root) is None:  # a patched model has copies already
+        memo: dict[int, Any] = {}
+        for module in root.modules():
+            if isinstance(module.__dict__.get("config"), PreTrainedConfig):
+                module.__dict__["config"] = copy.deepcopy(module.__dict__["config"], memo)
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "tensor", "dynamic": False}
+    root.config.quantization_config = {
+        "quant_method": "compressed-tensors",
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+        "ignore": [path for path, module in root.named_modules() if isinstance(module, nn.Linear)],
+    }

@@ -1,0 +1,169 @@
+"""Rounds the projections of a model to 8-bit integers with static ranges, and runs them so.
+
+The inputs of every Linear are rounded to 256 values of one range per module, the weights to one step per row, and the
+products are added in 32 bits (`linear.py`). Norms, attention, embeddings and heads stay in floating point.
+`checkpoint.py` has how such a model is saved and loaded.
+docs/mathematics.md, section Quantisation to 8 bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from ..measuring.batches import as_batches, forward
+from ..wiring.install import model_root
+from .checkpoint import describe, replace
+from .linear import WIDEST, Int8Linear
+from .places import quantizable
+
+M = TypeVar("M", bound=nn.Module)
+Range = tuple[float, float]  # the lowest and the highest input of a Linear; 0 lies between them
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def input_ranges(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[str, Range]:
+    """The lowest and the highest input of every Linear that `int8_static` can round, over all batches.
+
+    A module that no batch reaches has no range, and `int8_static` leaves it in floating point.
+
+    Args:
+        model: a `PreTrainedModel`, stock or swapped, in evaluation mode.
+        batches: dicts of tensors, from the training data; labels are ignored.
+
+    Returns:
+        The ends of each range, which always holds 0, by the module's path.
+
+    Raises:
+        ValueError: there is no batch, the model is in training mode, no Linear can be rounded, or an input is not
+            finite.
+    """
+    if model.training:
+        raise ValueError("8-bit ranges are fitted in evaluation; call model.eval() first.")
+    root = model_root(model)
+    found: dict[str, Range] = {}
+    with contextlib.ExitStack() as hooked:
+        for path, linear in _linears(root).items():
+            hooked.callback(linear.register_forward_pre_hook(_observe(path, found)).remove)
+        for batch in tqdm(as_batches(batches), desc="8-bit ranges", unit="batch", leave=False):
+            forward(root, batch)
+    return found
+
+
+def _observe(path: str, found: dict[str, Range]) -> Any:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        low, high = (float(end) for end in torch.aminmax(args[0]))
+        if not math.isfinite(low + high):
+            raise ValueError(f"the input of {path} is not finite; check the weights, the inputs and the dtype.")
+        before = found.get(path, (0.0, 0.0))
+        found[path] = min(before[0], low), max(before[1], high)
+
+    return hook
+
+
+def int8_static(model: M, ranges: Mapping[str, Range], *, symmetric: bool = False) -> M:
+    """Put modules with int8 weights and static 8-bit inputs in the place of Linears, in place.
+
+    On a CPU they run PyTorch's integer matrix product; elsewhere they compute the same in floating point.
+    The weights cannot be restored: to undo the quantisation, load the model again.
+    `model.save_pretrained` saves the integers; see `int8_loaded`.
+
+    Args:
+        model: a `PreTrainedModel`, stock or swapped, in floating point and without adapters.
+        ranges: the lowest and the highest input of each Linear, by its path, as `input_ranges` gives them. A Linear
+            without a range stays as it is.
+        symmetric: True rounds the inputs to a range from -r to r, for engines that know no other.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: there is no range, a path is no Linear that can be rounded, or the model is quantised already, has
+            adapters, Conv1D, tied projections, hooks on them, offloaded weights or weights that are not finite. The
+            model is then unchanged.
+    """
+    root = model_root(model)
+    linears = _linears(root)
+    if not ranges:
+        raise ValueError("there are no ranges; pass what input_ranges(model, batches) returned.")
+    if unknown := sorted(set(ranges) - set(linears)):
+        raise ValueError(
+            f"{unknown[0]!r} is no projection of this {type(root).__name__} that can be rounded; leave it out of the "
+            "ranges. Task heads and gates stay in full precision."
+        )
+    _refuse_tied(root, {path: linears[path] for path in ranges})
+    made: dict[nn.Module, nn.Module] = {}
+    for path, (low, high) in ranges.items():
+        linear = linears[path]
+        _check(path, linear, low, high)
+        made[linear] = Int8Linear.rounded(linear.weight, linear.bias, low, high, symmetric=symmetric)
+    replace(root, made)
+    describe(root, symmetric)
+    return model
+
+
+def _linears(root: Any) -> dict[str, nn.Linear]:
+    """The projections of a model that can be rounded, by their paths.
+
+    Raises:
+        ValueError: there is none, or the model cannot be rounded as a whole.
+    """
+    if getattr(root, "hf_quantizer", None) is not None or any(
+        isinstance(module, Int8Linear) for module in root.modules()
+    ):
+        raise ValueError(f"this {type(root).__name__} has rounded weights already; load it in full precision.")
+    if any(hasattr(module, "base_layer") for module in root.modules()):
+        raise ValueError("adapters are not rounded; merge them first: model = model.merge_and_unload().")
+    chosen = dict(quantizable(root))
+    if any(type(module).__name__ == "Conv1D" for module in chosen.values()):
+        raise ValueError(
+            f"{type(root).__name__} has Conv1D, which checkpoints of 8-bit integers do not know; fake_w8a8 shows what "
+            "8 bits cost."
+        )
+    found = {path: module for path, module in chosen.items() if type(module) is nn.Linear}
+    if not found:
+        raise ValueError(f"{type(root).__name__} has no Linear outside its head; there is nothing to round.")
+    return found
+
+
+def _check(path: str, linear: nn.Linear, low: float, high: float) -> None:
+    """Refuse a Linear that cannot be replaced without a loss that nobody sees.
+
+    Raises:
+        ValueError: says which and why.
+    """
+    if not (low <= 0 <= high and math.isfinite(low) and math.isfinite(high)):
+        raise ValueError(f"the range of {path} must be two finite numbers around 0, got {low} and {high}.")
+    if linear.weight.is_meta:
+        raise ValueError(f"the weights of {path} are offloaded; load the model without offloading.")
+    if not linear.weight.is_floating_point():
+        raise ValueError(f"{path} has rounded weights already; load the model in full precision.")
+    if not bool(linear.weight.isfinite().all()):
+        raise ValueError(f"{path}.weight is not finite; check the checkpoint.")
+    if linear.in_features > WIDEST:
+        raise ValueError(f"{path} adds {linear.in_features} products, and 32 bits hold {WIDEST}; leave it out.")
+    if any(getattr(linear, name) for name in HOOKS):
+        raise ValueError(f"{path} has hooks, which would be lost; remove them first.")
+
+
+def _refuse_tied(root: nn.Module, linears: Mapping[str, nn.Linear]) -> None:
+    """Refuse a projection that shares its weights with another module, which would keep them in floating point.
+
+    Raises:
+        ValueError: names the two.
+    """
+    owners: dict[int, list[str]] = {}
+    for name, weight in root.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(weight), []).append(name)
+    for path, linear in linears.items():
+        modules = {name.rpartition(".")[0] for name in owners[id(linear.weight)]}
+        others = sorted(name for name in modules if root.get_submodule(name) is not linear)
+        if others:
+            raise ValueError(f"{path} shares its weights with {others[0]}; leave it out of the ranges.")
