@@ -2,12 +2,15 @@
 
 The steps, each measured on held-out rows (`steps/`, a file each):
 
-    1. swap:       the variant in all layers that may be converted
-    2. absorb:     in a causal language model, the keys and values of one token as a sink, if less is lost with it
-    3. fit:        a neutral start, and no fit, a gain or a map per head, whichever loses least (or as `stages` say)
-    4. choose:     with a budget or a share to keep, what each layer alone costs decides about the order
-    5. distil:     the model before the swap teaches the swapped model, group of layers by group of layers
-    6. finish:     adapters merged into the weights, no swap in layers that keep their own attention
+    1. stock in bits: with bits=8, what the stock model loses in 8 bits
+    2. swap:       the variant in all layers that may be converted
+    3. absorb:     in a causal language model, the keys and values of one token as a sink, if less is lost with it
+    4. fit:        a neutral start, and no fit, a gain or a map per head, whichever loses least (or as `stages` say)
+    5. choose:     with a budget or a share to keep, what each layer alone costs decides about the order
+    6. distil:     the model before the swap teaches the swapped model, group of layers by group of layers
+    7. finish:     adapters merged into the weights, no swap in layers that keep their own attention
+    8. smooth:     with bits=8, channels of like sizes, if less is lost in 8 bits with them
+    9. integers:   with bits=8, weights in 8-bit integers, and a static range for each input
 
 With a budget, the cheapest layers come first. A group whose loss comes within the budget is followed by the next group.
 If the tokens are used up before, the last group is taken back. Without a choice of layers, a distillation that
@@ -31,6 +34,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from ..layer.registry import canonical_keys, parse
 from ..measuring.held_out import HeldOut
 from ..patch import unpatch_model
+from ..quantization.static import check_linears
 from ..variants.softmax import Softmax
 from ..wiring.install import installation_of, model_root
 from .adapters import refuse_adapters
@@ -66,6 +70,7 @@ def convert(
     absorb: bool = True,
     stages: Sequence[Stage] | None = None,
     low_memory: bool = False,
+    bits: Literal[8] | None = None,
     teacher: PreTrainedModel | None = None,
     length: int = 256,
     output_dir: str | Path | None = None,
@@ -107,6 +112,9 @@ def convert(
             swapped layers with the original ones. All train the same weights.
         low_memory: trade time for memory: adapters instead of all weights, one row at a time, and activations that
             are computed again in the backward pass. The steps have the same number of rows.
+        bits: 8 ends with a model in 8-bit integers, as `int8_static` makes it, which `save_pretrained` saves. Sinks and
+            channels are then chosen by what is lost in 8 bits, and the variant "softmax" stands for stock attention,
+            with a sink if it helps.
         teacher: another model that gives the targets, and that losses are compared with; None is the model itself.
         length: the number of tokens of a row, when `data` are texts.
         output_dir: a folder for checkpoints. The same call with the same folder goes on where the last one ended. None
@@ -132,6 +140,8 @@ def convert(
     refuse_converted(model)
     refuse_adapters(model)
     _check_numbers(max_loss, keep, tokens)
+    if bits is not None:
+        _check_bits(root, bits)
     if teacher is not None:
         check_teacher(root, teacher)
     named = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers
@@ -146,6 +156,7 @@ def convert(
         absorb=absorb,
         processor=processor,
         low_memory=low_memory,
+        bits=bits,
         plan=plan_of(root, variant, stages, low_memory=low_memory),
     )
     if installation_of(root) is not None:
@@ -207,6 +218,17 @@ def _check_numbers(max_loss: Any, keep: Any, tokens: Any) -> None:
         raise ValueError(f"tokens must be a whole number of at least 1, such as 300_000, got {tokens!r}.")
 
 
+def _check_bits(root: PreTrainedModel, bits: Any) -> None:
+    """Refuse a number of bits that is not 8, and a model without matrices that 8-bit integers can hold.
+
+    Raises:
+        ValueError: says what can be done instead.
+    """
+    if bits != 8 or isinstance(bits, bool):
+        raise ValueError(f"bits must be 8, or left out for full precision, got {bits!r}.")
+    check_linears(root)
+
+
 def _settings(
     root: PreTrainedModel,
     teacher: PreTrainedModel | None,
@@ -237,6 +259,7 @@ def _settings(
         "length": train.length,
         **({} if asked.modules is None else {"modules": asked.modules}),
         **({"bf16": True} if args.bf16 else {}),
+        **({} if asked.bits is None else {"bits": asked.bits}),
     }
 
 

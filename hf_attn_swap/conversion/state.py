@@ -41,6 +41,7 @@ class Asked:
     absorb: bool
     processor: Any
     low_memory: bool
+    bits: int | None
     plan: Plan
 
 
@@ -209,11 +210,11 @@ class State:
         """Make the model the stock model again, after an error; unless its weights have changed for good."""
         if self.final:
             return
-        put(self.originals)
         if self.adapters is not None:
             self.adapters.unload()
         if (installation := installation_of(model_root(self.model))) is not None:
             installation.remove(self.model)
+        put(self.originals)  # at last: the first values know nothing of the scales that leave with a smoothing
 
     # -- The journal ---------------------------------------------------------------------------------------------------
 

@@ -109,6 +109,15 @@ def int8_static(model: M, ranges: Mapping[str, Range], *, symmetric: bool = Fals
     return model
 
 
+def check_linears(root: Any) -> None:
+    """Refuse a model that cannot be rounded as a whole.
+
+    Raises:
+        ValueError: it has no Linear, rounded weights, adapters or Conv1D.
+    """
+    _linears(root)
+
+
 def _linears(root: Any) -> dict[str, nn.Linear]:
     """The projections of a model that can be rounded, by their paths.
 

@@ -296,6 +296,19 @@ class Installation:
         if self.record.loaded:
             _forget(self.root)
 
+    def drop(self, name: str) -> None:
+        """Take the fits of this name out of all layers, with what they changed around their swaps.
+
+        Raises:
+            ValueError: as in `put`.
+        """
+        layers = [layer for layer in self.layers() if name in layer.swap.fitted]
+        for write in [layer.swap.fitted[name].undo(self.root, layer.path) for layer in layers]:
+            write()
+        for swap in (swap for layer in layers for swap in layer.copies):
+            swap.drop(name)
+        self.refresh()
+
     def _undo(self, layers: Iterable[Layer]) -> None:
         """Take back what fits changed around swaps that are about to leave. Of PEFT's copies, the first one says what.
 

@@ -1,4 +1,4 @@
-"""Step 2: the sink of a pretrained language model made explicit, if the swapped model then loses less.
+"""Step 3: the sink of a pretrained language model made explicit, if the swapped model then loses less.
 
 The first token of a text is a sink for the heads, and a swap disturbs it most. With the keys and values of one token
 beside the text (`absorb_sink`), `sink+outeffhop` starts from less loss than `outeffhop`. Nothing is trained.
@@ -18,7 +18,9 @@ from ...core.kind import Kind
 from ...layer.registry import canonical_keys, parse
 from ...patch import need_installation, patch_model
 from ...variants.sink import Sink
+from ...variants.softmax import Softmax
 from ..absorb import TEXTS, absorb_rows
+from ..bits import lost_in_bits
 from ..engine import Part
 from ..rows import TOKENS
 from ..state import State
@@ -49,8 +51,11 @@ def _may(state: State) -> bool:
 def _with_sink(state: State) -> tuple[str, dict[str, Any]] | None:
     """The variant with a sink before it, and its options; None if the variant composes with no sink."""
     asked = state.asked
-    if Sink in (classes := parse(asked.variant)):
+    classes = parse(asked.variant)
+    if Sink in classes:
         return asked.variant, asked.options
+    if asked.bits is not None and classes == (Softmax,):
+        return Sink.name, {}
     name = f"{Sink.name}+{asked.variant}"
     with contextlib.suppress(ValueError):
         parse(name)
@@ -62,14 +67,15 @@ def _with_sink(state: State) -> tuple[str, dict[str, Any]] | None:
 def _choose(state: State) -> None:
     """Note the tokens that serve as a sink, or None. The model stays as it is."""
     state.notes["sink"] = None
-    swapped = state.record[-1].lost
+    measure = State.lost if state.asked.bits is None else lost_in_bits
+    swapped = state.record[-1].lost if state.asked.bits is None else lost_in_bits(state)
     try:
         _patch(state)
         found = absorb_rows(state.model, state.asked.processor, _first_rows(state))
     except ValueError as problem:
         state.say(f"No sink was absorbed: {problem}")
     else:
-        lost = state.lost()
+        lost = measure(state)
         enough = state.asked.max_loss is None or lost.share <= state.asked.max_loss  # else groups of layers are chosen
         if lost.share < swapped.share and enough:
             state.notes["sink"] = list(found.tokens)

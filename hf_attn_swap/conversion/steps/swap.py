@@ -1,4 +1,4 @@
-"""Step 1: the variant in all layers that may be converted."""
+"""Step 2: the variant in all layers that may be converted."""
 
 from __future__ import annotations
 
