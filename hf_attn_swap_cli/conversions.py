@@ -1,4 +1,4 @@
-"""The command that converts."""
+"""The commands that convert a model, and round it to 8 bits."""
 
 from __future__ import annotations
 
@@ -63,6 +63,112 @@ def convert(
     command goes on with a conversion that was interrupted. If the loss is above --max-loss, nothing is saved and the
     exit code is 1. On several GPUs: accelerate launch -m hf_attn_swap.cli convert, with the same arguments.
     """
+    _run(
+        model,
+        variant,
+        out,
+        data,
+        eval_data,
+        column,
+        config,
+        split,
+        layers=layers,
+        tokens=tokens,
+        max_loss=max_loss,
+        option=option,
+        push=push,
+        keep=keep,
+        absorb=absorb,
+        length=length,
+        low_memory=low_memory,
+        bf16=bf16,
+        task=task,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        token=token,
+        keep_anyway=keep_anyway,
+        overwrite=overwrite,
+    )
+
+
+@app.command(cls=Command)
+def quantize(
+    model: Annotated[str, typer.Argument(help="Name on the Hub, or folder, of a stock model.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the model in 8-bit integers.")],
+    data: Data,
+    variant: Annotated[
+        str, typer.Option(help='Such as "outeffhop"; if left out, stock attention, with a sink where it helps.')
+    ] = "softmax",
+    column: Columns = None,
+    config: Config = None,
+    split: Annotated[str | None, typer.Option(help="Split that gives the ranges; train if left out.")] = None,
+    eval_data: Annotated[str | None, typer.Option(help="Held-out data; a part of --data if left out.")] = None,
+    tokens: Annotated[str, typer.Option(help="Budget of a distillation before the rounding, such as 100k.")] = "1",
+    max_loss: Annotated[str | None, typer.Option(help="Largest loss, such as 2%; a larger one is not saved.")] = None,
+    option: Options = None,
+    length: Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")] = 512,
+    task: Task = None,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    revision: Revision = None,
+    token: Token = None,
+    push: Annotated[str | None, typer.Option(help="Publish the result there, such as me/smollm2-int8.")] = None,
+    keep_anyway: Annotated[
+        bool, typer.Option("--keep-anyway", help="Save the model, too, if its loss is above the budget.")
+    ] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Round a model to 8-bit integers with little loss: sink, smoothed channels, static ranges; measure, and save.
+
+    Nothing is trained unless --tokens says so. The table has the loss of the stock model in the same 8 bits, and of
+    each step. The folder gets the model, its tokenizer, a card, results.json and conversion.html.
+    """
+    _run(
+        model,
+        variant,
+        out,
+        data,
+        eval_data,
+        column,
+        config,
+        split,
+        layers="auto",
+        tokens=tokens,
+        max_loss=max_loss,
+        option=option,
+        push=push,
+        bits=8,
+        length=length,
+        task=task,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        token=token,
+        keep_anyway=keep_anyway,
+        overwrite=overwrite,
+    )
+
+
+def _run(
+    model: str,
+    variant: str,
+    out: Path,
+    data: str,
+    eval_data: str | None,
+    column: list[str] | None,
+    config: str | None,
+    split: str | None,
+    *,
+    layers: str,
+    tokens: str,
+    max_loss: str | None,
+    option: list[str] | None,
+    push: str | None,
+    token: str | None,
+    **more: Any,
+) -> None:
+    """Convert a checkpoint, print the report, and publish the result if that was asked for."""
     from hf_attn_swap.publish.converted import convert_checkpoint
     from hf_attn_swap.publish.hub import push_folder
     from hf_attn_swap.text.typed import parse_count, parse_layers, parse_options, parse_share
@@ -85,20 +191,10 @@ def convert(
         tokens=parse_count(tokens),
         max_loss=parse_share(max_loss),
         layers="auto" if layers == "auto" else parse_layers(layers) or [],
-        keep=keep,
-        absorb=absorb,
         options=parse_options(option or [], composed="+" in variant),
-        length=length,
-        low_memory=low_memory,
-        bf16=bf16,
-        task=task,
-        device=device,
-        dtype=dtype,
-        revision=revision,
         token=token,
-        keep_anyway=keep_anyway,
-        overwrite=overwrite,
         notify=notify,
+        **more,
     )
     if not first_process():
         return
