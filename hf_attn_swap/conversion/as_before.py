@@ -41,7 +41,8 @@ def as_before(model: nn.Module) -> Iterator[None]:
                 if id(child) not in modes:
                     child.train(module.training)
         for parameter in model.parameters():
-            parameter.requires_grad_(flags[id(parameter)][1] if id(parameter) in flags else True)
+            new = parameter.is_floating_point()  # 8-bit integers have no gradient
+            parameter.requires_grad_(flags[id(parameter)][1] if id(parameter) in flags else new)
         for parameter in without_gradient:
             parameter.grad = None
         for module, use_cache in caching:

@@ -2,7 +2,7 @@
 
 The steps, each measured on held-out rows (`steps/`, a file each):
 
-    1. stock in bits: with bits=8, what the stock model loses in 8 bits
+    1. stock:      with bits=8, what the stock model loses in 8 bits
     2. swap:       the variant in all layers that may be converted
     3. absorb:     in a causal language model, the keys and values of one token as a sink, if less is lost with it
     4. fit:        a neutral start, and no fit, a gain or a map per head, whichever loses least (or as `stages` say)

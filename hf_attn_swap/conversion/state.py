@@ -204,7 +204,8 @@ class State:
         put({each: value for each, value in self.originals.items() if each not in snapshot.weights})
         given_back(Snapshot(snapshot.plain["swaps"], snapshot.swaps, snapshot.weights), self.swaps)
         self.changed = snapshot.plain["changed"]
-        self.installation.refresh()
+        if self.swaps:  # none before the first swap
+            self.installation.refresh()
 
     def undo(self) -> None:
         """Make the model the stock model again, after an error; unless its weights have changed for good."""

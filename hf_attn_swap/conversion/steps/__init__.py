@@ -19,11 +19,11 @@ from .finish import finish
 from .fit import calibrated, fit
 from .integers import integers
 from .smooth import smooth
-from .stock_in_bits import stock_in_bits
+from .stock import stock
 from .swap import swap
 
 # What `convert` does, in this order.
-STEPS: list[Step] = [stock_in_bits, swap, absorb, fit, choose, distil, finish, smooth, integers]
+STEPS: list[Step] = [stock, swap, absorb, fit, choose, distil, finish, smooth, integers]
 
 # Which step takes a stage of a recipe.
 OF_STAGE: dict[type[Any], Callable[[Any, str], Step]] = {Calibrate: calibrated, Align: aligned, Distil: distilled}

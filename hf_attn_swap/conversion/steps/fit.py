@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from ...layer.calibration import FITS
 from ...layer.fitted import CALL, sentences
+from ...layer.registry import parse
 from ...measuring.batches import Batch
+from ...variants.softmax import Softmax
 from ..calibrate import calibrate
 from ..engine import Found, Part, Step
 from ..report import CalibrationReport
@@ -21,8 +23,9 @@ ROWS_AT_A_TIME = 8
 
 
 def fit(state: State) -> Iterator[Part]:
-    """Fit the swap, unless the swap alone is within the budget."""
-    if state.asked.plan.calibrate is not None or not state.within:
+    """Fit the swap, unless the swap alone is within the budget, or is stock attention."""
+    wanted = state.asked.plan.calibrate is not None
+    if wanted or not (state.within or parse(state.asked.variant) == (Softmax,)):
         yield Part("fit", _fit)
 
 

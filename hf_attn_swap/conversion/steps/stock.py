@@ -9,7 +9,7 @@ from ..engine import Found, Part
 from ..state import State
 
 
-def stock_in_bits(state: State) -> Iterator[Part]:
+def stock(state: State) -> Iterator[Part]:
     """Measure the stock model in 8 bits. Nothing changes."""
     if state.asked.bits is not None:
         yield Part("stock model in 8 bits", _measured)

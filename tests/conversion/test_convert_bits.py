@@ -1,0 +1,121 @@
+"""`convert(bits=8)`: a sink and smoothed channels where they lose less in 8 bits, then integers."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_attn_swap import describe
+from hf_attn_swap.quantization import Int8Linear
+from tests.contract.harness import batch_of, forward, fresh, refused, swaps
+
+from .converting import CALM, converted, rows, stock, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
+
+integers = importlib.import_module("hf_attn_swap.conversion.steps.integers")
+smoothing = importlib.import_module("hf_attn_swap.conversion.steps.smooth")
+
+
+def in_bits(model: Any, variant: str = "softmax", name: str = "llama", **more: Any) -> Any:
+    return converted(model, variant, rows(name), **({"tokens": 1, "bits": 8} | more))
+
+
+def llama() -> Any:
+    """A model with one large channel in what its norms give, as smoothing is made for."""
+    model = fresh("llama", torch.float32, head="lm")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight[3] *= 64
+            for reader in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+                reader.weight[:, 3] /= 64
+    return model
+
+
+def names(report: Any) -> list[str]:
+    return [row.name for row in report.steps]
+
+
+def test_the_steps_and_what_they_leave() -> None:
+    report = in_bits(model := llama())
+    assert names(report) == ["stock model in 8 bits", "swap", "in 8 bits", "in 8 bits, smoothed", "8-bit integers"]
+    loss = {row.name: row.lost.cost for row in report.steps}
+    assert loss["swap"] == pytest.approx(0, abs=1e-6)
+    assert loss["in 8 bits"] == pytest.approx(loss["stock model in 8 bits"], rel=1e-3)
+    assert loss["in 8 bits, smoothed"] < loss["in 8 bits"] / 2
+    assert loss["8-bit integers"] == pytest.approx(loss["in 8 bits, smoothed"], rel=0.1)
+    assert sum(isinstance(module, Int8Linear) for module in model.modules()) == 7 * len(model.model.layers)
+    assert "smoothed" in str(describe(model))
+    assert forward(model, batch_of("llama", torch.float32)).isfinite().all()
+
+
+def test_smoothing_that_loses_more_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, seen = smoothing.lost_in_bits, []
+
+    def worse(state: Any) -> Any:
+        found = measured(state)
+        seen.append(any(swap.fitted for swap in swaps(state.model)))
+        return found if not seen[-1] else type(found)(**{**vars(found), "perplexity": 1e9})
+
+    monkeypatch.setattr(smoothing, "lost_in_bits", worse)
+    before = weights(model := llama())
+    monkeypatch.setattr(integers, "_round", lambda state: None)
+    report = in_bits(model)
+    assert seen == [False, True, False]
+    assert names(report)[-2] == "smoothing taken back"
+    assert "lost more in 8 bits" in str(report)
+    assert all(torch.equal(one, before[name]) for name, one in weights(model).items())
+
+
+def test_a_model_without_free_channels_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise ValueError("no place has channels whose scale is free.")
+
+    monkeypatch.setattr(smoothing, "smooth_channels", refuses)
+    report = in_bits(stock("bert"), name="bert")
+    assert "in 8 bits, nothing smoothed" in names(report)
+    assert any(line.startswith("No channel was smoothed") for line in report.notes())
+
+
+def test_an_error_gives_the_stock_model_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smoothed weights, and weights that a training changed."""
+    model = llama()
+    before = {name: value.clone() for name, value in weights(model).items()}
+
+    def fails(state: Any) -> None:
+        raise RuntimeError("the end")
+
+    monkeypatch.setattr(integers, "_round", fails)
+    with pytest.raises(RuntimeError, match="the end"):
+        in_bits(model, "belief", tokens=200, stages=[CALM])
+    after = weights(model)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+def test_a_killed_conversion_ends_in_the_same_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = llama()
+    told = in_bits(whole, output_dir=tmp_path / "whole")
+    with monkeypatch.context() as killed:
+        killed.setattr(integers, "_round", lambda state: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            in_bits(llama(), output_dir=tmp_path / "killed")
+    again = in_bits(model := llama(), output_dir=tmp_path / "killed")
+    assert names(again) == names(told)
+    batch = batch_of("llama", torch.float32)
+    assert torch.equal(forward(model, batch), forward(whole, batch))
+
+
+@pytest.mark.parametrize("bits", [4, True, 8.5, "8"])
+def test_other_numbers_of_bits_are_refused(bits: Any) -> None:
+    with refused("bits must be 8"):
+        in_bits(llama(), bits=bits)
+
+
+def test_a_model_that_integers_cannot_hold_is_refused_before_the_work() -> None:
+    with refused("Conv1D"):
+        in_bits(fresh("gpt2", torch.float32, head="lm"), name="gpt2")
