@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..layer.smoothing import parts, scaled
+from ..layer.smoothing import parts, plain, scaled
 from ..measuring.batches import Batch, on_device
 from .neutral import is_norm, tensors
 
@@ -79,13 +79,13 @@ def gauges(root: Any, batch: Batch, places: Mapping[str, nn.Module]) -> list[Gau
 
 def is_matrix(module: nn.Module) -> bool:
     """True for a Linear or a Conv1D with a plain matrix: no adapter, no quantised or offloaded weight."""
+    own = dict(module.named_parameters())
     return (
         isinstance(module, (nn.Linear, Conv1D))
-        and all(isinstance(p, nn.Parameter) and type(p) is nn.Parameter for p in module.parameters(recurse=False))
-        and set(dict(module.named_parameters())) <= {"weight", "bias"}
-        and "weight" in dict(module.named_parameters())
-        and all(p.is_floating_point() and not p.is_meta for p in module.parameters())
+        and "weight" in own
+        and own.keys() <= {"weight", "bias"}
         and not any(True for _ in module.children())
+        and all(plain(each) and not each.is_meta for each in own.values())
     )
 
 
@@ -190,9 +190,8 @@ def _plain(root: nn.Module, gauge: Gauge) -> bool:
     """True if the source has plain parameters along its channels, on this machine."""
     module = root.get_submodule(gauge.source)
     own = parts(module, source=True)
-    whole = is_matrix(module) or is_norm(module)
     fits = all(p.dim() > axis and p.shape[axis] == gauge.channels for p, axis in own)
-    return whole and fits and all(p.is_floating_point() and not p.is_meta for p, _ in own)
+    return (is_matrix(module) or is_norm(module)) and fits and all(plain(p) and not p.is_meta for p, _ in own)
 
 
 def _outputs(root: Any, batch: Batch, names: Mapping[str, int]) -> dict[str, Tensor]:
