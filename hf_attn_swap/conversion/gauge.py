@@ -22,6 +22,7 @@ from ..layer.smoothing import parts, plain, scaled
 from ..measuring.batches import Batch, on_device
 from .neutral import is_norm, tensors
 
+ROUNDED = 0.01  # of fp16: a wrong pair is wrong by a multiple of this
 TRIED = 2  # pairs are tried with powers from -2 to 2
 
 
@@ -229,11 +230,19 @@ class _Tried:
             wanted = self.recorded[name]
             if name in self.source:
                 wanted = scaled(wanted, wanted.dim() - 1, -self.powers[name])
-            if not torch.allclose(output, wanted, rtol=0, atol=0, equal_nan=True):
+            if not _same(output, wanted):
                 self.wrong.update(gauge.source for gauge in (self.source.get(name), self.reader.get(name)) if gauge)
             return wanted
 
         return compare
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """True if all bits are equal. In fp16, where scaled weights may be subnormal, a small part may be lost."""
+    if one.dtype != torch.float16:
+        return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    wide, wanted = (each.float().nan_to_num() for each in (one, other))
+    return bool((wide - wanted).norm() <= ROUNDED * wanted.norm())
 
 
 def _hold(root: Any, batch: Batch, tried: list[Gauge], recorded: Mapping[str, Tensor]) -> list[Gauge]:

@@ -107,7 +107,9 @@ class Smoothing(Fitted):
 
     def undo(self, root: nn.Module, path: str) -> Callable[[], None]:
         changes: list[tuple[Tensor, int, Tensor]] = []
-        for number, pair in enumerate(self.pairs):
+        for number, pair in reversed(
+            list(enumerate(self.pairs))
+        ):  # a matrix of two pairs was scaled by the first first
             powers = self.powers(number)
             if powers.is_meta or not bool(powers.any()):  # nothing is loaded yet
                 continue
