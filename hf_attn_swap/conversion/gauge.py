@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..layer.smoothing import parts, scaled
+from ..layer.smoothing import parts, plain, scaled
 from ..measuring.batches import Batch, on_device
 from .neutral import is_norm, tensors
 
+ROUNDED = 0.01  # of fp16: a wrong pair is wrong by a multiple of this
 TRIED = 2  # pairs are tried with powers from -2 to 2
 
 
@@ -79,13 +80,13 @@ def gauges(root: Any, batch: Batch, places: Mapping[str, nn.Module]) -> list[Gau
 
 def is_matrix(module: nn.Module) -> bool:
     """True for a Linear or a Conv1D with a plain matrix: no adapter, no quantised or offloaded weight."""
+    own = dict(module.named_parameters())
     return (
         isinstance(module, (nn.Linear, Conv1D))
-        and all(isinstance(p, nn.Parameter) and type(p) is nn.Parameter for p in module.parameters(recurse=False))
-        and set(dict(module.named_parameters())) <= {"weight", "bias"}
-        and "weight" in dict(module.named_parameters())
-        and all(p.is_floating_point() and not p.is_meta for p in module.parameters())
+        and "weight" in own
+        and own.keys() <= {"weight", "bias"}
         and not any(True for _ in module.children())
+        and all(plain(each) and not each.is_meta for each in own.values())
     )
 
 
@@ -190,9 +191,8 @@ def _plain(root: nn.Module, gauge: Gauge) -> bool:
     """True if the source has plain parameters along its channels, on this machine."""
     module = root.get_submodule(gauge.source)
     own = parts(module, source=True)
-    whole = is_matrix(module) or is_norm(module)
     fits = all(p.dim() > axis and p.shape[axis] == gauge.channels for p, axis in own)
-    return whole and fits and all(p.is_floating_point() and not p.is_meta for p, _ in own)
+    return (is_matrix(module) or is_norm(module)) and fits and all(plain(p) and not p.is_meta for p, _ in own)
 
 
 def _outputs(root: Any, batch: Batch, names: Mapping[str, int]) -> dict[str, Tensor]:
@@ -230,11 +230,19 @@ class _Tried:
             wanted = self.recorded[name]
             if name in self.source:
                 wanted = scaled(wanted, wanted.dim() - 1, -self.powers[name])
-            if not torch.allclose(output, wanted, rtol=0, atol=0, equal_nan=True):
+            if not _same(output, wanted):
                 self.wrong.update(gauge.source for gauge in (self.source.get(name), self.reader.get(name)) if gauge)
             return wanted
 
         return compare
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """True if all bits are equal. In fp16, where scaled weights may be subnormal, a small part may be lost."""
+    if one.dtype != torch.float16:
+        return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    wide, wanted = (each.float().nan_to_num() for each in (one, other))
+    return bool((wide - wanted).norm() <= ROUNDED * wanted.norm())
 
 
 def _hold(root: Any, batch: Batch, tried: list[Gauge], recorded: Mapping[str, Tensor]) -> list[Gauge]:

@@ -94,9 +94,7 @@ def smooth(model: nn.Module, batches: Iterable[Any], alpha: float | None = None,
             _run(installation.root, row, {name: place.see for name, place in places.items()}, places)
         for row in tqdm(held, desc="alphas", unit="batch", disable=not progress, leave=False):
             _run(installation.root, row, {name: place.compare for name, place in places.items()}, places)
-        for place in places.values():
-            place.choose(alpha)
-        _write(installation, places, rows[0])
+        _write(installation, list(places.values()), rows[0], alpha)
     return Smoothed(
         alphas={name: place.alpha for name, place in places.items()},
         spread={name: place.spread() for name, place in places.items()},
@@ -172,7 +170,11 @@ class _Place:
         return powers.clamp(-LARGEST_POWER, LARGEST_POWER).to(torch.int8)
 
     def choose(self, alpha: float | None) -> None:
-        """Take an alpha, or the one with the smallest error. Channels in which a weight would lose bits keep k = 0."""
+        """Take an alpha, or the one with the smallest error. Channels in which a weight would lose bits keep k = 0.
+
+        A matrix may read channels of one place and give those of another. So the weights are those of now: the places
+        are chosen and scaled one after the other, and scaled back in the reverse order.
+        """
         self.alpha = min(self.errors, key=lambda each: self.errors[each]) if alpha is None else float(alpha)
         self.powers = self.powers_of(self.alpha)
         whole = torch.ones_like(self.powers, dtype=torch.bool)
@@ -302,27 +304,30 @@ def _real(x: Tensor, batch: Batch) -> Tensor:
     return x.flatten(0, -2)
 
 
-def _write(installation: Installation, places: Mapping[str, _Place], batch: Batch) -> None:
+def _write(installation: Installation, places: list[_Place], batch: Batch, alpha: float | None) -> None:
     """Scale the weights, compare the model's outputs with those from before, and let the layers keep the powers.
 
     Raises:
         ValueError: the outputs differ by more than rounding. The weights are then as before.
     """
     before = _outputs(installation, batch)
-    for place in places.values():
-        place.scale(1)
+    done: list[_Place] = []
     try:
+        for place in places:
+            place.choose(alpha)
+            place.scale(1)
+            done.append(place)
         if not all(map(_equal, before, _outputs(installation, batch))):
             raise ValueError(
                 "with other scales of its channels this model is not the same function: something else than plain "
                 f"matrices reads them, or {installation.root.dtype} has no room for them; quantise without smoothing."
             )
     except BaseException:
-        for place in places.values():
+        for place in reversed(done):
             place.scale(-1)
         raise
-    for layer in {place.layer: None for place in places.values()}:
-        own = [place for place in places.values() if place.layer == layer]
+    for layer in {place.layer: None for place in places}:
+        own = [place for place in places if place.layer == layer]
         dtype = str(own[0].matrices[0].dtype).removeprefix("torch.")
         fit = Smoothing([place.pair for place in own], dtype)
         for number, place in enumerate(own):

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from ..core.call import Geometry, Home
 from ..core.checks import check_keys, is_whole
@@ -108,7 +107,9 @@ class Smoothing(Fitted):
 
     def undo(self, root: nn.Module, path: str) -> Callable[[], None]:
         changes: list[tuple[Tensor, int, Tensor]] = []
-        for number, pair in enumerate(self.pairs):
+        for number, pair in reversed(
+            list(enumerate(self.pairs))
+        ):  # a matrix of two pairs was scaled by the first first
             powers = self.powers(number)
             if powers.is_meta or not bool(powers.any()):  # nothing is loaded yet
                 continue
@@ -157,7 +158,9 @@ def axes(root: nn.Module, path: str, pair: Pair) -> list[tuple[Tensor, int, int]
     for name, sign in ((pair.source, -1), *((reader, 1) for reader in pair.readers)):
         module = _module(root, path, name)
         own = parts(module, source=sign < 0)
-        whole = bool(own) and not any(True for _ in module.children())
+        whole = (
+            bool(own) and not any(True for _ in module.children()) and all(map(plain, (weight for weight, _ in own)))
+        )
         if not whole or any(weight.dim() <= axis or weight.shape[axis] != pair.channels for weight, axis in own):
             raise ValueError(
                 f"{path}: {name} was smoothed, and is now {type(module).__name__}, which cannot be scaled back; take "
@@ -167,9 +170,14 @@ def axes(root: nn.Module, path: str, pair: Pair) -> list[tuple[Tensor, int, int]
     return found
 
 
+def plain(weight: Tensor) -> bool:
+    """True for a plain tensor of floating-point numbers: not quantised, and not sharded over processes."""
+    return weight.is_floating_point() and type(weight.data) is Tensor
+
+
 def parts(module: nn.Module, *, source: bool) -> list[tuple[nn.Parameter, int]]:
     """The parameters that are scaled if a module gives channels, or if it reads them, each with the channels' axis."""
-    turned = isinstance(module, Conv1D)
+    turned = type(module).__name__ == "Conv1D"  # of GPT-2: its weight has the inputs first
     if source:
         return [(each, 1 if turned and each.dim() == 2 else 0) for each in module.parameters(recurse=False)]
     weight = getattr(module, "weight", None)

@@ -14,7 +14,7 @@ from torch import nn
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate, merge_calibration
 from hf_attn_swap.core.checks import check_keys
-from hf_attn_swap.layer.fitted import CALL, FITTED, HEADS, WEIGHTS, Fitted, fitted
+from hf_attn_swap.layer.fitted import AROUND, CALL, FITTED, HEADS, WEIGHTS, Fitted, fitted
 from hf_attn_swap.layer.swap import Swap
 from hf_attn_swap.patch import need_installation
 from hf_attn_swap.variants.base import VARIANTS, register
@@ -120,6 +120,50 @@ def test_it_lives_as_long_as_the_swap(turned: Any, name: str, variant: str, tmp_
         assert same_bits(forward(unpatch_model(each), batch), stock)
 
 
+def test_what_it_changed_around_the_swap_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the swap leaves its layer, and before anything else is changed; a refusal leaves all as it is."""
+    monkeypatch.setattr("hf_attn_swap.layer.fitted.FITTED", dict(FITTED))
+    taken: list[str] = []
+
+    class Scaled(Fitted):
+        place = AROUND
+        check = from_spec = classmethod(lambda cls, *_: cls())
+        refuses = False
+
+        def spec(self) -> Any:
+            return True
+
+        def words(self) -> str:
+            return "scaled"
+
+        def undo(self, root: nn.Module, path: str) -> Any:
+            if self.refuses:
+                raise ValueError("it is gone.")
+            assert root.get_submodule(path) is not None
+            return lambda: taken.append(path)
+
+    fitted("scaled")(Scaled)
+    model = patch_model(fresh("llama"), "outeffhop")
+    fits = [Scaled() for _ in swaps(model)]
+    for swap, fit in zip(swaps(model), fits, strict=True):
+        swap.put(fit)
+    need_installation(model).refresh()
+    paths = [f"model.layers.{index}.self_attn" for index in range(3)]
+    fits[2].refuses = True
+    block = copy.deepcopy(model.config.attn_swap)
+    for change in (lambda: unpatch_model(model), lambda: patch_model(model, "belief", layers=[1, 2])):
+        with refused("it is gone."):
+            change()
+        assert taken == []
+        assert model.config.attn_swap == block
+    unpatch_model(model, layers=[0])
+    patch_model(model, "belief", layers=[1])
+    assert taken == paths[:2]
+    fits[2].refuses = False
+    unpatch_model(model)
+    assert taken == paths
+
+
 def test_the_way_back(turned: Any) -> None:
     """To the fits of before, which may be none; a later fit is a new one, and the old one is kept as it was."""
     model, batch = perturb(patch_model(fresh("bert"), "outeffhop")), batch_of("bert")
@@ -180,7 +224,7 @@ def test_a_class_that_is_no_fit_is_refused() -> None:
     for name in (*FITTED, *VARIANTS, "layers", "retrained", "a.b", ""):
         with refused("cannot be the name of a fit"):
             fitted(name)(Empty)
-    for place, method in ((CALL, "prepare"), (HEADS, "forward")):
+    for place, method in ((CALL, "prepare"), (HEADS, "forward"), (AROUND, "undo")):
         with refused("needs the method", method):
             fitted("empty")(type("Empty", (Fitted,), {"place": place}))
     for method in ("check", "from_spec", "spec", "words"):
