@@ -1,7 +1,7 @@
 """Another process that runs Python: a fork of one that has loaded torch and transformers, and not the package.
 
-A new interpreter takes three seconds for these imports, and a fork takes none. Programs that read the environment while
-they import huggingface_hub (another endpoint, another home), and tests of what is loaded when, start a real interpreter.
+A new interpreter takes three seconds for these imports, and a fork takes none. A real interpreter is started by programs
+that read the environment while they import huggingface_hub (another endpoint), and by tests of what is loaded when.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOADED = ["torch", "transformers.modeling_utils", "transformers.models.auto.mode
 def python(
     *words: object, env: Mapping[str, str] | None = None, cwd: Path = ROOT, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python WORDS`: a file, `-m` and a module, or `-c` and code; then arguments. With `check` it has to succeed."""
+    """Run `python WORDS`: a file, `-m` and a module, or `-c` and code; then arguments. It has to succeed if `check`."""
     command = [str(word) for word in words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
     done = (_started if sys.platform == "win32" else _forked)(command, environment, cwd)
