@@ -1,6 +1,6 @@
 """Another process that runs Python: a fork of one that has loaded torch and transformers, and not the package.
 
-A new interpreter takes three seconds for these imports, and a fork takes none. A real interpreter is started by programs
+A new interpreter takes three seconds for these imports, and a fork takes none. A real one is started by programs
 that read the environment while they import huggingface_hub (another endpoint), and by tests of what is loaded when.
 """
 
