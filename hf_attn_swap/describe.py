@@ -9,8 +9,10 @@ from torch import nn
 
 from .families import Site, sites
 from .kernels.dispatch import Form, Setting
+from .kernels.weighing import Rule
 from .layer.swap import Phase, Swap
 from .text.table import Table
+from .variants.base import Variant
 from .wiring.home import home
 from .wiring.install import installation_of, model_root
 
@@ -127,6 +129,11 @@ def _stock(site: Site) -> str:
     return "stock (cross-attention)" if site.cross else "stock"
 
 
+def _needs_weights(variant: Variant) -> bool:
+    """True if no rule says what the variant does to the weights, so that its methods need them as one tensor."""
+    return bool({"normalizer", "weights"} & set(variant.changes)) and variant.rule(Rule()) is None
+
+
 def _swapped(site: Site, swap: Swap) -> str:
     """The form that runs on the module's device and in its dtype, and what follows the heads, in words."""
     like = home(site.container, site.core)
@@ -141,9 +148,11 @@ def _swapped(site: Site, swap: Swap) -> str:
         return str(form.value)
     parts: list[str] = [form.value]
     if form is Form.REFERENCE:
-        explicit = [variant.name for variant in swap.variants if variant.explicit]
+        explicit = [variant.name for variant in swap.variants if _needs_weights(variant)]
         parts = [f"reference ({', '.join(explicit)} needs the weights)" if explicit else "reference (explicit scores)"]
-    parts += [f"then {variant.follows}" for variant in swap.variants if variant.follows]
+    for variant in swap.variants:
+        after = (variant.about.then, "the skip" if variant.shares[0] else "")
+        parts += [f"then {what}" for what in after if what]
     words = ", ".join(parts)
     if swap.neutral is not None:
         words = f"{words}; neutral start (the skip adds 2^-{swap.neutral} of the input)"

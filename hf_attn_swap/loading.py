@@ -21,7 +21,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .core.options import option_names
 from .families import sites
 from .layer.calibration import check_fit
 from .layer.registry import Options, canonical_keys, parse, parse_options
@@ -122,7 +121,10 @@ def _read_swap(entry: Any, modules: int) -> Planned:
         options = canonical_keys(options) if isinstance(options, dict) else options
         _keys(options, {cls.name for cls in classes}, "the options")
         for cls in classes:
-            _option_keys(cls, options[cls.name])
+            if not isinstance(options[cls.name], dict):
+                raise _damaged(
+                    f"the options of {cls.name} must be a dict; an option that it leaves out has its default"
+                )
         chosen = parse_options(classes, options if len(classes) > 1 else options[classes[0].name])
         strength = check_strength(entry["strength"])
         fit, merged = _read_calibration(entry, strength)
@@ -199,12 +201,6 @@ def _keys(thing: Any, wanted: set[str], where: str) -> None:
     if not isinstance(thing, dict) or set(thing) != wanted:
         found = sorted(map(str, thing)) if isinstance(thing, dict) else type(thing).__name__
         raise _damaged(f"{where} must have exactly {sorted(wanted)}, found {found}")
-
-
-def _option_keys(cls: type[Variant], given: Any) -> None:
-    """Check that the options of a variant are a dict with all names that it must have, and no unknown names."""
-    needed, later = option_names(cls.Options)
-    _keys(given, needed | (later & set(given) if isinstance(given, dict) else set()), f"options of {cls.name}")
 
 
 def _whole(value: Any) -> bool:

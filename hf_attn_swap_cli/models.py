@@ -44,9 +44,17 @@ def variants(
         table.add_column(heading, overflow="fold")
     for name in list_variants():
         variant = get_variant(name)
+        about = variant.about
         options = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(variant.Options))
         aliases = ", ".join(variant.aliases)
-        table.add_row(name, aliases or "-", options or "-", variant.summary, variant.parameters_added, variant.paper)
+        table.add_row(
+            name,
+            aliases or "-",
+            options or "-",
+            about.summary,
+            about.parameters_added,
+            about.paper,
+        )
     console().print(table)
     print('Variants that touch different places compose with "+", as in outeffhop+gated.')
 
@@ -56,14 +64,15 @@ def _in_full(name: str) -> dict[str, Any]:
     from hf_attn_swap.layer.registry import get_variant
 
     variant = get_variant(name)
+    about = variant.about
     return {
         "name": variant.name,
         "aliases": list(variant.aliases),
-        "summary": variant.summary,
-        "formula": variant.formula,
-        "paper": variant.paper,
-        "fused": variant.fused,
-        "adds": variant.parameters_added,
+        "summary": about.summary,
+        "formula": about.formula,
+        "paper": about.paper,
+        "fused": about.fused,
+        "adds": about.parameters_added,
         "places": ", ".join(variant.places),
         "options": {field.name: field.default for field in dataclasses.fields(variant.Options)},
     }

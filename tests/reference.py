@@ -8,6 +8,7 @@ Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, 
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ CORES = ("AlbertAttention", "BertAttention", "ViTAttention", *CAUSAL)
 GAMMAS = {"ViTAttention": -1e-5} | dict.fromkeys(CAUSAL, -12 / 512)  # of the papers; BERT and ALBERT: -0.025
 DEFAULTS: dict[str, dict[str, Any]] = {
     "clipped_softmax": {"gamma": None, "zeta": 1.0, "alpha": None, "length": None},
+    "sink": {"tokens": 1, "kind": "key_value"},
     "gated": {"kind": "linear", "pi_init": 0.25},
     "simpletron": {"length": "true"},
     "simpletron_res": {"length": "true", "skip": "inner"},
@@ -151,10 +153,16 @@ class SlowLayer(nn.Module):
         linear = [name for name in self.chosen if name.startswith("simpletron")]
         if linear:
             return self.simple(linear[0], x, (q, k, v), scores + bias, allowed)
+        keys_values = v
+        if "sink" in self.chosen:
+            own, keys_values = self.sink(q, v, scaling)
+            scores = torch.cat([own, scores], -1)
+            bias = torch.cat([torch.full_like(own, math.log(self.s) if self.s > 0 else 0.0), bias], -1)
+            allowed = torch.cat([torch.full_like(own, self.s > 0, dtype=torch.bool), allowed], -1)
         if "modern_hopfield" in self.chosen:
             scores = self.hopfield(scores)
         weights = self.weights(scores + bias, allowed)
-        heads = torch.einsum("bhqk,bhkd->bqhd", weights, v)
+        heads = torch.einsum("bhqk,bhkd->bqhd", weights, keys_values)
         heads, added = self.read(heads, v.transpose(1, 2), x)
         out = self.output_projection(heads.flatten(2))
         if added is not None:
@@ -164,6 +172,22 @@ class SlowLayer(nn.Module):
             skip = x if options["skip"] == "input" else self.shared.residual[id(self)]
             out = self.s * options["alpha"] * skip + (1 - self.s * options["alpha"]) * out
         return out
+
+    def sink(self, q: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """The scores (B,H,Q,N) of the learned pairs, and the values of the pairs and of the text (B,H,N + K,D)."""
+        own, heads = {name.rpartition(".")[2]: tensor for name, tensor in self.own.items()}, q.shape[1]
+        per_head = {
+            name: torch.stack([tensor[h * tensor.shape[0] // heads] for h in range(heads)])
+            for name, tensor in own.items()
+            if name in ("key", "value", "score")
+        }
+        if "key" in per_head:
+            scores = torch.einsum("bhqd,hnd->bhqn", q, per_head["key"]) * scaling
+        else:
+            scores = per_head["score"][None, :, None, :].expand(len(q), -1, q.shape[2], -1)
+        zeros = torch.zeros(heads, scores.shape[3], v.shape[3], dtype=v.dtype)
+        values = per_head.get("value", zeros)
+        return scores, torch.cat([values.expand(len(v), -1, -1, -1), v], 2)
 
     def hopfield(self, scores: Tensor) -> Tensor:
         options = self.chosen["modern_hopfield"]

@@ -12,6 +12,7 @@ from docs.pictures.swap import FILE, variants_at, whole
 from docs.tables.runs import CARDS, recorded
 from hf_attn_swap import list_variants
 from hf_attn_swap.publish.results import RESULTS_FILE, RunResult
+from hf_attn_swap.variants.base import PLACES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -86,7 +87,7 @@ def test_one_screen() -> None:
 
 
 def test_the_picture_names_every_variant() -> None:
-    shown = {name for place in ("scores", "normalizer", "weights", "read", "write") for name in variants_at(place)}
+    shown = {name for place in PLACES for name in variants_at(place)}
     assert shown | set(whole()) == set(list_variants()) - {"softmax"}
 
 

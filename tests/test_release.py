@@ -26,7 +26,7 @@ def test_version() -> None:
 
 def test_every_paper_is_cited() -> None:
     entries = [re.search(r"^  title = {(.+)},$", entry, flags=re.MULTILINE) for entry in ENTRIES.values()]
-    titles = {found[1].replace("{", "").replace("}", "") for found in entries if found is not None}
+    titles = {re.sub(r"[{}\\]", "", found[1]) for found in entries if found is not None}
     assert len(titles) == len(ENTRIES)
     assert titles <= {reference["title"] for reference in CITATION["references"]}
 

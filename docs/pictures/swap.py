@@ -12,6 +12,7 @@ from hf_attn_swap.layer.registry import get_variant
 FILE = "swap.png"
 KEPT, CHANGED, INK, PALE = "#e9ecef", "#d0ebff", "#212529", "#868e96"
 STEPS = {  # a place of the registry, and what the step computes in the stock model
+    "keys": ("keys", "K, V"),
     "scores": ("scores", "S = Q Kᵀ / √D"),
     "normalizer": ("normalizer", "softmax"),
     "weights": ("weights", "P"),
@@ -33,9 +34,9 @@ def whole() -> list[str]:
 
 def draw() -> Figure:
     """The picture, for a light and a dark page alike."""
-    figure = Figure(figsize=(9.2, 3.0), facecolor="white")
+    figure = Figure(figsize=(10.7, 3.0), facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, 11.0), ylim=(0, 3.75))
+    axes.set(xlim=(0, 12.8), ylim=(0, 3.75))
     axes.axis("off")
     left = 0.3
     _box(axes, left, "projections", "W_q  W_k  W_v", KEPT)

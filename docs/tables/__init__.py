@@ -39,9 +39,20 @@ def variants_table() -> str:
     rows = []
     for name in list_variants():
         cls = get_variant(name)
+        about = cls.about
         options = ", ".join(f"`{field.name}={field.default!r}`" for field in dataclasses.fields(cls.Options))
-        formula = f"`{cls.formula}`"
-        rows.append((f"`{name}`", cls.summary, formula, options or "–", cls.parameters_added, cls.fused, cls.paper))
+        formula = f"`{about.formula}`"
+        rows.append(
+            (
+                f"`{name}`",
+                about.summary,
+                formula,
+                options or "–",
+                about.parameters_added,
+                about.fused,
+                about.paper,
+            )
+        )
     header = ("name", "what changes", "formula", "options", "extra parameters", "fused form", "paper")
     return markdown(header, rows)
 

@@ -20,6 +20,7 @@ from .speed import long_texts_of, speed_of
 
 MATHEMATICS = Path(__file__).parents[1] / "mathematics.md"
 STEPS = {
+    "keys": "keys K, V",
     "scores": "scores S",
     "normalizer": "softmax",
     "weights": "weights P",
@@ -35,24 +36,24 @@ def variant_page(name: str) -> str:
     cls = get_variant(name)
     parts = [
         f"# `{name}`",
-        f"{cls.summary[0].upper()}{cls.summary[1:]}.{_also_called(cls)}",
+        f"{cls.about.summary[0].upper()}{cls.about.summary[1:]}.{_also_called(cls)}",
         layer_picture(cls),
         "## Formula",
-        f"```text\n{cls.formula}\n```",
+        f"```text\n{cls.about.formula}\n```",
         _where_the_formula_is(cls),
         "## Options",
         _options(cls),
         "## How it is computed",
-        f"- Fused form: {cls.fused}.",
-        f"- New parameters per layer: {cls.parameters_added}.",
+        f"- Fused form: {cls.about.fused}.",
+        f"- New parameters per layer: {cls.about.parameters_added}.",
         f"- Composes with other variants: {_composes(cls)}",
         "## Cost",
         _cost(name),
         "## Results",
         _results(name),
         "## Paper",
-        f"{cls.paper}.",
-        *(f"```bibtex\n{entry}\n```" for entry in bibtex(cls.paper)),
+        f"{cls.about.paper}.",
+        *(f"```bibtex\n{entry}\n```" for entry in bibtex(cls.about.paper)),
         "## Code",
         f"::: {cls.__module__}.{cls.__name__}\n    options:\n      show_source: true\n      heading_level: 3\n"
         "      members: false",
@@ -66,7 +67,7 @@ def names_table() -> str:
     for name in list_variants():
         cls = get_variant(name)
         also = _aliases(cls) or "–"
-        rows.append((f"[`{name}`]({name}.md)", also, cls.summary, f"`{cls.formula}`", cls.paper))
+        rows.append((f"[`{name}`]({name}.md)", also, cls.about.summary, f"`{cls.about.formula}`", cls.about.paper))
     return markdown(("name", "also accepted", "what changes", "formula", "paper"), rows)
 
 
@@ -101,7 +102,7 @@ def _kind(cls: type[Variant], step: str) -> str:
     """What happens to one step: "changed", "gone", or nothing."""
     if step == "projection":
         return "" if cls.keeps_projection else "gone"
-    if cls.replaces and step in ("scores", "normalizer", "weights"):
+    if cls.replaces and step in ("keys", "scores", "normalizer", "weights"):
         return "gone"
     return "changed" if step in cls.places or (cls.replaces and step == "values") else ""
 

@@ -1,9 +1,10 @@
 """Convert a trained model with little loss, step by step; `hf_attn_swap.convert` takes all steps by one call.
 
-The steps are a neutral start, matched heads, scaled values, calibration, the choice of layers, a schedule of the
-strength, attention transfer, and distillation.
+The steps are absorbed sinks, a neutral start, matched heads, scaled values, calibration, the choice of layers, a
+schedule of the strength, attention transfer, and distillation.
 """
 
+from .absorb import absorb_sink
 from .calibrate import calibrate
 from .cut import choose_gamma, cut_shares
 from .distillation import DistillationTrainer, Losses
@@ -19,6 +20,7 @@ __all__ = [
     "DistillationTrainer",
     "Losses",
     "StrengthSchedule",
+    "absorb_sink",
     "calibrate",
     "choose_gamma",
     "cut_shares",

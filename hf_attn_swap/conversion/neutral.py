@@ -16,23 +16,20 @@ docs/mathematics.md, section Neutral start. Axes: B batch, L token, E model widt
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..families import Site
 from ..layer.swap import LARGEST_EXPONENT
-from ..measuring.batches import Batch, as_batches, evaluating, forward
+from ..measuring.batches import Batch, as_batches, evaluating, on_device
 from ..patch import need_installation, swappable
 
 EXPONENT = 10
-PRODUCTS = {"linear", "addmm", "matmul", "mm", "__matmul__"}
-SAME_NUMBERS = {"view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "to", "dropout"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +60,13 @@ def neutral_start(model: nn.Module, batch: Any = None, *, exponent: int = EXPONE
     Only variants that add their input have a skip (`modern_hopfield`, `simpletron_res`, `simpletron_resl`). No weight
     changes, and the model at strength 0 does not change. `config.attn_swap` records the exponent, and `unpatch_model`
     removes it with the swap. A layer is left alone, and named in the result, where the scale of the norm is not free:
-    in a post-norm block, and where the norm feeds something else than the projections of this attention.
+    in a post-norm block, and where the norm feeds something else than this attention.
     docs/mathematics.md, section Neutral start.
 
     Args:
         model: a patched model.
-        batch: a dict of tensors as the model takes them. One forward pass with this batch shows which norm feeds which
-            matrices. None makes up token ids or an image.
+        batch: a dict of tensors as the model takes them. One forward pass with this batch shows what each norm
+            feeds. None makes up token ids or an image.
         exponent: k, a whole number of at least 1. With 0, the skip is the paper's again.
 
     Returns:
@@ -85,8 +82,8 @@ def neutral_start(model: nn.Module, batch: Any = None, *, exponent: int = EXPONE
     skips = {index: swaps for index, swaps in installation.swaps().items() if swaps[0].adds_input}
     if not skips:
         raise ValueError("no swapped layer adds its input, so there is no skip to start at nothing.")
-    found = readers(model, batch) if exponent else {}
-    left = {index: reason for index in skips if isinstance(reason := found.get(index), str)}
+    found = bound(model, batch) if exponent else {}
+    left = {index: found[index] for index in skips if index in found}
     layers = tuple(index for index in skips if index not in left)
     for index in layers:
         for swap in skips[index]:
@@ -95,46 +92,32 @@ def neutral_start(model: nn.Module, batch: Any = None, *, exponent: int = EXPONE
     return NeutralStart(exponent=exponent, layers=layers, left=left)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Readers:
-    """The norm in front of one attention, and everything that multiplies the norm's output by a matrix.
+@torch.inference_mode(False)
+@torch.enable_grad()
+def bound(model: nn.Module, batch: Any = None) -> dict[int, str]:
+    """Find the swapped layers in front of which the scale of the norm is not free, by one pass of the stock model.
 
-    Attributes:
-        norm: the norm.
-        modules: the modules that hold such a matrix, as `nn.Linear` does.
-        weights: matrices that no such module holds, but that a function of the attention itself reads.
-    """
-
-    norm: nn.Module
-    modules: tuple[nn.Module, ...]
-    weights: tuple[nn.Parameter, ...]
-
-
-@torch.no_grad()
-def readers(model: nn.Module, batch: Any = None) -> dict[int, Readers | str]:
-    """Find the norm in front of every swapped layer, and what reads its output, by one forward pass of the stock model.
+    Every attention is cut off from the norm in front of it. If autograd's graph still leads from the model's output to
+    the output of this norm, the norm feeds something else too. The pass computes no gradient.
 
     Returns:
-        By the layer's number: the norm and the matrices, or a reason why the scale of the norm is not free.
+        By the layer's number: the reason why the scale is not free.
     """
     installation = need_installation(model)
     usable = swappable(installation.root)
     chosen = {index: usable[index] for index in installation.swaps()}
     inputs: Batch = next(as_batches(made_up(installation.root) if batch is None else batch))
-    watch = _Watch()
+    cut = _Cut()
     with evaluating(model), contextlib.ExitStack() as hooked:
+        for module in filter(_is_norm, model.modules()):
+            hooked.callback(module.register_forward_hook(cut.leaves).remove)
         for site in chosen.values():
-            hooked.callback(site.core.register_forward_pre_hook(watch.arrives(site), with_kwargs=True).remove)
-        for module in model.modules():
-            if _is_norm(module):
-                hooked.callback(module.register_forward_hook(watch.leaves).remove)
-            elif _holds_matrix(module):
-                hooked.callback(module.register_forward_pre_hook(watch.reads, with_kwargs=True).remove)
-                hooked.callback(module.register_forward_hook(watch.has_read).remove)
+            hooked.callback(site.core.register_forward_pre_hook(cut.arrives(site), with_kwargs=True).remove)
         hooked.enter_context(installation.stock())
-        with watch:
-            forward(model, inputs)
-    return {index: watch.answer(site) for index, site in chosen.items()}
+        output = model(**on_device(model, inputs))
+    reached = _reached(output)
+    reasons = {index: cut.reason(site, reached) for index, site in chosen.items()}
+    return {index: reason for index, reason in reasons.items() if reason is not None}
 
 
 def made_up(root: PreTrainedModel) -> Batch:
@@ -154,102 +137,74 @@ def made_up(root: PreTrainedModel) -> Batch:
     raise ValueError(f"{type(root).__name__} reads {name}; pass a batch, a dict of tensors as the model takes them.")
 
 
-class _Watch(TorchFunctionMode):
-    """Follows the outputs of norms through one forward pass: which attention they reach, and what computes with them.
-
-    Tensors are told apart by identity, so every followed tensor is kept until the end of the pass.
-    """
+class _Cut:
+    """Notes the outputs of norms, and cuts the attentions off from them, in one forward pass."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
-        self.roots: dict[int, int] = {}  # from the id of a tensor to the id of the norm's output that it shows
-        self.norms: dict[int, nn.Module] = {}
-        self.uses: dict[int, list[nn.Module | nn.Parameter | str]] = {}
-        self.inside = 0  # above 0 inside a module that holds a matrix: what happens there is the module's own business
-        self.reached: dict[int, list[int | None]] = {}  # by the id of an attention's core
+        self.outputs: list[tuple[Tensor, Any]] = []  # of norms, each with its node of autograd's graph
+        self.fronts: dict[int, list[Any]] = {}  # by the id of an attention's core: the nodes of the norms in front
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.inside:
-            return result
-        given = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
-        roots = {self.roots[id(each)] for each in given if id(each) in self.roots}
-        results = result if isinstance(result, (tuple, list)) else [result]
-        tensors = [each for each in results if isinstance(each, Tensor)]
-        if not roots or not tensors:
-            return result
-        name = getattr(func, "__name__", str(func))
-        for root in roots:
-            if name in SAME_NUMBERS:
-                for tensor in tensors:
-                    self._follow(tensor, root)
-            else:
-                matrices = [each for each in given if isinstance(each, nn.Parameter) and each.dim() == 2]
-                self.uses[root] += matrices if matrices and name in PRODUCTS else [name]
-        return result
-
-    def leaves(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After a norm: follow its output."""
-        if isinstance(output, Tensor):
-            self._follow(output, id(output))
-            self.norms[id(output)] = module
-            self.uses[id(output)] = []
-
-    def reads(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Before a module that holds a matrix: note whether it reads a followed tensor.
-
-        The module is noted and not its weight, because the weight may be bytes (4 bits), or on another device.
-        """
-        self.inside += 1
-        for each in (*args, *kwargs.values()):
-            if id(each) in self.roots:
-                self.uses[self.roots[id(each)]].append(module)
-
-    def has_read(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After a module that holds a matrix."""
-        self.inside -= 1
+    def leaves(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After a norm: let autograd follow its output, also where no weight trains."""
+        if not isinstance(output, Tensor):
+            return None
+        followed = (output if output.requires_grad else output.detach().requires_grad_()).clone()
+        self.outputs.append((followed, followed.grad_fn))
+        return followed
 
     def arrives(self, site: Site) -> Any:
-        """Make a hook that runs before an attention's core, and notes whether a followed tensor is its input."""
+        """Make a hook that runs before an attention's core: it notes the norm in front, and cuts the core off."""
 
-        def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        def cut(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             x = site.input(args, kwargs)
-            self.reached.setdefault(id(module), []).append(self.roots.get(id(x)))
+            self.fronts.setdefault(id(module), []).append(self._front(x))
+            alone = x.detach()
+            args = tuple(alone if each is x else each for each in args)
+            return args, {name: alone if each is x else each for name, each in kwargs.items()}
 
-        return note
+        return cut
 
-    def answer(self, site: Site) -> Readers | str:
-        """The norm in front of an attention and the matrices that read it, or why the norm's scale is not free."""
+    def _front(self, x: Tensor) -> Any:
+        """The node of the norm whose output is x, perhaps in another shape; None if there is no such norm."""
+        for output, node in reversed(self.outputs):
+            if output.data_ptr() == x.data_ptr() and output.numel() == x.numel():
+                return node if output.grad_fn is node else None  # another node: the output was changed in place
+        return None
+
+    def reason(self, site: Site, reached: set[Any]) -> str | None:
+        """Why the scale of the norm in front of an attention is not free; None if it is free."""
         if site.family.post_norm:
             return "the input is the residual stream itself (post-norm), where `calibrate` undoes the skip"
-        reached = self.reached.get(id(site.core), [])
-        if len(reached) != 1:
-            return f"the batch reached this attention {len(reached)} times instead of once"
-        (root,) = reached
-        if root is None:
+        fronts = self.fronts.get(id(site.core), [])
+        if len(fronts) != 1:
+            return f"the batch reached this attention {len(fronts)} times instead of once"
+        if fronts[0] is None:
             return "no norm was found right in front of this attention"
-        own = {id(each) for each in (*site.container.parameters(), *site.container.modules())}
-        others = sorted({use for use in self.uses[root] if isinstance(use, str)})
-        modules = [use for use in self.uses[root] if isinstance(use, nn.Module)]
-        weights = [use for use in self.uses[root] if isinstance(use, nn.Parameter)]
-        if others:
-            return f"the norm in front also feeds something that is no projection ({', '.join(others)})"
-        if any(id(each) not in own for each in (*modules, *weights)):
-            return "the norm in front also feeds matrices outside this attention"
-        return Readers(norm=self.norms[root], modules=tuple(modules), weights=tuple(weights))
+        return "the norm in front also feeds something else than this attention" if fronts[0] in reached else None
 
-    def _follow(self, tensor: Tensor, root: int) -> None:
-        self.kept.append(tensor)
-        self.roots[id(tensor)] = root
+
+def _reached(output: Any) -> set[Any]:
+    """Every node of autograd's graph from which a tensor of the output was computed."""
+    waiting = [each.grad_fn for each in _tensors(output)]
+    found: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    return found
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors of an output, also inside tuples and dicts."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (Mapping, tuple, list)):
+        for each in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(each)
 
 
 def _is_norm(module: nn.Module) -> bool:
     """True if a module has parameters of one axis alone, as a norm has its scale and its bias."""
     parameters = list(module.parameters())
     return bool(parameters) and all(each.dim() == 1 for each in parameters) and not any(True for _ in module.children())
-
-
-def _holds_matrix(module: nn.Module) -> bool:
-    """True for a module without children that holds one matrix, as `nn.Linear`, whatever form the weight has."""
-    return isinstance(getattr(module, "weight", None), Tensor) and not any(True for _ in module.children())

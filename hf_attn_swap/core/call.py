@@ -38,14 +38,16 @@ class Geometry:
     Attributes:
         heads: number of query heads, H.
         kv_heads: number of key/value heads, G.
-        head_dim: width of a head, D.
+        head_dim: width of a head, which is that of its values, D.
         hidden: width of the module's input and output, E.
+        key_dim: width of a query and of a key; None means as wide as a value.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     hidden: int
+    key_dim: int | None = None
 
 
 @dataclass
@@ -224,6 +226,7 @@ class Inputs:
         dropout: the probability that a weight is dropped; 0 in evaluation.
         softcap: the bound c of scores, which become c tanh(scores / c); None if the architecture has no bound.
         position_bias: numbers to add to the scores, broadcastable to (B,H,Q,K); None if the architecture has none.
+        further: the number of keys in front that are no keys of the text (the place "keys").
     """
 
     query: Tensor
@@ -234,6 +237,7 @@ class Inputs:
     dropout: float = 0.0
     softcap: float | None = None
     position_bias: Tensor | None = None
+    further: int = 0
 
     @property
     def three(self) -> Three:

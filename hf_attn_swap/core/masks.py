@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -43,7 +44,7 @@ class Masks:
     Attributes:
         queries, keys: the numbers of queries and keys, Q and K.
         device: the device of the queries.
-        key_mask: (B,K) bool, True where the key is a real token, or None. If `causal` is True too, the queries belong
+        key_mask: (B|1,K) bool, True where the key is a real token, or None. If `causal` is True too, the queries belong
             to the last Q keys.
         given: a mask of queries and keys, broadcastable to (B,H,Q,K): bool, or numbers to add to the scores. None if
             there is no such mask. Never together with `key_mask`.
@@ -106,6 +107,32 @@ class Masks:
         closed = self.once(("closed",), lambda: given.masked_fill(given <= HIDING, lowest))
         return replace(self, given=closed)
 
+    def beside(self, pairs: int, share: Tensor | None, dtype: torch.dtype) -> Masks:
+        """The masks of the same keys and of more keys in front of them, which every query sees.
+
+        Args:
+            pairs: the number of keys in front.
+            share: (1,), the factor of the exponentials of their scores; None for 1.
+            dtype: the dtype of a mask of numbers, which holds the logarithm of this factor.
+        """
+        if share is not None:
+            column = share.to(torch.promote_types(dtype, torch.float32)).log().to(dtype).view(1, 1, 1, 1)
+            numbers = self._as_numbers(dtype)
+            given = torch.cat([column.expand(*numbers.shape[:-1], pairs), numbers], -1)
+            return replace(self, keys=self.keys + pairs, key_mask=None, given=given, causal=False)
+        extended = replace(self, keys=self.keys + pairs)
+        mask = self.key_mask if self.given is None else self.given
+        if mask is not None:
+            shown = 1.0 if mask.dtype == torch.bool else 0.0
+            wider = self.once(("beside", pairs), lambda: F.pad(mask, (pairs, 0), value=shown))
+            return replace(extended, given=wider) if self.given is not None else replace(extended, key_mask=wider)
+        if self.causal:
+            ones = self.once(
+                ("beside", pairs), lambda: torch.ones(1, self.keys + pairs, dtype=torch.bool).to(self.device)
+            )
+            return replace(extended, key_mask=ones)
+        return extended
+
     def bias(self) -> Tensor | None:
         """The finite numbers that a mask of numbers adds to the scores; None for any other mask.
 
@@ -134,6 +161,15 @@ class Masks:
     def _expanded(self) -> Tensor:
         assert self.key_mask is not None
         return expand_key_mask(self.key_mask, self.queries, self.causal)
+
+    def _as_numbers(self, dtype: torch.dtype) -> Tensor:
+        """The mask as numbers to add (B|1,1|H,Q,K), with the lowest number of `dtype` where it hides a key."""
+        if self.given is not None and self.given.dtype != torch.bool:
+            return self.given.to(dtype)
+        allowed = self.allowed()
+        if allowed is None:
+            return torch.zeros(1, 1, self.queries, self.keys, dtype=dtype, device=self.device)
+        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
 
     def _allowed(self) -> Tensor | None:
         mask, causal = self.dense()

@@ -2,8 +2,6 @@
 
 An option that takes one of several names has a `typing.Literal` type, and `choices` lists the names. A field can also
 say why other names are refused: `field(default=..., metadata={REASON: "..."})`.
-An option that a variant got after its first release has `metadata={LATER: True}`. A checkpoint names such an option
-only if its value is not the default. So older checkpoints load, and older releases load what does not use the option.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 LARGEST = 1e12  # an option that is a number must be smaller; not-a-number and infinity fail this comparison too
-LATER = "later"  # a key in a field's metadata: True for an option that came after the variant's first release
 REASON = "reason"  # a key in a field's metadata: a sentence that says why other values are refused
 
 
@@ -30,21 +27,6 @@ class Options:
     def __post_init__(self) -> None:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         check_values(type(self), given, type(self).__name__)
-
-
-def as_dict(options: Options) -> dict[str, Any]:
-    """The values by name, as a checkpoint names them: a later option only if its value is not the default."""
-    values = dataclasses.asdict(options)
-    for field in dataclasses.fields(options):
-        if field.metadata.get(LATER) and values[field.name] == field.default:
-            del values[field.name]
-    return values
-
-
-def option_names(options: type[Options]) -> tuple[set[str], set[str]]:
-    """The names that a checkpoint must have, and those that it may have besides."""
-    later = {field.name for field in dataclasses.fields(options) if field.metadata.get(LATER)}
-    return {field.name for field in dataclasses.fields(options)} - later, later
 
 
 def choices(hint: Any) -> tuple[Any, ...]:

@@ -202,7 +202,8 @@ def geometry(core: nn.Module) -> Geometry:
         raise ValueError("its number of heads or its width has none of the usual attribute names")
     head_dim = _first(core, WIDTHS) or hidden // heads
     groups = _first(core, ("num_key_value_groups",)) or 1
-    return Geometry(heads=heads, kv_heads=heads // groups, head_dim=head_dim, hidden=hidden)
+    key_dim = _first(core, ("qk_head_dim",))  # latent attention: queries and keys have another width than values
+    return Geometry(heads=heads, kv_heads=heads // groups, head_dim=head_dim, hidden=hidden, key_dim=key_dim)
 
 
 def _width(core: nn.Module, *names: str, side: str = "out_features") -> int | None:

@@ -16,9 +16,11 @@ from ..core.call import Call, Inputs
 from ..core.masks import recorded, transformed
 from ..functional.linear import CHUNK, under_autocast
 from . import linear, linear_fla, softmax_n
+from .weighing import Rule
 
 LONG = 4096  # from this number of tokens on, H is not held as a tensor; for 12 heads, H would take 800 MB per layer
 MIDDLE = 512  # the same number for a user who wants to save memory; for 12 heads, H would take 12 MB per layer
+JOINED = (Rule(), Rule(normalizer="softmax_n"))  # the rules that a log-sum-exp can be joined to
 
 
 class Form(Enum):
@@ -28,6 +30,8 @@ class Form(Enum):
     SDPA = "SDPA"
     RESCALED = "SDPA rescaled by its log-sum-exp"
     ZERO_KEY = "SDPA with a zero key"
+    JOINED = "SDPA joined with the pairs by its log-sum-exp"
+    FURTHER_KEYS = "SDPA with further keys"
     IN_PLACE = "H moved on in place by baddbmm, then softmax (without gradients: SDPA with H as mask)"
     TERMS = "H as a sum of products, a block of queries at a time"
     PRODUCTS = "reordered products"
@@ -100,6 +104,13 @@ def softmax_n_form(setting: Setting) -> Form:
     if softmax_n.available(setting.device, setting.dtypes[0], setting.dropout):
         return Form.RESCALED
     return Form.ZERO_KEY
+
+
+def joined_form(setting: Setting, rule: Rule) -> bool:
+    """True if pairs beside the keys can join the output of a stock kernel by its log-sum-exp."""
+    if rule not in JOINED or setting.dropout:
+        return False  # only the kernel knows what it dropped
+    return softmax_n_form(setting) is Form.RESCALED
 
 
 def carried_form(setting: Setting, *, low: bool = False) -> Form:

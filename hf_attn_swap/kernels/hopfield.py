@@ -104,7 +104,7 @@ class _Attend(torch.autograd.Function):
         read = weights
         if dropout > 0:
             read, stays = torch.native_dropout(weights, dropout, True)
-        heads = (rows(read, key.shape[1]) @ value.flatten(0, 1)).view(query.shape)
+        heads = (rows(read, key.shape[1]) @ value.flatten(0, 1)).view(*query.shape[:3], -1)
         ctx.save_for_backward(query, key, value, weights, heads, stays)
         ctx.decay, ctx.weight, ctx.first, ctx.kept = decay, weight, hidden is None, 1 - dropout
         ctx.set_materialize_grads(False)

@@ -1,20 +1,23 @@
-"""Computes softmax_n attention from the log-sum-exp of PyTorch's fused kernels.
+"""Computes softmax_n attention, also with further pairs of a score and a value, from the log-sum-exp of fused kernels.
 
-This form needs no zero key, and so no copy of keys and values. If lse is the log-sum-exp of a row, softmax_n scales
+This form needs no further key, and so no copy of keys and values. If lse is the log-sum-exp of a row, softmax_n scales
 the output of softmax by exp(lse - lse'), with lse' = log(n + exp(lse)). n = 0 is ordinary attention.
 In the backward pass, the same kernel is given lse' and the scaled output O'. The kernel then computes
 dS = P' (m dP - <dO, O'>) with P' = exp(S - lse'), which is the exact gradient of softmax_n: the zero key adds nothing
 to <dO, O'>, because its value is 0. m is what dropout multiplies the weights by, and 1 without dropout.
+Pairs of a score c_j and a value u_j, which every query sees, join in the same way: lse' = log(n + exp(lse) + sum_j
+exp(c_j)), O' = exp(lse - lse') O + sum_j p_j u_j with p_j = exp(c_j - lse'), and dc_j = p_j (<dO, u_j> - <dO, O'>).
 OutEffHop (Hu et al., 2024), eq. 2.2; FlashAttention-2, section 2.3.2, for the backward pass.
-Axes: B batch, H head, G key/value head, Q query, K key, D head width.
+Axes: B batch, H head, G key/value head, Q query, K key, N pair, D head width.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
@@ -29,6 +32,13 @@ def available(device: str, dtype: torch.dtype, dropout: bool) -> bool:
     return bool(kernels(device, dtype, dropout))
 
 
+class Further(NamedTuple):
+    """Pairs that every query sees: scores (B,H,Q,N) in fp32 at least; values (G,N,D), or None for zeros."""
+
+    scores: Tensor
+    values: Tensor | None
+
+
 def softmax_n_attention(
     query: Tensor,
     key: Tensor,
@@ -38,8 +48,9 @@ def softmax_n_attention(
     scaling: float,
     n: float | Tensor,
     dropout: float = 0.0,
+    further: Further | None = None,
 ) -> Tensor | None:
-    """Compute dropout(softmax_n(scaling q k^T + mask)) v.
+    """Compute dropout(softmax_n([c, scaling q k^T + mask])) [u; v], where c and u are further scores and values.
 
     Args:
         query: (B,H,Q,D).
@@ -49,8 +60,9 @@ def softmax_n_attention(
             dtype forbids a key, and a row in which every key is forbidden gives zeros.
         causal: as SDPA's flag. Not together with a mask.
         scaling: the factor of q k^T.
-        n: a number above 0, or a (1,) tensor without a gradient.
-        dropout: the probability that a weight is dropped.
+        n: a number, 0 for softmax, or a (1,) tensor without a gradient.
+        dropout: the probability that a weight is dropped. Not together with `further`.
+        further: pairs beside the keys, or None.
 
     Returns:
         The heads (B,H,Q,D), or None if no kernel can compute with these tensors.
@@ -61,11 +73,12 @@ def softmax_n_attention(
     for kernel in kernels(query.device.type, query.dtype, dropout > 0):
         qkv, ready_mask = kernel.prepared((query, key, value), mask)
         if kernel.takes(qkv, ready_mask, how):
+            beside = None if further is None else _as_wide(further, qkv[0].shape[3])
             given = (ready_mask, kernel, _log(n, query), how)
             if torch.is_grad_enabled():
-                heads: Tensor = _SoftmaxN.apply(*qkv, *given)  # type: ignore[no-untyped-call]  # torch's
+                heads: Tensor = _SoftmaxN.apply(*qkv, *(beside or (None, None)), *given)  # type: ignore[no-untyped-call]  # torch's
             else:
-                heads = _scaled(qkv, *given)[0]
+                heads = _scaled(qkv, beside, *given)[0]
             return heads[..., : query.shape[3]]
     return None
 
@@ -94,42 +107,117 @@ def _plain(qkv: Three, mask: Tensor | None) -> bool:
 def _log(n: float | Tensor, query: Tensor) -> float | Tensor:
     """The logarithm of n, in fp32 at least."""
     if isinstance(n, float):
-        return math.log(n)
+        return math.log(n) if n > 0 else -math.inf
     return n.detach().to(torch.promote_types(query.dtype, torch.float32)).log()
 
 
+def _as_wide(further: Further, width: int) -> Further:
+    """The same pairs with values as wide as the kernel's, which are filled up with zeros."""
+    values = further.values
+    if values is None or values.shape[2] == width:
+        return further
+    return Further(further.scores, F.pad(values, (0, width - values.shape[2])))
+
+
 def _scaled(
-    qkv: Three, mask: Tensor | None, kernel: Kernel, log_n: float | Tensor, how: How
+    qkv: Three, further: Further | None, mask: Tensor | None, kernel: Kernel, log_n: float | Tensor, how: How
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """The heads of softmax_n, the log-sum-exp of softmax, and what else the kernel's backward pass needs."""
+    """The heads, the log-sum-exp of the keys, and what else the kernel's backward pass needs."""
     heads, lse, kept = kernel.forward(qkv, mask, how)
-    heads.mul_(torch.sigmoid(lse[:, :, : qkv[0].shape[2]] - log_n).unsqueeze(-1))  # exp(lse - lse')
+    queries = qkv[0].shape[2]
+    if further is None:
+        heads.mul_(torch.sigmoid(lse[:, :, :queries] - log_n).unsqueeze(-1))  # exp(lse - lse')
+        return heads, lse, kept
+    scores, values = further
+    own = lse[:, :, :queries].unsqueeze(-1)
+    plain = isinstance(log_n, float) and log_n == -math.inf
+    if plain and scores.shape[3] == 1 and heads.dtype == scores.dtype:  # fewer steps, for decoding
+        own = torch.sigmoid(own - scores)  # exp(lse - lse')
+        if values is None:
+            heads.mul_(own)
+        else:
+            grouped = _grouped(heads, values)
+            torch.lerp(values.unsqueeze(1), grouped, _grouped(own, values), out=grouped)
+        return heads, lse, kept
+    total = _joined(lse, scores, log_n)[:, :, :queries].unsqueeze(-1)
+    heads.mul_((own - total).exp_())
+    if values is not None:
+        weights = (scores - total).exp_().to(heads.dtype)
+        _grouped(heads, values).add_(_grouped(weights, values) @ values.unsqueeze(1))
     return heads, lse, kept
+
+
+def _grouped(tensor: Tensor, values: Tensor) -> Tensor:
+    """(B,H,Q,...) as (B,G,H/G,Q,...), to meet the values (G,N,D) of the groups."""
+    groups = values.shape[0]
+    return tensor.view(tensor.shape[0], groups, tensor.shape[1] // groups, *tensor.shape[2:])
+
+
+def _joined(lse: Tensor, scores: Tensor | None, log_n: float | Tensor) -> Tensor:
+    """The number lse' from lse (B,H,Q or more), further scores (B,H,Q,N) or None, and log n."""
+    if scores is not None:
+        own = scores[..., 0] if scores.shape[3] == 1 else scores.logsumexp(-1)
+        if lse.shape[2] > own.shape[2]:  # rows that the kernel added, with lse = inf
+            own = F.pad(own, (0, lse.shape[2] - own.shape[2]), value=-math.inf)
+        lse = torch.logaddexp(lse, own)
+    if isinstance(log_n, float):
+        if log_n == -math.inf:
+            return lse
+        log_n = lse.new_full((1,), log_n)
+    return torch.logaddexp(lse, log_n)
 
 
 class _SoftmaxN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
-        query, key, value, mask, kernel, log_n, how = given
-        heads, lse, kept = _scaled((query, key, value), mask, kernel, log_n, how)
-        ctx.save_for_backward(query, key, value, mask, heads, lse)
+        query, key, value, scores, values, mask, kernel, log_n, how = given
+        further = None if scores is None else Further(scores, values)
+        heads, lse, kept = _scaled((query, key, value), further, mask, kernel, log_n, how)
+        ctx.save_for_backward(query, key, value, scores, values, mask, heads, lse)
         ctx.kernel, ctx.log_n, ctx.kept, ctx.how = kernel, log_n, kept, how
         return heads
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        query, key, value, mask, heads, lse = ctx.saved_tensors
+        query, key, value, scores, values, mask, heads, lse = ctx.saved_tensors
+        qkv, further = (query, key, value), None if scores is None else Further(scores, values)
         if twice.wanted():
-            return (*_again((query, key, value), mask, ctx.log_n, ctx.how, grad), None, None, None, None)
-        log_n = ctx.log_n if isinstance(ctx.log_n, Tensor) else lse.new_full((1,), ctx.log_n)
-        found = Found(heads, torch.logaddexp(lse, log_n), ctx.kept)
+            return (*_again(qkv, mask, ctx.log_n, ctx.how, grad, further), None, None, None, None)
+        total = _joined(lse, scores, ctx.log_n)
+        found = Found(heads, total, ctx.kept)
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        grads = ctx.kernel.backward(grad, (query, key, value), mask, found, ctx.how)
-        return (*grads, None, None, None, None)
+        grads = ctx.kernel.backward(grad, qkv, mask, found, ctx.how)
+        own = (None, None) if further is None else _of_further(grad, further, heads, total)
+        return (*grads, *own, None, None, None, None)
 
 
-def _again(qkv: Three, mask: Tensor | None, log_n: float | Tensor, how: How, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key and value by the readable formula, for second derivatives. It holds all weights.
+def _of_further(grad: Tensor, further: Further, heads: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The gradients of further scores (B,H,Q,N) and values (G,N,D)."""
+    scores, values = further
+    wide = scores.dtype
+    weights = (scores - total[:, :, : scores.shape[2]].unsqueeze(-1)).exp_()
+    with without_autocast(grad.device):
+        grad = grad.to(wide)
+        mean = (grad * heads).sum(-1, keepdim=True)
+        if values is None:
+            return -weights * mean, None
+        g, p = _grouped(grad, values), _grouped(weights, values)
+        of_weights = (g @ values.to(wide).unsqueeze(1).mT).view_as(weights)
+        of_values = (p.mT @ g).sum((0, 2)).to(values.dtype)
+        return weights * (of_weights - mean), of_values
+
+
+def _again(
+    qkv: Three,
+    mask: Tensor | None,
+    log_n: float | Tensor,
+    how: How,
+    grad: Tensor,
+    further: Further | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of query, key, value and of further scores and values by the readable formula.
+
+    It holds all weights, and autograd can differentiate it once more.
 
     Raises:
         ValueError: weights were dropped. The kernel alone knows which.
@@ -139,7 +227,7 @@ def _again(qkv: Three, mask: Tensor | None, log_n: float | Tensor, how: How, gra
             "softmax_n with dropout of weights", "call model.eval(), or set the config's attention dropout to 0"
         )
 
-    def heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def heads(query: Tensor, key: Tensor, value: Tensor, *pairs: Tensor) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         wide = torch.promote_types(query.dtype, torch.float32)
         q, k, v = query.to(wide), key.to(wide), value.to(wide)
@@ -150,7 +238,18 @@ def _again(qkv: Three, mask: Tensor | None, log_n: float | Tensor, how: How, gra
             later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(later, torch.finfo(wide).min)
         n = log_n.exp() if isinstance(log_n, Tensor) else math.exp(log_n)
-        return (functional.softmax_n(scores, n) @ v.repeat_interleave(groups, 1)).to(query.dtype)
+        if pairs:
+            scores = torch.cat([pairs[0].to(wide), scores], -1)
+        weights = functional.softmax_n(scores, n)
+        own = pairs[0].shape[3] if pairs else 0
+        read = weights[..., own:] @ v.repeat_interleave(groups, 1)
+        if len(pairs) > 1:
+            read = read + weights[..., :own] @ pairs[1].to(wide).repeat_interleave(
+                query.shape[1] // pairs[1].shape[0], 0
+            )
+        return read.to(query.dtype)
 
+    tensors = [*qkv, *(each for each in further or () if each is not None)]
     with without_autocast(grad.device):
-        return twice.gradients(heads, qkv, grad)
+        grads = twice.gradients(heads, tensors, grad)
+    return (*grads, *(None,) * (5 - len(grads)))

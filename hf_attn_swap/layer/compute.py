@@ -1,8 +1,8 @@
 """Computes the heads of one swapped layer, by a fused form or by the readable pipeline.
 
-The pipeline is: scores -> carry -> mask -> normalize -> adjust -> dropout -> product with V. `core.swap` does what
-follows. `attend` uses the fused form of a variant, unless the caller wants the weights or the call needs something
-that the fused form cannot do. The tests hold that both ways give equal values and gradients.
+The pipeline is: further keys -> scores -> carry -> mask -> normalize -> adjust -> dropout -> product with V.
+`core.swap` does what follows. `attend` uses the fused form of a variant, unless the caller wants the weights or the
+call needs something that the fused form cannot do. The tests hold that both ways give equal values and gradients.
 Without any variant, the pipeline is ordinary attention. docs/mathematics.md, section Strength and exactness.
 Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width.
 """
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ..core.call import NORMALIZED, Call, FusedSoftmax, Inputs
 from ..core.masks import traced
-from ..kernels import weighted
-from ..kernels.dispatch import Form, Setting, weighted_form
+from ..kernels import softmax_n, weighted
+from ..kernels.dispatch import Form, Setting, joined_form, weighted_form
 from ..kernels.weighing import Rule
-from ..variants.base import Variant
+from ..variants.base import Replacement, Variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +28,18 @@ class Places:
     """The variants that change the steps between the scores and the heads.
 
     Attributes:
+        keys: the variant that adds pairs beside the keys of the text, or None.
         carrier: the variant that carries scores across layers, or None.
         normalizer: the variant that turns scores into weights, or None for softmax.
         adjuster: the variant that changes the weights, or None.
         replacement: the variant that computes the heads without scores, or None.
     """
 
+    keys: Variant | None = None
     carrier: Variant | None = None
     normalizer: Variant | None = None
     adjuster: Variant | None = None
-    replacement: Variant | None = None
+    replacement: Replacement | None = None
 
     def form(self, setting: Setting) -> Form:
         """The form that computes the heads in this setting: the variant's own, or a general one for several."""
@@ -45,12 +47,21 @@ class Places:
             return self.replacement.form(setting)
         if setting.transformed:  # kernels have no rule for vmap, no forward mode, or no second derivative
             return Form.REFERENCE
+        if self.keys is not None:
+            return self._form_with_pairs(setting)
         changing = [each for each in (self.carrier, self.normalizer, self.adjuster) if each is not None]
         if not changing:
             return Form.SDPA
         if len(changing) == 1:
             return changing[0].form(setting)
         return Form.REFERENCE if self.rule() is None else weighted_form(setting)
+
+    def _form_with_pairs(self, setting: Setting) -> Form:
+        """The form with further keys: joined by the log-sum-exp if possible, otherwise the form for all keys."""
+        if (rule := self.rule()) is not None and joined_form(setting, rule):
+            return Form.JOINED
+        form = replace(self, keys=None).form(setting)
+        return Form.FURTHER_KEYS if form in (Form.SDPA, Form.RESCALED) else form
 
     def rule(self) -> Rule | None:
         """How scores become weights, or None if only the variants' methods say it."""
@@ -73,6 +84,8 @@ def attend(
     biased = inputs.softcap is not None or inputs.position_bias is not None
     shows_inside = want_weights or call.tap is not None
     form = Form.REFERENCE if biased or shows_inside else places.form(Setting.of(inputs, call))
+    if places.keys is not None:
+        return _with_pairs(places, places.keys, inputs, call, sdpa, want_weights, form)
     if form is Form.REFERENCE:
         return reference(places, inputs, call)
     if form is Form.WEIGHTED:
@@ -89,6 +102,22 @@ def attend(
     return heads, None
 
 
+def _with_pairs(
+    places: Places, variant: Variant, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool, form: Form
+) -> tuple[Tensor, Tensor | None]:
+    """As `attend`, with the pairs of a variant beside the keys of the text. The weights are those of the text."""
+    pairs = variant.pairs(inputs, call.hand(inputs.query.dtype))
+    if form is Form.JOINED:
+        added, causal = inputs.masks.additive(inputs.query.dtype)
+        further = softmax_n.Further(pairs.scores(inputs), pairs.values(inputs))
+        n = 0.0 if places.normalizer is None else call.exact_strength
+        heads = softmax_n.softmax_n_attention(*inputs.three, added, causal, inputs.scaling, n, further=further)
+        if heads is not None:
+            return heads.transpose(1, 2), None
+    heads, weights = attend(replace(places, keys=None), pairs.before(inputs), call, sdpa, want_weights)
+    return heads, None if weights is None else weights[..., pairs.count :]
+
+
 def ordinary(inputs: Inputs, sdpa: FusedSoftmax) -> Tensor:
     """The heads (B,Q,H,D) of ordinary attention, by the stock fused function."""
     mask, causal = inputs.masks.dense()
@@ -101,7 +130,7 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     If `places` names no variant, this is ordinary attention. Stock layers use that when the caller wants their weights.
     """
     key, value = inputs.repeated(inputs.key), inputs.repeated(inputs.value)
-    scores = inputs.query @ key.transpose(2, 3) * inputs.scaling
+    scores = _products(inputs.query, key, inputs.further) * inputs.scaling
     if inputs.softcap is not None:
         scores = torch.tanh(scores / inputs.softcap) * inputs.softcap
     if inputs.position_bias is not None:
@@ -128,7 +157,15 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     return (F.dropout(weights, inputs.dropout) @ value).transpose(1, 2), weights
 
 
-def replaced(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -> tuple[Tensor, Tensor | None]:
+def _products(query: Tensor, key: Tensor, further: int) -> Tensor:
+    """The products q k^T (B,H,Q,K). Those with the text are to the bit what they are without further keys."""
+    if not further:
+        return query @ key.transpose(2, 3)
+    own, text = key.tensor_split([further], 2)
+    return torch.cat([query @ own.transpose(2, 3), query @ text.transpose(2, 3)], -1)
+
+
+def replaced(variant: Replacement, inputs: Inputs, call: Call, want_weights: bool) -> tuple[Tensor, Tensor | None]:
     """Compute the heads of a variant that has no scores.
 
     Time and memory are linear in the length if the mask is padding or causal order. They are quadratic for any other
@@ -158,7 +195,7 @@ def replaced(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -
     return heads.transpose(1, 2), None
 
 
-def _decoded(variant: Variant, inputs: Inputs, call: Call, want_weights: bool) -> Tensor:
+def _decoded(variant: Replacement, inputs: Inputs, call: Call, want_weights: bool) -> Tensor:
     """Heads (B,Q,H,D) of the current tokens, from the state that stands for all earlier tokens.
 
     Afterwards the state also holds the current tokens.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..core.call import Call, Carried, FusedSoftmax, Geometry, Inputs
 from ..core.masks import transformed
 from ..kernels.dispatch import Form, Setting
-from ..variants.base import Variant, mix
+from ..variants.base import Replacement, Variant, mix
 from .calibration import Calibration
 from .compute import Places, attend, ordinary, reference, replaced
 from .registry import Options, build_options
@@ -165,32 +165,35 @@ class Swap(nn.Module):
 
     def places(self) -> Places:
         """The variants that change the steps between the scores and the heads."""
-        at = {place: variant for variant in self.variants for place in variant.places}
-        carrier = at.get("scores")
-        if carrier is not None and not carrier.carries:
-            carrier = None
+        at = {place: variant for variant in self.variants for place in variant.changes}
         return Places(
-            carrier=carrier,
+            keys=at.get("keys") if self.replacement is None else None,
+            carrier=at.get("scores"),
             normalizer=at.get("normalizer"),
             adjuster=at.get("weights"),
             replacement=self.replacement,
         )
 
     @property
-    def replacement(self) -> Variant | None:
+    def replacement(self) -> Replacement | None:
         """The variant that computes the heads without scores, or None."""
         first = self.variants[0]
-        return first if first.replaces else None
+        return first if isinstance(first, Replacement) else None
 
     @property
     def carries(self) -> bool:
         """True if the layer reads scores from, or leaves scores for, other layers."""
-        return any(variant.carries for variant in self.variants)
+        return any("scores" in variant.changes for variant in self.variants)
+
+    @property
+    def further_keys(self) -> int:
+        """The number of keys that stand beside those of the text."""
+        return sum(variant.further_keys for variant in self.variants)
 
     @property
     def writes(self) -> bool:
         """True if a variant changes the output of W_o."""
-        return any(variant.writes for variant in self.variants)
+        return any("write" in variant.changes for variant in self.variants)
 
     @property
     def keeps_projection(self) -> bool:
@@ -326,7 +329,7 @@ class Swap(nn.Module):
         return heads, weights
 
     def _replaced(
-        self, variant: Variant, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool
+        self, variant: Replacement, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         """As `forward`, for a variant without scores. The calibration changes the variant's heads alone."""
         heads, weights = replaced(variant, inputs, call, want_weights)
@@ -344,7 +347,7 @@ class Swap(nn.Module):
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         """Let the variants change the output of W_o: from (B,L,E) to (B,L,E)."""
         for variant in self.variants:
-            if variant.writes:
+            if "write" in variant.changes:
                 out_BLE = variant.write(out_BLE, call.hand(out_BLE.dtype))
         return out_BLE
 

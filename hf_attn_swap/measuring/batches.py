@@ -65,10 +65,15 @@ def evaluating(*models: nn.Module | None) -> Iterator[None]:
 @torch.no_grad()
 def forward(model: nn.Module, batch: Batch) -> Any:
     """Run the model on a batch, on the model's device, and return the output."""
+    return model(**on_device(model, batch))
+
+
+def on_device(model: nn.Module, batch: Batch) -> Batch:
+    """The batch on the model's device."""
     device = next(model.parameters()).device
-    if device.type != "meta":  # offloaded weights are on "meta", and accelerate moves the batch for them
-        batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-    return model(**batch)
+    if device.type == "meta":  # offloaded weights are on "meta", and accelerate moves the batch for them
+        return batch
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
 def read_by_decoder(batch: Batch) -> Batch:

@@ -1,8 +1,8 @@
-"""BibTeX entries of the papers behind the variants. `Variant.paper` names a paper by words that find its entry."""
+"""BibTeX entries of the papers behind the variants. `About.paper` names a paper by words that find its entry."""
 
 from __future__ import annotations
 
-# Key: words that stand in `Variant.paper`. A variant that cites another paper adds the paper's entry here.
+# Key: words that stand in `About.paper`. A variant that cites another paper adds the paper's entry here.
 ENTRIES = {
     "Vaswani": """@inproceedings{vaswani2017attention,
   title = {Attention Is All You Need},
@@ -56,6 +56,29 @@ ENTRIES = {
   author = {Wu, Dennis and Hu, Jerry Yao-Chieh and Li, Weijian and Chen, Bo-Yu and Liu, Han},
   booktitle = {International Conference on Learning Representations},
   eprint = {2312.17346},
+  archivePrefix = {arXiv},
+  year = {2024}
+}""",
+    "Sun et al.": """@inproceedings{sun2024massive,
+  title = {Massive Activations in Large Language Models},
+  author = {Sun, Mingjie and Chen, Xinlei and Kolter, J. Zico and Liu, Zhuang},
+  booktitle = {Conference on Language Modeling},
+  eprint = {2402.17762},
+  archivePrefix = {arXiv},
+  year = {2024}
+}""",
+    "gpt-oss": """@misc{openai2025gptoss,
+  title = {gpt-oss-120b \\& gpt-oss-20b Model Card},
+  author = {{OpenAI}},
+  eprint = {2508.10925},
+  archivePrefix = {arXiv},
+  year = {2025}
+}""",
+    "StreamingLLM": """@inproceedings{xiao2024streaming,
+  title = {Efficient Streaming Language Models with Attention Sinks},
+  author = {Xiao, Guangxuan and Tian, Yuandong and Chen, Beidi and Han, Song and Lewis, Mike},
+  booktitle = {International Conference on Learning Representations},
+  eprint = {2309.17453},
   archivePrefix = {arXiv},
   year = {2024}
 }""",

@@ -29,7 +29,7 @@ KEY = "auto_map"
 NAMES = "architectures"
 PREFIX = "HfAttnSwap"
 CODE = "model_file"  # MLX runs this file in the place of its own model, and without trust it refuses the model
-ABSENT = object()
+KEYS = (NAMES, KEY, CODE)
 
 
 @functools.cache  # `dir(transformers)` takes 0.2 s, as long as ten saves of a small model
@@ -108,6 +108,12 @@ def _renamed(config: dict[str, Any], change: Callable[[str], str]) -> dict[str, 
     return made
 
 
+def with_shim(config: dict[str, Any], auto_map: dict[str, Any] | None) -> dict[str, Any]:
+    """The content of the config.json of a swapped model: names of classes that no program has, and the shim, if any."""
+    made = _renamed(config, saved_name)
+    return made if auto_map is None else {CODE: FILE, **made, KEY: auto_map}
+
+
 def without(config: dict[str, Any]) -> dict[str, Any]:
     """The content of a config.json as transformers knows it: its names of classes, and no entries of the shim."""
     made = _renamed(config, stock_name)
@@ -130,19 +136,21 @@ def parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def forget(config: PreTrainedConfig) -> None:
-    """Give a config that was read without this package the names of transformers, and no shim, in place."""
+    """`without`, in place, for a config that was read before this package was imported."""
     for part in parts(config):
-        part.architectures = part.architectures and list(map(stock_name, part.architectures))
-    kept = without({key: config.__dict__[key] for key in (KEY, CODE) if key in config.__dict__})
-    for key in (KEY, CODE):
-        _put(config, key, kept.get(key, ABSENT))
+        _put(part, without(_own(part)))
 
 
-def _put(config: PreTrainedConfig, key: str, value: Any) -> None:
-    """Set a key of a config, or remove it."""
-    if value is ABSENT:
+def _own(config: PreTrainedConfig) -> dict[str, Any]:
+    """The keys that this file changes, of a config without its parts."""
+    return {key: config.__dict__[key] for key in KEYS if key in config.__dict__}
+
+
+def _put(config: PreTrainedConfig, content: Mapping[str, Any]) -> None:
+    """Let a config have exactly these of the keys that this file changes."""
+    for key in KEYS:
         config.__dict__.pop(key, None)
-    else:
+    for key, value in content.items():
         setattr(config, key, value)
 
 
@@ -150,19 +158,14 @@ def _put(config: PreTrainedConfig, key: str, value: Any) -> None:
 def as_saved(config: PreTrainedConfig) -> Iterator[bool]:
     """Inside, the config of a swapped model has the keys of its config.json. Gives True if it names the shim."""
     auto_map = merged(config, config.__dict__.get(KEY))
-    changes: list[tuple[PreTrainedConfig, str, Any]] = [
-        (part, NAMES, list(map(saved_name, part.architectures))) for part in parts(config) if part.architectures
-    ]
-    if auto_map is not None:
-        changes += [(config, KEY, auto_map), (config, CODE, config.__dict__.get(CODE, FILE))]
-    before = [(part, key, part.__dict__.get(key, ABSENT)) for part, key, _ in changes]
+    before = [(part, _own(part)) for part in parts(config)]
     try:
-        for change in changes:
-            _put(*change)
+        for part, own in before:
+            _put(part, with_shim(own, auto_map if part is config else None))
         yield auto_map is not None
     finally:
-        for change in before:
-            _put(*change)
+        for part, own in before:
+            _put(part, own)
 
 
 def write(folder: Path) -> None:
@@ -178,5 +181,4 @@ def completed(folder: Path) -> str | None:
     auto_map = merged(AutoConfig.from_pretrained(folder), content.get(KEY))
     if auto_map is None:
         return None
-    made = {CODE: FILE, **_renamed(content, saved_name), KEY: auto_map}
-    return json.dumps(made, indent=2, sort_keys=True) + "\n"
+    return json.dumps(with_shim(content, auto_map), indent=2, sort_keys=True) + "\n"

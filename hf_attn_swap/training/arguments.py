@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -289,24 +288,6 @@ class ImageDataArguments(DataArguments):
         return [self.image_column_name]
 
 
-# What an argument was called before, and is called now: the names of the example scripts of transformers.
-RENAMED = {
-    "base_name": "base_model_card_name",
-    "columns": "text_column_names (of images, --image_column_name)",
-    "dataset": "dataset_name",
-    "dataset_config": "dataset_config_name",
-    "label_column": "label_column_name",
-    "max_length": "max_seq_length",
-    "model": "model_name_or_path",
-    "push_to": "push_to_hub --hub_model_id",
-    "test_rows": "max_eval_samples",
-    "test_split": "test_split_name",
-    "tokenizer": "tokenizer_name",
-    "train_rows": "max_train_samples",
-    "train_split": "train_split_name",
-}
-
-
 def parse(
     classes: Sequence[Any], argv: Sequence[str] | None = None, *, recipe: str | None = None, about: str | None = None
 ) -> tuple[Any, ...]:
@@ -334,7 +315,6 @@ def parse(
     try:
         files = [configurations.find(word, recipe) for word in words[:count]]
         words = [*_without_accelerator(classes), *_from_yaml(files), *words[count:]]
-        _refuse_old_names(words, {each.name for each in itertools.chain(*map(fields, classes))})
         return tuple(parser.parse_args_into_dataclasses(words))
     except (ValueError, OSError) as problem:
         parser.exit(2, f"error: {' '.join(str(problem).split())}\n")
@@ -359,14 +339,6 @@ def _without_accelerator(classes: Sequence[Any]) -> list[str]:
     if TrainingArguments not in classes or torch.accelerator.is_available() or is_torch_xla_available():
         return []
     return ["--use_cpu", "true"]
-
-
-def _refuse_old_names(words: Sequence[str], known: set[str]) -> None:
-    """Refuse an earlier name, and say the name of now."""
-    for word in words:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name not in known and name in RENAMED:
-            raise ValueError(f"--{name} is now --{RENAMED[name]}.")
 
 
 def _word(value: Any) -> str:

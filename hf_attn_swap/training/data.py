@@ -126,10 +126,8 @@ def _file(path: str) -> Dataset:
     extra: dict[str, Any] = {"delimiter": "\t"} if suffix == ".tsv" else {}
     try:
         return load_dataset(READERS[suffix], data_files=path, split="train", **extra)
-    except Exception as problem:  # datasets raises many types, and its parsers raise more
-        if "corresponds to no data" in str(problem):
-            raise ValueError(f"{path!r} holds no rows.") from problem
-        raise ValueError(f"{path!r} cannot be read: {problem}") from problem
+    except Exception as problem:  # datasets raises many types, also for a file without rows, and its parsers raise more
+        raise ValueError(f"{path!r} holds no rows, or cannot be read: {problem!r}") from problem
 
 
 def _check(name: str, split: Dataset, columns: list[str]) -> None:

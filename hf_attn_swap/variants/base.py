@@ -1,8 +1,8 @@
-"""Defines the base class of all variants, and the five places of an attention layer that a variant may change.
+"""Defines the base class of all variants, and the six places of an attention layer that a variant may change.
 
-The places are scores -> normalizer -> weights -> (product with V) -> read -> W_o -> write. A variant names its places
-and overrides their methods. Everything else stays as in the pretrained layer, so a variant without places is ordinary
-attention. Two variants compose if they change different places. docs/mathematics.md, section Composition.
+The places are keys -> scores -> normalizer -> weights -> (product with V) -> read -> W_o -> write. A variant names its
+places and overrides their methods. Everything else stays as in the pretrained layer, so a variant without places is
+ordinary attention. Two variants compose if they change different places. docs/mathematics.md, section Composition.
 Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, E model width.
 """
 
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from ..core.call import Call, FusedSoftmax, Geometry, Inputs, Strength, Three
 from ..core.kind import Kind
 from ..core.options import Options
-from ..kernels.dispatch import Form, Setting
+from ..kernels.dispatch import Form, Setting, weighted_form
+from ..kernels.pairs import Pairs
 from ..kernels.weighing import Rule
+from .about import About
 
-PLACES = ("scores", "normalizer", "weights", "read", "write")
+PLACES = ("keys", "scores", "normalizer", "weights", "read", "write")
+BEFORE_THE_HEADS = {"keys", "scores", "normalizer", "weights"}
 
 
 def mix(start: Tensor, end: Tensor, strength: Strength) -> Tensor:
@@ -44,18 +47,12 @@ class Variant(nn.Module):
 
     Attributes:
         name: the variant's canonical name; `register` sets this attribute.
-        aliases: other names of the variant, which older files and users may give; `register` sets this attribute.
-        summary: what the variant changes, in a few words.
-        formula: the formula at full strength.
-        paper: the paper, by words that find its entry in `publish.citations`.
-        parameters_added: the number of new parameters per layer, in words.
-        fused: the exact fast form, in words, for the documentation.
-        then: what follows the heads, in words, for `describe`; for example "the projection".
-        places: the places that the variant changes, in the order of `PLACES`.
-        replaces: True if the variant computes the heads without scores and weights, as SimpleTRON does.
+        aliases: other names of the variant, which users may give; `register` sets this attribute.
+        about: what the documentation says of the variant.
+        places: the places that the variant may change, in the order of `PLACES`. No other variant of a composition may
+            take them.
+        replaces: True for a `Replacement`.
         alone: True if the variant composes with no other variant.
-        explicit: True if only the readable pipeline computes the variant, because its methods need all weights as one
-            tensor. A variant with a `rule` is not explicit.
         keeps_projection: False if the heads are the layer's output, without W_o.
         projects: True if the variant projects heads on values, so that the scale of the values matters.
         projections: the names of the variant's own projections of the heads beside W_o. Quantisation treats these
@@ -72,16 +69,10 @@ class Variant(nn.Module):
 
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
-    summary: ClassVar[str]
-    formula: ClassVar[str]
-    paper: ClassVar[str]
-    parameters_added: ClassVar[str] = "none"
-    fused: ClassVar[str]
-    then: ClassVar[str] = ""
+    about: ClassVar[About]
     places: ClassVar[tuple[str, ...]] = ()
     replaces: ClassVar[bool] = False
     alone: ClassVar[bool] = False
-    explicit: ClassVar[bool] = False
     keeps_projection: ClassVar[bool] = True
     projects: ClassVar[bool] = False
     projections: ClassVar[tuple[str, ...]] = ()
@@ -117,14 +108,14 @@ class Variant(nn.Module):
         return options
 
     @property
-    def carries(self) -> bool:
-        """True if the layer reads scores of other layers, or leaves scores for other layers."""
-        return False
+    def changes(self) -> tuple[str, ...]:
+        """The places that the variant changes with these options. With "scores", scores travel between layers."""
+        return self.places
 
     @property
-    def writes(self) -> bool:
-        """True if the variant changes the output of W_o."""
-        return "write" in self.places
+    def further_keys(self) -> int:
+        """The number of pairs that the place "keys" adds."""
+        return 0
 
     @property
     def wants_residual(self) -> bool:
@@ -140,8 +131,14 @@ class Variant(nn.Module):
         return 0.0, 1.0
 
     def form(self, setting: Setting) -> Form:
-        """The form that computes the heads in this setting. The readable pipeline runs for `Form.REFERENCE`."""
-        return Form.REFERENCE if self.explicit else Form.SDPA
+        """The form that computes the heads in this setting. The readable pipeline runs for `Form.REFERENCE`.
+
+        By default: SDPA if the variant leaves the scores and the weights alone, or has a method `heads`; blocks of
+        weights if it has a `rule`; otherwise the readable pipeline.
+        """
+        if not BEFORE_THE_HEADS & set(self.places) or type(self).heads is not Variant.heads:
+            return Form.SDPA
+        return Form.REFERENCE if self.rule(Rule()) is None else weighted_form(setting)
 
     def rule(self, rule: Rule) -> Rule | None:
         """How scores become weights with this variant in its place, so that blocks of scores can be computed in turn.
@@ -156,17 +153,19 @@ class Variant(nn.Module):
         """
         return None
 
-    @property
-    def follows(self) -> str:
-        """What follows the heads with these options, in words. The text is empty if nothing follows."""
-        return self.then
-
     def warn(self) -> str | None:
         """A warning for users who put the variant on a pretrained model, or None."""
         return None
 
     def reset(self, generator: torch.Generator) -> None:
         """Set the parameters, so that a pretrained model stays close to its old output. Use this generator alone."""
+
+    def pairs(self, inputs: Inputs, call: Call) -> Pairs:
+        """Place "keys": pairs of a key and a value beside the keys of the text, for every query.
+
+        What follows sees these keys in front of the others. `further_keys` must be their number.
+        """
+        raise NotImplementedError
 
     def carry(self, scores_BHQK: Tensor, call: Call) -> Tensor:
         """Place "scores": from this layer's scaled scores before the mask to the scores that are normalized."""
@@ -187,29 +186,8 @@ class Variant(nn.Module):
         """
         return None
 
-    def linear(self, qkv: Three, key_mask: Tensor | None, causal: bool, past: Three | None, form: Form) -> Tensor:
-        """For `replaces`: the heads (B,H,Q,D), with arguments as in `functional.simple_attention`.
-
-        `form` is what the method `form` returned for this call.
-        """
-        raise NotImplementedError
-
-    def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
-        """For `replaces`: the factors of v (B,H,Q,K) for any mask. `allowed` is True where a query may see a key."""
-        raise NotImplementedError
-
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
         """Place "read": from the heads to the heads that W_o is applied to, both (B,L,H,D)."""
-        raise NotImplementedError
-
-    def read_between(self, ordinary_BLHD: Tensor, heads_BLHD: Tensor, call: Call) -> Tensor:
-        """For `replaces`: as `read`, at a strength between 0 and 1.
-
-        Args:
-            ordinary_BLHD: the heads of ordinary attention.
-            heads_BLHD: the variant's heads.
-            call: the call.
-        """
         raise NotImplementedError
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
@@ -220,9 +198,54 @@ class Variant(nn.Module):
         raise NotImplementedError
 
 
+class Replacement(Variant):
+    """A variant that computes the heads without scores and weights, as SimpleTRON does.
+
+    It takes all places and composes with nothing. It needs the methods `linear`, `products`, `read`, `read_between` and
+    `write`.
+    """
+
+    places = PLACES
+    replaces = True
+    alone = True
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The heads and the output: there are no scores, and no weights."""
+        return ("read", "write")
+
+    def linear(self, qkv: Three, key_mask: Tensor | None, causal: bool, past: Three | None, form: Form) -> Tensor:
+        """The heads (B,H,Q,D), with arguments as in `functional.simple_attention`.
+
+        `form` is what the method `form` returned for this call.
+        """
+        raise NotImplementedError
+
+    def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
+        """The factors of v (B,H,Q,K) for any mask. `allowed` is True where a query may see a key."""
+        raise NotImplementedError
+
+    def read_between(self, ordinary_BLHD: Tensor, heads_BLHD: Tensor, call: Call) -> Tensor:
+        """As `read`, at a strength between 0 and 1.
+
+        Args:
+            ordinary_BLHD: the heads of ordinary attention.
+            heads_BLHD: the variant's heads.
+            call: the call.
+        """
+        raise NotImplementedError
+
+
 VARIANTS: dict[str, type[Variant]] = {}
 V = TypeVar("V", bound=type[Variant])
-METHODS = {"scores": "carry", "normalizer": "normalize", "weights": "adjust", "read": "read", "write": "write"}
+METHODS = {
+    "keys": "pairs",
+    "scores": "carry",
+    "normalizer": "normalize",
+    "weights": "adjust",
+    "read": "read",
+    "write": "write",
+}
 REPLACING = ("linear", "products", "read", "read_between", "write")
 
 
@@ -234,7 +257,7 @@ def register(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[V], V]:
 
     Args:
         name: the canonical name, under which everything is shown and saved.
-        aliases: other names that users and older files may give.
+        aliases: other names that users may give.
 
     Raises:
         ValueError: a name is taken or is no identifier, or the class's methods and its declared places disagree.
@@ -262,18 +285,23 @@ def _disagreements(cls: type[Variant]) -> Iterator[str]:
 
     A method of a place that is not declared would never run.
     """
+    base = Replacement if cls.replaces else Variant
 
     def own(attribute: str) -> bool:
-        return getattr(cls, attribute) is not getattr(Variant, attribute)
+        return getattr(cls, attribute, None) is not getattr(base, attribute, None)
 
+    if not isinstance(getattr(cls, "about", None), About):
+        yield "the documentation has no words; set about = About(summary=..., formula=..., paper=..., fused=...)."
     if unknown := set(cls.places) - set(PLACES):
         yield f"places names {sorted(unknown)}; the places are {', '.join(PLACES)}."
     if cls.replaces:
-        if set(cls.places) != set(PLACES) or not cls.alone:
-            yield "a variant with replaces = True takes all places and composes with nothing; set places and alone so."
+        if not issubclass(cls, Replacement):
+            yield "replaces = True is for subclasses of Replacement; let the class inherit from it."
+        if cls.places != PLACES or not cls.alone:
+            yield "a Replacement takes all places and composes with nothing; leave places and alone as they are."
         if missing := [method for method in REPLACING if not own(method)]:
-            yield f"replaces = True needs the methods {', '.join(missing)}."
-        needless: tuple[str, ...] = ("carry", "normalize", "adjust", "heads")
+            yield f"a Replacement needs the methods {', '.join(missing)}."
+        needless: tuple[str, ...] = ("pairs", "carry", "normalize", "adjust", "heads")
     else:
         for place, method in METHODS.items():
             if place in cls.places and not own(method):
@@ -282,9 +310,7 @@ def _disagreements(cls: type[Variant]) -> Iterator[str]:
                 yield f"the method {method} would never run; add {place!r} to places."
         needless = ("linear", "products", "read_between")
     if wrong := [method for method in needless if own(method)]:
-        yield f"the methods {', '.join(wrong)} would never run with replaces = {cls.replaces}; remove them."
-    if ("scores" in cls.places and not cls.replaces) != own("carries"):
-        yield "scores travel between layers through `carry`: set carries = True together with the place 'scores'."
+        yield f"the methods {', '.join(wrong)} would never run in a {base.__name__}; remove them."
     if own("heads") and not {"scores", "normalizer"} & set(cls.places):
         yield "the method heads would never run; it belongs to the places 'scores' and 'normalizer'."
     if own("wants_residual") and "write" not in cls.places:

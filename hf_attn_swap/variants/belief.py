@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..core.call import Call, Geometry
 from ..functional import belief_projection
+from .about import About
 from .base import Variant, mix, register, unset_linear
 
 
@@ -22,11 +23,13 @@ from .base import Variant, mix, register, unset_linear
 class Belief(Variant):
     """Subtracts the projection of all heads, as one vector, on the token's own value (no parameters)."""
 
-    summary = "heads lose their projection on the token's own value"
-    formula = "Y - (<Y, V> / <V, V>) V"
-    paper = "BeliefFormer, eq. 10"
-    fused = "SDPA, then the projection"
-    then = "the projection"
+    about = About(
+        summary="heads lose their projection on the token's own value",
+        formula="Y - (<Y, V> / <V, V>) V",
+        paper="BeliefFormer, eq. 10",
+        fused="SDPA, then the projection",
+        then="the projection",
+    )
     places: ClassVar[tuple[str, ...]] = ("read",)
     projects: ClassVar[bool] = True
 
@@ -39,12 +42,14 @@ class Belief(Variant):
 class BeliefStar(Belief):
     """Adds a second output projection W_s, which reads the heads after each head was projected alone."""
 
-    summary = "belief, plus a second output projection of the heads projected one by one"
-    formula = "delta W_o + delta^s W_s"
-    paper = "BeliefFormer, eq. 15"
-    parameters_added = "H D E (no bias)"
-    fused = "SDPA, then both projections"
-    then = "both projections"
+    about = About(
+        summary="belief, plus a second output projection of the heads projected one by one",
+        formula="delta W_o + delta^s W_s",
+        paper="BeliefFormer, eq. 15",
+        parameters_added="H D E (no bias)",
+        fused="SDPA, then both projections",
+        then="both projections",
+    )
     places = ("read", "write")
     projections: ClassVar[tuple[str, ...]] = ("w_s",)
 

@@ -16,8 +16,8 @@ from ..core.call import Call
 from ..core.kind import Kind
 from ..core.options import Options
 from ..functional import check_clip, clip
-from ..kernels.dispatch import Form, Setting, weighted_form
 from ..kernels.weighing import Rule
+from .about import About
 from .base import Variant, register
 
 # The gammas of the papers' runs: BERT -0.025, OPT -12 / 512, ViT -0.00001.
@@ -66,10 +66,12 @@ class ClippedSoftmaxOptions(Options):
 class ClippedSoftmax(Variant):
     """Clips the stretched weights to [0, 1] (no parameters)."""
 
-    summary = "weights are stretched and clipped"
-    formula = "clip((zeta - gamma) P + gamma, 0, 1)"
-    paper = "Bondarenko et al., 2023; OutEffHop (Hu et al., 2024)"
-    fused = "the weights of a block of queries at a time, never of all queries"
+    about = About(
+        summary="weights are stretched and clipped",
+        formula="clip((zeta - gamma) P + gamma, 0, 1)",
+        paper="Bondarenko et al., 2023; OutEffHop (Hu et al., 2024)",
+        fused="the weights of a block of queries at a time, never of all queries",
+    )
     places = ("weights",)
     Options = ClippedSoftmaxOptions
     options: ClippedSoftmaxOptions
@@ -79,9 +81,6 @@ class ClippedSoftmax(Variant):
         if options.gamma is not None:
             return options
         return replace(options, gamma=PUBLISHED[kind] if options.stretch is None else options.stretch)
-
-    def form(self, setting: Setting) -> Form:
-        return weighted_form(setting)
 
     def rule(self, rule: Rule) -> Rule:
         assert self.options.stretch is not None, "build_swap fits the options first"

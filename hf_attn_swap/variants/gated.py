@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..core.call import Call, Geometry
 from ..core.options import Options
 from ..functional.linear import without_autocast
+from .about import About
 from .base import Variant, register
 
 
@@ -87,12 +88,14 @@ class Constant(nn.Module):
 class Gated(Variant):
     """Scales each head of each token by a learned gate, before W_o."""
 
-    summary = "heads are scaled by a learned gate"
-    formula = "g_h Y_h, g = sigmoid(G(x)) / pi_init"
-    paper = "Bondarenko et al., 2023; OutEffHop (Hu et al., 2024)"
-    parameters_added = "E + H (linear), about E^2 / (4 H) (mlp), E H + H (all_features), H (per_head)"
-    fused = "SDPA, then the gate"
-    then = "the gate"
+    about = About(
+        summary="heads are scaled by a learned gate",
+        formula="g_h Y_h, g = sigmoid(G(x)) / pi_init",
+        paper="Bondarenko et al., 2023; OutEffHop (Hu et al., 2024)",
+        parameters_added="E + H (linear), about E^2 / (4 H) (mlp), E H + H (all_features), H (per_head)",
+        fused="SDPA, then the gate",
+        then="the gate",
+    )
     places = ("read",)
     Options = GatedOptions
     options: GatedOptions

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from ..core.call import Call, FusedSoftmax, Hidden, Inputs, heads_in_order
-from ..core.options import LATER, REASON, Options
+from ..core.options import REASON, Options
 from ..functional import hopfield_scores
 from ..kernels import carried
 from ..kernels.dispatch import Form, Setting, carried_form
+from .about import About
 from .base import Variant, mix, register
 
 NOT_AVAILABLE = (
@@ -56,7 +57,7 @@ class ModernHopfieldOptions(Options):
     scheme: Literal["forward_backward", "forward_forward"] = field(
         default="forward_backward", metadata={REASON: NOT_AVAILABLE}
     )
-    memory: Literal["auto", "low"] = field(default="auto", metadata={LATER: True})
+    memory: Literal["auto", "low"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,21 +70,20 @@ class ModernHopfieldOptions(Options):
 class ModernHopfield(Variant):
     """Carries scores from layer to layer, and adds the layer's input to its output (no parameters)."""
 
-    summary = "scores are carried across layers, the input is mixed back in"
-    formula = "softmax(a' H + (1 - a') S), a x + (1 - a) out"
-    paper = "modern Hopfield attention, eq. 10"
-    fused = "H moved on in place by baddbmm, then softmax (or SDPA with H as mask, without gradients)"
+    about = About(
+        summary="scores are carried across layers, the input is mixed back in",
+        formula="softmax(a' H + (1 - a') S), a x + (1 - a) out",
+        paper="modern Hopfield attention, eq. 10",
+        fused="H moved on in place by baddbmm, then softmax (or SDPA with H as mask, without gradients)",
+    )
     places = ("scores", "write")
     Options = ModernHopfieldOptions
     options: ModernHopfieldOptions
 
     @property
-    def carries(self) -> bool:
-        return self.options.scheme == "forward_forward" or self.options.alpha_prime > 0
-
-    @property
-    def writes(self) -> bool:
-        return self.options.alpha > 0
+    def changes(self) -> tuple[str, ...]:
+        carries = self.options.scheme == "forward_forward" or self.options.alpha_prime > 0
+        return ("scores",) * carries + ("write",) * (self.options.alpha > 0)
 
     def form(self, setting: Setting) -> Form:
         if self.options.scheme == "forward_backward":
@@ -91,12 +91,8 @@ class ModernHopfield(Variant):
         return Form.REFERENCE
 
     @property
-    def follows(self) -> str:
-        return "the skip" if self.writes else ""
-
-    @property
     def wants_residual(self) -> bool:
-        return self.options.skip == "residual" and self.writes
+        return self.options.skip == "residual" and self.options.alpha > 0
 
     @property
     def shares(self) -> tuple[float, float]:

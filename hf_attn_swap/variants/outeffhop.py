@@ -20,6 +20,7 @@ from ..core.masks import recorded
 from ..kernels import softmax_n
 from ..kernels.dispatch import Form, Setting, softmax_n_form
 from ..kernels.weighing import Rule
+from .about import About
 from .base import Variant, register
 
 
@@ -27,10 +28,12 @@ from .base import Variant, register
 class OutEffHop(Variant):
     """Adds 1 to the softmax denominator (no parameters)."""
 
-    summary = "softmax becomes softmax_1"
-    formula = "exp(S) / (s + sum exp(S))"
-    paper = "OutEffHop (Hu et al., 2024)"
-    fused = "SDPA rescaled by its log-sum-exp, or SDPA with a zero key"
+    about = About(
+        summary="softmax becomes softmax_1",
+        formula="exp(S) / (s + sum exp(S))",
+        paper="OutEffHop (Hu et al., 2024)",
+        fused="SDPA rescaled by its log-sum-exp, or SDPA with a zero key",
+    )
     places = ("normalizer",)
 
     def normalize(self, scores_BHQK: Tensor, call: Call) -> Tensor:

@@ -11,7 +11,7 @@ Axes: B batch, H head, G key/value head, Q query, K key, L token, D head width, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,8 @@ from ..functional import simple_attention
 from ..functional.linear import wide, without_autocast
 from ..kernels import linear, linear_fla
 from ..kernels.dispatch import Form, Setting, linear_form
-from .base import Variant, mix, register
+from .about import About
+from .base import Replacement, mix, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +50,15 @@ class SimpletronResOptions(SimpletronOptions):
 
 
 @register("simpletron", aliases=("simple",))
-class Simpletron(Variant):
+class Simpletron(Replacement):
     """Returns the product q (k^T v) alone, without W_o (no parameters)."""
 
-    summary = "no softmax: q (k^T v) in linear time, without W_o"
-    formula = "A = q (k^T v) / sqrt(L)"
-    paper = "SimpleTRON, 2021"
-    fused = "reordered products, chunked when causal"
-    places = ("scores", "normalizer", "weights", "read", "write")
-    replaces = True
-    alone = True
+    about = About(
+        summary="no softmax: q (k^T v) in linear time, without W_o",
+        formula="A = q (k^T v) / sqrt(L)",
+        paper="SimpleTRON, 2021",
+        fused="reordered products, chunked when causal",
+    )
     Options = SimpletronOptions
     options: SimpletronOptions
     keeps_projection = False
@@ -82,10 +82,6 @@ class Simpletron(Variant):
 
     def form(self, setting: Setting) -> Form:
         return linear_form(setting)
-
-    @property
-    def follows(self) -> str:
-        return "the skip" if self.adds_input else ""
 
     def linear(self, qkv: Three, key_mask: Tensor | None, causal: bool, past: Three | None, form: Form) -> Tensor:
         """A (B,H,Q,D) in linear time. In causal order, the last query sees the last key."""
@@ -134,8 +130,7 @@ class Simpletron(Variant):
 class SimpletronRes(Simpletron):
     """Returns the product plus the layer's input, without W_o (no parameters)."""
 
-    summary = "no softmax and an inner skip, without W_o"
-    formula = "x + A"
+    about = replace(Simpletron.about, summary="no softmax and an inner skip, without W_o", formula="x + A")
     Options = SimpletronResOptions
     options: SimpletronResOptions
 
@@ -148,8 +143,7 @@ class SimpletronRes(Simpletron):
 class SimpletronResL(Simpletron):
     """Returns the product after W_o, plus the layer's input (no parameters)."""
 
-    summary = "no softmax and an inner skip, with W_o"
-    formula = "x + A W_o"
+    about = replace(Simpletron.about, summary="no softmax and an inner skip, with W_o", formula="x + A W_o")
     keeps_projection = True
 
     @property

@@ -5,6 +5,7 @@ P = softmax(S + M) at every strength. Vaswani et al. (2017), eq. 1.
 
 from __future__ import annotations
 
+from .about import About
 from .base import Variant, register
 
 
@@ -12,8 +13,10 @@ from .base import Variant, register
 class Softmax(Variant):
     """Ordinary attention as a variant. Comparisons use this variant as their baseline (no parameters)."""
 
-    summary = "nothing: the control, on the same path"
-    formula = "softmax(S + M) V"
-    paper = "Vaswani et al., 2017"
-    fused = "SDPA"
+    about = About(
+        summary="nothing: the control, on the same path",
+        formula="softmax(S + M) V",
+        paper="Vaswani et al., 2017",
+        fused="SDPA",
+    )
     alone = True

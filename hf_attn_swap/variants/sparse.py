@@ -15,19 +15,17 @@ from torch import Tensor
 
 from ..core.call import Call
 from ..functional import entmax15, sparsemax
-from ..kernels.dispatch import Form, Setting, weighted_form
 from ..kernels.weighing import Rule
+from .about import About
 from .base import Variant, mix, register
+
+FUSED = "the weights of a block of queries at a time, from thresholds that are found without a sort"
 
 
 class SparseNormalizer(Variant):
     """The base class of the two variants below."""
 
-    fused = "the weights of a block of queries at a time, from thresholds that are found without a sort"
     places = ("normalizer",)
-
-    def form(self, setting: Setting) -> Form:
-        return weighted_form(setting)
 
     def sparse(self, scores_BHQK: Tensor) -> Tensor:
         """Turn masked scores (B,H,Q,K) into weights with exact zeros, of the same shape."""
@@ -44,9 +42,12 @@ class SparseNormalizer(Variant):
 class Sparsemax(SparseNormalizer):
     """Softmax becomes sparsemax (no parameters)."""
 
-    summary = "softmax becomes sparsemax"
-    formula = "max(S - tau, 0)"
-    paper = "SparseHopfield (Hu et al., 2023)"
+    about = About(
+        summary="softmax becomes sparsemax",
+        formula="max(S - tau, 0)",
+        paper="SparseHopfield (Hu et al., 2023)",
+        fused=FUSED,
+    )
 
     def sparse(self, scores_BHQK: Tensor) -> Tensor:
         return sparsemax(scores_BHQK)
@@ -59,9 +60,12 @@ class Sparsemax(SparseNormalizer):
 class Entmax15(SparseNormalizer):
     """Softmax becomes 1.5-entmax (no parameters)."""
 
-    summary = "softmax becomes 1.5-entmax"
-    formula = "max(S / 2 - tau, 0)^2"
-    paper = "STanHop (Wu et al., 2024)"
+    about = About(
+        summary="softmax becomes 1.5-entmax",
+        formula="max(S / 2 - tau, 0)^2",
+        paper="STanHop (Wu et al., 2024)",
+        fused=FUSED,
+    )
 
     def sparse(self, scores_BHQK: Tensor) -> Tensor:
         return entmax15(scores_BHQK)

@@ -1,8 +1,9 @@
 """Refuses, when a model is patched, layers that could not carry scores from one to the next.
 
 Scores are carried within one list of layers of one stack. They need an object that the stack gives to its layers by
-keyword arguments, layers with the same number of heads, and tokens that keep their places. Each of these is read from
-the source of the modules between the stack and its layers, so that nothing is found out in the middle of a pass.
+keyword arguments, layers with the same number of heads and of further keys, and tokens that keep their places. Each of
+these is read from the source of the modules between the stack and its layers, so that nothing is found out in the
+middle of a pass.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def check(root: Any, usable: list[Site], swaps: Mapping[int, Swap]) -> None:
         if len(members) == 1 and not usable[members[0]].family.shared:
             continue  # a single layer takes scores from no other
         heads = sorted({chosen[index].geometry.heads for index in members})
+        further = sorted({chosen[index].further_keys for index in members})
         blocks = [layer_of(root, usable[index].path) for index in members]
         moves = any(moves_windows(stock_class(block)) for block in blocks) and not _alike(blocks)
         for index in members:
@@ -42,6 +44,12 @@ def check(root: Any, usable: list[Site], swaps: Mapping[int, Swap]) -> None:
                 raise ValueError(
                     f"{site.path}: {names} carries scores between layers with the same number of heads, and these have "
                     f"{heads}; choose layers that agree (layers= or modules=)."
+                )
+            if len(further) > 1:
+                raise ValueError(
+                    f"{site.path}: {names} carries scores between layers with the same number of further keys, and "
+                    f"these have {further}; give each of them the same pairs (tokens=), or choose layers that agree "
+                    "(layers= or modules=)."
                 )
             reason = _obstacle(root, site, stacks[index], paths, [usable[each] for each in members])
             if moves:

@@ -307,7 +307,7 @@ def test_one_variant_in_full(command: Command, name: str) -> None:
     outcome = command("variants", name)
     assert outcome.code == 0
     variant = get_variant(name)
-    for text in (variant.formula, variant.paper, variant.summary, *variant.places, *variant.aliases):
+    for text in (variant.about.formula, variant.about.paper, variant.about.summary, *variant.places, *variant.aliases):
         assert text in outcome.out
     for field in dataclasses.fields(variant.Options):
         assert f"{field.name} = {field.default!r}" in outcome.out

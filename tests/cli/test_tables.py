@@ -80,9 +80,9 @@ def test_variants(command: Command) -> None:
         list_variants(),
         [", ".join(variant.aliases) or "-" for variant in variants],
         options,
-        [variant.summary for variant in variants],
-        [variant.parameters_added for variant in variants],
-        [variant.paper for variant in variants],
+        [variant.about.summary for variant in variants],
+        [variant.about.parameters_added for variant in variants],
+        [variant.about.paper for variant in variants],
     ]
     assert all(len(line) <= WIDTH for line in lines)
     assert found == ["".join("".join(cell.split()) for cell in column) for column in wanted]

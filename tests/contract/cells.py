@@ -80,6 +80,8 @@ def option_sets(name: str) -> list[dict[str, Any]]:
         if isinstance(default, float):
             trials = ({option: value} for value in (0.0, default / 2, 1.1))
             sets += [trial for trial in trials if trial[option] != default and _accepts(cls, trial)]
+        elif hints[option] is int:
+            sets += [trial for chosen in list(sets) if _accepts(cls, trial := chosen | {option: default + 2})]
     optional = {option: _example(hints[option]) for option, default in defaults.items() if default is None}
     return [*sets, optional] if optional else sets
 

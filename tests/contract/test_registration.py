@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from hf_attn_swap.variants.base import METHODS, PLACES, REPLACING, VARIANTS, Variant, register
+from hf_attn_swap.variants.about import About
+from hf_attn_swap.variants.base import METHODS, PLACES, REPLACING, VARIANTS, Replacement, Variant, register
 
 from .harness import refused
 
@@ -18,38 +19,33 @@ def method(self: Any, *tensors: Any) -> Any:
     return tensors[0]
 
 
+ABOUT = About(summary="an example", formula="an example", paper="an example", fused="an example")
+
+
 def variant(places: tuple[str, ...], *methods: str, **attributes: Any) -> type[Variant]:
-    body = {"places": places, **dict.fromkeys(methods, method), **attributes}
-    body |= dict.fromkeys(("summary", "formula", "paper", "fused"), "an example")
+    body = {"about": ABOUT, "places": places, **dict.fromkeys(methods, method), **attributes}
     return type("TriedOut", (Variant,), body)
 
 
-def extras(place: str) -> dict[str, Any]:
-    """What a sound class of this place has beside its method."""
-    return {"carries": True} if place == "scores" else {}
+def replacement(*methods: str, **attributes: Any) -> type[Replacement]:
+    return type("TriedOut", (Replacement,), {"about": ABOUT, **dict.fromkeys(methods, method), **attributes})
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_sound_class_is_taken(place: str) -> None:
-    cls = register(NAME)(variant((place,), METHODS[place], **extras(place)))
+    cls = register(NAME)(variant((place,), METHODS[place]))
     assert VARIANTS[NAME] is cls
 
 
-def test_carry_without_carries_would_compute_ordinary_softmax() -> None:
-    with refused(NAME, "set carries = True"):
-        register(NAME)(variant(("scores",), "carry"))
-
-
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "scores"])
-def test_carries_without_the_place(place: str) -> None:
-    with refused(NAME, "carries = True", "'scores'"):
-        register(NAME)(variant((place,), METHODS[place], carries=True))
+def test_a_class_without_words_for_the_documentation() -> None:
+    with refused(NAME, "set about = About("):
+        register(NAME)(variant(("read",), "read", about="halves the heads"))
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_place_without_its_method(place: str) -> None:
     with refused(NAME, repr(place), f"no method {METHODS[place]}"):
-        register(NAME)(variant((place,), **extras(place)))
+        register(NAME)(variant((place,)))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -58,28 +54,38 @@ def test_a_method_without_its_place(place: str, other: str) -> None:
     if place == other:
         return
     with refused(NAME, f"the method {METHODS[other]} would never run", repr(other)):
-        register(NAME)(variant((place,), METHODS[place], METHODS[other], **extras(place)))
+        register(NAME)(variant((place,), METHODS[place], METHODS[other]))
 
 
 @pytest.mark.parametrize("name", ["linear", "products", "read_between"])
-def test_methods_of_a_replacement_without_replaces(name: str) -> None:
-    with refused(NAME, name, "replaces = False"):
+def test_methods_of_a_replacement_in_another_variant(name: str) -> None:
+    with refused(NAME, name, "would never run in a Variant"):
         register(NAME)(variant(("read",), "read", name))
+
+
+@pytest.mark.parametrize("name", ["carry", "normalize", "adjust", "heads"])
+def test_methods_of_another_variant_in_a_replacement(name: str) -> None:
+    with refused(NAME, name, "would never run in a Replacement"):
+        register(NAME)(replacement(*REPLACING, name))
 
 
 @pytest.mark.parametrize("missing", REPLACING)
 def test_a_replacement_without_one_of_its_methods(missing: str) -> None:
     methods = [name for name in REPLACING if name != missing]
     with refused(NAME, missing):
-        register(NAME)(variant(PLACES, *methods, replaces=True, alone=True))
-    register(NAME)(variant(PLACES, *REPLACING, replaces=True, alone=True))
+        register(NAME)(replacement(*methods))
+    register(NAME)(replacement(*REPLACING))
 
 
 @pytest.mark.parametrize("attributes", [{"alone": False}, {"places": ("read", "write")}])
 def test_a_replacement_takes_every_place_and_composes_with_nothing(attributes: dict[str, Any]) -> None:
-    chosen = {"places": PLACES, "alone": True, **attributes}
     with refused(NAME, "takes all places and composes with nothing"):
-        register(NAME)(variant(chosen["places"], *REPLACING, replaces=True, alone=chosen["alone"]))
+        register(NAME)(replacement(*REPLACING, **attributes))
+
+
+def test_replaces_is_for_replacements() -> None:
+    with refused(NAME, "let the class inherit from it"):
+        register(NAME)(variant(PLACES, *REPLACING, replaces=True, alone=True))
 
 
 def test_a_fused_form_without_a_place_for_it() -> None:
@@ -93,7 +99,7 @@ def test_a_residual_stream_without_write() -> None:
 
 
 def test_unknown_places_and_taken_or_impossible_names() -> None:
-    with refused(NAME, "['scorse']", "the places are scores"):
+    with refused(NAME, "['scorse']", "the places are keys"):
         register(NAME)(variant(("scorse",)))
     with refused("'belief' is registered already"):
         register("belief")(variant(("read",), "read"))

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from hf_attn_swap import patch_model, set_strength
+from hf_attn_swap.kernels.pairs import Pairs
+from hf_attn_swap.variants.about import About
 from hf_attn_swap.variants.base import METHODS, PLACES, Variant, register
 
 from .harness import batch_of, forward, fresh
@@ -29,18 +31,15 @@ def plainest(place: str, seen: list[tuple[torch.dtype, torch.dtype]]) -> None:
     def normalized(self: Any, scores: torch.Tensor, call: Any) -> torch.Tensor:
         return halved(self, torch.softmax(scores, -1), call)
 
+    def paired(self: Any, inputs: Any, call: Any) -> Pairs:
+        groups, width = inputs.key.shape[1], inputs.key.shape[3]
+        return Pairs(key=halved(self, inputs.query.new_ones(groups, 1, width), call))
+
     body: dict[str, Any] = {
         "places": (place,),
-        "summary": "halved",
-        "formula": "Y / 2",
-        "paper": "none",
-        "fused": "SDPA",
+        "about": About(summary="halved", formula="Y / 2", paper="none", fused="SDPA"),
     }
-    body[METHODS[place]] = normalized if place == "normalizer" else halved
-    if place == "scores":
-        body["carries"] = True
-    if place in ("scores", "normalizer", "weights"):
-        body["explicit"] = True
+    body[METHODS[place]] = {"keys": paired, "normalizer": normalized}.get(place, halved)
     register(NAME)(type("Plainest", (Variant,), body))
 
 

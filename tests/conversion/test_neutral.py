@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from torch import nn
 
 from hf_attn_swap import patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate, neutral_start
-from hf_attn_swap.conversion.neutral import EXPONENT, Readers, readers
+from hf_attn_swap.conversion.neutral import EXPONENT
 from hf_attn_swap.core.call import Geometry
-from hf_attn_swap.families import sites
+from hf_attn_swap.families import Site, sites
 from hf_attn_swap.layer.registry import parse, parse_options
 from hf_attn_swap.layer.swap import Swap
 from tests.contract.cells import DEFAULT_CELLS, EXTRA_CELLS, FAMILY_NAMES, Cell, composes, label, swap_in
@@ -33,12 +34,11 @@ SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_h
 SMALL |= dict(max_position_embeddings=64, bos_token_id=0, eos_token_id=1, pad_token_id=2, num_key_value_heads=4)
 
 STREAM = "the input is the residual stream itself (post-norm)"
-BESIDE = "the norm in front also feeds matrices outside this attention"
+BESIDE = "the norm in front also feeds something else than this attention"
 NO_NORM = "no norm was found right in front of this attention"
-ADDED = "the norm in front also feeds something that is no projection (add)"
 LEFT = {"roberta": STREAM, "electra": STREAM, "bert_cross": STREAM}  # others start neutrally
-LEFT["distilbert"] = ADDED
-FIRST_LEFT = {"modernbert": ADDED}  # the norm of the embeddings is the first layer's input and the residual stream
+LEFT["distilbert"] = BESIDE
+FIRST_LEFT = {"modernbert": BESIDE}  # the norm of the embeddings is the first layer's input and the residual stream
 
 
 def with_skip(cells: tuple[Cell, ...], wanted: bool = True) -> list[Any]:
@@ -122,7 +122,7 @@ def test_which_layers_of_other_architectures(name: str) -> None:
         ("GPTNeoX", {"use_parallel_residual": True}, None),  # side by side, each behind a norm of its own
         ("Olmo", {}, NO_NORM),  # a norm without parameters
         ("Olmo2", {}, NO_NORM),  # norms behind attention and MLP alone
-        ("OPT", {"do_layer_norm_before": False, "ffn_dim": 48}, ADDED),
+        ("OPT", {"do_layer_norm_before": False, "ffn_dim": 48}, BESIDE),
     ],
 )
 def test_where_a_norm_is_shared_or_absent(name: str, more: dict[str, Any], reason: str | None) -> None:
@@ -134,6 +134,17 @@ def test_where_a_norm_is_shared_or_absent(name: str, more: dict[str, Any], reaso
     else:
         assert reason in report.left[1]
         assert report.layers == ()
+
+
+@pytest.mark.parametrize("name", ["Phi", "GPTNeoX"])
+def test_a_frozen_model_answers_as_one_that_trains(name: str) -> None:
+    model = getattr(T, f"{name}ForCausalLM")(getattr(T, f"{name}Config")(**SMALL)).eval()
+    patch_model(model, "modern_hopfield", alpha_prime=0.0)
+    trained = neutral_start(model)
+    assert neutral_start(model.requires_grad_(False)) == trained
+    with torch.inference_mode():
+        assert neutral_start(model) == trained
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -159,18 +170,45 @@ def test_the_stock_model_stays(name: str, cell: Cell, dtype: torch.dtype) -> Non
     assert not hasattr(model.config, "attn_swap")
 
 
-def fold(model: Any, exponent: int) -> None:
+def readers(model: Any, batch: Any) -> list[tuple[nn.Module, list[nn.Module]]]:
+    """Of every attention: the norm in front, and the modules inside that multiply its output by a matrix."""
+    norms: dict[int, nn.Module] = {}
+    kept, found = [], []
+
+    def leaves(module: nn.Module, args: Any, output: Any) -> None:
+        norms[id(output)] = module
+        kept.append(output)
+
+    def reads(module: nn.Module, args: Any, kwargs: Any, site: Site) -> None:
+        x = site.input(args, kwargs)
+        found.append((norms[id(x)], []))
+        for inside in site.container.modules():
+            if getattr(inside, "weight", None) is not None:
+                hooks.append(inside.register_forward_pre_hook(functools.partial(read, x=x, into=found[-1][1])))
+
+    def read(module: nn.Module, args: Any, x: Any, into: list[nn.Module]) -> None:
+        if args[0] is x:
+            into.append(module)
+
+    hooks = [m.register_forward_hook(leaves) for m in model.modules() if type(m).__name__.endswith("Norm")]
+    for site in sites(model):
+        hooks.append(site.core.register_forward_pre_hook(functools.partial(reads, site=site), with_kwargs=True))
+    forward(model, batch)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def fold(model: Any, exponent: int, batch: Any) -> None:
     """Scale every norm by 2^-k and whatever reads it by 2^k, a gate included: other weights of the same function."""
     with torch.no_grad():
-        for swap, found in zip(swaps(model), readers(model).values(), strict=True):
-            assert isinstance(found, Readers)
-            read = [*found.weights, *(module.weight for module in found.modules)]
+        for swap, (norm, read) in zip(swaps(model), readers(model, batch), strict=True):
             assert read
             gates = [getattr(each, "hidden", getattr(each, "gate", None)) for each in swap.variants]
             first = [gate.weight for gate in gates if isinstance(gate, nn.Module) and hasattr(gate, "weight")]
-            for parameter in found.norm.parameters():
+            for parameter in norm.parameters():
                 parameter.mul_(2.0**-exponent)
-            for weight in {id(weight): weight for weight in (*read, *first)}.values():
+            for weight in {id(weight): weight for weight in (*(each.weight for each in read), *first)}.values():
                 weight.mul_(2.0**exponent)
 
 
@@ -202,7 +240,7 @@ FOLDS = [  # all cells on one family, the plain ones in fp32 on all; the others 
 def test_is_another_scale_of_the_norm(name: str, cell: Cell, dtype: torch.dtype) -> None:
     """Bit for bit the model whose norms are 2^-k as large and whose projections are 2^k as large, with the whole skip.
 
-    The batch is given to `readers` on a patched model, so this also shows that the readers are complete.
+    `readers` finds the norm and the projections by itself.
     """
     variant, options = cell
     batch = batch_of(name, dtype)
@@ -210,7 +248,7 @@ def test_is_another_scale_of_the_norm(name: str, cell: Cell, dtype: torch.dtype)
     model = stir(swap_in(fresh(name, dtype), variant, **options))
     neutral_start(model)
     stock = forward(set_strength(other, 0.0), batch)
-    fold(other, EXPONENT)
+    fold(other, EXPONENT, batch)
     assert torch.equal(forward(other, batch), stock)
     for strength in (1.0, 0.5):
         got = forward(set_strength(model, strength), batch)

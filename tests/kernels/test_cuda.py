@@ -23,7 +23,7 @@ from hf_attn_swap.kernels import stock_softmax
 from hf_attn_swap.kernels.dispatch import Form, Setting, softmax_n_form
 from hf_attn_swap.kernels.stock_softmax import Efficient, Flash, Found, How, Operators
 from tests import zoo
-from tests.contract.harness import assert_same, fresh, run_all
+from tests.contract.harness import assert_same, fresh, perturb, run_all
 
 from .test_kernels import MANY, MASKS, SIZES, assert_equal, drawn, masked, softmax_n_reference
 
@@ -265,8 +265,11 @@ def test_the_first_kernel_that_takes_the_call_runs(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("family", "padded"), [("bert", None), ("bert", "right"), ("llama", None), ("llama", "left")])
 @pytest.mark.parametrize("strength", [1.0, 0.5])
-def test_a_whole_model(family: str, padded: str | None, strength: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = patch_model(fresh(family), "outeffhop", strength=strength)
+@pytest.mark.parametrize("name", ["outeffhop", "sink", "sink+outeffhop"])
+def test_a_whole_model(
+    name: str, family: str, padded: str | None, strength: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = perturb(patch_model(fresh(family), name, strength=strength))
     batch = zoo.inputs(family, batch=2, length=9, padded=padded)
     wanted = run_all(model, batch)
     stand_in(monkeypatch, Flash, Efficient)

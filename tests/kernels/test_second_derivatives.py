@@ -125,6 +125,26 @@ def test_of_softmax_n(kind: str, n: Any, groups: int) -> None:
     checked(lambda q, k, v: softmax_n.softmax_n_attention(q, k, v, mask, causal, 0.9, n), given)
 
 
+@pytest.mark.parametrize("values", [True, False])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("n", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_softmax_n_with_further_pairs(kind: str, n: float, count: int, values: bool) -> None:
+    batch, heads, queries, keys, width = SIZES
+    keys = queries if kind == "causal" else keys
+    mask, causal, _ = masked(kind, batch, queries, keys, 0)
+    if mask is not None:
+        mask = Masks(queries=queries, keys=keys, device=mask.device, given=mask).additive(torch.float64)[0]
+    given = drawn(1, (batch, heads, queries, width), *[(batch, 2, keys, width)] * 2)
+    pairs = drawn(2, (batch, heads, queries, count), (2, count, width))[: 1 + values]
+
+    def heads_of(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, own: Tensor | None = None) -> Any:
+        further = softmax_n.Further(scores, own)
+        return softmax_n.softmax_n_attention(q, k, v, mask, causal, 0.9, n, further=further)
+
+    checked(heads_of, [*given, *pairs])
+
+
 def test_of_softmax_n_where_query_key_and_value_are_one_tensor() -> None:
     (one,) = drawn(1, (2, 2, 3, 4))
     checked(lambda x: softmax_n.softmax_n_attention(x, x, x, None, True, 0.9, 1.0), [one])

@@ -1,4 +1,4 @@
-"""An option that came after a variant's first release: older checkpoints load, and older releases load newer ones."""
+"""An option that a checkpoint leaves out has its default."""
 
 from __future__ import annotations
 
@@ -19,11 +19,20 @@ def written(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("memory", ["auto", "low"])
-def test_written_only_if_not_the_default(memory: str, tmp_path: Path) -> None:
+def test_written_and_read(memory: str, tmp_path: Path) -> None:
     patch_model(fresh("bert"), "modern_hopfield", memory=memory).save_pretrained(tmp_path)
-    assert written(tmp_path).get("memory") == (None if memory == "auto" else "low")
+    assert written(tmp_path)["memory"] == memory
     again = AutoModelForMaskedLM.from_pretrained(tmp_path)
     assert [swap.variants[0].options.memory for swap in swaps(again)] == [memory] * len(swaps(again))
+
+
+def test_left_out(tmp_path: Path) -> None:
+    patch_model(fresh("bert"), "modern_hopfield", memory="low").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["attn_swap"]["swaps"][0]["options"]["modern_hopfield"]["memory"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert [swap.variants[0].options.memory for swap in swaps(again)] == ["auto"] * len(swaps(again))
 
 
 def test_a_wrong_value_in_a_checkpoint(tmp_path: Path) -> None:

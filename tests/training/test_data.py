@@ -57,10 +57,13 @@ def test_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
         load_splits(files(tmp_path, **changes))
 
 
-def test_an_empty_split(tmp_path: Path) -> None:
-    empty = write_rows(tmp_path / "empty.csv", 0, 1)
-    with pytest.raises(ValueError, match=r"empty\.csv' holds no rows"):
-        load_splits(files(tmp_path, test_file=str(empty)))
+@pytest.mark.parametrize(
+    ("name", "content"), [("none.csv", "text,label\n"), ("empty.csv", ""), ("empty.jsonl", ""), ("empty.txt", "")]
+)
+def test_a_file_without_rows(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}' holds no rows, or cannot be read: \w+"):
+        load_splits(files(tmp_path, test_file=str(tmp_path / name)))
 
 
 def test_an_unknown_label(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import runpy
 import sys
 from pathlib import Path
@@ -16,8 +15,7 @@ from transformers import AutoModelForSequenceClassification, TrainingArguments
 import hf_attn_swap
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import parse
-from hf_attn_swap.training.arguments import RENAMED, ConversionArguments, ModelArguments, TextDataArguments
-from hf_attn_swap.training.recipes import image_classification, language_modeling, text_classification
+from hf_attn_swap.training.arguments import ConversionArguments, ModelArguments, TextDataArguments
 
 from .conftest import options, write_rows
 
@@ -145,29 +143,6 @@ def test_yaml_first_options_win(tmp_path: Path) -> None:
     assert (model.variant, model.seeds, conversion.calibrate) == ("modern_hopfield", [3, 4], "map")
     with pytest.raises(SystemExit):
         parse((ModelArguments,), [str(tmp_path / "nowhere.yaml")])
-
-
-@pytest.mark.parametrize("old", [name for name in RENAMED if name != "push_to"])
-def test_an_old_name_is_refused_with_the_new_one(old: str, tmp_path: Path, capsys: Any) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(f"model_name_or_path: x\n{old}: y\n")
-    classes = (ModelArguments, TextDataArguments)
-    for words in ([str(file)], [f"--{old}", "y"], [f"--{old}=y"], [f"--{old.replace('_', '-')}", "y"]):
-        with pytest.raises(SystemExit) as ended:
-            parse(classes, words)
-        assert (ended.value.code, capsys.readouterr().err) == (2, f"error: --{old} is now --{RENAMED[old]}.\n")
-
-
-def test_new_names_are_arguments(capsys: Any) -> None:
-    """What a refusal tells is there; none of the old names is."""
-    for module in (text_classification, language_modeling, image_classification):
-        with pytest.raises(SystemExit):
-            module.main(["--help"])
-    told = capsys.readouterr().out
-    for old, new in RENAMED.items():
-        assert not re.search(rf"^ +--{old}[ ,]", told, re.M)
-        for word in re.findall(r"--(\w+)", f"--{new}"):
-            assert re.search(rf"^ +--{word}[ ,]", told, re.M), word
 
 
 @pytest.mark.parametrize("there", [False, True])

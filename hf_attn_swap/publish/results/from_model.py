@@ -40,4 +40,4 @@ def read_swaps(block: dict[str, Any]) -> tuple[int, tuple[AppliedSwap, ...]]:
 
 
 def _component(variant: type[Variant], options: dict[str, Any]) -> Component:
-    return Component(name=variant.name, formula=variant.formula, paper=variant.paper, options=options)
+    return Component(name=variant.name, formula=variant.about.formula, paper=variant.about.paper, options=options)

@@ -48,7 +48,6 @@ from .. import (
 )
 
 TOKENS = "input_ids"  # a column of token ids, which no tokenizer has to read
-LATER = ("tokenizer_name", "train_length")  # no part of the settings of a run that leaves them out
 AUTO = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM}
 
 
@@ -175,7 +174,7 @@ def build_task(model: ModelArguments, data: TextDataArguments, own: RecipeArgume
         collate=collate,
         metrics=["perplexity"],
         predict=functools.partial(predict, shift=int(causal)),
-        settings=data.settings | {key: value for key, value in vars(own).items() if value or key not in LATER},
+        settings=data.settings | vars(own),
         processor=tokenizer,
         mean_loss=False,
         before=not own.from_scratch,

@@ -181,7 +181,7 @@ def test_validate_refuses(change: tuple[Any, ...], message: str) -> None:
 
 @pytest.mark.parametrize("variant", list_variants())
 def test_every_variant_has_a_citation(variant: str) -> None:
-    for entry in bibtex(get_variant(variant).paper):
+    for entry in bibtex(get_variant(variant).about.paper):
         assert re.match(r"@\w+\{\w+,\n", entry)
         assert entry.count("{") == entry.count("}")
 
