@@ -12,6 +12,8 @@ import re
 import types
 import typing
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -169,3 +171,27 @@ def over(cells: tuple[FamilyCell, ...], families: tuple[str, ...] = FAMILY_NAMES
     return pytest.mark.parametrize(
         ("family", "cell"), chosen, ids=[f"{family}-{label(cell)}" for family, cell in chosen]
     )
+
+
+def over_in_turn(
+    cells: tuple[FamilyCell, ...],
+    names: str | tuple[str, ...],
+    settings: Sequence[Any],
+    families: tuple[str, ...] = FAMILY_NAMES,
+    times: int = 1,
+) -> Any:
+    """Parametrise a test over the cells of these families, each with `times` of the settings; the rest is slow.
+
+    The settings are the values of the arguments `names`. A variant meets other settings in the next family.
+    """
+    names = (names,) if isinstance(names, str) else names
+    rows, places = [], Counter[str]()
+    for family, cell in [cell for cell in cells if cell[0] in families]:
+        place = families.index(family) + places[family]
+        places[family] += 1
+        for number, setting in enumerate(settings):
+            fast = (number - place) % len(settings) < times
+            values = setting if len(names) > 1 else (setting,)
+            name = "-".join([family, label(cell), *map(str, values)])
+            rows.append(pytest.param(family, cell, *values, id=name, marks=() if fast else pytest.mark.slow))
+    return pytest.mark.parametrize(("family", "cell", *names), rows)
