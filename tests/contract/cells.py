@@ -155,13 +155,13 @@ def is_linear(variant: str) -> bool:
     return any(cls.replaces for cls in parse(variant))
 
 
-# A grid that is wide in families for single variants, and deep on two families for everything else: a post-LayerNorm
+# A grid that is wide in families for single variants. For everything else two families take turns: a post-LayerNorm
 # encoder whose W_o sits outside the core, and a pre-LayerNorm decoder with rotary embedding and grouped heads.
 DEEP = ("bert", "llama")
 FamilyCell = tuple[str, Cell]
 WIDE: tuple[FamilyCell, ...] = tuple((family, cell) for family in FAMILY_NAMES for cell in DEFAULT_CELLS)
-COMPOSED: tuple[FamilyCell, ...] = tuple((family, (name, {})) for family in DEEP for name in PAIRS)
-OPTIONS: tuple[FamilyCell, ...] = tuple((family, cell) for family in DEEP for cell in EXTRA_CELLS)
+COMPOSED: tuple[FamilyCell, ...] = tuple((DEEP[place % 2], (name, {})) for place, name in enumerate(PAIRS))
+OPTIONS: tuple[FamilyCell, ...] = tuple((DEEP[place % 2], cell) for place, cell in enumerate(EXTRA_CELLS))
 GRID = WIDE + COMPOSED + OPTIONS
 
 
