@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from hf_attn_swap import cli, list_variants
 from hf_attn_swap.demo.options import DemoOptions
 from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish import checkpoint
+from tests.harness.process import python
 
 from .conftest import Outcome
 
@@ -140,12 +140,10 @@ def test_debug_stands_before_the_command(command: Command) -> None:
 def test_only_debug_shows_a_traceback() -> None:
     """No variable of the environment does. The traceback is Python's own, which shows no values of variables."""
     names = ("DEBUG", "HF_ATTN_SWAP_DEBUG", "_TYPER_STANDARD_TRACEBACK", "TYPER_STANDARD_TRACEBACK", "HF_DEBUG")
-    environment = os.environ | dict.fromkeys(names, "1")
-    command = [sys.executable, "-m", "hf_attn_swap.cli"]
+    environment = dict.fromkeys(names, "1")
     words = ["describe", "./nowhere", "--token", "hf_secret"]
     quiet, loud = (
-        subprocess.run([*command, *more, *words], capture_output=True, text=True, check=False, env=environment)
-        for more in ([], ["--debug"])
+        python("-m", "hf_attn_swap.cli", *more, *words, env=environment, check=False) for more in ([], ["--debug"])
     )
     assert quiet.returncode == 2
     assert quiet.stderr.splitlines()[-1] == "error: There is no folder './nowhere'."

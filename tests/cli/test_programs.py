@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +11,10 @@ import pytest
 
 import hf_attn_swap
 from hf_attn_swap.run import find
+from tests.harness.process import python
 
 from .conftest import Outcome
 
-ROOT = Path(__file__).parents[2]
 TOOL = """
 import json, sys
 print(json.dumps([__name__, sys.argv[1:], "hf_attn_swap" in sys.modules]))
@@ -82,10 +80,8 @@ def test_unknown_program(words: list[str], message: str, command: Callable[..., 
 
 def test_as_a_module_of_the_package(tmp_path: Path) -> None:
     """As `accelerate launch -m hf_attn_swap.run` starts it; a program that fails, and one that does not exist."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for words, code in ((["-m", "the_tool", *WORDS, "7"], 7), (["-m", "the_tool", "fail"], 1), (["nothing"], 2)):
-        command = [sys.executable, "-m", "hf_attn_swap.run", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        done = python("-m", "hf_attn_swap.run", *words, cwd=tmp_path, check=False)
         assert done.returncode == code, done.stderr
         if code == 7:
             assert json.loads(done.stdout) == ["__main__", [*WORDS, "7"], True]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 
 from hf_attn_swap import configurations
 from hf_attn_swap.publish.results import RunResult
+from tests.harness.process import python
 from tests.training.conftest import options, tiny  # noqa: F401  # the tiny model and sentences of the recipes
 
 
@@ -52,7 +51,7 @@ def test_a_run(command: Any, tiny: Path, tmp_path: Path) -> None:  # noqa: F811 
 def test_it_starts_as_a_module() -> None:
     """As accelerate and torchrun start it; a name of another recipe is refused before any library is asked for data."""
     words = ["-m", "hf_attn_swap_cli", "train", "image-classification", "ag_news", "--variant", "belief"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    done = python(*words, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: no configuration is called 'ag_news'; ")
     assert done.stderr.count("\n") == 1

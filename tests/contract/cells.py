@@ -12,6 +12,8 @@ import re
 import types
 import typing
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -153,13 +155,13 @@ def is_linear(variant: str) -> bool:
     return any(cls.replaces for cls in parse(variant))
 
 
-# A grid that is wide in families for single variants, and deep on two families for everything else: a post-LayerNorm
+# A grid that is wide in families for single variants. For everything else two families take turns: a post-LayerNorm
 # encoder whose W_o sits outside the core, and a pre-LayerNorm decoder with rotary embedding and grouped heads.
 DEEP = ("bert", "llama")
 FamilyCell = tuple[str, Cell]
 WIDE: tuple[FamilyCell, ...] = tuple((family, cell) for family in FAMILY_NAMES for cell in DEFAULT_CELLS)
-COMPOSED: tuple[FamilyCell, ...] = tuple((family, (name, {})) for family in DEEP for name in PAIRS)
-OPTIONS: tuple[FamilyCell, ...] = tuple((family, cell) for family in DEEP for cell in EXTRA_CELLS)
+COMPOSED: tuple[FamilyCell, ...] = tuple((DEEP[place % 2], (name, {})) for place, name in enumerate(PAIRS))
+OPTIONS: tuple[FamilyCell, ...] = tuple((DEEP[place % 2], cell) for place, cell in enumerate(EXTRA_CELLS))
 GRID = WIDE + COMPOSED + OPTIONS
 
 
@@ -169,3 +171,27 @@ def over(cells: tuple[FamilyCell, ...], families: tuple[str, ...] = FAMILY_NAMES
     return pytest.mark.parametrize(
         ("family", "cell"), chosen, ids=[f"{family}-{label(cell)}" for family, cell in chosen]
     )
+
+
+def over_in_turn(
+    cells: tuple[FamilyCell, ...],
+    names: str | tuple[str, ...],
+    settings: Sequence[Any],
+    families: tuple[str, ...] = FAMILY_NAMES,
+    times: int = 1,
+) -> Any:
+    """Parametrise a test over the cells of these families, each with `times` of the settings; the rest is slow.
+
+    The settings are the values of the arguments `names`. A variant meets other settings in the next family.
+    """
+    names = (names,) if isinstance(names, str) else names
+    rows, places = [], Counter[str]()
+    for family, cell in [cell for cell in cells if cell[0] in families]:
+        place = families.index(family) + places[family]
+        places[family] += 1
+        for number, setting in enumerate(settings):
+            fast = (number - place) % len(settings) < times
+            values = setting if len(names) > 1 else (setting,)
+            name = "-".join([family, label(cell), *map(str, values)])
+            rows.append(pytest.param(family, cell, *values, id=name, marks=() if fast else pytest.mark.slow))
+    return pytest.mark.parametrize(("family", "cell", *names), rows)

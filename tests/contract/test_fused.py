@@ -14,7 +14,7 @@ from hf_attn_swap.kernels.dispatch import Form
 from hf_attn_swap.layer import compute
 from tests import zoo
 
-from .cells import EVERY, FAMILY_NAMES, GRID, Cell, is_linear, over, swap_in
+from .cells import EVERY, FAMILY_NAMES, GRID, Cell, is_linear, over_in_turn, swap_in
 from .harness import (
     CAUSAL_FAMILIES,
     LENGTH,
@@ -82,8 +82,7 @@ def force_reference(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@over(GRID)
-@pytest.mark.parametrize(("padded", "strength"), [(False, 1.0), (True, 1.0), (True, 0.5)])
+@over_in_turn(GRID, ("padded", "strength"), [(False, 1.0), (True, 1.0), (True, 0.5)], times=2)
 def test_fused_equals_reference(
     family: str, padded: bool, cell: Cell, strength: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,8 +113,7 @@ def test_most_variants_have_a_fused_form() -> None:
     assert {"belief+outeffhop", "gated+outeffhop"} <= set(fused)
 
 
-@over(GRID)
-@pytest.mark.parametrize("grad", [True, False])
+@over_in_turn(GRID, "grad", [True, False])
 def test_what_describe_says_is_what_runs(family: str, cell: Cell, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fused primitive is called once per layer, and a layer that is fused never makes the weights itself."""
     model, batch = model_of(family, cell), batch_of(family, padded=padding_side(family))
@@ -169,8 +167,7 @@ def allowed(family: str, batch: dict[str, Any], keys: int) -> Tensor:
     return mask.tril() if family in CAUSAL_FAMILIES else mask
 
 
-@over(GRID)
-@pytest.mark.parametrize(("padded", "strength"), [(False, 1.0), (True, 1.0), (True, 0.0)])
+@over_in_turn(GRID, ("padded", "strength"), [(False, 1.0), (True, 1.0), (True, 0.0)])
 def test_weights_on_request(family: str, padded: bool, cell: Cell, strength: float) -> None:
     """(B,H,Q,K) per layer, zeros where masked, the rows of normalized variants sum to at most 1; same outputs."""
     model = model_of(family, cell, strength)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests import zoo
 
-from .cells import COMPOSED, FAMILY_NAMES, GRID, WIDE, Cell, over, swap_in
+from .cells import COMPOSED, FAMILY_NAMES, GRID, WIDE, Cell, over, over_in_turn, swap_in
 from .harness import CAUSAL_FAMILIES, TEXT_FAMILIES, TOLERANCE, batch_of, distance, fresh, perturb
 
 STRENGTHS = (1.0, 0.5)
@@ -51,8 +50,7 @@ def close(got: Tensor, wanted: Tensor) -> None:
     assert distance(got, wanted) <= TOLERANCE[torch.float64]
 
 
-@over(GRID, TEXT_FAMILIES)
-@pytest.mark.parametrize("side", ["left", "right"])
+@over_in_turn(GRID, "side", ["left", "right"], TEXT_FAMILIES)
 def test_padding_and_batch(family: str, cell: Cell, side: str) -> None:
     """A row alone, in a batch, with more padding, and with other ids in the padding: the same outputs."""
     model, rows = model_of(family, cell, 1.0), rows_of(family)
@@ -86,8 +84,7 @@ def test_other_images_of_the_batch(family: str, cell: Cell) -> None:
     close(torch.cat(alone), wanted)
 
 
-@over(GRID, CAUSAL_FAMILIES)
-@pytest.mark.parametrize("strength", STRENGTHS)
+@over_in_turn(GRID, "strength", STRENGTHS, CAUSAL_FAMILIES)
 def test_the_future_has_no_influence(family: str, cell: Cell, strength: float) -> None:
     model = model_of(family, cell, strength)
     ids = batch_of(family)["input_ids"]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from tests import reference, zoo
 
-from .cells import COMPOSED, FAMILY_NAMES, GRID, WIDE, Cell, is_linear, over, swap_in
+from .cells import COMPOSED, FAMILY_NAMES, GRID, WIDE, Cell, is_linear, over, over_in_turn, swap_in
 from .harness import (
     BATCH,
     CAUSAL_FAMILIES,
@@ -103,8 +102,7 @@ def test_any_float_mask_in_between(family: str, cell: Cell) -> None:
     equals_slow(family, cell, 0.5, mask)
 
 
-@over(WIDE + COMPOSED, TEXT_FAMILIES)
-@pytest.mark.parametrize("kind", ["bool", "float"])
+@over_in_turn(WIDE + COMPOSED, "kind", ["bool", "float"], TEXT_FAMILIES)
 def test_a_row_that_may_see_nothing(family: str, cell: Cell, kind: str) -> None:
     """It reads zeros, or the pairs of a sink, never NaN, and its gradients are finite.
 
@@ -127,8 +125,7 @@ def test_a_row_that_may_see_nothing(family: str, cell: Cell, kind: str) -> None:
         assert not seen[0][0, 2].any()
 
 
-@over(WIDE, TEXT_FAMILIES)
-@pytest.mark.parametrize(("dtype", "strength"), [(torch.int64, 1.0), (torch.uint8, 0.0)], ids=str)
+@over_in_turn(WIDE, ("dtype", "strength"), [(torch.int64, 1.0), (torch.uint8, 0.0)], TEXT_FAMILIES)
 def test_a_mask_of_whole_numbers_is_refused(family: str, cell: Cell, strength: float, dtype: torch.dtype) -> None:
     """Its 0 and 1 would be added to the scores and mask nothing. PyTorch's own attention refuses such a mask too."""
     mask = drawn_mask(family)

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_attn_swap.core.call import Call
 from tests import reference, zoo
 
-from .cells import DEFAULT_CELLS, EXTRA_CELLS, PAIRS, SINGLES, Cell, FamilyCell, label, over, swap_in
+from .cells import DEFAULT_CELLS, EXTRA_CELLS, PAIRS, SINGLES, Cell, FamilyCell, label, over, over_in_turn, swap_in
 from .harness import CAUSAL_FAMILIES, TOLERANCE, assert_same, distance, forward, fresh, perturb, run_all, swaps
 
 CELLS: tuple[Cell, ...] = (*((name, {}) for name in (*SINGLES, *PAIRS)), *EXTRA_CELLS)
@@ -51,8 +51,7 @@ def test_some_families_pack() -> None:
     assert {"llama", SLIDING} <= set(PACKING)
 
 
-@over(PACKED, tuple(PACKING))
-@pytest.mark.parametrize("strength", [1.0, 0.5])
+@over_in_turn(PACKED, "strength", [1.0, 0.5], tuple(PACKING))
 def test_packed_sequences_do_not_see_each_other(family: str, strength: float, cell: Cell) -> None:
     model = perturb(swap_in(fresh(family), cell[0], strength=strength, **cell[1]))
     batch = {**packed_batch(), "use_cache": False}
@@ -75,15 +74,20 @@ def band() -> Tensor:
     return (ones.tril() & ones.triu(1 - WINDOW)).expand(2, 1, -1, -1)
 
 
-@pytest.mark.parametrize(("strength", "explicit"), [(0.0, False), (0.5, False), (1.0, False), (1.0, True)])
-@pytest.mark.parametrize("cell", TRUE_LENGTH, ids=label)
-def test_sliding_window(cell: Cell, strength: float, explicit: bool) -> None:
+@over_in_turn(
+    tuple((SLIDING, cell) for cell in TRUE_LENGTH),
+    ("strength", "explicit"),
+    [(0.5, False), (1.0, False), (0.0, False), (1.0, True)],
+    (SLIDING,),
+    times=2,
+)
+def test_sliding_window(family: str, cell: Cell, strength: float, explicit: bool) -> None:
     """Fused and explicit; simpletron counts the keys inside the window."""
     sliding, full = (
-        perturb(swap_in(fresh(SLIDING, sliding_window=window), cell[0], strength=strength, **cell[1]))
+        perturb(swap_in(fresh(family, sliding_window=window), cell[0], strength=strength, **cell[1]))
         for window in (WINDOW, None)
     )
-    ids = zoo.inputs(SLIDING, batch=2, length=LONG)["input_ids"]
+    ids = zoo.inputs(family, batch=2, length=LONG)["input_ids"]
     wanted = run_all(full, {"input_ids": ids, "attention_mask": band()}, output_attentions=explicit)
     assert_same(run_all(sliding, {"input_ids": ids}, output_attentions=explicit), wanted)
     assert distance(forward(full, {"input_ids": ids}), wanted[0]) > 1e-6

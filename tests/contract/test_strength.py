@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_attn_swap import describe, patch_model, set_strength
 from hf_attn_swap.variants.base import VARIANTS
 
-from .cells import FAMILY_NAMES, GRID, SINGLES, Cell, over, swap_in
+from .cells import FAMILY_NAMES, GRID, SINGLES, Cell, over, over_in_turn, swap_in
 from .harness import (
     Gradients,
     assert_identical,
@@ -44,19 +44,17 @@ def patched(family: str, cell: Cell, strength: float, dtype: torch.dtype = torch
     return perturb(swap_in(fresh(family, dtype), cell[0], strength=strength, **cell[1]))
 
 
-@over(GRID)
-def test_zero_runs_the_stock_function(family: str, cell: Cell) -> None:
+@over_in_turn(GRID, "dtype", DTYPES)
+def test_zero_runs_the_stock_function(family: str, cell: Cell, dtype: torch.dtype) -> None:
     """Without padding and, where there are tokens to pad, with padding."""
-    for dtype in DTYPES:
-        model = patched(family, cell, 0.0, dtype)
-        assert {row.runs for row in describe(model).rows} == {"stock"}
-        for padded in {False, padding_side(family) is not None}:
-            side = padding_side(family) if padded else None
-            assert_identical(run(model, batch_of(family, dtype, side)), stock(family, dtype, padded))
+    model = patched(family, cell, 0.0, dtype)
+    assert {row.runs for row in describe(model).rows} == {"stock"}
+    for padded in {False, padding_side(family) is not None}:
+        side = padding_side(family) if padded else None
+        assert_identical(run(model, batch_of(family, dtype, side)), stock(family, dtype, padded))
 
 
-@over(GRID)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_in_turn(GRID, "dtype", DTYPES)
 def test_zero_without_the_shortcut(family: str, cell: Cell, dtype: torch.dtype) -> None:
     """Every variant's own path at s = 0: values and gradients of all pretrained parameters."""
     side = padding_side(family)

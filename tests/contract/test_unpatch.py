@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
+from tests.harness.places import each_place
 
 from .cells import COMPOSED, FAMILY_NAMES, OPTION_CELLS, WIDE, Cell, label, over, swap_in
 from .harness import assert_identical, batch_of, forward, fresh, padding_side, perturb, run, swaps
@@ -92,20 +93,20 @@ def test_unpatch_after_hybrids_and_repeats(family: str) -> None:
     assert len(swaps(model)) == len(describe(model).rows)
 
 
-@over(WIDE + COMPOSED)
-def test_a_second_model_from_the_same_config_is_untouched(family: str, cell: Cell) -> None:
-    first = fresh(family)
+@each_place(compositions=True)
+def test_a_second_model_from_the_same_config_is_untouched(name: str, variant: str) -> None:
+    first = fresh(name)
     second = type(first)(first.config).to(first.dtype).eval()
     assert second.config is first.config
-    batch = batch_of(family)
+    batch = batch_of(name)
     wanted, parts = run(second, batch), anatomy(second)
-    patch_model(first, cell[0])
+    patch_model(first, variant)
     third = type(second)(second.config)
     assert anatomy(second) == parts
     assert_identical(run(second, batch), wanted)
     assert not swaps(third)
     patch_model(second, "softmax")
-    assert {row.attention for row in describe(first).rows} == {cell[0]}
+    assert {row.attention for row in describe(first).rows} == {variant}
     unpatch_model(first)
     assert {row.attention for row in describe(second).rows} == {"softmax"}
     assert_identical(run(second, batch), wanted)
@@ -150,12 +151,12 @@ def test_hybrids_and_the_last_call_wins() -> None:
     assert not [name for name, _ in model.named_parameters() if "attn_swap" in name]
 
 
-@over(WIDE + COMPOSED)
-def test_a_second_call_equals_only_that_call(family: str, cell: Cell) -> None:
+@each_place(compositions=True)
+def test_a_second_call_equals_only_that_call(name: str, variant: str) -> None:
     """Nothing of the first swap stays: classes, hooks, scores."""
-    once, twice, batch = fresh(family), fresh(family), batch_of(family)
-    patch_model(once, cell[0])
-    patch_model(patch_model(twice, "modern_hopfield+belief", strength=0.5), cell[0])
+    once, twice, batch = fresh(name), fresh(name), batch_of(name)
+    patch_model(once, variant)
+    patch_model(patch_model(twice, "modern_hopfield+belief", strength=0.5), variant)
     parts = [anatomy(model) for model in (once, twice)]
     for part in (part for parts_of in parts for part in parts_of.values()):
         part.pop("config")

@@ -10,10 +10,10 @@ import torch
 
 from hf_attn_swap.variants.base import VARIANTS
 from tests import reference
+from tests.harness.places import turns
 
 from .cells import (
     COMPOSED,
-    COMPOSITIONS,
     DEEP,
     EQUAL,
     EXTRA_CELLS,
@@ -29,6 +29,7 @@ from .cells import (
     choices,
     label,
     over,
+    over_in_turn,
     swap_in,
     text_options,
     unequal,
@@ -54,10 +55,11 @@ ISSUE = (
     "modern_hopfield+belief",
     "modern_hopfield+outeffhop",
 )
-EVERY_OPTION: tuple[FamilyCell, ...] = tuple((family, cell) for family in FAMILY_NAMES for cell in EXTRA_CELLS)
-EVERY_SET: tuple[FamilyCell, ...] = tuple((family, (name, {})) for family in DEEP for name in COMPOSITIONS)
+EVERY_OPTION: tuple[FamilyCell, ...] = tuple(turns(FAMILY_NAMES, EXTRA_CELLS))
+EVERY_SET: tuple[FamilyCell, ...] = tuple((family, (name, {})) for family, name in turns(DEEP, LARGER, times=1))
 REST = tuple(family for family in FAMILY_NAMES if family not in DEEP)
-EVERY_PAIR: tuple[FamilyCell, ...] = tuple((family, (name, {})) for family in REST for name in PAIRS)
+EVERY_PAIR: tuple[FamilyCell, ...] = tuple((family, (name, {})) for family in DEEP for name in PAIRS)
+EVERY_PAIR += tuple((family, (name, {})) for family, name in turns(REST, PAIRS, times=1))
 
 
 def pair_of_models(family: str, cell: Cell, strength: float, **more: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
@@ -94,15 +96,13 @@ def test_in_between(family: str, cell: Cell) -> None:
     assert_equals_slow(family, cell, 0.5, padded=True)
 
 
-@over(WIDE + COMPOSED, TEXT_FAMILIES)
-@pytest.mark.parametrize("strength", [1.0, 0.5])
+@over_in_turn(WIDE + COMPOSED, "strength", [1.0, 0.5], TEXT_FAMILIES)
 def test_without_padding(family: str, cell: Cell, strength: float) -> None:
     """No mask at all: other code, with the causal flag."""
     assert_equals_slow(family, cell, strength, padded=False)
 
 
-@over(WIDE, ("bert", "gpt2"))
-@pytest.mark.parametrize("layers", [[1], [0, 2]])
+@over_in_turn(WIDE, "layers", [[1], [0, 2]], ("bert", "gpt2"))
 def test_partial_layers(family: str, cell: Cell, layers: list[int]) -> None:
     assert_equals_slow(family, cell, 1.0, padded=True, layers=layers)
 
@@ -127,7 +127,7 @@ def string_options() -> list[tuple[Cell, Cell]]:
 
 
 @pytest.mark.parametrize("pair", string_options(), ids=lambda pair: label(pair[0]))
-@pytest.mark.parametrize("strength", [1.0, 0.5])
+@pytest.mark.parametrize("strength", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_every_string_option_has_its_effect(pair: tuple[Cell, Cell], strength: float) -> None:
     """Equal to the slow model, and in some family unlike what the default gives.
 

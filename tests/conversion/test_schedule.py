@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import StrengthSchedule
 from tests.contract.harness import batch_of, fresh, refused, swaps
-
-ROOT = Path(__file__).parents[2]
+from tests.harness.process import python
 
 
 @pytest.mark.parametrize(
@@ -128,7 +125,4 @@ def test_recompiles_at_its_ends_alone() -> None:
 
 def test_sharded() -> None:
     """`fully_shard` (FSDP2) on one process: the same outputs as the whole model at every strength of a schedule."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.conversion.fsdp_child"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    python("-m", "tests.conversion.fsdp_child")

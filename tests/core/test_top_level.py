@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 import hf_attn_swap
 from hf_attn_swap.conversion.convert import convert
 from hf_attn_swap.conversion.sensitivity import layer_sensitivity
+from tests.harness.process import python
 
 
-def python(code: str) -> str:
+def without_peft(code: str) -> str:
     """What a new process prints that cannot import PEFT."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.modules['peft'] = None\n{code}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
+    return python("-c", f"import sys; sys.modules['peft'] = None\n{code}").stdout.strip()
 
 
 def test_names_that_are_imported_late() -> None:
@@ -31,9 +23,9 @@ def test_names_that_are_imported_late() -> None:
 
 
 def test_a_star_import_needs_no_extra() -> None:
-    assert python("from hf_attn_swap import *; print(patch_model.__name__)") == "patch_model"
+    assert without_peft("from hf_attn_swap import *; print(patch_model.__name__)") == "patch_model"
 
 
 def test_a_missing_extra_is_named() -> None:
-    told = python("try:\n    from hf_attn_swap import convert\nexcept ImportError as error:\n    print(error)")
+    told = without_peft("try:\n    from hf_attn_swap import convert\nexcept ImportError as error:\n    print(error)")
     assert told == 'convert needs peft: pip install "hf-attn-swap[train]"'

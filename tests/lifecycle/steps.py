@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
-
-from hf_attn_swap import list_variants
-from tests.contract.cells import PAIRS
-
-ROOT = Path(__file__).resolve().parents[2]
-ALL = [*list_variants(), *(pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS)]
 
 
 def heads(config: Any) -> dict[str, type[nn.Module]]:
@@ -49,15 +38,6 @@ def tensors(thing: Any) -> Iterator[Tensor]:
     elif isinstance(thing, (list, tuple)):
         for value in thing:
             yield from tensors(value)
-
-
-def python(code: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh process that can import the package; the arguments are its sys.argv[1:]."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
 
 
 def same_bits(got: Tensor, wanted: Tensor) -> bool:

@@ -16,8 +16,7 @@ from hf_attn_swap.conversion import calibrate
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, perturb, run, swaps
 from tests.harness.places import each_place, in_turn, turns, variants
-
-from .steps import python
+from tests.harness.process import python
 
 
 @each_place(compositions=True)
@@ -83,7 +82,7 @@ def test_pickle_in_a_fresh_process(tmp_path: Path) -> None:
         stem = f"{name}-{variant}"
         (tmp_path / f"{stem}.pickle").write_bytes(pickle.dumps((model, batch, wanted, str(describe(model)))))
         made.add(stem)
-    assert set(python(CHILD, tmp_path).stdout.split()) == made
+    assert set(python("-c", CHILD, tmp_path).stdout.split()) == made
 
 
 @in_turn(compositions=True)

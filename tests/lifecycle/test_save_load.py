@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,9 @@ from hf_attn_swap import describe, list_variants, patch_model, set_strength, unp
 from tests.contract.cells import FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
 from tests.harness.places import in_turn, one_per_place, turns, variants
+from tests.harness.process import python
 
-from .steps import ROOT, auto_class, heads, python
+from .steps import auto_class, heads
 
 
 def hybrid(model: Any, variant: str) -> Any:
@@ -45,9 +44,7 @@ def save(model: Any, folder: Path, **arguments: Any) -> None:
 
 def reload(folder: Path, made: list[str]) -> None:
     """One fresh process loads and checks every checkpoint."""
-    command = [sys.executable, "-m", "tests.lifecycle.reload_child", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+    done = python("-m", "tests.lifecycle.reload_child", folder)
     assert sorted(done.stdout.split()) == sorted(made)
 
 
@@ -206,4 +203,4 @@ def test_without_the_package(tmp_path: Path) -> None:
         model = patch_model(fresh(name, torch.float32), "belief")
         model.save_pretrained(tmp_path / name)
         arguments.append(f"{tmp_path / name}={auto_class(model)}")
-    assert len(python(WITHOUT, *arguments).stdout.split()) == len(FAMILY_NAMES)
+    assert len(python("-c", WITHOUT, *arguments).stdout.split()) == len(FAMILY_NAMES)

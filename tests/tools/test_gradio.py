@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from transformers import pipeline
 
-from tests.lifecycle.steps import ROOT
+from tests.harness.process import ROOT
 
 pytest.importorskip("gradio", reason="gradio is not installed (`pip install gradio`)")
 client = pytest.importorskip("gradio_client", reason="gradio is not installed (`pip install gradio`)")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.lifecycle.steps import ROOT
+from tests.harness.process import ROOT
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (the extra `tools`)")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of other packages

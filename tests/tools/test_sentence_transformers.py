@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from tests.lifecycle.steps import ROOT
+from tests.harness.process import ROOT
 
 st = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed (the extra `tools`)")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of other packages

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.lifecycle.steps import ROOT
+from tests.harness.process import ROOT
 
 pytest.importorskip("fastapi", reason="the server of transformers is not installed (the extra `tools`)")
 pytest.importorskip("uvicorn", reason="the server of transformers is not installed (the extra `tools`)")

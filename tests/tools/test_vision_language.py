@@ -15,7 +15,7 @@ from hf_attn_swap import convert, describe, list_variants, patch_model, unpatch_
 from hf_attn_swap.conversion import AttentionTransferTrainer, DistillationTrainer, Losses, calibrate
 from tests.contract.harness import perturb, refused, swaps
 from tests.conversion.distilling import arguments
-from tests.lifecycle.steps import python
+from tests.harness.process import python
 
 from .conftest import byte_tokenizer
 
@@ -117,7 +117,7 @@ def test_program_without_the_package(variant: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     processor().save_pretrained(tmp_path / "model")
     torch.save(batch(), tmp_path / "batch.pt")
-    python(SHIM, tmp_path / "model", tmp_path / "batch.pt", tmp_path / "found.pt")
+    python("-c", SHIM, tmp_path / "model", tmp_path / "batch.pt", tmp_path / "found.pt")
     assert torch.equal(torch.load(tmp_path / "found.pt"), model.generate(**batch(), max_new_tokens=6, do_sample=False))
 
 

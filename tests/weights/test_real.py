@@ -11,7 +11,7 @@ import torch
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
 from hf_attn_swap.layer.registry import parse
 from tests.contract.harness import gradient_distance, perturb, swaps, without_shortcut
-from tests.lifecycle.steps import python
+from tests.harness.process import python
 
 from .checkpoints import CHECKPOINTS, GENERATING, TEXTS, alone, fresh, inputs, needs, real, relative, run, stock
 
@@ -126,4 +126,4 @@ def test_loaded_in_a_fresh_process(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         torch.save((batch, model(**batch)[0]), tmp_path / "expected.pt")
-    assert describe(model).summary() in python(CHILD, tmp_path, CHECKPOINTS[name].auto).stdout
+    assert describe(model).summary() in python("-c", CHILD, tmp_path, CHECKPOINTS[name].auto).stdout

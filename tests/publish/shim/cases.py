@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from tests.lifecycle.steps import ROOT
+from tests.harness.process import ROOT, python
 from tests.lifecycle.test_heads import outputs
 
 Batch = dict[str, torch.Tensor]
@@ -37,10 +34,7 @@ def trusting(trust: bool | None) -> dict[str, bool]:
     return {} if trust is None else {"trust_remote_code": trust}
 
 
-def fresh_processes(folder: Path, work: Path, package: Path = ROOT) -> dict[str, str]:
+def fresh_processes(folder: Path, package: Path = ROOT) -> dict[str, str]:
     """By case, "ok" or the error of a process that has not imported the package, which lies in `package`."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "HF_HOME": str(work / "home")}
-    command = [sys.executable, "-m", "tests.publish.shim.child", str(folder), str(package)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = python("-m", "tests.publish.shim.child", folder, package)
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))

@@ -20,7 +20,8 @@ from hf_attn_swap import list_variants, patch_model, unpatch_model
 from hf_attn_swap.saved import shim
 from tests.contract.cells import FAMILY_NAMES, is_linear
 from tests.contract.harness import batch_of, fresh, perturb, swaps
-from tests.lifecycle.steps import auto_class, python
+from tests.harness.process import python
+from tests.lifecycle.steps import auto_class
 from tests.lifecycle.test_damaged import DAMAGE
 from tests.lifecycle.test_heads import CASES, arguments, build
 from tests.lifecycle.test_peft import lora
@@ -54,7 +55,7 @@ def test_every_family(tmp_path: Path) -> None:
     """The three kinds of variants take turns; every second checkpoint is in shards."""
     for place, name in enumerate(FAMILY_NAMES):
         loads(name, kinds()[place % 3], tmp_path / "cases" / name, in_shards=place % 2 == 1)
-    assert fresh_processes(tmp_path / "cases", tmp_path) == dict.fromkeys(FAMILY_NAMES, "ok")
+    assert fresh_processes(tmp_path / "cases") == dict.fromkeys(FAMILY_NAMES, "ok")
 
 
 @pytest.mark.slow
@@ -67,7 +68,7 @@ def test_every_head_and_every_kind(name: str, tmp_path: Path) -> None:
         save(model, arguments(name, auto), tmp_path / "cases" / auto, auto)
     for variant in kinds():
         loads(name, variant, tmp_path / "cases" / variant, in_shards=True)
-    assert fresh_processes(tmp_path / "cases", tmp_path) == dict.fromkeys([*autos, *kinds()], "ok")
+    assert fresh_processes(tmp_path / "cases") == dict.fromkeys([*autos, *kinds()], "ok")
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -115,7 +116,7 @@ def leave_a_mark(folder: Path, mark: Path) -> None:
 def test_without_trust_nothing_runs(plain: Path, tmp_path: Path) -> None:
     for name, trust in (("none", None), ("no", False), ("yes", True)):
         leave_a_mark(case(plain, tmp_path / "cases" / name, trust), tmp_path / name)
-    found = fresh_processes(tmp_path / "cases", tmp_path)
+    found = fresh_processes(tmp_path / "cases")
     assert found.pop("yes") == "AssertionError: the second save is another one"  # the mark is not saved again
     assert (tmp_path / "yes").exists(), "the test could not fail otherwise"
     for name, outcome in found.items():
@@ -141,7 +142,7 @@ def test_old_package(plain: Path, tmp_path: Path) -> None:
     old = tmp_path / "old"
     (old / "hf_attn_swap").mkdir(parents=True)
     (old / "hf_attn_swap" / "__init__.py").write_text('__version__ = "0.0.9"\n')
-    outcome = fresh_processes(tmp_path / "cases", tmp_path, package=old)["old"]
+    outcome = fresh_processes(tmp_path / "cases", package=old)["old"]
     assert "needs hf-attn-swap 0.1.0 or newer, and 0.0.9 is installed" in outcome
     assert "pip install -U hf-attn-swap" in outcome
 
@@ -153,7 +154,7 @@ def test_hostile_block(plain: Path, tmp_path: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         DAMAGE[name][0](config)
         (folder / "config.json").write_text(json.dumps(config))
-    found = fresh_processes(tmp_path / "cases", tmp_path)
+    found = fresh_processes(tmp_path / "cases")
     assert set(found) == set(chosen)
     for name, outcome in found.items():
         assert outcome.startswith("ValueError")
@@ -181,14 +182,14 @@ def test_adapter_on_a_base(tmp_path: Path) -> None:
     expect(model, batch_of("llama", torch.float32), where, named)
     model.save_pretrained(where / "adapter")
     assert not (where / "adapter" / "config.json").exists()
-    assert fresh_processes(tmp_path / "cases", tmp_path) == {"adapter": "ok"}
+    assert fresh_processes(tmp_path / "cases") == {"adapter": "ok"}
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 def test_merged_adapter(tmp_path: Path) -> None:
     model = patch_model(peft.get_peft_model(fresh("llama", torch.float32), lora("llama")), "belief").eval()
     save(model.merge_and_unload(), batch_of("llama", torch.float32), tmp_path / "cases" / "one", "AutoModelForCausalLM")
-    assert fresh_processes(tmp_path / "cases", tmp_path) == {"one": "ok"}
+    assert fresh_processes(tmp_path / "cases") == {"one": "ok"}
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -249,9 +250,8 @@ assert last.marked and torch.equal(last(ids).logits, before)
 """
 
 
-def test_model_with_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_code_of_its_own(tmp_path: Path) -> None:
     """It keeps its code and gets no shim."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     folder = tmp_path / "own"
     fresh("bert", torch.float32).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -259,4 +259,4 @@ def test_model_with_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (folder / "config.json").write_text(json.dumps(config))
     code = "from transformers import BertForMaskedLM\n\n\nclass OwnBert(BertForMaskedLM):\n    marked = True\n"
     (folder / "modeling_own.py").write_text(code)
-    python(OWN, folder, tmp_path / "swapped", tmp_path / "stock")
+    python("-c", OWN, folder, tmp_path / "swapped", tmp_path / "stock")
