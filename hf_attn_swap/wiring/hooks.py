@@ -160,17 +160,25 @@ def after_call(container: nn.Module, args: Any, kwargs: dict[str, Any], output: 
             module whose input the variant reads.
     """
     call: Call | None = kwargs.get(CALL)
-    if call is None or call.used == 1:
-        return
-    swaps = [module for module in container.modules() if isinstance(module, Swap)]
+    if call is not None and call.used != 1:
+        _check_used(container, call)
+
+
+def _check_used(module: nn.Module, call: Call) -> None:
+    """Refuse the output of an attention module that did not ask for the attention function once.
+
+    Raises:
+        ValueError: as `after_call` says.
+    """
+    swaps = [each for each in module.modules() if isinstance(each, Swap)]
     if call.used and not any(swap.at(place) for swap in swaps for place in ("scores", "read", "write")):
         return  # a module may ask once for each of several packed images, if the variant needs no rows of the input
     paths = [swap.wiring.path for swap in swaps if swap.wiring is not None]
+    name = type(module).__name__
     raise ValueError(
-        f"{paths[0] if paths else type(container).__name__}: the forward of {type(container).__name__} asked for the "
-        f"attention function {call.used} times instead of once, so its output is not that of the swapped attention. "
-        "Another program has probably replaced the forward by one with an attention of its own: load the model without "
-        "that program, or call unpatch_model."
+        f"{paths[0] if paths else name}: the forward of {name} asked for the attention function {call.used} times "
+        "instead of once, so its output is not that of the swapped attention. Another program has probably replaced "
+        "the forward by one with an attention of its own: load the model without that program, or call unpatch_model."
     )
 
 
@@ -185,11 +193,16 @@ def finish(core: nn.Module, out: Tensor, x: Tensor, kwargs: dict[str, Any], drop
     """Let the variants change the output (B,L,E) of W_o and dropout, inside a container that applies LayerNorm next.
 
     The input `x` (B,L,E) is what the forward was given: a user's own hook may have changed it after `_start`.
+
+    Raises:
+        ValueError: as `after_call` says.
     """
     call: Call | None = kwargs.get(CALL)
     swap = swap_of(core)
     if call is None or swap is None:
         return out
+    if call.used != 1:  # `after_call` comes later, and the variants need what the attention function leaves in the call
+        _check_used(core, call)
     call.dropout, call.x = dropout, x
     return swap.write(out, call)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
 from hf_attn_swap.families import sites
 from tests import zoo
+from tests.harness.bypass import go_around, with_own_attention
 
 from .cells import FAMILY_NAMES
 from .harness import TOLERANCE, batch_of, distance, forward, fresh, perturb, refused
@@ -23,18 +23,6 @@ PLACES = ("outeffhop", "belief", "modern_hopfield", "simpletron_resl")
 
 def cores(model: Any) -> list[nn.Module]:
     return [site.core for site in sites(model)]
-
-
-def with_own_attention(core: nn.Module) -> Callable[..., Any]:
-    """A forward that computes ordinary attention by itself, as libraries of fast kernels have it."""
-    width = next(module for module in core.modules() if isinstance(getattr(module, "weight", None), Tensor))
-
-    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        heads = torch.softmax(hidden_states @ hidden_states.mT, -1) @ hidden_states
-        assert width is not None
-        return heads, None
-
-    return forward
 
 
 @pytest.mark.parametrize("by_class", [True, False], ids=["class", "instance"])
@@ -120,7 +108,6 @@ def test_a_hook_before_the_attention(family: str, variant: str) -> None:
 
 def test_the_error_names_the_module_that_was_gone_around() -> None:
     model = patch_model(zoo.build("llama"), "belief", layers=[1])
-    core = model.model.layers[1].self_attn
-    core.forward = types.MethodType(with_own_attention(core), core)
+    go_around(model, 1)
     with refused("model.layers.1.self_attn: the forward of LlamaAttention"):
         forward(model, zoo.inputs("llama"))
