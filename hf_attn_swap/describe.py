@@ -136,10 +136,10 @@ def _needs_weights(variant: Variant) -> bool:
 
 def _swapped(site: Site, swap: Swap) -> str:
     """The form that runs on the module's device and in its dtype, and what follows the heads, in words."""
-    like = home(site.container, site.core)
+    at = home(site.container, site.core)
     setting = Setting(
-        device=like.device.type,
-        dtypes=(like.dtype,),
+        device=at.device.type,
+        dtypes=(at.dtype,),
         between=swap.phase == Phase.BETWEEN,
         uniform=swap.wiring is None or swap.wiring.uniform,
     )
@@ -153,13 +153,4 @@ def _swapped(site: Site, swap: Swap) -> str:
     for variant in swap.variants:
         after = (variant.about.then, "the skip" if variant.shares[0] else "")
         parts += [f"then {what}" for what in after if what]
-    words = ", ".join(parts)
-    if swap.neutral is not None:
-        words = f"{words}; neutral start (the skip adds 2^-{swap.neutral} of the input)"
-    if swap.head_order is not None:
-        words = f"{words}; heads matched to the carried scores"
-    if swap.value_scale is not None:
-        words = f"{words}; values scaled for the projection"
-    if swap.calibration is not None:
-        return f"{words}; calibrated ({swap.calibration.fit})"
-    return words if swap.merged is None else f"{words}; calibrated ({swap.merged}, merged)"
+    return "; ".join([", ".join(parts), *(fit.words() for fit in swap.fitted.values())])

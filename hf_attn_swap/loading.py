@@ -21,16 +21,17 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .families import sites
-from .layer.calibration import check_fit
+from .core.checks import check_keys, is_whole
+from .layer.fitted import FITTED
 from .layer.registry import Options, canonical_keys, parse, parse_options
-from .layer.swap import LARGEST_EXPONENT, Swap
+from .layer.swap import Swap
 from .patch import build_swap, check_strength
 from .saved import shim
 from .saving import described
 from .variants.base import Variant
 from .wiring import seam
 from .wiring.adapters import warn_alone
+from .wiring.home import home
 from .wiring.install import ATTRIBUTE, VERSION, Installation, Record
 
 ABSENT = object()
@@ -38,7 +39,7 @@ LIMIT = 100_000  # no model has more attention modules, so a larger number comes
 PLACE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 LONGEST = 400  # the largest number of characters that an error quotes from a damaged file
 KEYS = {"variant", "layers", "options", "strength"}
-OPTIONAL_KEYS = {"calibration", "head_order", "retrained", "modules", "neutral_start", "value_scale"}
+OPTIONAL_KEYS = {"modules", "retrained"}  # beside the names of fits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,11 +52,7 @@ class Planned:
         layers: the numbers of the layers, counted over the whole model.
         strength: the strength, from 0 to 1.
         modules: the argument `modules` that chose the layers, or None.
-        fit: the name of the calibration's fit; None without a calibration.
-        merged: True if the calibration was merged into the weights.
-        neutral: k, if a neutral start scales the skip by 2^-k; None without a neutral start.
-        head_order: the own head that meets each head of the carried scores; None if they meet by number.
-        value_scale: True if the checkpoint holds scales of the values.
+        fitted: what the entry says of each fit, checked, by the fit's name.
         retrained: True if a distillation or a transfer changed weights.
     """
 
@@ -64,11 +61,7 @@ class Planned:
     layers: list[int]
     strength: float
     modules: str | None
-    fit: str | None
-    merged: bool
-    neutral: int | None
-    head_order: tuple[int, ...] | None
-    value_scale: bool
+    fitted: dict[str, Any]
     retrained: bool
 
 
@@ -85,24 +78,32 @@ def read_block(block: Any) -> tuple[int, Plan]:
         ValueError: something in the block is missing, unknown, of the wrong type or outside its range, or a newer
             version of this package wrote the block.
     """
-    if isinstance(block, dict) and _whole(block.get("version")) and block["version"] > VERSION:
+    if isinstance(block, dict) and is_whole(block.get("version")) and block["version"] > VERSION:
         raise ValueError(
             f"attn_swap: this checkpoint has version {block['version']} and was made by a newer hf_attn_swap (this one "
             f"reads version {VERSION}); upgrade with pip install -U hf-attn-swap."
         )
-    _keys(block, {"version", "modules", "swaps"}, "the block")
-    if not _whole(block["version"]) or block["version"] != VERSION:
-        raise _damaged(f"version must be {VERSION}, got {block['version']!r}")
+    try:
+        return _read(block)
+    except ValueError as problem:
+        raise _damaged(problem) from None
+
+
+def _read(block: Any) -> tuple[int, Plan]:
+    """As `read_block`. An error says what is wrong in one sentence, which `_damaged` puts into its own."""
+    check_keys(block, {"version", "modules", "swaps"}, "the block")
+    if not is_whole(block["version"]) or block["version"] != VERSION:
+        raise ValueError(f"version must be {VERSION}, got {block['version']!r}.")
     modules, swaps = block["modules"], block["swaps"]
-    if not _whole(modules) or not 0 < modules <= LIMIT:
-        raise _damaged(f"modules must be a positive whole number, got {modules!r}")
+    if not is_whole(modules) or not 0 < modules <= LIMIT:
+        raise ValueError(f"modules must be a positive whole number, got {modules!r}.")
     if not isinstance(swaps, list) or not 0 < len(swaps) <= modules:
-        raise _damaged(f"swaps must be a list of one to {modules} entries")
+        raise ValueError(f"swaps must be a list of one to {modules} entries.")
     plan, seen = [], set[int]()
     for entry in swaps:
         plan.append(_read_swap(entry, modules))
         if seen & set(plan[-1].layers):
-            raise _damaged("a layer is swapped twice")
+            raise ValueError("a layer is swapped twice.")
         seen |= set(plan[-1].layers)
     return modules, plan
 
@@ -110,106 +111,42 @@ def read_block(block: Any) -> tuple[int, Plan]:
 def _read_swap(entry: Any, modules: int) -> Planned:
     """Check one entry of the block, for a model with `modules` modules that can be swapped."""
     given = set(entry) if isinstance(entry, dict) else set()
-    _keys(entry, KEYS | (OPTIONAL_KEYS & given), "a swap")
+    check_keys(entry, KEYS | ((OPTIONAL_KEYS | set(FITTED)) & given), "a swap")
     layers, options = entry["layers"], entry["options"]
-    if not isinstance(layers, list) or not layers or not all(_whole(i) and 0 <= i < modules for i in layers):
-        raise _damaged(f"layers must be whole numbers from 0 to {modules - 1}")
+    if not isinstance(layers, list) or not layers or not all(is_whole(i) and 0 <= i < modules for i in layers):
+        raise ValueError(f"layers must be whole numbers from 0 to {modules - 1}.")
     if len(set(layers)) != len(layers):
-        raise _damaged("a layer is swapped twice")
-    try:
-        classes = parse(entry["variant"])
-        options = canonical_keys(options) if isinstance(options, dict) else options
-        _keys(options, {cls.name for cls in classes}, "the options")
-        for cls in classes:
-            if not isinstance(options[cls.name], dict):
-                raise _damaged(
-                    f"the options of {cls.name} must be a dict; an option that it leaves out has its default"
-                )
-        chosen = parse_options(classes, options if len(classes) > 1 else options[classes[0].name])
-        strength = check_strength(entry["strength"])
-        fit, merged = _read_calibration(entry, strength)
-    except ValueError as problem:
-        raise problem if str(problem).startswith("attn_swap:") else _damaged(str(problem)) from None
+        raise ValueError("a layer is swapped twice.")
+    classes = parse(entry["variant"])
+    options = canonical_keys(options) if isinstance(options, dict) else options
+    check_keys(options, {cls.name for cls in classes}, "the options")
+    for cls in classes:
+        if not isinstance(options[cls.name], dict):
+            raise ValueError(f"the options of {cls.name} must be a dict; an option that it leaves out has its default.")
+    chosen = parse_options(classes, options if len(classes) > 1 else options[classes[0].name])
+    strength = check_strength(entry["strength"])
     if "retrained" in entry and entry["retrained"] is not True:
-        raise _damaged(f"retrained must be true or absent, got {entry['retrained']!r}")
+        raise ValueError(f"retrained must be true or absent, got {entry['retrained']!r}.")
     pattern = entry.get("modules")
     if "modules" in entry and (not isinstance(pattern, str) or not 0 < len(pattern) <= LONGEST):
-        raise _damaged(f"modules must be a pattern of module paths, got {pattern!r}")
+        raise ValueError(f"modules must be a pattern of module paths, got {pattern!r}.")
+    fitted = {name: entry[name] for name in FITTED if name in entry}
+    for name, spec in fitted.items():
+        FITTED[name].check(spec, classes, strength)
     return Planned(
         classes=classes,
         options=chosen,
         layers=layers,
         strength=strength,
         modules=pattern,
-        fit=fit,
-        merged=merged,
-        neutral=_read_neutral(entry),
-        head_order=_read_head_order(entry),
-        value_scale=_read_value_scale(entry, classes),
+        fitted=fitted,
         retrained=entry.get("retrained", False),
     )
 
 
-def _read_calibration(entry: dict[str, Any], strength: float) -> tuple[str | None, bool]:
-    """The name of the calibration's fit, or None; and whether the calibration was merged into the weights."""
-    if "calibration" not in entry:
-        return None, False
-    calibration = entry["calibration"]
-    _keys(calibration, {"fit", "merged"}, "the calibration")
-    check_fit(calibration["fit"])
-    if not isinstance(calibration["merged"], bool):
-        raise _damaged(f"merged must be true or false, got {calibration['merged']!r}")
-    if calibration["merged"] and strength != 1:
-        raise _damaged(f"a merged calibration needs strength 1, got {strength}")
-    return calibration["fit"], calibration["merged"]
-
-
-def _read_neutral(entry: dict[str, Any]) -> int | None:
-    """The exponent k of a neutral start, or None."""
-    if "neutral_start" not in entry:
-        return None
-    exponent = entry["neutral_start"]
-    if not isinstance(exponent, int) or not _whole(exponent) or not 1 <= exponent <= LARGEST_EXPONENT:
-        raise _damaged(f"neutral_start must be a whole number from 1 to {LARGEST_EXPONENT}, got {exponent!r}")
-    return exponent
-
-
-def _read_head_order(entry: dict[str, Any]) -> tuple[int, ...] | None:
-    """The order in which the heads meet the carried scores, or None."""
-    if "head_order" not in entry:
-        return None
-    order = entry["head_order"]
-    if not isinstance(order, list) or not all(map(_whole, order)) or sorted(order) != list(range(len(order))):
-        raise _damaged(f"head_order must name every head once, got {order!r}")
-    return tuple(order)
-
-
-def _read_value_scale(entry: dict[str, Any], classes: tuple[type[Variant], ...]) -> bool:
-    """Whether the checkpoint holds scales of the values."""
-    if "value_scale" not in entry:
-        return False
-    if entry["value_scale"] is not True or not any(cls.projects for cls in classes):
-        raise _damaged(
-            f"value_scale must be true, beside a variant that projects on values, got {entry['value_scale']!r} beside "
-            f"{entry['variant']!r}"
-        )
-    return True
-
-
-def _keys(thing: Any, wanted: set[str], where: str) -> None:
-    """Check that a part of the block is a dict with exactly these keys."""
-    if not isinstance(thing, dict) or set(thing) != wanted:
-        found = sorted(map(str, thing)) if isinstance(thing, dict) else type(thing).__name__
-        raise _damaged(f"{where} must have exactly {sorted(wanted)}, found {found}")
-
-
-def _whole(value: Any) -> bool:
-    """True for a whole number. A bool is no number here."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _damaged(what: str) -> ValueError:
-    """The error for a block that cannot be used."""
+def _damaged(problem: ValueError) -> ValueError:
+    """The error for a block that cannot be used, with what is wrong in it."""
+    what = str(problem).removesuffix(".")
     shown = what if len(what) <= LONGEST else f"{what[:LONGEST]}..."
     return ValueError(f"attn_swap: the swap described in config.json cannot be used: {shown}.")
 
@@ -221,8 +158,9 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
         ValueError: the block cannot be used, or the caller asked for another attention implementation.
     """
     modules, plan = read_block(block)
-    usable = [site for site in sites(model) if site.usable]
-    if len(usable) != modules:
+    installation = Installation(model, Record(loaded=True))
+    every = installation.numbered()
+    if len(every) != modules:
         # This model is a part of a larger model. The larger model attaches the swaps at the end of its constructor.
         # Until then, the attention function refuses to run.
         return
@@ -234,25 +172,20 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
     swaps = {}
     for planned in plan:
         for index in planned.layers:
-            swap = build_swap(usable[index], planned.classes, planned.options, index)
-            swap.strength, swap.selection = planned.strength, planned.modules
-            swap.neutral, swap.retrained = planned.neutral, planned.retrained
-            swap.head_order = _fitting(planned.head_order, swap)
-            if planned.value_scale:
-                swap.scale_values(next(usable[index].container.parameters()))
-            if planned.merged:
-                swap.merged = planned.fit
-            elif planned.fit is not None:
-                swap.calibrate(planned.fit, next(usable[index].container.parameters()))
-            swaps[index] = swap
-    Installation.start(model, model, loaded=True).put(swaps)
-
-
-def _fitting(order: tuple[int, ...] | None, swap: Swap) -> tuple[int, ...] | None:
-    """The same order, if the layer has as many heads."""
-    if order is not None and len(order) != swap.geometry.heads:
-        raise _damaged(f"head_order must name {swap.geometry.heads} heads, got {len(order)}")
-    return order
+            layer = every[index]
+            swap = build_swap(
+                layer, planned.classes, planned.options, strength=planned.strength, selection=planned.modules
+            )
+            swap.retrained = planned.retrained
+            at = home(layer.site.container, layer.site.core)
+            try:
+                for name, spec in planned.fitted.items():
+                    swap.put(FITTED[name].from_spec(spec, swap.geometry).beside(at))
+            except ValueError as problem:
+                raise _damaged(problem) from None
+            swaps[layer] = swap
+    installation.start(model)
+    installation.put(swaps)
 
 
 def _check_loaded(model: nn.Module, info: dict[str, Any], where: str) -> None:

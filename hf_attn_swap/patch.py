@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from .describe import NOTHING
-from .families import Site, obstacle, sites
+from .families import obstacle
 from .layer.registry import Options, fit_options, parse, parse_options
 from .layer.swap import Swap
 from .tested import tell_if_newer
@@ -20,7 +21,8 @@ from .variants.base import Variant
 from .wiring import carrying
 from .wiring.blocks import BLOCKS, Block
 from .wiring.home import home
-from .wiring.install import Installation, installation_of, model_root
+from .wiring.install import Installation, Record, installation_of, model_root
+from .wiring.layers import Layer
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -63,18 +65,18 @@ def patch_model(
     strength = check_strength(strength)
     tell_if_newer()  # before a refusal that may come from the newer version
     root = model_root(model)
-    installation = installation_of(root)
-    usable = swappable(root)
-    indices = choose_layers(usable, layers, modules)
-    swaps = {index: build_swap(usable[index], classes, chosen, index) for index in indices}
-    for swap in swaps.values():
-        swap.strength, swap.selection = strength, modules
-    before = {} if installation is None else {index: group[0] for index, group in installation.swaps().items()}
-    carrying.check(root, usable, {**before, **swaps})
-    if installation is not None:
-        installation.refuse_merged("patched again", indices)
+    patched = installation_of(root)
+    installation = patched or Installation(root, Record())
+    every = swappable(installation)
+    swaps = {
+        layer: build_swap(layer, classes, chosen, strength=strength, selection=modules)
+        for layer in choose_layers(every, layers, modules)
+    }
+    carrying.check(root, [replace(layer, copies=(swaps[layer],)) if layer in swaps else layer for layer in every])
+    if patched is None:
+        installation.start(model)
     else:
-        installation = Installation.start(model, root)
+        installation.refuse_merged("patched again", swaps)
     installation.put(swaps)
     _warn_user(root, swaps.values())
     return model
@@ -95,12 +97,11 @@ def unpatch_model(model: M, /, *, layers: int | Iterable[int] | None = None) -> 
             layer.
     """
     installation = need_installation(model)
-    swapped = set(installation.swaps())
-    chosen = swapped if layers is None else set(check_layers(layers, len(swappable(installation.root))))
-    if missing := sorted(chosen - swapped):
-        raise ValueError(f"layers {missing} are not swapped; swapped are {sorted(swapped)}.")
+    swapped = installation.layers()
+    chosen = swapped if layers is None else choose_layers(swappable(installation), layers, None)
+    _refuse_stock(chosen, swapped)
     installation.refuse_merged("unpatched", chosen)
-    if chosen == swapped:
+    if len(chosen) == len(swapped):
         installation.remove(model)
     else:
         installation.take_out(chosen)
@@ -127,22 +128,29 @@ def set_strength(
     """
     strength = check_strength(strength)
     installation = need_installation(model)
-    swapped = installation.swaps()
-    indices = choose_layers(swappable(installation.root), layers, modules)
+    swapped = installation.layers()
+    chosen = choose_layers(swappable(installation), layers, modules)
     if layers is None:
-        indices = [index for index in indices if index in swapped]
-        if not indices:
-            raise ValueError(f"no swapped layer lies in modules={modules!r}; swapped are layers {sorted(swapped)}.")
-    else:
-        if missing := [index for index in indices if index not in swapped]:
-            raise ValueError(f"layers {missing} are not swapped; swapped are {sorted(swapped)}.")
-    if strength != 1:
-        installation.refuse_merged("set to a strength below 1", indices)
-    for index in indices:
-        for swap in swapped[index]:
-            swap.strength = strength
-    installation.refresh()
+        chosen = [layer for layer in chosen if layer.swapped]
+        if not chosen:
+            raise ValueError(f"no swapped layer lies in modules={modules!r}; swapped are layers {_numbers(swapped)}.")
+    _refuse_stock(chosen, swapped)
+    installation.set_strength(dict.fromkeys(chosen, strength))
     return model
+
+
+def _refuse_stock(chosen: Iterable[Layer], swapped: Iterable[Layer]) -> None:
+    """Refuse a choice of layers that are not all swapped.
+
+    Raises:
+        ValueError: a chosen layer is not swapped.
+    """
+    if missing := [layer.number for layer in chosen if not layer.swapped]:
+        raise ValueError(f"layers {missing} are not swapped; swapped are {_numbers(swapped)}.")
+
+
+def _numbers(layers: Iterable[Layer]) -> list[int]:
+    return [layer.number for layer in layers]
 
 
 def need_installation(model: nn.Module) -> Installation:
@@ -157,20 +165,22 @@ def need_installation(model: nn.Module) -> Installation:
     return installation
 
 
-def swappable(root: nn.Module) -> list[Site]:
-    """The self-attention modules that can be swapped, in module order. The option `layers` counts these modules.
+def swappable(installation: Installation) -> tuple[Layer, ...]:
+    """The layers that can be swapped, swapped or not, in module order. The option `layers` counts these.
+
+    Args:
+        installation: a model, patched or not.
 
     Raises:
         ValueError: nothing in this model can be swapped (the error says why), or tensor parallelism splits the heads
             of the model over several processes.
     """
+    root, found = installation.root, installation.sites
     _refuse_tensor_parallel(root)
-    found = sites(root)
-    usable = [site for site in found if site.usable]
     name = type(root).__name__
-    if usable and (reason := obstacle(root)) is not None:
-        raise ValueError(f"{name}: {reason}; use the stock attention for this model.")
-    if usable:
+    if usable := installation.numbered():
+        if (reason := obstacle(root, found)) is not None:
+            raise ValueError(f"{name}: {reason}; use the stock attention for this model.")
         return usable
     if not found:
         raise ValueError(f"{name}: {NOTHING}.")
@@ -193,23 +203,33 @@ def _refuse_tensor_parallel(root: nn.Module) -> None:
         )
 
 
-def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options, index: int) -> Swap:
+def build_swap(
+    layer: Layer,
+    classes: tuple[type[Variant], ...],
+    options: Options,
+    *,
+    strength: float = 1.0,
+    selection: str | None = None,
+) -> Swap:
     """Make a new child for one attention module, on the module's device and in its dtype.
 
     New parameters come from a generator of their own, whose seed is the layer's number.
 
     Args:
-        site: the attention module.
+        layer: the layer; its module is not changed.
         classes: the variants.
         options: the options of each variant, by the variant's name, complete with defaults. The variants fit them to
             the kind of the module.
-        index: the number of the layer.
+        strength: the strength, a number from 0 to 1.
+        selection: the argument `modules` that chose the layer, or None.
 
     Raises:
         ValueError: a variant does not fit the module.
     """
+    site = layer.site
     try:
-        swap = Swap(classes, fit_options(classes, options, site.kind), site.family.geometry(site.core))
+        fitted, sizes = fit_options(classes, options, site.kind), site.family.geometry(site.core)
+        swap = Swap(classes, fitted, sizes, strength=strength, selection=selection)
     except ValueError as problem:
         raise ValueError(f"{site.path}: {problem}") from None
     if site.resized is not None and any(swap.at(place) is not None for place in ("read", "write")):
@@ -237,20 +257,20 @@ def build_swap(site: Site, classes: tuple[type[Variant], ...], options: Options,
             f"{site.path}: {'+'.join(swap.names)} acts after W_o, which {type(site.core).__name__} leaves to another "
             "module that hf_attn_swap does not know; use a variant that changes only what comes before W_o."
         )
-    like = home(site.container, site.core)
-    swap.to(device=like.device, dtype=like.dtype)
-    if not like.is_meta:
-        generator = torch.Generator().manual_seed(index)
+    device, dtype = home(site.container, site.core)
+    swap.to(device=device, dtype=dtype)
+    if device.type != "meta":
+        generator = torch.Generator().manual_seed(layer.number)
         for variant in swap.variants:
             variant.reset(generator)
     return swap.train(site.core.training)
 
 
-def choose_layers(usable: list[Site], layers: int | Iterable[int] | None, modules: str | None) -> list[int]:
-    """The sorted numbers of the chosen layers.
+def choose_layers(every: Sequence[Layer], layers: int | Iterable[int] | None, modules: str | None) -> list[Layer]:
+    """The chosen layers, in module order.
 
     Args:
-        usable: the modules that can be swapped.
+        every: the layers that can be swapped.
         layers: as in `patch_model`. With `modules`, the numbers count inside these modules.
         modules: as in `patch_model`.
 
@@ -258,18 +278,18 @@ def choose_layers(usable: list[Site], layers: int | Iterable[int] | None, module
         ValueError: `modules` is no regular expression or fits no module, or `layers` is wrong (see `check_layers`).
     """
     if modules is None:
-        return check_layers(layers, len(usable))
+        return [every[number] for number in check_layers(layers, len(every))]
     if not isinstance(modules, str) or not modules:
         raise ValueError(f"modules must be a part of a module path such as 'language_model', got {modules!r}.")
     try:
         pattern = re.compile(rf"(^|\.)(?:{modules})(\.|$)")
     except re.error as problem:
         raise ValueError(f"modules={modules!r} is no regular expression ({problem}).") from None
-    inside = [index for index, site in enumerate(usable) if pattern.search(site.path)]
+    inside = [layer for layer in every if pattern.search(layer.path)]
     if not inside:
-        starts = sorted({re.split(r"\.\d", site.path)[0] for site in usable})
+        starts = sorted({re.split(r"\.\d", layer.path)[0] for layer in every})
         raise ValueError(f"modules={modules!r} fits no swappable attention module; they lie in {', '.join(starts)}.")
-    return [inside[index] for index in check_layers(layers, len(inside))]
+    return [inside[number] for number in check_layers(layers, len(inside))]
 
 
 def check_strength(strength: Any) -> float:

@@ -21,7 +21,6 @@ from .layer.swap import Swap
 from .saved import shim
 from .wiring import seam
 from .wiring.install import ATTRIBUTE, Installation, Record
-from .wiring.plan import swaps_in
 
 ABSENT = object()
 KEYS = ("attn_swap", "attn_implementation")
@@ -39,13 +38,14 @@ def described(model: PreTrainedModel) -> Iterator[None]:
         installation = Installation(model, record)
         installation.settle()
         if (now := installation.shape()) != record.shape:
-            _check_config(model)
+            _check_config(installation)
             record.shape = now
         yield
     elif any(isinstance(module, Swap) for module in model.modules()):
-        _check_inside(model)
-        with _written(model.config, Installation(model, Record()).block()):
-            _check_config(model)
+        installation = Installation(model, Record())
+        _check_inside(installation)
+        with _written(model.config, installation.block()):
+            _check_config(installation)
             yield
     elif "attn_swap" in model.config.__dict__ and _in_patched_model(model):
         with _written(model.config, None):
@@ -86,28 +86,28 @@ def _put(config: PreTrainedConfig, key: str, value: Any) -> None:
         config.__dict__[key] = value
 
 
-def _check_inside(model: PreTrainedModel) -> None:
+def _check_inside(installation: Installation) -> None:
     """Check that every swap in a model belongs to a module that the block counts, and that all of the model can run.
 
     Raises:
         ValueError: a swap is not counted, or some other module in the model cannot run through our attention function.
     """
-    cores = [site.core for site in sites(model) if site.usable]
-    counted = {id(swap) for core in cores for swap in swaps_in(getattr(core, "attn_swap", None))}
+    model = installation.root
+    counted = {id(swap) for layer in installation.layers() for swap in layer.copies}
     for name, module in model.named_modules():
         if isinstance(module, Swap) and id(module) not in counted:
             raise ValueError(
                 f"{type(model).__name__}: {name} is swapped in a larger model, but cannot be swapped in this part, "
                 "so the part would load with stock attention; save the whole model."
             )
-    if (reason := obstacle(model)) is not None:
+    if (reason := obstacle(model, installation.sites)) is not None:
         raise ValueError(
             f"{type(model).__name__} holds a swapped part, but {reason}; save the swapped part alone, or call "
             "unpatch_model on it."
         )
 
 
-def _check_config(model: PreTrainedModel) -> None:
+def _check_config(installation: Installation) -> None:
     """Check that the config, with its block, builds the attention modules and swaps of the model.
 
     A class that needs more than its config is left alone: only its user can build it, and loading compares the numbers
@@ -116,6 +116,7 @@ def _check_config(model: PreTrainedModel) -> None:
     Raises:
         ValueError: the config builds another model, or no model at all.
     """
+    model = installation.root
     name, cls = type(model).__name__, type(model)
     try:
         inspect.signature(cls).bind(model.config)
@@ -135,7 +136,7 @@ def _check_config(model: PreTrainedModel) -> None:
             f"{name} could not be loaded again, because its config does not build a model ({type(problem).__name__}: "
             f"{problem}); change the config as you changed the layers, or save the whole model."
         ) from problem
-    here, there = _layout(model), _layout(built)
+    here, there = _layout(installation), _layout(Installation(built, Record()))
     if len(here) != len(there):
         raise ValueError(
             f"{name} has {len(here)} attention modules that can be swapped, but its config builds {len(there)}, so the "
@@ -149,13 +150,14 @@ def _check_config(model: PreTrainedModel) -> None:
         )
 
 
-def _layout(model: PreTrainedModel) -> list[tuple[Any, ...]]:
+def _layout(installation: Installation) -> list[tuple[Any, ...]]:
     """What must be equal in a model and in the model that its config builds: each module's class, sizes and swap."""
     found: list[tuple[Any, ...]] = []
-    for site in sites(model):
-        if site.usable:
-            swap = next(swaps_in(getattr(site.core, "attn_swap", None)), None)
-            order = swap.wiring.order if swap is not None and swap.carries and swap.wiring is not None else None
-            spec = None if swap is None else swap.spec()
-            found.append((stock_class(site.core).__name__, site.family.geometry(site.core), spec, order))
+    for layer in installation.numbered():
+        site, spec, order = layer.site, None, None
+        if layer.swapped:
+            swap = layer.swap
+            spec = swap.spec()
+            order = swap.wiring.order if swap.carries and swap.wiring is not None else None
+        found.append((stock_class(site.core).__name__, site.family.geometry(site.core), spec, order))
     return found

@@ -142,8 +142,7 @@ def _batches(
 ) -> list[dict[str, Any]]:
     """The first rows of the data as the model takes them, in batches."""
     from hf_attn_swap.conversion.rows import as_rows
-    from hf_attn_swap.publish.checkpoint import hub_arguments
-    from hf_attn_swap.publish.converted import processor_of
+    from hf_attn_swap.publish.checkpoint import hub_arguments, processor_of
     from hf_attn_swap.training.data import filled_rows, inputs_of, load_rows
 
     found = load_rows(data, config, split, names)

@@ -1,6 +1,6 @@
 r"""Measures how much a frozen, swapped model still knows, by a logistic regression on its features.
 
-    python recipes/linear_probe.py ag_news --variant modern_hopfield --calibrate map --output_dir runs/probe
+    python recipes/linear_probe.py ag_news --variant modern_hopfield --stages calibrate --output_dir runs/probe
     python recipes/linear_probe.py recipes/configs/probe_cifar10.yaml --variant belief
 
 The recipe prints the stock model, the swapped model, and the model after each stage of the conversion side by side. So
@@ -28,8 +28,12 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding, TrainingArguments
 
 from hf_attn_swap import patch_model
+from hf_attn_swap.conversion.engine import take
+from hf_attn_swap.conversion.journal import Journal
+from hf_attn_swap.conversion.rows import ready_rows
 from hf_attn_swap.conversion.stages import FineTune
-from hf_attn_swap.conversion.take import take
+from hf_attn_swap.conversion.state import State
+from hf_attn_swap.conversion.steps import steps_of
 from hf_attn_swap.text.typed import parse_layers
 from hf_attn_swap.training import ConversionArguments, ModelArguments, TextDataArguments, load_splits, parse
 from hf_attn_swap.training.image_size import image_processor, resized
@@ -125,13 +129,19 @@ def main(argv: list[str] | None = None) -> None:
     layers = parse_layers(model.layers)
     patch_model(encoder, model.variant, layers=layers, modules=model.modules, **model.option_values)
     measure("swapped")
-    steps = []
-    for number, stage in enumerate(stage for stage in conversion.plan if not isinstance(stage, FineTune)):
-        args = replace(training, output_dir=str(folder / model.run_name / f"stage-{number}"), seed=model.seeds[0])
-        encoder, sentence = take(stage, encoder, train, collate, args)
-        print(sentence)
-        steps.append(sentence)
-        measure(f"{number + 1}: {stage.name}")
+    state = State(
+        model=encoder,
+        rows=ready_rows(train, collate),
+        args=replace(training, seed=model.seeds[0]),
+        folder=folder / model.run_name,
+        journal=Journal(None, {}),
+    )
+    stages = [stage for stage in conversion.plan if not isinstance(stage, FineTune)]
+    for number, (stage, step) in enumerate(zip(stages, steps_of(stages), strict=True), 1):
+        take(state, [step])
+        print(state.notes["sentences"][-1])
+        measure(f"{number}: {stage.name}")
+    steps = state.notes.get("sentences", [])
     headline = data.metrics[0]
     rows = {}
     for stage, found in predictions.items():

@@ -7,7 +7,7 @@ r"""Runs one recipe many times, as one YAML file lists; several runs can run at 
     config: ag_news                         # a configuration that ships, or a YAML file next to this one
     runs:                                   # an entry is one run, or one run per combination under `grid`
       - {variant: belief, seeds: [0, 1, 2]}
-      - {variant: modern_hopfield, calibrate: map, label: "alpha-{index}",
+      - {variant: modern_hopfield, stages: [calibrate, fine_tune], label: "alpha-{index}",
          grid: {options: ['{"alpha": 0.0}', '{"alpha": 0.5}']}}
 
 The controls run first. Then every seed of every run runs by itself. Then every run is called once more with all its
@@ -35,8 +35,7 @@ from hf_attn_swap import configurations
 
 Run = dict[str, Any]
 NAMED = ("label", "output_dir")
-OF_VARIANT = ("variant", "options", "layers", "modules", "label", "calibrat", "transfer", "schedule")
-OF_VARIANT += ("distill", "order", "stages", "neutral")
+OF_VARIANT = ("variant", "options", "layers", "modules", "label", "stages", "schedule")
 
 
 def expand(run: Run) -> Iterator[Run]:

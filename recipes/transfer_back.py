@@ -3,19 +3,21 @@
     python recipes/transfer_back.py ag_news --variant simpletron_resl --output_dir runs/back
 
 There are three runs per seed, with the same budget: the variant; softmax from the variant's weights with q, k and v
-frozen; and, as the control, softmax from the pretrained weights with q, k and v frozen. `--calibrate map` calibrates
-the conversion to the variant, and the conversion back.
+frozen; and, as the control, softmax from the pretrained weights with q, k and v frozen. `--stages calibrate fine_tune`
+calibrates the conversion to the variant, and the conversion back.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import transformers
 from transformers import TrainingArguments
 
+from hf_attn_swap.conversion.stages import Calibrate
 from hf_attn_swap.training import About, ConversionArguments, ModelArguments, Outcome, TextDataArguments, parse, run
 from hf_attn_swap.training.publish import publish
 from hf_attn_swap.training.recipes.text_classification import RecipeArguments, build_task
@@ -30,7 +32,9 @@ def main(argv: list[str] | None = None) -> None:
     transformers.utils.logging.set_verbosity_error()
     softmax = replace(model, variant="softmax", options="{}")
     back = replace(softmax, label=f"softmax-from-{model.run_name}")
-    frozen = ConversionArguments(calibrate=conversion.calibrate, source=model.variant, freeze=QKV)
+    fits = [replace(stage, source=model.variant) for stage in conversion.plan if isinstance(stage, Calibrate)]
+    stages = [json.dumps({"stage": fit.name, **asdict(fit)}) for fit in fits]
+    frozen = ConversionArguments(stages=[*stages, "fine_tune"], freeze=QKV)
     found: dict[str, list[Outcome]] = {"there": [], "back": [], "control": []}
     try:
         task = build_task(model, data, own)

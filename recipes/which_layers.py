@@ -30,8 +30,7 @@ from hf_attn_swap.conversion.rows import as_rows
 from hf_attn_swap.conversion.sensitivity import Sensitivity
 from hf_attn_swap.conversion.stages import Calibrate, Distil
 from hf_attn_swap.measuring.held_out import HeldOut
-from hf_attn_swap.publish.checkpoint import model_class, read_config
-from hf_attn_swap.publish.converted import processor_of
+from hf_attn_swap.publish.checkpoint import model_class, processor_of, read_config
 from hf_attn_swap.text.table import Table
 from hf_attn_swap.training import load_rows
 

@@ -5,8 +5,6 @@ Axes: H head, Q query, K key.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,11 +15,12 @@ from transformers import PreTrainedModel
 from ..conversion import calibrate
 from ..describe import describe
 from ..layer.registry import parse, parse_options
+from ..measuring.batches import Batch
 from ..measuring.lost import lost
 from ..measuring.watched import watched
 from ..patch import need_installation, patch_model, set_strength
 from ..wiring.install import installation_of
-from .inputs import Batch, Inputs
+from .inputs import Inputs
 from .record import record
 from .recording import Recording
 from .report import Report
@@ -67,8 +66,9 @@ def compare(
         parse_options(parse(variant), options)  # checked before the recording, which takes a while
     found, notes = _both(model.eval(), inputs, variant, fit, options)
     label = list(found)[-1]
-    swaps = [swap for group in need_installation(model).swaps().values() for swap in group]
-    if stock is None and (BEFORE not in found or any(swap.retrained for swap in swaps)):
+    if stock is None and (
+        BEFORE not in found or any(layer.swap.retrained for layer in need_installation(model).layers())
+    ):
         cost = None
         notes.append("What was lost is not told: the weights are no longer the stock model's; name the stock model.")
     else:
@@ -103,10 +103,11 @@ def _both(
         patch_model(model, variant, **options)
         if fit is not None:
             notes.append(f"Calibrated on the same rows: {calibrate(model, inputs.batches, fit=fit).summary()}")
-    elif any(swaps[0].merged is not None for swaps in need_installation(model).swaps().values()):
+    elif any(layer.swap.merged is not None for layer in need_installation(model).layers()):
         notes.append("A calibration was merged into the weights, so the unswapped model cannot be shown beside.")
     else:
-        with _at_zero(model):
+        with need_installation(model).strengths_kept():
+            set_strength(model, 0.0)
             found[BEFORE] = _run(model, inputs, BEFORE)
         notes.append(f"“{BEFORE}” is the same checkpoint at strength 0: its weights as they are, ordinary attention.")
     label = "+".join(_names(model))
@@ -142,16 +143,5 @@ def _maps(model: PreTrainedModel, sample: Batch, image: bool) -> Maps:
     return [each[0, 1:].reshape(side, side) for each in maps]
 
 
-@contextlib.contextmanager
-def _at_zero(model: PreTrainedModel) -> Iterator[None]:
-    before = {index: swaps[0].strength for index, swaps in need_installation(model).swaps().items()}
-    set_strength(model, 0.0)
-    try:
-        yield
-    finally:
-        for index, strength in before.items():
-            set_strength(model, strength, layers=index)
-
-
 def _names(model: PreTrainedModel) -> list[str]:
-    return list(dict.fromkeys(name for swaps in need_installation(model).swaps().values() for name in swaps[0].names))
+    return list(dict.fromkeys(name for layer in need_installation(model).layers() for name in layer.swap.names))

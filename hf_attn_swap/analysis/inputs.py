@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..conversion.rows import is_blank
-
-Batch = dict[str, Any]
-NOTHING = "{!r} has no {} that can be loaded; name one that fits with --processor."
+from ..measuring.batches import Batch
+from ..publish.checkpoint import processor_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,17 +81,17 @@ def prepare(
         raise ValueError(f"column {' or '.join(map(repr, columns))} holds no text: every row is blank.")
     if not 0 <= shown < len(values):
         raise ValueError(f"row {shown} cannot be shown: there are {len(values)} rows, counted from 0.")
+    images = model.main_input_name == "pixel_values"
+    if images and len(columns) > 1:
+        raise ValueError("this model takes images; name one column.")
+    try:
+        processor = processor_of(model, source, hub or {})
+    except ValueError as problem:
+        raise ValueError(f"{problem} Name one that fits with --processor.") from problem
     like = next(model.parameters())
-    if model.main_input_name == "pixel_values":
-        if len(columns) > 1:
-            raise ValueError("this model takes images; name one column.")
-        images = [row[0] for row in values]
-        return _images(_processor(AutoImageProcessor, source, "image processor", hub), images, batch_size, shown, like)
-    tokenizer = _processor(AutoTokenizer, source, "tokenizer", hub)
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        # transformers makes up an empty tokenizer for a folder without a tokenizer
-        raise ValueError(NOTHING.format(source, "tokenizer"))
-    return _texts(tokenizer, values, batch_size, shown, like.device, max_length, shown_tokens)
+    if images:
+        return _images(processor, [row[0] for row in values], batch_size, shown, like)
+    return _texts(processor, values, batch_size, shown, like.device, max_length, shown_tokens)
 
 
 def _texts(
@@ -147,10 +146,3 @@ def _images(processor: Any, values: list[Any], size: int, shown: int, like: Tens
         sink_ids=(),
         rows=len(images),
     )
-
-
-def _processor(auto: Any, source: str, what: str, hub: Mapping[str, Any] | None) -> Any:
-    try:
-        return auto.from_pretrained(source, **(hub or {}))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(NOTHING.format(source, what)) from problem

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .recording import Recording
+from .recording import Recording, mean
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3")
 WIDTH, HEIGHT = 7.0, 3.2  # inches
@@ -59,7 +59,7 @@ def _heads(recordings: Recordings, name: str, words: str) -> Figure:
         heads = [getattr(recording.layers[place], name).known for place in places]
         for x, values in zip(_beside(places, number, len(recordings)), heads, strict=True):
             axes.plot([x] * len(values), values, ".", color=colour, markersize=4, alpha=0.6)
-        axes.plot(places, [_mean(values) for values in heads], color=colour, label=label)
+        axes.plot(places, [mean(values) for values in heads], color=colour, label=label)
     _finish(axes, recordings)
     return figure
 
@@ -70,7 +70,7 @@ def outliers(recordings: Recordings) -> Figure:
     for index, name in enumerate(("kurtosis", "max_inf_norm")):
         axes = figure.add_subplot(2, 1, index + 1)
         for number, (label, recording) in enumerate(recordings.items()):
-            values = [_mean(getattr(each, name)) for each in recording.activations.values()]
+            values = [mean(getattr(each, name)) for each in recording.activations.values()]
             axes.plot(values, ".-", color=COLOURS[number % len(COLOURS)], label=label, linewidth=0.8)
         axes.set_yscale("log")
         axes.set_ylabel(name.replace("_", " "))
@@ -162,7 +162,3 @@ def _places(recording: Recording) -> list[int]:
 
 def _beside(places: Sequence[int], number: int, count: int) -> list[float]:
     return [place + (number - (count - 1) / 2) * 0.8 / count for place in places]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan

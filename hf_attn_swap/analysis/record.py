@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from ..core.call import Carried
 from ..families import Site, sites
 from ..layer.swap import Swap
+from ..measuring.batches import MASKS
 from ..measuring.watched import watched
+from ..wiring.layers import layers_at
 from ..wiring.plan import layer_of
 from . import metrics
 from .recording import Activation, Layer, Recording
 
-MASKS = ("attention_mask", "decoder_attention_mask")
 # The modules that OutEffHop's figures read, by family. For a family that is not named here: every linear map and norm
 # of the layers.
 OUTLIERS = {
@@ -71,16 +72,16 @@ class _Recorder:
     def hook(self, hooks: contextlib.ExitStack, modules: str | None) -> None:
         """Place every hook."""
         hooks.callback(self.root.register_forward_pre_hook(self._start, with_kwargs=True).remove)
-        usable = [site for site in sites(self.root) if site.usable]
-        for place, site in enumerate(usable):
-            name = f"{place}" if not site.family.shared else ""
-            for module in site.core.modules():
-                if isinstance(module, Swap):  # several, where PEFT holds a copy of the swap
-                    hooks.callback(module.register_forward_pre_hook(self._weights(name)).remove)
+        layers = layers_at(sites(self.root))
+        for layer in layers:
+            site = layer.site
+            name = f"{layer.number}" if not site.family.shared else ""
+            for swap in layer.copies:  # PEFT runs one of them
+                hooks.callback(swap.register_forward_pre_hook(self._weights(name)).remove)
             block = layer_of(self.root, site.path)
             hooks.callback(block.register_forward_hook(self._states(name)).remove)
             self._hook_update(site, name, hooks)
-        names = self._outliers(usable, modules)
+        names = self._outliers([layer.site for layer in layers], modules)
         for path in names:
             hooks.callback(self.root.get_submodule(path).register_forward_hook(self._activation(path)).remove)
 

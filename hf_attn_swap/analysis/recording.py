@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,12 +85,12 @@ class Recording:
     @property
     def kurtosis(self) -> float:
         """The kurtosis: mean over samples, then mean over modules."""
-        return _mean([_mean(each.kurtosis) for each in self.activations.values()])
+        return mean([mean(each.kurtosis) for each in self.activations.values()])
 
     @property
     def max_inf_norm(self) -> float:
         """The maximum infinity norm: mean over samples, then maximum over modules."""
-        return max((_mean(each.max_inf_norm) for each in self.activations.values()), default=float("nan"))
+        return max((mean(each.max_inf_norm) for each in self.activations.values()), default=float("nan"))
 
     def summary(self) -> dict[str, float | None]:
         """One number per diagnostic.
@@ -100,10 +101,10 @@ class Recording:
         values = {
             "kurtosis": self.kurtosis,
             "max_inf_norm": self.max_inf_norm,
-            "similarity_first": _mean(layers[0].similarity),
-            "similarity_last": _mean(layers[-1].similarity),
-            "entropy": _mean([value for layer in layers for value in layer.entropy.known]),
-            "sinks": _mean([value for layer in layers for value in layer.sinks.known]),
+            "similarity_first": mean(layers[0].similarity),
+            "similarity_last": mean(layers[-1].similarity),
+            "entropy": mean([value for layer in layers for value in layer.entropy.known]),
+            "sinks": mean([value for layer in layers for value in layer.sinks.known]),
         }
         return {name: finite(value) for name, value in values.items()}
 
@@ -116,13 +117,14 @@ class Recording:
             "layers": [self.layers[place].to_dict() for place in sorted(self.layers)],
             "modules": {
                 path: {
-                    "kurtosis": finite(_mean(each.kurtosis)),
-                    "max_inf_norm": finite(_mean(each.max_inf_norm)),
+                    "kurtosis": finite(mean(each.kurtosis)),
+                    "max_inf_norm": finite(mean(each.max_inf_norm)),
                 }
                 for path, each in self.activations.items()
             },
         }
 
 
-def _mean(values: list[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN without values."""
     return sum(values) / len(values) if values else float("nan")

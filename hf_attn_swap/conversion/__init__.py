@@ -7,8 +7,9 @@ schedule of the strength, attention transfer, and distillation.
 from .absorb import absorb_sink
 from .calibrate import calibrate
 from .cut import choose_gamma, cut_shares
-from .distillation import DistillationTrainer, Losses
+from .distillation import DistillationTrainer
 from .heads import match_heads
+from .losses import Losses
 from .merge import merge_calibration
 from .neutral import neutral_start
 from .schedule import StrengthSchedule

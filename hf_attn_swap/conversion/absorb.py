@@ -23,6 +23,7 @@ from ..measuring.batches import evaluating
 from ..patch import build_swap, need_installation, swappable
 from ..variants.sink import Sink
 from ..wiring.install import Installation
+from ..wiring.layers import Layer
 from .heads import softmax_swaps
 
 MASSIVE = 1000.0  # a token is massive if an activation is above this number of medians,
@@ -106,7 +107,7 @@ def absorb_sink(
     """
     installation = need_installation(model)
     sinks = _sinks(installation)
-    count = sinks[0][0].options.tokens
+    count = next(iter(sinks.values()))[0].options.tokens
     if tokens is not None and len(tokens) != count:
         raise ValueError(f"the swaps have {count} pairs and {len(tokens)} tokens were given; give as many.")
     with evaluating(model), torch.no_grad():
@@ -118,9 +119,9 @@ def absorb_sink(
             after = _measure(model, rows, chosen)
         pairs = _pairs(model, installation, chosen)
         _check_pairs(model, installation, pairs, chosen, rows[0][:, :SHORT])
-        for index, copies in sinks.items():
+        for layer, copies in sinks.items():
             for sink in copies:
-                _write(sink, pairs[index])
+                _write(sink, pairs[layer])
     return Absorbed(
         tokens=chosen,
         words=tuple(processor.decode([token]) for token in chosen),
@@ -130,28 +131,28 @@ def absorb_sink(
     )
 
 
-def _sinks(installation: Installation) -> dict[int, list[Sink]]:
-    """The sinks of every layer, by the layer's number; several where PEFT keeps copies of a layer.
+def _sinks(installation: Installation) -> dict[Layer, list[Sink]]:
+    """The sinks of every layer; several where PEFT keeps copies of a layer.
 
     Raises:
         ValueError: a layer has no sink of keys and values, or another number of pairs than the others; the model is no
             causal decoder with one module for each layer; or a weight is offloaded.
     """
-    usable = swappable(installation.root)
-    if any(site.kind is not Kind.DECODER or site.family.shared for site in usable):
+    every = swappable(installation)
+    if any(layer.site.kind is not Kind.DECODER or layer.site.family.shared for layer in every):
         raise ValueError(
             "a token before the text stands for a pair only in a causal language model whose layers have weights of "
             "their own, and this model has other attention; train the sink instead."
         )
-    found: dict[int, list[Sink]] = {}
-    for index, swaps in installation.swaps().items():
-        at = [swap.at("keys") for swap in swaps]
+    found: dict[Layer, list[Sink]] = {}
+    for layer in every:
+        at = [swap.at("keys") for swap in layer.copies]
         sinks = [sink for sink in at if isinstance(sink, Sink) and sink.options.kind == "key_value"]
-        if len(sinks) == len(swaps):
-            found[index] = sinks
-    if missing := len(usable) - len(found):
+        if sinks and len(sinks) == len(layer.copies):
+            found[layer] = sinks
+    if missing := len(every) - len(found):
         raise ValueError(
-            f"{missing} of {len(usable)} attention layers have no sink with kind='key_value', so the model could not "
+            f"{missing} of {len(every)} attention layers have no sink with kind='key_value', so the model could not "
             "be the stock model on a token and the text; patch all layers with sink first."
         )
     sinks = [sink for copies in found.values() for sink in copies]
@@ -251,43 +252,42 @@ def _measure(model: Any, rows: list[Tensor], tokens: tuple[int, ...]) -> _Seen:
     return _Seen(tuple(largest), massive)
 
 
-def _pairs(model: Any, installation: Installation, tokens: tuple[int, ...]) -> dict[int, Pair]:
+def _pairs(model: Any, installation: Installation, tokens: tuple[int, ...]) -> dict[Layer, Pair]:
     """The keys and values that the stock layers compute for the tokens at the positions -n to -1, by the layer."""
     watched = softmax_swaps(installation)
-    found: dict[int, Pair] = {}
+    found: dict[Layer, Pair] = {}
 
-    def keep(index: int) -> Any:
+    def keep(layer: Layer) -> Any:
         def hook(swap: nn.Module, args: tuple[Any, ...]) -> None:
-            found[index] = args[0].key[0].clone(), args[0].value[0].clone()
+            found[layer] = args[0].key[0].clone(), args[0].value[0].clone()
 
         return hook
 
     ids = _behind(tokens, torch.empty(1, 0, dtype=torch.long, device=next(model.parameters()).device))
     places = torch.arange(-len(tokens), 0, device=ids.device)[None]
     with installation.temporarily(watched), contextlib.ExitStack() as hooked:
-        for index, swap in watched.items():
-            hooked.callback(swap.register_forward_pre_hook(keep(index)).remove)
+        for layer, swap in watched.items():
+            hooked.callback(swap.register_forward_pre_hook(keep(layer)).remove)
         _output(model, ids, position_ids=places)
     return found
 
 
 def _check_pairs(
-    model: Any, installation: Installation, pairs: dict[int, Pair], tokens: tuple[int, ...], row: Tensor
+    model: Any, installation: Installation, pairs: dict[Layer, Pair], tokens: tuple[int, ...], row: Tensor
 ) -> None:
     """Compare the model with these pairs on a short text with the stock model on the tokens and the text.
 
     Raises:
         ValueError: the outputs differ by more than rounding, or a layer has no such pairs.
     """
-    usable = swappable(installation.root)
     classes = parse("sink")
     options = parse_options(classes, {"tokens": len(tokens)})
-    tried = {index: build_swap(usable[index], classes, options, index) for index in installation.swaps()}
-    sinks = {index: swap.at("keys") for index, swap in tried.items()}
-    if all(index in pairs and _fits(sink, pairs[index]) for index, sink in sinks.items()):
-        for index, sink in sinks.items():
+    tried = {layer: build_swap(layer, classes, options) for layer in installation.layers()}
+    sinks = {layer: swap.at("keys") for layer, swap in tried.items()}
+    if all(layer in pairs and _fits(sink, pairs[layer]) for layer, sink in sinks.items()):
+        for layer, sink in sinks.items():
             assert isinstance(sink, Sink)
-            _write(sink, pairs[index])
+            _write(sink, pairs[layer])
         with installation.temporarily(tried):
             got = _output(model, row)
         with installation.stock():

@@ -53,6 +53,17 @@ def as_before(model: nn.Module) -> Iterator[None]:
                 vars(holder).pop(name, None)
 
 
+@contextlib.contextmanager
+def flags_as_before(model: nn.Module) -> Iterator[None]:
+    """Afterwards the same parameters require gradients as before."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
 def configs_of(model: nn.Module) -> list[Any]:
     """The configs of a model and of the models inside, each once."""
     found = {}

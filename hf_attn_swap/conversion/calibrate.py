@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core.call import NORMALIZED, Call
-from ..layer.calibration import check_fit
+from ..layer.calibration import Calibration, check_fit
 from ..layer.registry import parse, parse_options
+from ..layer.swap import Phase
 from ..measuring.batches import Batch, as_batches, forward, read_by, refuse_other_tokens, token_mask
-from ..patch import build_swap, need_installation, swappable
+from ..patch import build_swap, need_installation
 from ..wiring.install import Installation
 from .cut import Share
 from .heads import first_rows, match_heads
@@ -108,11 +109,11 @@ def calibrate(
             first = next(found)
             found = itertools.chain([first], found)
             neutral_start(model, first)
-        if match and source == "softmax" and any(target.swap.carries for target in targets.values()):
+        if match and source == "softmax" and any(target.swap.carries for target in targets):
             some = list(first_rows(found))
             found = itertools.chain(some, found)
             match_heads(model, some, progress=False)
-        if scale and source == "softmax" and any(target.swap.projects for target in targets.values()):
+        if scale and source == "softmax" and any(target.swap.projects for target in targets):
             read: list[Batch] = []
             scale_values(model, _noted(found, read), progress=progress)
             found = itertools.chain(read, found)
@@ -122,7 +123,7 @@ def calibrate(
 def _fit(
     model: nn.Module,
     installation: Installation,
-    targets: dict[int, Target],
+    targets: Sequence[Target],
     batches: Iterator[Batch],
     *,
     fit: str,
@@ -131,20 +132,20 @@ def _fit(
     progress: bool,
 ) -> CalibrationReport:
     """Fit every layer to its target, as `calibrate` does."""
-    fittings = {index: _Fitting(target, Moments(target.swap.geometry, fit)) for index, target in targets.items()}
+    fittings = [_Fitting(target, Moments(target.swap.geometry, fit)) for target in targets]
     lengths: list[Tensor] = []
     with _source_in_place(model, installation, targets):
-        cores = [target.site.core for target in targets.values()]
+        cores = [target.site.core for target in targets]
         for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
             refuse_other_tokens(installation.root, cores, batch)
             with contextlib.ExitStack() as hooked:
-                for fitting in fittings.values():
+                for fitting in fittings:
                     fitting.hook(batch, lengths, hooked)
                 forward(model, batch)
-        solved = {index: fitting.solve(ridge, index) for index, fitting in fittings.items()}
-        layers = tuple(fittings[index].apply(*solution, index) for index, solution in solved.items())
+        solved = [fitting.solve(ridge) for fitting in fittings]
+        layers = tuple(fitting.apply(*solution) for fitting, solution in zip(fittings, solved, strict=True))
     shortest, longest = torch.cat(lengths).aminmax()
-    left = max((target.left for target in targets.values()), key=abs)
+    left = max((target.left for target in targets), key=abs)
     report = CalibrationReport(
         fit=fit,
         source=source,
@@ -168,21 +169,20 @@ def _noted(batches: Iterator[Batch], read: list[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def _new_skip(targets: dict[int, Target]) -> bool:
+def _new_skip(targets: Sequence[Target]) -> bool:
     """True if a layer adds its input, and the attention that the weights were trained with did not."""
-    return any(target.swap.adds_input and not target.source.adds_input for target in targets.values())
+    return any(target.swap.adds_input and not target.source.adds_input for target in targets)
 
 
 @contextlib.contextmanager
 def _undone_after_an_error(installation: Installation) -> Iterator[None]:
-    """If an error is raised inside, every neutral start, order of heads and scale of values is as before."""
-    swaps = [swap for group in installation.swaps().values() for swap in group]
-    before = [(swap, swap.neutral, swap.head_order, swap.value_scale) for swap in swaps]
+    """If an error is raised inside, every layer has the fits of before."""
+    before = [(swap, swap.fitted) for layer in installation.layers() for swap in layer.copies]
     try:
         yield
     except BaseException:
-        for swap, exponent, order, scale in before:
-            swap.neutral, swap.head_order, swap.value_scale = exponent, order, scale
+        for swap, fitted in before:
+            swap.restore(fitted)
         installation.refresh()
         raise
 
@@ -204,7 +204,6 @@ class _Fitting:
             swap = self.target.swap
             order = swap.place_in(call.carried)
             own = Call(x=call.x, start=call.start, carried=call.carried, order=order, first=swap.is_first(order))
-            own.head_order = swap.head_order
             own.tap = self._tap(own, batch)
             heads = swap(inputs, own, sdpa, False)[0]
             real = token_mask(batch, heads)
@@ -221,27 +220,30 @@ class _Fitting:
 
         def see(place: str, tensor: Tensor) -> Tensor:
             if place == NORMALIZED:
-                lost = tensor - adjuster.adjust(tensor, call.hand(tensor.dtype))
+                lost = tensor - adjuster.adjust(tensor, call)
                 self.cut.add(lost.clamp_min(0), tensor, batch)
             return tensor
 
         return see
 
-    def solve(self, ridge: float, index: int) -> tuple[Tensor, Tensor | None]:
+    def solve(self, ridge: float) -> tuple[Tensor, Tensor | None]:
         """Return the weight and the bias of the fit. The layer does not change."""
-        return self.moments.solve(ridge, f"layer {index} ({self.target.site.path})")
+        layer = self.target.layer
+        return self.moments.solve(ridge, f"layer {layer.number} ({layer.path})")
 
-    def apply(self, weight: Tensor, bias: Tensor | None, index: int) -> LayerFit:
+    def apply(self, weight: Tensor, bias: Tensor | None) -> LayerFit:
         """Put the fit into the layer."""
-        calibration = self.target.swap.calibrate(self.moments.fit, self.target.like)
+        calibration = Calibration(self.moments.fit, self.target.swap.geometry)
+        calibration.beside(self.target.home)
         with torch.no_grad():
             calibration.weight.copy_(weight.to(calibration.weight.dtype))  # round on the CPU: some devices have no fp64
             if bias is not None:
                 calibration.bias.copy_(bias.to(calibration.bias.dtype))
+        self.target.swap.put(calibration)
         before, after = self.moments.r_squared(weight, bias)
         return LayerFit(
-            layer=index,
-            module=self.target.site.path,
+            layer=self.target.layer.number,
+            module=self.target.layer.path,
             before=before,
             after=after,
             gains=tuple(weight.tolist()) if bias is None else None,
@@ -250,15 +252,14 @@ class _Fitting:
         )
 
 
-def _targets(installation: Installation, source: str, options: dict[str, Any], *, constant: bool) -> dict[int, Target]:
-    """Build the target of every swapped layer, by layer number, in the order of the calls."""
+def _targets(installation: Installation, source: str, options: dict[str, Any], *, constant: bool) -> list[Target]:
+    """Build the target of every swapped layer, in the order of the calls."""
     classes = parse(source)
     chosen = parse_options(classes, options)
-    usable = swappable(installation.root)
-    targets = {}
-    for index, swaps in installation.swaps().items():
-        site, swap = usable[index], swaps[0]
-        if len(swaps) > 1:
+    targets = []
+    for layer in installation.layers():
+        index, swap = layer.number, layer.swap
+        if len(layer.copies) > 1:
             raise ValueError(
                 "PEFT holds copies of the swaps (modules_to_save); call calibrate before you add the adapters."
             )
@@ -271,41 +272,31 @@ def _targets(installation: Installation, source: str, options: dict[str, Any], *
                 f"layer {index}: an earlier conversion trained its weights for {'+'.join(swap.names)}, so there is no "
                 "original attention left to fit to; calibrate before the training."
             )
-        original = build_swap(site, classes, chosen, index)
+        original = build_swap(layer, classes, chosen)
         if original.carries or any(True for _ in original.parameters()):
             raise ValueError(
                 f"source={source!r} has parameters or scores of its own, which this model does not hold; choose a "
                 "source without parameters, such as 'softmax'."
             )
-        targets[index] = Target(site, swap, original, constant)
+        targets.append(Target(layer, original, constant))
     return targets
 
 
 @contextlib.contextmanager
-def _source_in_place(model: nn.Module, installation: Installation, targets: dict[int, Target]) -> Iterator[None]:
+def _source_in_place(model: nn.Module, installation: Installation, targets: Sequence[Target]) -> Iterator[None]:
     """Inside, the model runs in evaluation mode with the source's attention in place of the swaps.
 
-    The swaps are at strength 1 and have no calibration inside, so that hooks can call them. Afterwards the training
-    mode and the strengths are as before. If an error is raised, the old calibrations come back too.
+    The swaps compute at full strength and have no calibration inside, so that hooks can call them. Afterwards the
+    training mode and the phases are as before. After an error `_undone_after_an_error` brings the calibrations back.
     """
     training = [module for module in model.modules() if module.training]
-    before = [(target.swap, target.swap.strength, target.swap.calibration) for target in targets.values()]
     try:
         model.eval()
-        with installation.temporarily({index: target.source for index, target in targets.items()}):
-            for swap, _, _ in before:
-                swap.calibration = None
-                swap.set_strength(1.0)
-            try:
-                yield
-            finally:
-                for swap, strength, _ in before:
-                    swap.strength = strength
-    except BaseException:
-        for swap, _, calibration in before:
-            swap.calibration = calibration
-        installation.refresh()
-        raise
+        with installation.temporarily({target.layer: target.source for target in targets}):
+            for target in targets:
+                target.swap.drop(Calibration.name)
+                target.swap.phase = Phase.FULL
+            yield
     finally:
         for module in training:
             module.training = True

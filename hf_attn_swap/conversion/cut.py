@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ..core.call import NORMALIZED
 from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, token_mask
 from ..measuring.watched import watched
-from ..patch import need_installation, swappable
+from ..patch import need_installation
 
 GAMMAS = tuple(-digit * 10.0**power for power in (-1, -2, -3, -4, -5, -6) for digit in (5, 2, 1))
 SHARE = 0.01
@@ -82,17 +82,15 @@ def cut_shares(
     if wrong := [gamma for gamma in gammas if not gamma <= 0]:
         raise ValueError(f"gamma must be at most 0, got {wrong}.")
     with evaluating(model), watched(model) as root:
-        swaps = {index: group[0] for index, group in need_installation(root).swaps().items()}
-        usable = swappable(root)
-        counted = {index: _Counted(gammas) for index in swaps}
+        counted = {layer: _Counted(gammas) for layer in need_installation(root).layers()}
         for batch in tqdm(as_batches(batches), desc="measure", unit="batch", disable=not progress):
             with contextlib.ExitStack() as hooked:
-                for index, swap in swaps.items():
-                    hooked.callback(
-                        swap.register_forward_pre_hook(counted[index].hook(read_by(usable[index].core, batch))).remove
-                    )
+                for layer, each in counted.items():
+                    hook = each.hook(read_by(layer.site.core, batch))
+                    for swap in layer.copies:  # PEFT runs one of them
+                        hooked.callback(swap.register_forward_pre_hook(hook).remove)
                 forward(model, batch)
-    return {index: tuple(share.value for share in each.shares) for index, each in counted.items() if each.seen}
+    return {layer.number: tuple(share.value for share in each.shares) for layer, each in counted.items() if each.seen}
 
 
 class _Counted:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core.call import Call, Inputs, heads_in_order
+from ..layer.head_order import MatchedHeads
 from ..layer.registry import parse, parse_options
 from ..layer.swap import Swap
-from ..measuring.batches import Batch, as_batches, forward, read_by, refuse_other_tokens, token_mask
-from ..patch import build_swap, need_installation, swappable
+from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
+from ..patch import build_swap, need_installation
 from ..wiring.install import Installation
+from ..wiring.layers import Layer
 
 ROWS = 4  # so many rows of all batches together are enough
 TOKENS = 256  # and so many tokens of each row: the scores of all layers are held at once
@@ -80,44 +82,47 @@ def match_heads(model: nn.Module, batches: Iterable[Any], *, progress: bool = Tr
         ImportError: SciPy is missing; it comes with `pip install "hf-attn-swap[train]"`.
     """
     installation = need_installation(model)
-    carrying = {index: swaps for index, swaps in installation.swaps().items() if swaps[0].carries}
+    carrying = [layer for layer in installation.layers() if layer.swap.carries]
     if not carrying:
         raise ValueError(
             "no swapped layer carries scores, so there are no heads to match; modern_hopfield does, by default."
         )
     _refuse_trained(installation, carrying)
-    layers = {index: swaps for index, swaps in carrying.items() if _number(swaps[0]) is not None}
-    scores = _scores(model, installation, list(layers), batches, progress=progress)
+    layers = [layer for layer in carrying if _number(layer.swap) is not None]
+    scores = _scores(model, installation, layers, batches, progress=progress)
     orders: dict[int, tuple[int, ...]] = {}
     before, after = [], []
     by_number: list[Tensor] = []  # the carried scores below, if all heads meet by number
     matched: list[Tensor] = []  # the carried scores below, by the orders found so far
-    for index, swaps in layers.items():
-        own = ordered = scores.pop(index)
-        if swaps[0].is_first(_number(swaps[0]) or 0) or _shapes(own) != _shapes(matched):
-            by_number = matched = _start(own, swaps[0])
+    for layer in layers:
+        index, swap = layer.number, layer.swap
+        own = ordered = scores.pop(layer)
+        if swap.is_first(_number(swap) or 0) or _shapes(own) != _shapes(matched):
+            by_number = matched = _start(own, swap)
         elif own:
             orders[index] = _assign(own, matched, index)
             ordered = [heads_in_order(each, orders[index]) for each in own]
             before.append(_correlation(own, by_number))
             after.append(_correlation(ordered, matched))
-        by_number = _moved(own, by_number, swaps[0])
-        matched = _moved(ordered, matched, swaps[0])
-    for index, swaps in carrying.items():
-        for swap in swaps:
-            swap.head_order = orders.get(index)
+        by_number = _moved(own, by_number, swap)
+        matched = _moved(ordered, matched, swap)
+    for layer in carrying:
+        for swap in layer.copies:
+            swap.drop(MatchedHeads.name)
+            if layer.number in orders:
+                swap.put(MatchedHeads(orders[layer.number]))
     installation.refresh()
     return HeadOrder(orders=orders, before=_mean(before), after=_mean(after))
 
 
-def _refuse_trained(installation: Installation, carrying: Mapping[int, list[Swap]]) -> None:
+def _refuse_trained(installation: Installation, carrying: list[Layer]) -> None:
     """Refuse layers whose weights fit the orders that their heads have now.
 
     Raises:
         ValueError: a calibration was merged into the weights of a layer, or a conversion trained them.
     """
     installation.refuse_merged("matched", carrying)
-    if trained := [index for index, swaps in carrying.items() if swaps[0].retrained]:
+    if trained := [layer.number for layer in carrying if layer.swap.retrained]:
         raise ValueError(
             f"a conversion trained the weights of layers {trained} for the orders that their heads have; match heads "
             "before the training."
@@ -183,33 +188,30 @@ def _mean(values: list[float]) -> float:
 
 
 def _scores(
-    model: nn.Module, installation: Installation, layers: list[int], batches: Iterable[Any], *, progress: bool
-) -> dict[int, list[Tensor]]:
+    model: nn.Module, installation: Installation, layers: list[Layer], batches: Iterable[Any], *, progress: bool
+) -> dict[Layer, list[Tensor]]:
     """The scores (B,H,Q,K) of these layers in the stock model, a tensor per batch, as `_centred` keeps them."""
-    found: dict[int, list[Tensor]] = {index: [] for index in layers}
+    found: dict[Layer, list[Tensor]] = {layer: [] for layer in layers}
     if not layers:
         return found
-    usable = swappable(installation.root)
     plain = softmax_swaps(installation)
-    with _evaluated(model), installation.temporarily(plain):
-        cores = [usable[index].core for index in layers]
+    with evaluating(model), installation.temporarily(plain):
+        cores = [layer.site.core for layer in layers]
         for batch in tqdm(first_rows(batches), desc="match heads", unit="batch", disable=not progress):
             refuse_other_tokens(installation.root, cores, batch)
             with contextlib.ExitStack() as hooked:
-                for index, kept in found.items():
-                    hooked.callback(
-                        plain[index].register_forward_pre_hook(_watch(kept, read_by(usable[index].core, batch))).remove
-                    )
+                for layer, kept in found.items():
+                    hook = _watch(kept, read_by(layer.site.core, batch))
+                    hooked.callback(plain[layer].register_forward_pre_hook(hook).remove)
                 forward(model, batch)
     return found
 
 
-def softmax_swaps(installation: Installation) -> dict[int, Swap]:
-    """A swap with ordinary attention for every swapped layer, by the layer's number: to watch the stock model."""
-    usable = swappable(installation.root)
+def softmax_swaps(installation: Installation) -> dict[Layer, Swap]:
+    """A swap with ordinary attention for every swapped layer, to watch the stock model."""
     classes = parse("softmax")
     options = parse_options(classes, {})
-    return {index: build_swap(usable[index], classes, options, index) for index in installation.swaps()}
+    return {layer: build_swap(layer, classes, options) for layer in installation.layers()}
 
 
 def _watch(found: list[Tensor], batch: Batch) -> Any:
@@ -250,15 +252,3 @@ def first_rows(batches: Iterable[Any]) -> Iterator[Batch]:
         rows += next(value.shape[0] for value in batch.values() if isinstance(value, Tensor))
         if rows >= ROWS:
             return
-
-
-@contextlib.contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 NAME = "journal.json"
+VERSION = 2  # of what the steps write
 SOME = 64  # numbers of each tensor that a fingerprint reads
 
 
@@ -40,7 +41,7 @@ class Journal:
         writes: False in a process that only reads, such as the others beside the main process.
 
     Raises:
-        ValueError: the folder holds a conversion with other settings, or the file is damaged.
+        ValueError: the folder holds a conversion with other settings or of another version, or the file is damaged.
     """
 
     def __init__(self, folder: Path | None, settings: dict[str, Any], *, writes: bool = True) -> None:
@@ -55,9 +56,14 @@ class Journal:
             return
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            kept, self.entries = dict(found["settings"]), list(found["entries"])
-        except (ValueError, KeyError, TypeError) as problem:
+            version, kept, self.entries = found.get("version"), dict(found["settings"]), list(found["entries"])
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise ValueError(f"{path} is damaged ({problem}); remove the folder to start again.") from None
+        if version != VERSION:
+            raise ValueError(
+                f"{folder} holds a conversion that another version of the package began, and that this version would "
+                "not end in the same way; name another folder, or remove it."
+            )
         if kept != self.settings:
             names = sorted(name for name in {*kept, *self.settings} if kept.get(name) != self.settings.get(name))
             raise ValueError(
@@ -82,7 +88,7 @@ class Journal:
         found: dict[str, Any] = entry["value"]
         return found
 
-    def record(self, key: str, value: dict[str, Any]) -> None:
+    def write(self, key: str, value: dict[str, Any]) -> None:
         """Keep what a step gave."""
         self.entries.append({"key": key, "value": value})
         self.place += 1
@@ -90,11 +96,13 @@ class Journal:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         part = self.folder / f"{NAME}.part"
-        part.write_text(json.dumps({"settings": self.settings, "entries": self.entries}), encoding="utf-8")
+        part.write_text(
+            json.dumps({"version": VERSION, "settings": self.settings, "entries": self.entries}), encoding="utf-8"
+        )
         part.replace(self.folder / NAME)
 
     def save(self, key: str, tensors: dict[str, Tensor]) -> None:
-        """Keep the tensors of a step. Call this before `record`."""
+        """Keep the tensors of a step. Call this before `write`."""
         if self.folder is None or not self.writes:
             return
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ Axes: I input width of a projection, H head, D head width, E model width, W widt
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..families import Site
-from ..layer.calibration import Calibration
+from ..layer.fitted import HEADS, Fitted
 from ..layer.swap import Swap
-from ..patch import need_installation, swappable
+from ..patch import need_installation
 from .target import is_matrix, output_matrix
 
 M = TypeVar("M", bound=nn.Module)
@@ -27,37 +28,53 @@ M = TypeVar("M", bound=nn.Module)
 def merge_calibration(model: M, /) -> M:
     """Fold every calibration into W_o and b_o, in place; into W_v and b_v for variants that do not use W_o.
 
-    The model's output stays the same up to rounding. After a merge the package refuses another strength than 1,
-    `unpatch_model`, and an adapter on a merged matrix. config.json records the merge.
-    docs/mathematics.md, section Calibration.
+    So is every other fit of the heads that is a linear map of each head (`Fitted.linear`). The model's output stays the
+    same up to rounding. After a merge the package refuses another strength than 1, `unpatch_model`, and an adapter on a
+    merged matrix. config.json records the merge. docs/mathematics.md, section Calibration.
 
     Returns:
         The same model.
 
     Raises:
         ValueError: the model is not patched or not calibrated; a strength is below 1; an adapter sits on the matrix; a
-            map has a bias but W_o has none; or a variant that does not use W_o has fewer value heads than query heads.
-            The model is unchanged after an error.
+            map has a bias but W_o has none; a variant that does not use W_o has fewer value heads than query heads; or
+            a fit of the heads is no linear map. The model is unchanged after an error.
     """
     installation = need_installation(model)
-    usable = swappable(installation.root)
-    found = [(usable[index], swap) for index, swaps in installation.swaps().items() for swap in swaps]
-    calibrated = [(site, swap, swap.calibration) for site, swap in found if swap.calibration is not None]
-    if not calibrated:
+    merges = [
+        _Merge(layer.site, swap, fit, *fit.linear())
+        for layer in installation.layers()
+        for swap in layer.copies
+        for fit in reversed(swap.fitted.values())  # the last fit meets W_o first
+        if fit.place == HEADS
+    ]
+    if not merges:
         raise ValueError("no layer is calibrated; call calibrate on the model first.")
-    for site, swap, calibration in calibrated:
-        _check(site, swap, calibration)
-    for site, swap, calibration in calibrated:
-        if swap.keeps_projection:
-            _into_output(_projection(site), calibration)
+    for merge in merges:
+        _check(merge)
+    for merge in merges:
+        if merge.swap.keeps_projection:
+            _into_output(_projection(merge.site), merge)
         else:
-            _into_values(site, calibration)
-        swap.merged, swap.calibration = calibration.fit, None
+            _into_values(merge)
+        merge.swap.put(merge.fit.merged())
     installation.refresh()
     return model
 
 
-def _check(site: Site, swap: Swap, calibration: Calibration) -> None:
+@dataclass(frozen=True)
+class _Merge:
+    """A fit of one layer that is merged: the linear map that it is, as `Fitted.linear` gives it."""
+
+    site: Site
+    swap: Swap
+    fit: Fitted
+    weight: Tensor
+    bias: Tensor | None
+
+
+def _check(merge: _Merge) -> None:
+    site, swap, name = merge.site, merge.swap, merge.fit.name
     if swap.strength != 1.0:
         raise ValueError(
             f"{site.path}: a merge is exact at strength 1 alone, this layer is at {swap.strength:g}; "
@@ -65,20 +82,20 @@ def _check(site: Site, swap: Swap, calibration: Calibration) -> None:
         )
     if swap.keeps_projection:
         projection = _projection(site)
-        if calibration.fit == "map" and getattr(projection, "bias", None) is None:
+        if merge.bias is not None and getattr(projection, "bias", None) is None:
             raise ValueError(
-                f"{site.path}: W_o has no bias to take the map's bias; keep the calibration unmerged, or calibrate "
+                f"{site.path}: W_o has no bias to take the map's bias; keep the {name} unmerged, or calibrate "
                 "with fit='gain'."
             )
         return
-    if calibration.fit == "map":
+    if merge.bias is not None or merge.weight.dim() != 1:
         raise ValueError(
-            f"{site.path}: without W_o nothing can take a map's bias; keep the calibration unmerged, or calibrate with "
+            f"{site.path}: without W_o nothing can take a map's bias; keep the {name} unmerged, or calibrate with "
             "fit='gain'."
         )
     if swap.geometry.kv_heads != swap.geometry.heads:
         raise ValueError(
-            f"{site.path}: W_v serves groups of heads, and every head has its own gain; keep the calibration unmerged."
+            f"{site.path}: W_v serves groups of heads, and every head has its own gain; keep the {name} unmerged."
         )
     _values(site, swap.geometry.heads * swap.geometry.head_dim)
 
@@ -89,10 +106,10 @@ def _projection(site: Site) -> nn.Module:
             f"{site.path}: the package does not know which module holds W_o, so nothing can be merged; keep the "
             "calibration unmerged."
         )
-    return _plain(site, site.container.get_submodule(site.family.output))
+    return _matrix(site, site.container.get_submodule(site.family.output))
 
 
-def _plain(site: Site, module: nn.Module) -> nn.Module:
+def _matrix(site: Site, module: nn.Module) -> nn.Module:
     if not isinstance(module, (nn.Linear, Conv1D)) or hasattr(module, "base_layer"):
         raise ValueError(
             f"{site.path}: {type(module).__name__} is no plain matrix (an adapter or quantised weights); merge into "
@@ -107,22 +124,21 @@ def _plain(site: Site, module: nn.Module) -> nn.Module:
     return module
 
 
-def _into_output(projection: nn.Module, calibration: Calibration) -> None:
+def _into_output(projection: nn.Module, merge: _Merge) -> None:
     weight_IE, bias_E = output_matrix(projection)
-    heads = calibration.weight.shape[0]
-    wide_HDE = _wide(weight_IE).reshape(heads, -1, weight_IE.shape[1])
-    fitted = _wide(calibration.weight)
-    if calibration.fit == "gain":
-        _put(weight_IE, (wide_HDE * fitted[:, None, None]).flatten(0, 1))
-        return
-    assert bias_E is not None
-    _put(bias_E, _wide(bias_E) + torch.einsum("hd,hde->e", _wide(calibration.bias), wide_HDE))
-    _put(weight_IE, (fitted @ wide_HDE).flatten(0, 1))  # last: for an fp64 weight on the CPU `wide_HDE` is a view of it
+    fitted = _wide(merge.weight)
+    wide_HDE = _wide(weight_IE).reshape(len(fitted), -1, weight_IE.shape[1])
+    if merge.bias is not None:
+        assert bias_E is not None
+        _put(bias_E, _wide(bias_E) + torch.einsum("hd,hde->e", _wide(merge.bias), wide_HDE))
+    # The weight comes last: for an fp64 weight on the CPU `wide_HDE` is a view of it.
+    merged_HDE = wide_HDE * fitted[:, None, None] if fitted.dim() == 1 else fitted @ wide_HDE
+    _put(weight_IE, merged_HDE.flatten(0, 1))
 
 
-def _into_values(site: Site, calibration: Calibration) -> None:
-    gain_W = _wide(calibration.weight).repeat_interleave(site.family.geometry(site.core).head_dim)
-    weight_IW, bias_W = _values(site, gain_W.shape[0])
+def _into_values(merge: _Merge) -> None:
+    gain_W = _wide(merge.weight).repeat_interleave(merge.swap.geometry.head_dim)
+    weight_IW, bias_W = _values(merge.site, gain_W.shape[0])
     _put(weight_IW, _wide(weight_IW) * gain_W)
     if bias_W is not None:
         _put(bias_W, _wide(bias_W) * gain_W)
@@ -146,7 +162,7 @@ def _values(site: Site, width: int) -> tuple[Tensor, Tensor | None]:
             f"{site.path}: the package does not know which module is the value projection; keep the "
             "calibration unmerged."
         )
-    module = _plain(site, site.core.get_submodule(family.value))
+    module = _matrix(site, site.core.get_submodule(family.value))
     weight, bias = output_matrix(module)
     if family.value == family.query and not isinstance(module, Conv1D):
         raise ValueError(

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..families import Site
-from ..layer.swap import LARGEST_EXPONENT
+from ..layer.neutral_start import LARGEST_EXPONENT, SkipScale
 from ..measuring.batches import Batch, as_batches, evaluating, on_device
-from ..patch import need_installation, swappable
+from ..patch import need_installation
 
 EXPONENT = 10
 
@@ -80,17 +80,20 @@ def neutral_start(model: nn.Module, batch: Any = None, *, exponent: int = EXPONE
     if isinstance(exponent, bool) or not isinstance(exponent, int) or not 0 <= exponent <= LARGEST_EXPONENT:
         raise ValueError(f"exponent must be a whole number from 0 to {LARGEST_EXPONENT}, got {exponent!r}.")
     installation = need_installation(model)
-    skips = {index: swaps for index, swaps in installation.swaps().items() if swaps[0].adds_input}
+    skips = [layer for layer in installation.layers() if layer.swap.adds_input]
     if not skips:
         raise ValueError("no swapped layer adds its input, so there is no skip to start at nothing.")
     found = bound(model, batch) if exponent else {}
-    left = {index: found[index] for index in skips if index in found}
-    layers = tuple(index for index in skips if index not in left)
-    for index in layers:
-        for swap in skips[index]:
-            swap.neutral = exponent or None
+    left = {layer.number: found[layer.number] for layer in skips if layer.number in found}
+    scaled = [layer for layer in skips if layer.number not in left]
+    for layer in scaled:
+        for swap in layer.copies:
+            if exponent:
+                swap.put(SkipScale(exponent))
+            else:
+                swap.drop(SkipScale.name)
     installation.refresh()
-    return NeutralStart(exponent=exponent, layers=layers, left=left)
+    return NeutralStart(exponent=exponent, layers=tuple(layer.number for layer in scaled), left=left)
 
 
 @torch.inference_mode(False)
@@ -107,28 +110,30 @@ def bound(model: nn.Module, batch: Any = None) -> dict[int, str]:
         By the layer's number: the reason why the scale is not free.
     """
     installation = need_installation(model)
-    usable = swappable(installation.root)
-    chosen = {index: usable[index] for index in installation.swaps()}
+    layers = installation.layers()
     inputs: Batch = next(as_batches(made_up(installation.root) if batch is None else batch))
     cut = _Cut()
     with evaluating(model), contextlib.ExitStack() as hooked:
         for module in filter(_is_norm, model.modules()):
             hooked.callback(module.register_forward_hook(cut.leaves).remove)
-        for site in chosen.values():
-            hooked.callback(site.core.register_forward_pre_hook(cut.arrives(site), with_kwargs=True).remove)
-            hooked.callback(site.core.register_forward_hook(cut.gives).remove)
+        for layer in layers:
+            core = layer.site.core
+            hooked.callback(core.register_forward_pre_hook(cut.arrives(layer.site), with_kwargs=True).remove)
+            hooked.callback(core.register_forward_hook(cut.gives).remove)
         hooked.enter_context(installation.stock())
         output = model(**on_device(model, inputs))
     reached = _reached(output)
-    reasons = {index: cut.reason(site, reached) for index, site in chosen.items()}
-    found = {index: reason for index, reason in reasons.items() if reason is not None}
-    free = {index: site for index, site in chosen.items() if index not in found}
+    reasons = {layer.number: cut.reason(layer.site, reached) for layer in layers}
+    found = {number: reason for number, reason in reasons.items() if reason is not None}
     doubled = _Doubled(cut.given)
     with evaluating(model), contextlib.ExitStack() as hooked:
-        for index, site in free.items():
-            hooked.callback(site.core.register_forward_pre_hook(doubled.arrives(site), with_kwargs=True).remove)
-            hooked.callback(site.core.register_forward_hook(doubled.gives(index)).remove)
-            for module in filter(_is_matrix, site.core.modules()):
+        for layer in layers:
+            if layer.number in found:
+                continue
+            core = layer.site.core
+            hooked.callback(core.register_forward_pre_hook(doubled.arrives(layer.site), with_kwargs=True).remove)
+            hooked.callback(core.register_forward_hook(doubled.gives(layer.number)).remove)
+            for module in filter(_is_matrix, core.modules()):
                 hooked.callback(module.register_forward_pre_hook(doubled.reads).remove)
         hooked.enter_context(installation.stock())
         model(**on_device(model, inputs))

@@ -20,8 +20,8 @@ HEADER = ("step", "layers", "lost", "KL", "same first choice", "tokens", "minute
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """One step of a conversion.
+class StepRecord:
+    """What one step of a conversion did.
 
     Attributes:
         name: what was done, in a few words.
@@ -38,8 +38,8 @@ class Step:
     seconds: float = 0.0
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Step:
-        """A step from its plain data."""
+    def from_dict(cls, values: dict[str, Any]) -> StepRecord:
+        """A record from its plain data."""
         return cls(**{**values, "layers": tuple(values["layers"]), "lost": Lost(**values["lost"])})
 
     def cells(self) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class ConversionReport:
 
     model: str
     variant: str
-    steps: tuple[Step, ...]
+    steps: tuple[StepRecord, ...]
     kept: dict[int, str]
     max_loss: float | None
     sensitivity: Sensitivity | None
@@ -171,7 +171,7 @@ class ConversionReport:
         return self.table().html() + "".join(f"<p>{escape(line)}</p>" for line in self.notes())
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as plain data."""
+        """The report as plain data."""
         return {
             **asdict(self),
             "layers": list(self.layers),
@@ -182,12 +182,12 @@ class ConversionReport:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ConversionReport:
-        """A record from its plain data, also after JSON."""
+        """A report from its plain data, also after JSON."""
         sensitivity = values["sensitivity"]
         return cls(
             **{field.name: values[field.name] for field in fields(cls)}
             | {
-                "steps": tuple(Step.from_dict(step) for step in values["steps"]),
+                "steps": tuple(StepRecord.from_dict(step) for step in values["steps"]),
                 "kept": {int(index): reason for index, reason in values["kept"].items()},
                 "sensitivity": None if sensitivity is None else Sensitivity.from_dict(sensitivity),
             }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from ..families import Site
-from ..patch import need_installation, swappable
+from ..patch import need_installation
+from ..wiring.install import model_root
 
+EVERYTHING, BODY = "all", "body"
 PARTS = ("query", "key", "value", "output", "swap")
 
 
@@ -16,9 +20,7 @@ def part_of(model: nn.Module, part: str) -> list[nn.Module]:
     Raises:
         ValueError: the part is unknown, the model is not patched, or the package does not know the projection's name.
     """
-    installation = need_installation(model)
-    usable = swappable(installation.root)
-    return [site_part(usable[index], part) for index in installation.swaps()]
+    return [site_part(layer.site, part) for layer in need_installation(model).layers()]
 
 
 def site_part(site: Site, part: str) -> nn.Module:
@@ -40,3 +42,35 @@ def site_part(site: Site, part: str) -> nn.Module:
             f"{site.path}: the package does not know which module is the {part} projection; choose other parts."
         )
     return holder.get_submodule(path)
+
+
+def choose_trainable(model: nn.Module, trainable: Iterable[str] | str | None) -> None:
+    """Freeze every parameter but the chosen ones.
+
+    Args:
+        model: a patched model, or PEFT's wrapper around it.
+        trainable: "all", "body" (all but the embeddings and the head), or any of `PARTS`. None changes nothing.
+
+    Raises:
+        ValueError: a name is unknown, or nothing trains.
+    """
+    names = (trainable,) if isinstance(trainable, str) else tuple(trainable or ())
+    if names == (EVERYTHING,):
+        model.requires_grad_(True)
+    elif names == (BODY,):
+        model.requires_grad_(True)
+        head = model_root(model).get_output_embeddings()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) or module is head:
+                module.requires_grad_(False)
+    elif names:
+        if not set(names) <= set(PARTS):
+            raise ValueError(
+                f"trainable: {names!r} must be some of {', '.join(PARTS)}, or {EVERYTHING!r} or {BODY!r} alone."
+            )
+        model.requires_grad_(False)
+        for name in names:
+            for module in part_of(model, name):
+                module.requires_grad_(True)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("there is nothing to train; name parts in `trainable`, or add adapters.")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ..layer.registry import parse
 from ..measuring.lost import predicts_next
-from .stages import Align, Calibrate, Distil, FineTune, Stage
+from .stages import KINDS, Align, Calibrate, Distil, FineTune, Stage
 
 SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters
 MIDDLE = 500_000_000  # the same for a language model that becomes linear: 24 bytes per parameter while it trains
@@ -29,10 +30,12 @@ class Plan:
     Attributes:
         calibrate: the fit; None tries several and takes the best.
         distil: the distillations, in order. The last takes what is left of the budget.
+        others: stages of kinds that were added by `stage_kind`; the step of each looks for its own.
     """
 
     calibrate: Calibrate | None
     distil: tuple[Distil, ...]
+    others: tuple[Any, ...] = ()
 
     @property
     def last(self) -> Distil:
@@ -40,9 +43,9 @@ class Plan:
         return self.distil[-1]
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[Any, ...]:
         """All stages that the plan names."""
-        return self.distil if self.calibrate is None else (self.calibrate, *self.distil)
+        return (*self.others, *(() if self.calibrate is None else (self.calibrate,)), *self.distil)
 
 
 def plan_of(
@@ -55,6 +58,9 @@ def plan_of(
     """
     if stages is None:
         return Plan(calibrate=None, distil=(default_distil(root, variant, low_memory=low_memory),))
+    own = (Calibrate, Align, Distil, FineTune)
+    others = tuple(stage for stage in stages if isinstance(stage, tuple(KINDS.values())) and not isinstance(stage, own))
+    stages = [stage for stage in stages if stage not in others]
     calibrate = stages[0] if stages and isinstance(stages[0], Calibrate) else None
     distil = tuple(stage for stage in stages if isinstance(stage, Distil))
     if any(isinstance(stage, Align) for stage in stages):
@@ -69,11 +75,13 @@ def plan_of(
         raise ValueError("all Distil stages train the same weights: give them the same rank and trainable.")
     if any(stage.tokens is None for stage in distil[:-1]) or distil[-1].tokens is not None:
         raise ValueError("every Distil but the last needs its tokens; the last takes what is left of convert's tokens.")
+    if any(stage.epochs != Distil.epochs for stage in distil):
+        raise ValueError("convert counts tokens, not epochs: give Distil its tokens, or convert more tokens.")
     if any(stage.schedule_share for stage in distil):
         raise ValueError("convert has no strength schedule; the recipes have one (schedule_share).")
     if low_memory and distil[-1].rank is None:
         raise ValueError("low_memory trains adapters; give the Distil stages a rank, such as 16.")
-    return Plan(calibrate=calibrate, distil=distil)
+    return Plan(calibrate=calibrate, distil=distil, others=others)
 
 
 def default_distil(root: PreTrainedModel, variant: str, *, low_memory: bool = False) -> Distil:

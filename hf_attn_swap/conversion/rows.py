@@ -99,6 +99,18 @@ def sample(count: int) -> range:
     return range(0, count, max(1, count // SAMPLE))
 
 
+def ready_rows(rows: Any, collate: Collator) -> Rows:
+    """The rows of a recipe, which has its own way to make batches of them. Their length is not counted."""
+    return Rows(
+        rows=rows, collate=collate, length=0, unit=ROWS, padded="input_ids" in getattr(rows, "column_names", ())
+    )
+
+
+def mean_length(rows: Any) -> float:
+    """The mean number of tokens of some rows; 0 if they hold none."""
+    return fmean(_length(rows[index]) for index in sample(len(rows)))
+
+
 def select(rows: Any, indices: Sequence[int]) -> Any:
     """Some rows of a `Dataset`, or of any other sequence."""
     return rows.select(indices) if hasattr(rows, "select") else Subset(rows, list(indices))

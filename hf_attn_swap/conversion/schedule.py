@@ -3,8 +3,8 @@
     linear:  s = start + (end - start) p
     cosine:  s = start + (end - start) (1 - cos(pi p)) / 2
 
-Step k (counted from 1) of n steps has p = k / (share n), at most 1. So the first step runs at a strength beyond start,
-and the step at which the share is complete, and all steps after it, run at end.
+Training step k (counted from 1) of n has p = k / (share n), at most 1. So the first one runs at a strength beyond
+start, and that at which the share is complete, and all that follow, run at end.
 
 All layers move together, or one after another: layer number j of m (counted from 0, in the chosen order) then has
 p_j = m p - j, at least 0 and at most 1.
@@ -26,13 +26,13 @@ ORDERS = ("together", "up", "down")
 class StrengthSchedule(TrainerCallback):
     """Moves the strength of every swapped layer while a `Trainer` trains.
 
-    The strength is a function of the step alone, so a resumed training continues at the right strength. A compiled
-    model recompiles where the strength enters or leaves 0 and 1, and nowhere else.
+    The strength is a function of the training step alone, so a resumed training continues at the right strength. A
+    compiled model recompiles where the strength enters or leaves 0 and 1, and nowhere else.
 
     Args:
         start: the first strength, in [0, 1].
         end: the last strength, in [0, 1].
-        share: the share of the steps over which the strength moves, in [0, 1]; 0 sets `end` at once.
+        share: the share of the training steps over which the strength moves, in [0, 1]; 0 sets `end` at once.
         shape: "linear" or "cosine".
         order: "together"; or one layer after another, "up" from the first layer or "down" from the last.
 
@@ -58,7 +58,7 @@ class StrengthSchedule(TrainerCallback):
         self.share, self.shape, self.order = share, shape, order
 
     def strength(self, step: int, steps: int, place: int = 0, layers: int = 1) -> float:
-        """The strength of step number `step` (counted from 1) of a training of `steps` steps.
+        """The strength of training step number `step` (counted from 1) of `steps`.
 
         `place` is the layer's place in the order, from 0, among `layers` layers that move one after another.
         """
@@ -73,14 +73,13 @@ class StrengthSchedule(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Set the strength of the step that is about to run."""
+        """Set the strength of the training step that is about to run."""
         model, step = kwargs["model"], state.global_step + 1
         if self.order == "together":
             set_strength(model, self.strength(step, state.max_steps))
             return
         installation = need_installation(model)
-        swaps = installation.swaps()
-        for place, index in enumerate(sorted(swaps, reverse=self.order == "down")):
-            for swap in swaps[index]:
-                swap.strength = self.strength(step, state.max_steps, place, len(swaps))
-        installation.refresh()
+        layers = installation.layers()[:: -1 if self.order == "down" else 1]
+        installation.set_strength(
+            {layer: self.strength(step, state.max_steps, place, len(layers)) for place, layer in enumerate(layers)}
+        )

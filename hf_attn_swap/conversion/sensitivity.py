@@ -104,17 +104,16 @@ def layer_sensitivity(
             or there is no batch.
     """
     installation = need_installation(model)
-    swapped = installation.swaps()
+    swapped = {layer.number: layer for layer in installation.layers()}
     chosen = sorted(swapped if layers is None else layers)
     if missing := [index for index in chosen if index not in swapped]:
         raise ValueError(f"layers {missing} are not swapped; swapped are {sorted(swapped)}.")
     installation.refuse_merged("set to a strength below 1")
-    if any(swap.retrained for group in swapped.values() for swap in group):
+    if any(layer.swap.retrained for layer in swapped.values()):
         raise ValueError("a conversion trained weights of this model; measure the layers before the distillation.")
     held = batches if isinstance(batches, HeldOut) else HeldOut(model, batches, progress=progress)
-    before = {index: group[0].strength for index, group in swapped.items()}
     found: dict[int, Lost] = {}
-    try:
+    with installation.strengths_kept():
         set_strength(model, 0.0)
         for index in tqdm(chosen, desc="sensitivity", unit="layer", disable=not progress):
             set_strength(model, 1.0, layers=[index])
@@ -122,10 +121,5 @@ def layer_sensitivity(
             set_strength(model, 0.0, layers=[index])
         set_strength(model, 1.0, layers=chosen)
         together = held.lost(model)
-    finally:
-        for index, strength in before.items():
-            for swap in swapped[index]:
-                swap.strength = strength
-        installation.refresh()
-    names = {"+".join(swapped[index][0].names) for index in chosen}
+    names = {"+".join(swapped[index].swap.names) for index in chosen}
     return Sensitivity(variant=", ".join(sorted(names)), layers=found, together=together)

@@ -1,15 +1,15 @@
-"""The stages of a conversion as recipes name them: calibrate, align, distil and fine_tune, each with its budget.
+"""What a user names: the stages of a conversion, each with its values. `convert(stages=...)` and the recipes take them.
 
-A YAML file holds them as a list, in the order in which a run takes them:
+A YAML file holds them as a list, in the order in which a run takes them. The name alone takes the usual values:
 
     stages:
       - {stage: calibrate, fit: gain}
-      - {stage: align, epochs: 1}
+      - align
       - {stage: distil, tokens: 300000, rank: 32, learning_rate: 5.0e-4}
-      - {stage: fine_tune}
+      - fine_tune
 
-On a command line, a stage is the same mapping as JSON. A list that starts with fine_tune converts the fine-tuned
-control of the same seed, and needs no labels after that.
+On a command line, a stage is its name, or the same mapping as JSON. A list that starts with fine_tune converts the
+fine-tuned control of the same seed, and needs no labels after that.
 """
 
 from __future__ import annotations
@@ -18,15 +18,31 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from ..layer.calibration import check_fit
-from .distillation import Losses
+from .losses import Losses
+from .parts import BODY
 from .schedule import StrengthSchedule
 
 FINE_TUNE = "fine_tune"
+KINDS: dict[str, type[Any]] = {}  # every kind of stage, by the name that a user writes
+S = TypeVar("S", bound=type[Any])
 
 
+def stage_kind(kind: S) -> S:
+    """Add a kind of stage, a frozen dataclass with a `name`, so that users can name it.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if kind.name in KINDS:
+        raise ValueError(f"there is a stage {kind.name!r} already; choose another name.")
+    KINDS[kind.name] = kind
+    return kind
+
+
+@stage_kind
 @dataclass(frozen=True, kw_only=True)
 class Calibrate:
     """Least squares per head, on the first training rows.
@@ -52,11 +68,12 @@ class Calibrate:
         _positive(self, "rows")
 
     @property
-    def step(self) -> str:
-        """The name of this stage in a record."""
+    def recorded(self) -> str:
+        """The name of this stage in the record of a run."""
         return self.fit
 
 
+@stage_kind
 @dataclass(frozen=True, kw_only=True)
 class Align:
     """Attention transfer: every swapped layer learns what the original attention gives on the same input.
@@ -80,30 +97,32 @@ class Align:
     def __post_init__(self) -> None:
         object.__setattr__(self, "trainable", _names(self.trainable))
         _positive(self, "epochs", "tokens", "learning_rate")
+        _one_budget(self)
 
     @property
-    def step(self) -> str:
-        """The name of this stage in a record."""
+    def recorded(self) -> str:
+        """The name of this stage in the record of a run."""
         return "transfer"
 
 
+@stage_kind
 @dataclass(frozen=True, kw_only=True)
 class Distil(Losses):
     """Distillation without labels; the teacher is the model before the swap.
 
     Attributes:
-        epochs: passes over the training rows.
+        epochs: passes over the training rows, in a recipe.
         tokens: the budget in tokens, in place of `epochs`.
         learning_rate: the highest learning rate.
         rank: the rank of LoRA adapters on all linear layers, which are merged at the end; None trains `trainable`.
         trainable: the parts that train without adapters, as in `DistillationTrainer`; "body" is everything but the
             embeddings.
-        batch: rows per step and process; None takes the recipe's.
-        schedule_share: the strength rises from 0 over this share of the steps; 0 is strength 1 from the first step.
+        batch: rows per training step and process; None takes the recipe's.
+        schedule_share: the strength rises from 0 over this share of the training steps; 0 is strength 1 from the start.
         schedule_order: all layers "together", or one after another, "up" from the first or "down" from the last.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a value is out of range, or would have no effect beside the others.
     """
 
     name: ClassVar[str] = "distil"
@@ -120,11 +139,14 @@ class Distil(Losses):
         super().__post_init__()
         object.__setattr__(self, "trainable", _names(self.trainable))
         _positive(self, "epochs", "tokens", "learning_rate", "rank", "batch")
+        _one_budget(self)
+        if self.rank is not None and self.trainable != (BODY,):
+            raise ValueError("distil: with a rank, adapters train; leave out trainable, or the rank.")
         StrengthSchedule(share=self.schedule_share, order=self.schedule_order)
 
     @property
-    def step(self) -> str:
-        """The name of this stage in a record."""
+    def recorded(self) -> str:
+        """The name of this stage in the record of a run."""
         return "distil"
 
     @property
@@ -137,14 +159,15 @@ class Distil(Losses):
     @property
     def aligns(self) -> bool:
         """True if only the swapped layers are compared, each with the original attention."""
-        return not (self.logits or self.hidden)
+        return [loss.name for _, loss in self.used] == ["layers"]
 
     @property
     def losses(self) -> Losses:
-        """The weights of the terms of the loss."""
+        """The weights of the losses."""
         return Losses(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Losses)})
 
 
+@stage_kind
 @dataclass(frozen=True, kw_only=True)
 class FineTune:
     """The recipe's own training, with labels. First in the list, the run starts from the fine-tuned control."""
@@ -152,21 +175,20 @@ class FineTune:
     name: ClassVar[str] = FINE_TUNE
 
     @property
-    def step(self) -> str:
-        """The name of this stage in a record."""
+    def recorded(self) -> str:
+        """The name of this stage in the record of a run."""
         return FINE_TUNE
 
 
 Stage = Calibrate | Align | Distil | FineTune
-KINDS: dict[str, type[Any]] = {kind.name: kind for kind in (Calibrate, Align, Distil, FineTune)}
 
 
 def read_stages(entries: Sequence[str]) -> tuple[Stage, ...]:
-    """Read stages from JSON texts; see the head of this file.
+    """Read stages from names and JSON texts; see the head of this file.
 
     Raises:
-        ValueError: a text is no JSON object, a stage or an option is unknown, a value is out of range, fine_tune is
-            neither first nor last, or align follows a stage that changes the weights.
+        ValueError: a text is neither a name nor a JSON object, a stage or an option is unknown, a value is out of
+            range, fine_tune is neither first nor last, or align follows a stage that changes the weights.
     """
     stages = tuple(_read(entry) for entry in entries)
     for place, stage in enumerate(stages):
@@ -181,10 +203,15 @@ def read_stages(entries: Sequence[str]) -> tuple[Stage, ...]:
 
 
 def _read(entry: str) -> Stage:
+    if entry in KINDS:
+        named: Stage = KINDS[entry]()
+        return named
     try:
         values = json.loads(entry)
     except json.JSONDecodeError as problem:
-        raise ValueError(f"a stage must be a JSON object, got {entry!r} ({problem}).") from None
+        raise ValueError(
+            f"a stage must be one of {', '.join(KINDS)}, or a JSON object, got {entry!r} ({problem})."
+        ) from None
     name = values.pop("stage", None) if isinstance(values, dict) else None
     if not isinstance(name, str) or name not in KINDS:
         raise ValueError(f"a stage must name one of {', '.join(KINDS)}, got {entry!r}.")
@@ -201,6 +228,16 @@ def _read(entry: str) -> Stage:
 
 def _names(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _one_budget(stage: Align | Distil) -> None:
+    """Refuse two budgets at once.
+
+    Raises:
+        ValueError: there are tokens and epochs.
+    """
+    if stage.tokens is not None and stage.epochs != type(stage).epochs:
+        raise ValueError(f"{stage.name}: give tokens or epochs, not both.")
 
 
 def _positive(stage: Any, *names: str) -> None:

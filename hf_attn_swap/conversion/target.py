@@ -19,9 +19,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Home
 from ..families import Site
+from ..layer.neutral_start import SkipScale
 from ..layer.swap import Swap
 from ..wiring.home import home
+from ..wiring.layers import Layer
 
 WELL_CONDITIONED = 1e3  # up to this condition number, W_o is inverted exactly
 DAMPING = 0.01  # of the inverse of W_o, as a share of its largest singular value
@@ -32,8 +35,7 @@ class Target:
     """The target of one layer.
 
     Attributes:
-        site: the attention block.
-        swap: the swapped attention, whose heads are fitted.
+        layer: the swapped layer, whose heads are fitted.
         source: the attention that the weights were trained with.
         constant: True if the fit has a bias (a map), False if it has none (a gain).
 
@@ -41,8 +43,7 @@ class Target:
         ValueError: the variant's output does not contain the heads (m = 0), so there is nothing to fit.
     """
 
-    site: Site
-    swap: Swap
+    layer: Layer
     source: Swap
     constant: bool = True
 
@@ -54,14 +55,24 @@ class Target:
             )
 
     @property
+    def site(self) -> Site:
+        """The attention block."""
+        return self.layer.site
+
+    @property
+    def swap(self) -> Swap:
+        """The swapped attention."""
+        return self.layer.swap
+
+    @property
     def projection(self) -> nn.Module:
         """The module of W_o."""
         assert self.site.family.output is not None
         return self.site.container.get_submodule(self.site.family.output)
 
     @property
-    def like(self) -> Tensor:
-        """An empty tensor with the layer's device and dtype."""
+    def home(self) -> Home:
+        """The device and the dtype of the layer."""
         return home(self.site.container, self.site.core)
 
     @property
@@ -128,7 +139,7 @@ class Target:
         """W_o as a matrix (H D,E), and b_o (E,) or None."""
         if is_matrix(self.projection):
             return output_matrix(self.projection)
-        return _probed(self.projection, self.swap.geometry.heads * self.swap.geometry.head_dim, self.like)
+        return _probed(self.projection, self.swap.geometry.heads * self.swap.geometry.head_dim, self.home)
 
     def _heads_for(self, out_E: Tensor) -> Tensor:
         """Return the heads (...,H D) that the matrix of W_o turns into an output (...,E), without the bias."""
@@ -151,10 +162,10 @@ PROBE = 256.0  # large, so that adding the bias loses few digits of the matrix; 
 
 
 @torch.no_grad()
-def _probed(projection: nn.Module, width: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
+def _probed(projection: nn.Module, width: int, at: Home) -> tuple[Tensor, Tensor | None]:
     """Return the matrix (width,E) and the bias (E,) of an affine map, from its outputs on the rows of an identity."""
-    bias = projection(torch.zeros(1, width, device=like.device, dtype=like.dtype))
-    probes = PROBE * torch.eye(width, device=like.device, dtype=like.dtype)
+    bias = projection(torch.zeros(1, width, device=at.device, dtype=at.dtype))
+    probes = PROBE * torch.eye(width, device=at.device, dtype=at.dtype)
     return (projection(probes) - bias) / PROBE, bias[0]
 
 
@@ -174,5 +185,6 @@ def _shares(swap: Swap) -> tuple[float, float]:
     for variant in swap.variants:
         if variant.shares != (0.0, 1.0):
             skip, share = variant.shares
-            return skip * swap.skip_scale, share
+            scale = swap.fit_of(SkipScale)
+            return skip if scale is None else skip * scale.factor, share
     return 0.0, 1.0

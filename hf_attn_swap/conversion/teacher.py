@@ -8,7 +8,7 @@ can be the teacher too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,56 +31,65 @@ class Teacher:
     Args:
         student: a patched model, with or without adapters, in which everything that trains requires gradients.
         model: another model as the teacher; None makes the student its own teacher.
+        originals: the values, before any training, of parameters that earlier trainings have changed. With them the
+            teacher is the model from before these trainings.
 
     Raises:
         ValueError: the student is no longer the original at strength 0, or the other model does not fit the student.
     """
 
-    def __init__(self, student: nn.Module, model: PreTrainedModel | None = None) -> None:
-        self.installation: Installation = need_installation(student)
+    def __init__(
+        self,
+        student: nn.Module,
+        model: PreTrainedModel | None = None,
+        originals: Mapping[nn.Parameter, torch.Tensor] | None = None,
+    ) -> None:
+        installation = need_installation(student)
+        self.root = installation.root
         self.model = model
+        self.originals = dict(originals or {})
         self.frozen: dict[str, torch.Tensor] = {}
         if model is not None:
-            check_teacher(self.installation.root, model)
+            check_teacher(self.root, model)
             model.eval().requires_grad_(False)
             return
-        for index, swaps in self.installation.swaps().items():
-            if swaps[0].merged is not None:
+        for layer in installation.layers():
+            if layer.swap.merged is not None:
                 raise ValueError(
-                    f"layer {index}: its calibration was merged, so strength 0 is no longer the original; pass the "
-                    "original model as teacher, or load the unmerged model."
+                    f"layer {layer.number}: its calibration was merged, so strength 0 is no longer the original; pass "
+                    "the original model as teacher, or load the unmerged model."
                 )
-            if swaps[0].retrained:
+            if layer.swap.retrained and not self.originals:
                 raise ValueError(
-                    f"layer {index}: an earlier conversion trained its weights, so strength 0 is no longer the "
+                    f"layer {layer.number}: an earlier conversion trained its weights, so strength 0 is no longer the "
                     "original; pass the original model as teacher."
                 )
-        changed = _unused_at_strength_0(student)
+        unused = _unused_at_strength_0(student)
         self.frozen = {
-            name: parameter.detach().clone()
+            name: self.originals.get(parameter, parameter).detach().to(parameter.device, copy=True)
             for name, parameter in student.named_parameters()
-            if parameter.requires_grad and id(parameter) not in changed
+            if (parameter.requires_grad or parameter in self.originals) and id(parameter) not in unused
         }
 
     @torch.no_grad()
-    def __call__(self, student: nn.Module, plain: nn.Module, batch: dict[str, Any]) -> Any:
+    def __call__(self, student: nn.Module, unwrapped: nn.Module, batch: dict[str, Any]) -> Any:
         """The teacher's outputs for a batch.
 
         Args:
             student: the student as the trainer runs it (DDP, FSDP or compiled).
-            plain: the student without such a wrapper.
+            unwrapped: the student without such a wrapper.
             batch: the keyword arguments of the model.
 
         Raises:
             ValueError: the student is split over several processes, and weights of the model itself train.
         """
         if self.model is not None:
-            self.model.to(device=next(plain.parameters()).device)  # type: ignore[call-arg]  # torch's own argument
+            self.model.to(device=next(unwrapped.parameters()).device)  # type: ignore[call-arg]  # torch's own argument
             return self.model(**batch)
-        with self.installation.stock(), evaluating(plain), _without_adapters(plain):
+        with need_installation(self.root).stock(), evaluating(unwrapped), _without_adapters(unwrapped):
             if self.frozen:
-                _refuse_sharded(plain)
-                return functional_call(plain, self.frozen, (), batch)
+                _refuse_sharded(unwrapped)
+                return functional_call(unwrapped, self.frozen, (), batch)
             return student(**batch)
 
 
@@ -96,7 +105,7 @@ def note_retrained(installation: Installation, retrained: bool = True) -> bool:
     Returns:
         What was noted before.
     """
-    every = [swap for swaps in installation.swaps().values() for swap in swaps]
+    every = [swap for layer in installation.layers() for swap in layer.copies]
     before = any(swap.retrained for swap in every)
     for swap in every:
         swap.retrained = retrained

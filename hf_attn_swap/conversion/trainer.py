@@ -38,7 +38,7 @@ class TrainerWithoutLabels(Trainer):
         self, model: nn.Module, args: TrainingArguments | None = None, *, parts_named: bool, **kwargs: Any
     ) -> None:
         self.parts_named = parts_named
-        self.installation = need_installation(model)
+        self.root = need_installation(model).root
         if args is not None and args.n_gpu > 1:  # DataParallel's copies of the model share the swaps' state
             raise ValueError(
                 f"this process sees {args.n_gpu} GPUs; start one process per GPU with accelerate launch, or set "
@@ -56,12 +56,12 @@ class TrainerWithoutLabels(Trainer):
         """As in `Trainer`. The swaps note if strength 0 is no longer the original model, in checkpoints too."""
         if not trains_the_original(cast(nn.Module, self.model)):
             return self._train(*args, **kwargs)
-        before = note_retrained(self.installation)
+        before = note_retrained(need_installation(self.root))
         try:
             return self._train(*args, **kwargs)
         except BaseException:
-            if not self.state.global_step:  # the training ended before its first step
-                note_retrained(self.installation, before)
+            if not self.state.global_step:  # the training ended before its first training step
+                note_retrained(need_installation(self.root), before)
             raise
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:

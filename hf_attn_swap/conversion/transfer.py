@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ..families import Site
 from ..layer.swap import STOCK, Phase
 from ..measuring.batches import read_by, refuse_other_tokens, token_mask, without_labels
 from ..measuring.divergence import relative_error
-from ..patch import need_installation, swappable
+from ..patch import need_installation
 from ..wiring.install import Installation
 from .as_before import configs_of
 from .parts import PARTS, site_part
@@ -98,13 +98,21 @@ class LayerErrors:
         root: the model.
         swapped: the attention blocks.
         follow: True if the model goes on with the teacher's output, False if it goes on with its own output.
+        originals: the values, before any training, of parameters that earlier trainings have changed.
     """
 
-    def __init__(self, root: nn.Module, swapped: list[Site], *, follow: bool) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        swapped: list[Site],
+        *,
+        follow: bool,
+        originals: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> None:
         self.root = root
         self.swapped = swapped
         self.follow = follow
-        self.frozen = [_copies(site.container) for site in swapped]
+        self.frozen = [_copies(site.container, originals or {}) for site in swapped]
 
     @contextlib.contextmanager
     def watch(self, batch: dict[str, Any]) -> Iterator[list[Tensor]]:
@@ -118,13 +126,18 @@ class LayerErrors:
             yield errors
 
 
-def layer_errors(installation: Installation) -> LayerErrors:
-    """The errors of the swapped layers on the model's own stream.
+def layer_errors(installation: Installation, originals: Mapping[nn.Parameter, Tensor]) -> LayerErrors:
+    """The errors of the layers that run their variant, on the model's own stream.
+
+    Args:
+        installation: the swaps of the model.
+        originals: the values, before any training, of parameters that earlier trainings have changed.
 
     Raises:
-        ValueError: a layer is merged or at strength 0.
+        ValueError: a layer is merged, was retrained without its original values, or all are at strength 0.
     """
-    return LayerErrors(installation.root, _swapped(installation), follow=False)
+    swapped = _swapped(installation, resting=True, known=bool(originals))
+    return LayerErrors(installation.root, swapped, follow=False, originals=originals)
 
 
 def _comparison(frozen: dict[str, Tensor], batch: dict[str, Any], losses: list[Tensor], follow: bool) -> Any:
@@ -172,27 +185,33 @@ def without_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def _swapped(installation: Installation) -> list[Site]:
-    """Return the swapped blocks, or refuse a merged layer and a layer at strength 0."""
-    usable = swappable(installation.root)
-    sites = []
-    for index, swaps in installation.swaps().items():
-        if swaps[0].merged is not None:
+def _swapped(installation: Installation, *, resting: bool = False, known: bool = False) -> list[Site]:
+    """Return the swapped blocks, or refuse a merged layer, a retrained layer and a layer at strength 0.
+
+    Args:
+        installation: the swaps of the model.
+        resting: layers at strength 0 are left out, as long as another layer runs its variant.
+        known: the values from before a training are known, so a retrained layer has an original.
+    """
+    layers = installation.layers()
+    running = [layer for layer in layers if layer.swap.phase != Phase.OFF]
+    for layer in layers:
+        index, swap = layer.number, layer.swap
+        if swap.merged is not None:
             raise ValueError(
                 f"layer {index}: its calibration was merged, so the original attention is gone; load the "
                 "unmerged model."
             )
-        if swaps[0].retrained:
+        if swap.retrained and not known:
             raise ValueError(
                 f"layer {index}: an earlier conversion trained its weights, so strength 0 is no longer the original "
                 "attention; start again from the pretrained model."
             )
-        if swaps[0].phase == Phase.OFF:
+        if swap.phase == Phase.OFF and not (resting and running):
             raise ValueError(
                 f"layer {index} is at strength 0, the original itself; call set_strength(model, 1.0) first."
             )
-        sites.append(usable[index])
-    return sites
+    return [layer.site for layer in (running if resting and running else layers)]
 
 
 def _choose(model: nn.Module, swapped: list[Site], trainable: tuple[str, ...]) -> None:
@@ -214,6 +233,10 @@ def _choose(model: nn.Module, swapped: list[Site], trainable: tuple[str, ...]) -
         raise ValueError("there is nothing to train: the variant has no parameters; name projections in `trainable`.")
 
 
-def _copies(container: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the parameters that train in one attention block, for the teacher."""
-    return {name: p.detach().clone() for name, p in container.named_parameters() if p.requires_grad}
+def _copies(container: nn.Module, originals: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
+    """Return the teacher's values of the parameters of one attention block that train or have trained."""
+    return {
+        name: originals.get(parameter, parameter).detach().to(parameter.device, copy=True)
+        for name, parameter in container.named_parameters()
+        if parameter.requires_grad or parameter in originals
+    }

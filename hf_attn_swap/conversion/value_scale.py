@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core.call import Call
-from ..families import Site
-from ..layer.swap import Swap
-from ..layer.value_scale import LARGEST_SCALE
+from ..layer.value_scale import LARGEST_SCALE, ValueScale
 from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
-from ..patch import need_installation, swappable
+from ..patch import need_installation
 from ..wiring.home import home
 from ..wiring.install import Installation
+from ..wiring.layers import Layer
 from .heads import softmax_swaps
 
 TOKENS = 4096  # so many tokens are enough,
@@ -82,27 +81,27 @@ def scale_values(model: nn.Module, batches: Iterable[Any], *, progress: bool = T
             unchanged after an error.
     """
     installation = need_installation(model)
-    projecting = {index: swaps for index, swaps in installation.swaps().items() if swaps[0].projects}
+    projecting = [layer for layer in installation.layers() if layer.swap.projects]
     if not projecting:
         raise ValueError(
             "no swapped layer projects on values, so there is nothing to scale; layers with belief or belief_star do."
         )
     installation.refuse_merged("scaled", projecting)
-    if trained := [index for index, swaps in projecting.items() if swaps[0].retrained]:
+    if trained := [layer.number for layer in projecting if layer.swap.retrained]:
         raise ValueError(
             f"a conversion trained the weights of layers {trained} for the scales that their values have; scale the "
             "values before the training."
         )
-    usable = swappable(installation.root)
-    seen = _watch(model, installation, list(projecting), batches)
+    seen = _watch(model, installation, projecting, batches)
     found = {}
-    for index in tqdm(projecting, desc="scale values", unit="layer", disable=not progress):
-        found[index] = _solve(*seen.pop(index).joined(index))
-    for index, swaps in projecting.items():
-        site, (squares, _, _) = usable[index], found[index]
-        for swap in swaps:
-            scale = swap.scale_values(home(site.container, site.core))
+    for layer in tqdm(projecting, desc="scale values", unit="layer", disable=not progress):
+        found[layer.number] = _solve(*seen.pop(layer).joined())
+    for layer in projecting:
+        squares, _, _ = found[layer.number]
+        for swap in layer.copies:
+            scale = ValueScale(swap.geometry)
             scale.squares.copy_(squares.view_as(scale.squares))
+            swap.put(scale.beside(home(layer.site.container, layer.site.core)))
     installation.refresh()
     return ValueScales(
         before={index: before for index, (_, before, _) in found.items()},
@@ -114,8 +113,7 @@ def scale_values(model: nn.Module, batches: Iterable[Any], *, progress: bool = T
 class _Seen:
     """What one layer shows of its tokens: products by dimension, and the sizes of its output."""
 
-    site: Site
-    own: Swap
+    layer: Layer
     heads_values: list[Tensor] = field(default_factory=list)  # (N,G*D), y v summed over the heads of a group
     squares: list[Tensor] = field(default_factory=list)  # (N,G*D), v v summed over the heads of a group
     taken: list[Tensor] = field(default_factory=list)  # (N,), |W_o v|^2
@@ -124,7 +122,7 @@ class _Seen:
     @property
     def limit(self) -> int:
         """So many tokens are enough."""
-        sizes = self.own.geometry
+        sizes = self.layer.swap.geometry
         return max(1, min(TOKENS, NUMBERS // (sizes.kv_heads * sizes.head_dim)))
 
     @property
@@ -134,7 +132,7 @@ class _Seen:
 
     def hook(self, batch: Batch) -> Any:
         """A forward pre-hook of the stock swap, which notes the tokens of one call."""
-        batch = read_by(self.site.core, batch)
+        batch = read_by(self.layer.site.core, batch)
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
             call = args[1]
@@ -142,7 +140,7 @@ class _Seen:
 
             def see(place: str, tensor: Tensor) -> Tensor:
                 if place == "context":
-                    self._note(tensor, call.own_values(self.own.geometry.kv_heads), batch)
+                    self._note(tensor, call.own_values(self.layer.swap.geometry.kv_heads), batch)
                 return tensor
 
             call.tap = see
@@ -163,17 +161,19 @@ class _Seen:
     def _size(self, heads_NHD: Tensor) -> Tensor:
         """|W_o y|^2 of each token, without the bias; |y|^2 if the package does not know which module holds W_o."""
         flat = heads_NHD.flatten(1)
-        if self.site.family.output is not None:
-            projection = self.site.container.get_submodule(self.site.family.output)
+        site = self.layer.site
+        if site.family.output is not None:
+            projection = site.container.get_submodule(site.family.output)
             flat = projection(flat) - projection(torch.zeros_like(flat[:1]))
         return flat.float().square().sum(-1).cpu()
 
-    def joined(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    def joined(self) -> tuple[Tensor, Tensor, Tensor]:
         """The products of some tokens at equal distances, and the weight of each token in the mean.
 
         Raises:
             ValueError: activations are not finite, or there are no tokens.
         """
+        index = self.layer.number
         if not sum(map(len, self.taken)):
             raise ValueError(
                 f"layer {index}: no real token of the batches reaches this layer; pass tokens that are not padding."
@@ -188,18 +188,19 @@ class _Seen:
         return heads_values[::step], squares[::step], weight[::step]
 
 
-def _watch(model: nn.Module, installation: Installation, layers: list[int], batches: Iterable[Any]) -> dict[int, _Seen]:
+def _watch(
+    model: nn.Module, installation: Installation, layers: list[Layer], batches: Iterable[Any]
+) -> dict[Layer, _Seen]:
     """What the layers show of the tokens of the first batches, in the stock model."""
-    usable = swappable(installation.root)
     plain = softmax_swaps(installation)
-    seen = {index: _Seen(usable[index], plain[index]) for index in layers}
-    cores = [usable[index].core for index in layers]
+    seen = {layer: _Seen(layer) for layer in layers}
+    cores = [layer.site.core for layer in layers]
     with evaluating(model), installation.temporarily(plain):
         for batch in as_batches(batches):
             refuse_other_tokens(installation.root, cores, batch)
             with contextlib.ExitStack() as hooked:
-                for index, each in seen.items():
-                    hooked.callback(plain[index].register_forward_pre_hook(each.hook(batch)).remove)
+                for layer, each in seen.items():
+                    hooked.callback(plain[layer].register_forward_pre_hook(each.hook(batch)).remove)
                 forward(model, batch)
             if all(each.enough for each in seen.values()):
                 break

@@ -1,1 +1,1 @@
-"""What runs inside one swapped layer: a call and its masks, the computation, the child module and its options."""
+"""The data of one call of a swapped layer, its masks, and the options of a variant."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,18 @@ class Geometry:
     head_dim: int
     hidden: int
     key_dim: int | None = None
+
+
+class Home(NamedTuple):
+    """Where an attention module computes.
+
+    Attributes:
+        device: the device.
+        dtype: the dtype, a floating point one.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
 
 
 @dataclass
@@ -141,8 +153,6 @@ class Call:
         last: True if no later layer reads the carried scores.
         uniform: True if all layers of the model have the same masks.
         residual: (B,Q,E), the residual stream of the block, or None if no variant asked for the residual stream.
-        strength: 1.0 at full strength. Below, a (1,) tensor in the dtype of the tensor that a variant's method is
-            given, so that the product of both keeps this dtype.
         value: (B,G,K,D), the values of all keys.
         kept: a tensor that the variant's `read` keeps for the variant's `write`.
         dropout: the model's hidden dropout, for variants that add something beside W_o.
@@ -151,8 +161,7 @@ class Call:
         tap: a function that is given a name and a tensor, and returns the tensor that the computation goes on with.
             The names are "scores" (before the mask), "normalized" (the weights in fp32 at least, before the place
             "weights"), "probabilities" (the weights that multiply the values) and "context" (the heads).
-        exact_strength: 1.0 at full strength, and below a (1,) tensor in fp32. `hand` computes `strength` from
-            `exact_strength`.
+        exact_strength: 1.0 at full strength, and below a (1,) tensor in fp32. A variant asks for it by `strength_in`.
         skip_scale: the factor of x in a skip: 1, or 2^-k after a neutral start.
         head_order: by the number of each head of the carried scores, the head of this layer that meets it (matched
             heads); None if they meet by number.
@@ -168,7 +177,6 @@ class Call:
     last: bool = False
     uniform: bool = False
     residual: Tensor | None = None
-    strength: Strength = 1.0
     value: Tensor | None = None
     kept: Tensor | None = None
     dropout: Callable[[Tensor], Tensor] | None = None
@@ -186,11 +194,13 @@ class Call:
         """The input x (B,Q,E) as a skip adds it: times `skip_scale`."""
         return self.x if self.skip_scale == 1.0 else self.skip_scale * self.x
 
-    def hand(self, dtype: torch.dtype) -> Call:
-        """This call, with `strength` in `dtype`: the dtype of the tensor that the variant's method is given."""
+    def strength_in(self, dtype: torch.dtype) -> Strength:
+        """The strength: 1.0 at full strength, and below a (1,) tensor in `dtype`.
+
+        A variant gives the dtype of the tensor that it changes, so that the product of both keeps this dtype.
+        """
         exact = self.exact_strength
-        self.strength = exact.to(dtype) if isinstance(exact, Tensor) else exact
-        return self
+        return exact.to(dtype) if isinstance(exact, Tensor) else exact
 
     @property
     def between(self) -> bool:

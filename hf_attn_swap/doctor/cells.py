@@ -87,7 +87,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Patched:
-    """What a check gets.
+    """What a check is given: the stock model with its inputs, and the patched model.
 
     Attributes:
         stock: the stock model and its inputs.
@@ -103,7 +103,7 @@ class Patched:
 
 
 def check_cell(family: str, variant: str, stock: Tiny) -> Cell:
-    """Run all checks that the family and the variant have. An error inside a check is a wrong result, not raised."""
+    """Run all checks that the family and the variant have. An error in a check is a wrong result, and is not raised."""
     try:
         model = patch_model(copy.deepcopy(stock.model), variant, strength=0.0)
     except ValueError as refusal:
@@ -146,7 +146,7 @@ def _run(check: Callable[[Patched], None], patched: Patched) -> str | None:
 
 
 def _move_parameters(model: nn.Module) -> None:
-    """Move a variant's own parameters from their start, at which a new gate changes nothing."""
+    """Change a variant's own parameters: at their first values, a gate changes nothing."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for swap in (module for module in model.modules() if isinstance(module, Swap)):

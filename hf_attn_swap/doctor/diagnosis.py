@@ -145,9 +145,9 @@ def _name(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without progress bars, messages of transformers, and our line on a newer transformers, which the table says.
+    """Inside the `with` block, transformers shows no bars and no messages, and no line says that it is new.
 
-    On one thread: the models are so small that several threads would wait for each other most of the time.
+    PyTorch computes on one thread: for such small models, several threads would wait for each other most of the time.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

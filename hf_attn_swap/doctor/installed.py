@@ -64,7 +64,7 @@ def _version(name: str) -> str | None:
 
 
 def _note(here: str, oldest: str | None, newest: str) -> str:
-    """How a version lies to the tested ones."""
+    """Whether a version was tested, or is older or newer than those that were, in words."""
     if is_newer(here, newest):
         return "newer than tested"
     if is_newer(oldest or newest, Version(here).public):

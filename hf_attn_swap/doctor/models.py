@@ -23,7 +23,7 @@ FIRST_ID = 4  # smaller numbers may be special tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Tiny:
-    """One family's stock model and what it reads.
+    """The stock model of one family, and the inputs of this model.
 
     Attributes:
         model: the stock model, in evaluation mode on the device of the check.

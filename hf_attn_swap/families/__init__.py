@@ -5,7 +5,7 @@ Each known architecture has one small file. `generic` finds the places in every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
@@ -99,8 +99,8 @@ def sites(model: nn.Module) -> list[Site]:
     return list(_walk(model))
 
 
-def obstacle(model: nn.Module) -> str | None:
-    """Why no part of this model can be swapped, or None."""
+def obstacle(model: nn.Module, found: Iterable[Site]) -> str | None:
+    """Why no part of this model can be swapped, or None. `found` are its attention modules, as `sites` finds them."""
     for path, module in model.named_modules():
         cls = stock_class(module)
         if built_by_implementation(cls):
@@ -108,7 +108,7 @@ def obstacle(model: nn.Module) -> str | None:
                 f"{path} ({cls.__name__}) is built by the name of its attention implementation, so that a saved swap "
                 "could not be loaded"
             )
-    for site in sites(model):
+    for site in found:
         if site.unrunnable is not None:
             return (
                 f"{site.path} ({type(site.core).__name__}) cannot run through our attention function, swapped or not: "

@@ -4,7 +4,7 @@ H_l = b H_{l-1} + c S_l and heads = softmax(H_l + M) V. b = 0 and c = 1 is ordin
 `Form.IN_PLACE`: all layers share one tensor H. Each layer updates H in place, and writes the mask into H as -inf. With
 gradients, softmax and a product compute the heads. Without gradients, SDPA does, with b H_{l-1} as its mask.
 `Form.TERMS`: for long sequences, H is never held as a tensor (see `hopfield.attend_long`).
-`Form.REFERENCE`: the readable pipeline of `core.compute` runs for everything else. `dispatch.carried_form` decides.
+`Form.REFERENCE`: the readable pipeline of `layer.compute` runs for everything else. `dispatch.carried_form` decides.
 Modern Hopfield attention, eq. 10; docs/mathematics.md, section Modern Hopfield attention.
 Axes: B batch, H head, Q query, K key, D head width.
 """

@@ -1,6 +1,6 @@
 """Decides which form of a computation runs: one function per kernel.
 
-The functions look at facts such as the device and the dtype, and never at the content of a tensor. `core.compute` asks
+The functions look at facts such as the device and the dtype, and never at the content of a tensor. `layer.compute` asks
 them once per call and hands the form on. `describe` asks the same functions, so that `describe` prints the form that
 runs. All forms of one computation give equal results; they differ in speed and memory.
 """

@@ -2,22 +2,28 @@
 
 gain: A_h -> g_h A_h. map: A_h -> A_h M_h + b_h. The values g = 1, M = I and b = 0 change nothing.
 `hf_attn_swap.conversion.calibrate` fits the correction at strength 1. At a strength s between 0 and 1, the layer
-computes (1 - s) A + s calibrated(A).
+computes (1 - s) A + s calibrated(A). `hf_attn_swap.conversion.merge_calibration` folds it into the weights.
 No paper has this correction; see docs/mathematics.md, section Calibration.
 Axes: B batch, L token, H head, D head width.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ..core.call import Geometry
+from ..core.checks import check_keys
+from ..variants.base import Variant
+from .fitted import HEADS, WEIGHTS, Fitted, fitted
 
 FITS = ("gain", "map")
 
 
-class Calibration(nn.Module):
+@fitted("calibration")
+class Calibration(Fitted):
     """The fitted correction of one layer's heads.
 
     A gain has the parameter `weight` (H,). A map has the parameters `weight` (H,D,D) and `bias` (H,D).
@@ -30,6 +36,8 @@ class Calibration(nn.Module):
         ValueError: `fit` is neither "gain" nor "map".
     """
 
+    place = HEADS
+
     def __init__(self, fit: str, geometry: Geometry) -> None:
         super().__init__()
         check_fit(fit)
@@ -41,12 +49,58 @@ class Calibration(nn.Module):
             self.weight = nn.Parameter(torch.eye(width).repeat(heads, 1, 1))
             self.bias = nn.Parameter(torch.zeros(heads, width))
 
+    @classmethod
+    def check(cls, spec: Any, classes: tuple[type[Variant], ...], strength: float) -> None:
+        check_keys(spec, {"fit", "merged"}, "the calibration")
+        check_fit(spec["fit"])
+        if not isinstance(spec["merged"], bool):
+            raise ValueError(f"merged must be true or false, got {spec['merged']!r}.")
+        if spec["merged"] and strength != 1:
+            raise ValueError(f"a merged calibration needs strength 1, got {strength}.")
+
+    @classmethod
+    def from_spec(cls, spec: Any, geometry: Geometry) -> Fitted:
+        return MergedCalibration(spec["fit"]) if spec["merged"] else cls(spec["fit"], geometry)
+
+    def spec(self) -> dict[str, Any]:
+        return {"fit": self.fit, "merged": False}
+
+    def words(self) -> str:
+        return f"calibrated ({self.fit})"
+
     def forward(self, heads_BLHD: Tensor) -> Tensor:
         """Correct the heads: from (B,L,H,D) to (B,L,H,D), in the dtype of `heads_BLHD`."""
         if self.fit == "gain":
             return (heads_BLHD * self.weight[:, None]).to(heads_BLHD.dtype)
         mapped_BHLD = heads_BLHD.transpose(1, 2) @ self.weight
         return (mapped_BHLD.transpose(1, 2) + self.bias).to(heads_BLHD.dtype)
+
+    def linear(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, None if self.fit == "gain" else self.bias
+
+    def merged(self) -> MergedCalibration:
+        return MergedCalibration(self.fit)
+
+
+class MergedCalibration(Fitted):
+    """The record that a calibration is in the weights of the model. It has no parameters.
+
+    Args:
+        fit: "gain" or "map".
+    """
+
+    name = Calibration.name
+    place = WEIGHTS
+
+    def __init__(self, fit: str) -> None:
+        super().__init__()
+        self.fit = fit
+
+    def spec(self) -> dict[str, Any]:
+        return {"fit": self.fit, "merged": True}
+
+    def words(self) -> str:
+        return f"calibrated ({self.fit}, merged)"
 
 
 def check_fit(fit: object) -> None:

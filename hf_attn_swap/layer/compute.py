@@ -96,7 +96,7 @@ def attend(
     variant = places.carrier or places.normalizer or places.adjuster
     if variant is None:
         return ordinary(inputs, sdpa), None
-    heads = variant.heads(inputs, call.hand(_wide(inputs.query)), sdpa, form)
+    heads = variant.heads(inputs, call, sdpa, form)
     if heads is None:
         return reference(places, inputs, call)
     return heads, None
@@ -106,7 +106,7 @@ def _with_pairs(
     places: Places, variant: Variant, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool, form: Form
 ) -> tuple[Tensor, Tensor | None]:
     """As `attend`, with the pairs of a variant beside the keys of the text. The weights are those of the text."""
-    pairs = variant.pairs(inputs, call.hand(inputs.query.dtype))
+    pairs = variant.pairs(inputs, call)
     if form is Form.JOINED:
         added, causal = inputs.masks.additive(inputs.query.dtype)
         further = softmax_n.Further(pairs.scores(inputs), pairs.values(inputs))
@@ -136,7 +136,7 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     if inputs.position_bias is not None:
         scores = scores + inputs.position_bias
     if places.carrier is not None:
-        scores = places.carrier.carry(scores, call.hand(scores.dtype))
+        scores = places.carrier.carry(scores, call)
     scores = call.tapped("scores", scores)
     if (bias := inputs.masks.bias()) is not None:
         scores = scores + bias
@@ -145,12 +145,12 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     wide = scores.to(_wide(scores))
     if places.normalizer is not None:
-        weights = places.normalizer.normalize(wide, call.hand(wide.dtype))
+        weights = places.normalizer.normalize(wide, call)
     else:
         weights = torch.softmax(wide, -1)
     weights = call.tapped(NORMALIZED, weights)
     if places.adjuster is not None:
-        weights = places.adjuster.adjust(weights, call.hand(weights.dtype))
+        weights = places.adjuster.adjust(weights, call)
     if allowed is not None:  # a query that may see no key reads zeros, as in SDPA
         weights = weights.masked_fill(~allowed, 0.0)
     weights = call.tapped("probabilities", weights.to(value.dtype))

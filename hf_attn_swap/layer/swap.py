@@ -7,26 +7,25 @@ Axes: B batch, L token, H head, Q query, K key, D head width, E model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Call, Carried, FusedSoftmax, Geometry, Inputs
+from ..core.call import Call, Carried, FusedSoftmax, Geometry, Inputs, Strength
 from ..core.masks import transformed
 from ..kernels.dispatch import Form, Setting
 from ..variants.base import Replacement, Variant, mix
-from .calibration import Calibration
 from .compute import Places, attend, ordinary, reference, replaced
+from .fitted import FITTED, HEADS, WEIGHTS, Fitted
 from .registry import Options, build_options
-from .value_scale import ValueScale
 
 STOCK = "attn_swap_stock"  # a keyword argument of an attention module: if True, the module runs as if not swapped
 
-LARGEST_EXPONENT = 60  # of a neutral start: 2^-60 is far above the smallest number of fp32 and bf16
+F = TypeVar("F", bound=Fitted)
 
 
 class Phase(str, Enum):
@@ -95,44 +94,50 @@ class Wiring:
 
 
 class Swap(nn.Module):
-    """The child module `attn_swap` of a swapped attention module: its variants, their parameters, and the strength.
+    """The child module `attn_swap` of a swapped attention module: its variants, its fits, and the strength.
 
-    The Python float `strength` is the truth. The fp32 buffer `strength_value` (1,) is a copy of the float for the
-    computation, and `phase` is the only form of the strength that code branches on. `wiring` is None while the swap
-    belongs to no model.
+    The Python float `strength` is the truth; `Installation.set_strength` changes it. The fp32 buffer `strength_value`
+    (1,) is a copy of the float for the computation, and `phase` is the only form of the strength that code branches on.
+    `wiring` is None while the swap belongs to no model.
 
     Args:
         classes: the variants, in the order of the name.
         options: the options of each variant, by the variant's name, complete with defaults.
         geometry: the sizes of the attention module.
+        strength: a number from 0 to 1.
+        selection: the argument `modules` that chose this layer, or None.
 
     Raises:
-        ValueError: a variant does not fit an attention module of these sizes.
+        ValueError: a variant does not fit an attention module of these sizes, or has the name of a fit.
     """
 
     strength_value: Tensor
-    calibration: Calibration | None
-    value_scale: ValueScale | None
 
-    def __init__(self, classes: tuple[type[Variant], ...], options: Options, geometry: Geometry) -> None:
+    def __init__(
+        self,
+        classes: tuple[type[Variant], ...],
+        options: Options,
+        geometry: Geometry,
+        *,
+        strength: float = 1.0,
+        selection: str | None = None,
+    ) -> None:
         super().__init__()
         self.names = tuple(cls.name for cls in classes)
         self.geometry = geometry
         self.wiring: Wiring | None = None
         self.fresh = True  # False if a checkpoint has given the new parameters their values
-        self.merged: str | None = None  # the name of the fit, if a calibration was merged into the model's weights
-        self.neutral: int | None = None  # k, if a neutral start scales the skip by 2^-k
-        self.head_order: tuple[int, ...] | None = None  # the own head that meets each head of the carried scores
         self.retrained = False  # True if a conversion trained weights: strength 0 is no longer the original
-        self.selection: str | None = None  # the argument `modules` that chose this layer
-        self.strength = 1.0
-        self.phase = Phase.FULL
+        self.selection = selection
         self.options = options
         for cls in classes:
+            if cls.name in FITTED:
+                raise ValueError(f"{cls.name!r} is the name of a fit; register the variant under another name.")
             self.add_module(cls.name, cls(build_options(cls, options[cls.name]), geometry))
-        self.register_module("calibration", None)
-        self.register_module("value_scale", None)
+        for name in FITTED:
+            self.register_module(name, None)
         self.register_buffer("strength_value", torch.ones(1, dtype=torch.float32), persistent=False)
+        self.compute_at(strength)
 
     def _load_from_state_dict(
         self,
@@ -144,20 +149,55 @@ class Swap(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """As in torch, but keys of a calibration that this swap does not have are unexpected keys.
+        """As in torch, but keys of a fit that this swap does not have are unexpected keys.
 
         torch takes the keys of a child that is None for expected ones, and drops their values.
         """
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        absent = tuple(f"{prefix}{name}." for name in ("calibration", "value_scale") if getattr(self, name) is None)
+        absent = tuple(f"{prefix}{name}." for name in FITTED if self._modules.get(name) is None)
         unexpected_keys.extend(key for key in state_dict if key.startswith(absent))
+
+    @property
+    def strength(self) -> float:
+        """The strength, a number from 0 to 1."""
+        return self._strength
 
     @property
     def variants(self) -> tuple[Variant, ...]:
         """The variants, in the order of the name."""
         return tuple(child for child in self._modules.values() if isinstance(child, Variant))
+
+    @property
+    def fitted(self) -> dict[str, Fitted]:
+        """What conversions fitted into this layer, by name. `restore` brings exactly this back."""
+        return {name: child for name, child in self._modules.items() if isinstance(child, Fitted)}
+
+    def fit_of(self, cls: type[F]) -> F | None:
+        """The fit of this class, or None."""
+        return next((child for child in self._modules.values() if isinstance(child, cls)), None)
+
+    def put(self, fit: Fitted) -> None:
+        """Add a fit, in the mode of this layer. It takes the place of an earlier fit of the same name."""
+        self.register_module(fit.name, fit.train(self.training))
+
+    def drop(self, name: str) -> None:
+        """Remove the fit of this name, if there is one."""
+        if name in self.fitted:
+            self._modules[name] = None
+
+    def restore(self, before: Mapping[str, Fitted]) -> None:
+        """Let the layer have exactly these fits, which `fitted` gave before."""
+        for name in self.fitted:
+            self.drop(name)
+        for fit in before.values():
+            self.put(fit)
+
+    @property
+    def merged(self) -> Fitted | None:
+        """The fit that was merged into the model's weights, or None."""
+        return next((fit for fit in self.fitted.values() if fit.place == WEIGHTS), None)
 
     def at(self, place: str) -> Variant | None:
         """The variant that changes this place, or None."""
@@ -215,11 +255,6 @@ class Swap(nn.Module):
         """True if a variant projects heads on values."""
         return any(variant.projects for variant in self.variants)
 
-    @property
-    def skip_scale(self) -> float:
-        """The factor of the layer's input in the skip: 1, or 2^-k after a neutral start."""
-        return 1.0 if self.neutral is None else 2.0**-self.neutral
-
     def place_in(self, carried: Carried | None) -> int:
         """The layer's number among the layers that carry scores. For a shared module, the number of the call.
 
@@ -249,39 +284,16 @@ class Swap(nn.Module):
         spec = {"variant": "+".join(self.names), "options": self.options, "strength": self.strength}
         if self.selection is not None:
             spec["modules"] = self.selection
-        if self.neutral is not None:
-            spec["neutral_start"] = self.neutral
-        if self.head_order is not None:
-            spec["head_order"] = list(self.head_order)
-        if self.value_scale is not None:
-            spec["value_scale"] = True
         if self.retrained:
             spec["retrained"] = True
-        fit = self.calibration.fit if self.calibration is not None else self.merged
-        if fit is not None:
-            spec["calibration"] = {"fit": fit, "merged": self.calibration is None}
-        return spec
+        return spec | {name: fit.spec() for name, fit in self.fitted.items()}
 
-    def calibrate(self, fit: str, like: Tensor) -> Calibration:
-        """Add a calibration that changes nothing yet, on the device and in the dtype of `like`.
-
-        Raises:
-            ValueError: `fit` is neither "gain" nor "map".
-        """
-        self.calibration = Calibration(fit, self.geometry).to(like)
-        return self.calibration
-
-    def scale_values(self, like: Tensor) -> ValueScale:
-        """Add scales of the values that change nothing yet, on the device of `like`."""
-        self.value_scale = ValueScale(self.geometry).to(like.device)
-        return self.value_scale
-
-    def set_strength(self, strength: float, *, never_off: bool = False) -> None:
-        """Set the strength, a number from 0 to 1.
+    def compute_at(self, strength: float, *, never_off: bool = False) -> None:
+        """Compute at this strength from now on, a number from 0 to 1: a part of `Installation.set_strength`.
 
         With `never_off`, the layer computes the variant at strength 0 too, because another layer reads its scores.
         """
-        self.strength = float(strength)
+        self._strength = float(strength)
         if strength == 1:
             self.phase = Phase.FULL
         elif strength == 0 and not never_off:
@@ -315,7 +327,8 @@ class Swap(nn.Module):
         """
         call.exact_strength = 1.0 if self.phase == Phase.FULL else self.strength_value
         call.value = inputs.value
-        call.value_squares = None if self.value_scale is None else self.value_scale()
+        for fit in self.fitted.values():
+            fit.prepare(call)
         places = self.places()
         if places.replacement is not None:
             return self._replaced(places.replacement, inputs, call, sdpa, want_weights)
@@ -323,32 +336,36 @@ class Swap(nn.Module):
         heads = call.tapped("context", heads)
         reader = self.at("read")
         if reader is not None:
-            heads = reader.read(heads, call.hand(heads.dtype))
-        if self.calibration is not None:
-            heads = mix(heads, self.calibration(heads), call.hand(heads.dtype).strength)
-        return heads, weights
+            heads = reader.read(heads, call)
+        return self._corrected(heads, call.strength_in(heads.dtype)), weights
+
+    def _corrected(self, heads_BLHD: Tensor, strength: Strength) -> Tensor:
+        """The heads (B,L,H,D) with the fits that act on them, at this strength."""
+        fits = [fit for fit in self.fitted.values() if fit.place == HEADS]
+        corrected = heads_BLHD
+        for fit in fits:
+            corrected = fit(corrected)
+        return mix(heads_BLHD, corrected, strength) if fits else heads_BLHD
 
     def _replaced(
         self, variant: Replacement, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """As `forward`, for a variant without scores. The calibration changes the variant's heads alone."""
+        """As `forward`, for a variant without scores. Fits change the variant's heads alone."""
         heads, weights = replaced(variant, inputs, call, want_weights)
-        heads = call.tapped("context", heads)
-        if self.calibration is not None:
-            heads = self.calibration(heads)
+        heads = self._corrected(call.tapped("context", heads), 1.0)
         if call.between:
             if transformed(*inputs.three):  # the stock function has no forward mode
                 other = reference(Places(), inputs, Call(x=call.x))[0]
             else:
                 other = ordinary(inputs, sdpa)
-            return variant.read_between(other, heads.to(other.dtype), call.hand(other.dtype)), weights
-        return variant.read(heads, call.hand(heads.dtype)), weights
+            return variant.read_between(other, heads.to(other.dtype), call), weights
+        return variant.read(heads, call), weights
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         """Let the variants change the output of W_o: from (B,L,E) to (B,L,E)."""
         for variant in self.variants:
             if "write" in variant.changes:
-                out_BLE = variant.write(out_BLE, call.hand(out_BLE.dtype))
+                out_BLE = variant.write(out_BLE, call)
         return out_BLE
 
     def form(self, setting: Setting) -> Form:

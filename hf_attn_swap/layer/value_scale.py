@@ -8,21 +8,27 @@ docs/mathematics.md, section Scaled values. Axes: G key/value head, H head, D he
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from typing import Any
 
-from ..core.call import Geometry
+import torch
+from torch import Tensor
+
+from ..core.call import Call, Geometry, Home
+from ..variants.base import Variant
+from .fitted import CALL, Fitted, fitted
 
 LARGEST_SCALE = 7  # S is 2^-7 to 2^7, so that S^2 is exact in fp16 too
 
 
-class ValueScale(nn.Module):
+@fitted("value_scale")
+class ValueScale(Fitted):
     """The squares S^2 of the scales of one layer's values, a buffer `squares` (G,D). They start at 1.
 
     Args:
         geometry: the sizes of the attention module.
     """
 
+    place = CALL
     squares: Tensor
 
     def __init__(self, geometry: Geometry) -> None:
@@ -30,6 +36,34 @@ class ValueScale(nn.Module):
         self.group = geometry.heads // geometry.kv_heads
         self.register_buffer("squares", torch.ones(geometry.kv_heads, geometry.head_dim))
 
+    @classmethod
+    def check(cls, spec: Any, classes: tuple[type[Variant], ...], strength: float) -> None:
+        if spec is not True or not any(each.projects for each in classes):
+            raise ValueError(
+                f"value_scale must be true, beside a variant that projects on values, got {spec!r} beside "
+                f"{'+'.join(each.name for each in classes)!r}."
+            )
+
+    @classmethod
+    def from_spec(cls, spec: Any, geometry: Geometry) -> ValueScale:
+        return cls(geometry)
+
+    def spec(self) -> bool:
+        return True
+
+    def words(self) -> str:
+        return "values scaled for the projection"
+
+    def sentence(self, layers: int) -> str:
+        return f"The values of {layers} layers are scaled, so that the projection removes little."
+
+    def beside(self, like: Home | Tensor) -> ValueScale:
+        """Move the scales to the device of `like`. They keep their dtype."""
+        return self.to(like.device)
+
     def forward(self) -> Tensor:
         """S^2 of the value that each query head reads, (H,D)."""
         return self.squares if self.group == 1 else self.squares.repeat_interleave(self.group, 0)
+
+    def prepare(self, call: Call) -> None:
+        call.value_squares = self()  # a call of the module: programs that offload weights bring its buffer back for it

@@ -1,4 +1,4 @@
-"""Prepares batches for calibration and transfer: removes the labels, and finds out which tokens are real.
+"""Prepares batches for a model: removes the labels, and finds out which tokens are real.
 
 A batch is a plain dict of tensors. A token is real if the attention mask does not mark it as padding.
 
@@ -51,7 +51,7 @@ def is_label(name: str) -> bool:
 
 @contextlib.contextmanager
 def evaluating(*models: nn.Module | None) -> Iterator[None]:
-    """Inside, the models are in evaluation mode. Afterwards every module has its former mode again."""
+    """Inside the `with` block, the models are in evaluation mode. Afterwards every module has its former mode again."""
     training = [module for model in models if model is not None for module in model.modules() if module.training]
     try:
         for module in training:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 @contextlib.contextmanager
 def last_hidden(root: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Inside, keep the last hidden states that the model below the head returns."""
+    """Inside the `with` block, keep the last hidden states that the model below the head returns."""
     caught: list[Tensor] = []
     # Some models call their decoder past the base model (OPT), or have no base model (T5). The outermost ends last.
     below = {id(module): module for module in (root.get_decoder(), root.base_model) if module is not root}

@@ -88,8 +88,14 @@ class HeldOut:
         if not self.kept:
             raise ValueError("there are no held-out rows to measure on.")
 
+    def needs_head(self, parameter: nn.Parameter) -> bool:
+        """True if this is a weight of the head that computes what the stock model gives."""
+        if self.head is None or all(kept.hidden is None for kept in self.kept):
+            return False
+        return any(parameter is each for each in self.head.parameters())
+
     def part(self, batches: int) -> HeldOut:
-        """Some of the batches, at even distances, for measurements that are many."""
+        """Evenly spaced batches among all of them, for a measurement that is repeated many times."""
         found = copy.copy(self)
         count = min(max(1, batches), len(self.kept))
         found.kept = [self.kept[place * len(self.kept) // count] for place in range(count)]

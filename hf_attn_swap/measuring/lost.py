@@ -94,7 +94,7 @@ class Lost:
 
     @property
     def cost(self) -> float:
-        """One number for comparing two states of a model: KL or the relative error, which move with every change."""
+        """KL, or the relative error: every change of the model moves this number, so two states can be compared."""
         found = self.relative_error if self.divergence is None else self.divergence
         return self.share if found is None else found
 
@@ -119,7 +119,7 @@ class Lost:
         return self.perplexity / self.stock_perplexity
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """The figures in words and as text, those that exist."""
+        """The name and the text of every figure that exists."""
         if self.accuracy is not None and self.stock_accuracy is not None:
             yield "Accuracy (the stock model's)", f"{self.accuracy:.1%} ({self.stock_accuracy:.1%})"
             if self.accuracy_margin is not None:
@@ -187,7 +187,7 @@ def refuse_changed(installation: Installation, advice: str) -> None:
         ValueError: a calibration was merged into weights, or a conversion trained weights.
     """
     installation.refuse_merged(f"compared with the model at strength 0 ({advice})")
-    if any(swap.retrained for group in installation.swaps().values() for swap in group):
+    if any(layer.swap.retrained for layer in installation.layers()):
         raise ValueError(
             f"a conversion trained weights of this model, so strength 0 is no longer the stock model; {advice}."
         )

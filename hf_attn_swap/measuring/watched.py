@@ -18,7 +18,7 @@ CONTROL = "softmax"
 
 @contextlib.contextmanager
 def watched(model: nn.Module) -> Iterator[Any]:
-    """Inside the `with` block every swappable layer computes through a `Swap`, with equal bits.
+    """Inside the `with` block, every swappable layer computes through a `Swap`, and its output has the same bits.
 
     Afterwards the model is as before.
 
@@ -49,8 +49,7 @@ def _ordinary_where_off(root: Any) -> Iterator[None]:
     installation = installation_of(root)
     assert installation is not None
     classes = parse(CONTROL)
-    usable, swapped = swappable(root), installation.swaps()
-    quiet = [index for index in range(len(usable)) if index not in swapped or swapped[index][0].phase == Phase.OFF]
-    ordinary = {index: build_swap(usable[index], classes, parse_options(classes, {}), index) for index in quiet}
+    quiet = [layer for layer in swappable(installation) if not layer.swapped or layer.swap.phase == Phase.OFF]
+    ordinary = {layer: build_swap(layer, classes, parse_options(classes, {})) for layer in quiet}
     with installation.temporarily(ordinary):
         yield

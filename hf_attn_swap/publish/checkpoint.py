@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ..layer.registry import canonical_name, parse, parse_options
 from ..loading import read_block
@@ -123,6 +123,24 @@ def load_checkpoint(
     auto = model_class(read_config(source, **hub), task)
     model: PreTrainedModel = auto.from_pretrained(source, dtype=dtype, **hub).to(where).eval()
     return model
+
+
+def processor_of(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) -> Any:
+    """The image processor of a checkpoint whose model takes images, or the tokenizer of any other.
+
+    Raises:
+        ValueError: the checkpoint has none.
+    """
+    images = model.main_input_name == "pixel_values"
+    auto: Any = AutoImageProcessor if images else AutoTokenizer
+    missing = f"{source!r} has no {'image processor' if images else 'tokenizer'} that can be loaded."
+    try:
+        found = auto.from_pretrained(source, **hub)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(missing) from problem
+    if not images and len(found) <= len(found.all_special_ids):  # transformers makes up an empty tokenizer
+        raise ValueError(missing)
+    return found
 
 
 def hub_arguments(revision: str | None, token: str | None) -> dict[str, Any]:

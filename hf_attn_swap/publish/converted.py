@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
-from ..conversion.convert import FITS, convert, refuse_converted
+from ..conversion.convert import convert, refuse_converted
 from ..conversion.outcome import ConversionReport
+from ..layer.calibration import FITS
 from ..layer.registry import parse, parse_options
 from .card import render
 from .checkpoint import (
@@ -23,6 +24,7 @@ from .checkpoint import (
     find_device,
     hub_arguments,
     model_class,
+    processor_of,
     read_config,
     refuse_full,
 )
@@ -218,30 +220,12 @@ def _training(work: Path, *, on_cpu: bool, bf16: bool) -> TrainingArguments:
 
 
 def auto_class(kind: str) -> str:
-    """The AutoModel class that loads a class of transformers, by their names."""
+    """The name of the AutoModel class that loads models of the class `kind`, such as AutoModelForMaskedLM."""
     name = f"AutoModelFor{'CausalLM' if kind.endswith('LMHeadModel') else kind.rpartition('For')[2]}"
     return name if hasattr(transformers, name) else "AutoModel"
 
 
 def _identifier(text: str) -> str:
-    """The same name with a dash in place of what a name on the Hub may not hold."""
+    """The text with a dash in the place of every character that a name on the Hub may not have."""
     dashed = re.sub(r"[^A-Za-z0-9._/-]+", "-", text)
     return re.sub(r"([-.])[-.]+", r"\1", dashed).strip("-._/")[:LONGEST_NAME] or "unnamed"
-
-
-def processor_of(model: PreTrainedModel, source: str, hub: dict[str, Any]) -> Any:
-    """The tokenizer or image processor of a checkpoint.
-
-    Raises:
-        ValueError: the checkpoint has none.
-    """
-    images = model.main_input_name == "pixel_values"
-    auto: Any = AutoImageProcessor if images else AutoTokenizer
-    missing = f"{source!r} has no {'image processor' if images else 'tokenizer'} that can be loaded."
-    try:
-        found = auto.from_pretrained(source, **hub)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(missing) from problem
-    if not images and len(found) <= len(found.all_special_ids):  # transformers makes up an empty tokenizer
-        raise ValueError(missing)
-    return found

@@ -25,6 +25,7 @@ from ..families import sites
 from ..layer.swap import Phase, Swap
 from ..measuring.batches import as_batches, forward
 from ..measuring.watched import watched
+from ..wiring.layers import layers_at
 from .places import is_matmul, is_norm, quantizable
 from .points import Point, Quantized
 
@@ -82,14 +83,11 @@ class _Quantizer:
         for path, module in self.root.named_modules():
             if is_matmul(module) and path not in chosen:
                 stack.callback(module.register_forward_hook(self._uncovered).remove)
-        for site in sites(self.root):
-            if not site.usable:
-                continue
-            config = getattr(site.core, "config", None)
+        for layer in layers_at(sites(self.root)):
+            config = getattr(layer.site.core, "config", None)
             rotary = getattr(config, "rope_parameters", None) is not None
-            for module in site.core.modules():
-                if isinstance(module, Swap):  # several, where PEFT holds a copy of the swap
-                    stack.callback(module.register_forward_pre_hook(self._attention(site.path, rotary)).remove)
+            for swap in layer.copies:  # PEFT runs one of them
+                stack.callback(swap.register_forward_pre_hook(self._attention(layer.path, rotary)).remove)
 
     def covered(self) -> float:
         """The share of the matmul FLOPs whose two factors are rounded to 8 bits."""

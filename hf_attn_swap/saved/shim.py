@@ -156,7 +156,10 @@ def _put(config: PreTrainedConfig, content: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def as_saved(config: PreTrainedConfig) -> Iterator[bool]:
-    """Inside, the config of a swapped model has the keys of its config.json. Gives True if it names the shim."""
+    """Inside the `with` block, the config of a swapped model has the keys of its config.json.
+
+    Gives True if the config names the shim.
+    """
     auto_map = merged(config, config.__dict__.get(KEY))
     before = [(part, _own(part)) for part in parts(config)]
     try:

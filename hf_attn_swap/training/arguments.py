@@ -15,15 +15,13 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.utils.import_utils import is_torch_xla_available
 
 from .. import configurations
-from ..conversion.stages import Align, Calibrate, FineTune, Stage, read_stages
-from ..layer.calibration import check_fit
+from ..conversion.stages import FineTune, Stage, read_stages
 from ..layer.registry import parse as parse_variant
 from ..layer.registry import parse_options
 from ..text.typed import parse_layers
 
 CONTROL = "softmax"
 DTYPES = ("float32", "bfloat16", "float16")
-CONVERT_FIRST, FINE_TUNE_FIRST = "convert_first", "fine_tune_first"
 
 
 @dataclass(kw_only=True)
@@ -91,101 +89,41 @@ class ModelArguments:
 
 @dataclass(kw_only=True)
 class ConversionArguments:
-    """The steps between the swap and the fine-tuning, which restore what the pretrained model knew. None by default.
+    """The stages of a run, and what its fine-tuning leaves as it is. Without stages, the run fine-tunes and no more.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a stage cannot be read or stands in a wrong place, or a schedule has no fine-tuning.
     """
 
-    calibrate: str | None = field(default=None, metadata={"help": '"gain" or "map": least squares per head.'})
-    calibration_rows: int = field(default=512, metadata={"help": "Number of training rows to calibrate on."})
-    source: str = field(default=CONTROL, metadata={"help": "The attention that the weights were trained with."})
-    transfer_epochs: float = field(default=0.0, metadata={"help": "Epochs of attention transfer, without labels."})
-    transfer_learning_rate: float = field(
-        default=1e-3, metadata={"help": "Peak learning rate of the attention transfer."}
+    stages: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Stages in their order, each a name or JSON: calibrate, align, distil, fine_tune."},
     )
-    transfer_trainable: list[str] = field(
-        default_factory=lambda: ["query", "key", "swap"],
-        metadata={"help": "Parts that train during the attention transfer."},
+    schedule: str | None = field(
+        default=None, metadata={"help": '"linear" or "cosine": strength rises from 0 during the fine-tuning.'}
     )
-    schedule: str | None = field(default=None, metadata={"help": '"linear" or "cosine": strength rises from 0.'})
     schedule_share: float = field(default=0.5, metadata={"help": "Share of the steps in which the strength rises."})
     freeze: list[str] = field(
         default_factory=list, metadata={"help": "Projections that do not train: query, key, value, output."}
-    )
-    neutral_start: bool = field(
-        default=True, metadata={"help": "Let the skip of pre-norm layers start at almost nothing, when calibrating."}
-    )
-    distill_tokens: int | None = field(default=None, metadata={"help": "Tokens of distillation, without labels."})
-    distill_epochs: float | None = field(default=None, metadata={"help": "Epochs of distillation, without labels."})
-    distill_options: str = field(
-        default="{}", metadata={"help": 'More of the distillation as JSON, such as {"rank": 32, "hidden": 1.0}.'}
-    )
-    order: str = field(
-        default=CONVERT_FIRST,
-        metadata={"help": '"convert_first", or "fine_tune_first": convert the fine-tuned control without labels.'},
-    )
-    stages: list[str] = field(
-        default_factory=list,
-        metadata={"help": "All stages in their order, as a list in YAML; in place of the options above."},
     )
 
     @property
     def plan(self) -> tuple[Stage, ...]:
         """The stages in the order in which a run takes them, the recipe's own training included."""
-        if self.stages:
-            return read_stages(self.stages)
-        found: list[Stage] = []
-        if self.calibrate is not None:
-            found.append(
-                Calibrate(
-                    fit=self.calibrate,
-                    rows=self.calibration_rows,
-                    source=self.source,
-                    neutral_start=self.neutral_start,
-                )
-            )
-        if self.transfer_epochs:
-            found.append(
-                Align(
-                    epochs=self.transfer_epochs,
-                    learning_rate=self.transfer_learning_rate,
-                    trainable=tuple(self.transfer_trainable),
-                )
-            )
-        if self.distill_tokens is not None or self.distill_epochs is not None:
-            budget = {"tokens": self.distill_tokens, "epochs": self.distill_epochs}
-            given = {name: value for name, value in budget.items() if value is not None}
-            found += read_stages([json.dumps({"stage": "distil", **given, **json_options(self.distill_options)})])
-        return (FineTune(), *found) if self.order == FINE_TUNE_FIRST else (*found, FineTune())
+        return read_stages(self.stages) if self.stages else (FineTune(),)
 
     @property
     def steps(self) -> tuple[str, ...]:
         """The steps by name, in the order in which a run takes them; a fine-tuning that comes last is not named."""
-        named = [stage.step for stage in self.plan]
-        if named[-1:] == [FineTune().step]:
+        named = [stage.recorded for stage in self.plan]
+        if named[-1:] == [FineTune().recorded]:
             named.pop()
         return tuple(named) if self.schedule is None else (*named, "schedule")
 
     def __post_init__(self) -> None:
-        if self.order not in (CONVERT_FIRST, FINE_TUNE_FIRST):
-            raise ValueError(f"order must be {CONVERT_FIRST!r} or {FINE_TUNE_FIRST!r}, got {self.order!r}.")
-        if self.distill_tokens is not None and self.distill_epochs is not None:
-            raise ValueError("give --distill_tokens or --distill_epochs, not both.")
-        short = (self.calibrate, self.transfer_epochs or None, self.distill_tokens, self.distill_epochs)
-        if self.stages and (any(value is not None for value in short) or self.order != CONVERT_FIRST):
-            raise ValueError("give --stages, or the options of single stages, not both.")
-        plan = self.plan
-        if self.schedule is not None and not isinstance(plan[-1], FineTune):
+        last = self.plan[-1]  # the stages are read here, and refused
+        if self.schedule is not None and not isinstance(last, FineTune):
             raise ValueError("a schedule moves the strength during the fine-tuning, which must then be the last stage.")
-        if self.order == FINE_TUNE_FIRST and len(plan) == 1:
-            raise ValueError(f"order {FINE_TUNE_FIRST!r} needs a stage that follows, such as --distill_epochs 1.")
-        if self.calibrate is not None:
-            check_fit(self.calibrate)
-        if self.calibration_rows < 1:
-            raise ValueError(f"calibration_rows must be at least 1, got {self.calibration_rows}.")
-        if self.transfer_epochs < 0:
-            raise ValueError(f"transfer_epochs must be at least 0, got {self.transfer_epochs}.")
 
 
 @dataclass(kw_only=True)
@@ -344,18 +282,3 @@ def _without_accelerator(classes: Sequence[Any]) -> list[str]:
 def _word(value: Any) -> str:
     """A YAML value as a word of the command line; a mapping as JSON."""
     return json.dumps(value) if isinstance(value, dict) else str(value)
-
-
-def json_options(text: str) -> dict[str, Any]:
-    """An argument that is a JSON object.
-
-    Raises:
-        ValueError: the text is no JSON object.
-    """
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as problem:
-        raise ValueError(f"options must be a JSON object, got {text!r} ({problem}).") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"options must be a JSON object, got {text!r}.")
-    return values

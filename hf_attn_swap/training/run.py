@@ -5,7 +5,6 @@ A run that is killed at any step and started again gives the same weights.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import shutil
@@ -29,9 +28,14 @@ from transformers import (
 
 from .. import patch_model
 from ..conversion import StrengthSchedule
+from ..conversion.engine import take
+from ..conversion.journal import Journal
+from ..conversion.lesson import last_whole_checkpoint
 from ..conversion.parts import part_of
-from ..conversion.stages import Align, Distil, FineTune
-from ..conversion.take import last_whole_checkpoint, take
+from ..conversion.rows import Collator, ready_rows
+from ..conversion.stages import FineTune
+from ..conversion.state import State
+from ..conversion.steps import steps_of
 from ..patch import set_strength, unpatch_model
 from ..publish.results import versions
 from ..text.typed import parse_layers
@@ -40,8 +44,6 @@ from .metrics import scores
 from .outcome import Outcome, hardware
 
 CONVERTED, STAGE, TRAINED = "converted", "stage-", "model"
-NOTES = "conversion.json"
-Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ def run(
     # What is published is the finished run with its card: Trainer would push every checkpoint, the control's too.
     args = replace(training, output_dir=str(folder), seed=seed, push_to_hub=False)
     tuned = Path(training.output_dir or "runs") / CONTROL / f"seed-{seed}" / TRAINED
-    before, first, converted, sentences = _converted(task, model, conversion, args, folder, tuned)
+    before, first, converted, sentences = _converted(task, model, conversion, args, settings, tuned)
     callbacks: list[TrainerCallback] = []
     if conversion.schedule is not None:
         callbacks.append(StrengthSchedule(share=conversion.schedule_share, shape=conversion.schedule))
@@ -142,7 +144,7 @@ def _converted(
     model: ModelArguments,
     conversion: ConversionArguments,
     args: TrainingArguments,
-    folder: Path,
+    settings: dict[str, Any],
     tuned: Path,
 ) -> tuple[int, dict[str, float], PreTrainedModel, list[str]]:
     """Swap and convert the model, or go on after the last stage that a killed run finished.
@@ -154,15 +156,13 @@ def _converted(
     set_seed(args.seed)
     stock = task.load()
     before = _count(stock)
-    original: Callable[[], PreTrainedModel] = task.load
     sentences: list[str] = []
     stages = list(conversion.plan)
     if isinstance(stages[-1], FineTune):
         stages.pop()
     if stages and isinstance(stages[0], FineTune):
         stages.pop(0)
-        original = functools.partial(_tuned, stock, tuned)
-        stock = original()
+        stock = _tuned(stock, tuned)
         sentences.append("Started from the fine-tuned softmax control of the same seed; no labels are read after that.")
     layers = parse_layers(model.layers)
     patched = patch_model(stock, model.variant, layers=layers, modules=model.modules, **model.option_values)
@@ -172,21 +172,16 @@ def _converted(
     first: dict[str, float] = {}
     if task.before:
         first = scores(task.metrics, *task.predict(Trainer(patched, args, data_collator=task.collate), task.test))
-    saved, head = folder / CONVERTED, len(sentences)
-    if (saved / NOTES).exists():
-        patched = type(patched).from_pretrained(saved, dtype=stock.dtype)
-        sentences = json.loads((saved / NOTES).read_text(encoding="utf-8"))
-    done = len(sentences) - head
-    for number, stage in enumerate(stages[done:], done + 1):
-        own = replace(args, output_dir=str(folder / f"{STAGE}{number}-{stage.name}"))
-        teacher = None
-        if isinstance(stage, Distil) and any(isinstance(before, (Align, Distil)) for before in stages[: number - 1]):
-            set_seed(args.seed)  # a new head has the same random weights again
-            teacher = original()
-        patched, sentence = take(stage, patched, task.train, task.collate, own, teacher)
-        sentences.append(sentence)
-        _save_stage(patched, sentences, saved, args)
-    return before, first, patched, sentences
+    folder = Path(args.output_dir or "runs")
+    state = State(
+        model=patched,
+        rows=ready_rows(task.train, task.collate),
+        args=args,
+        folder=folder,
+        journal=Journal(folder / CONVERTED, settings, writes=args.should_save),
+    )
+    take(state, steps_of(stages))
+    return before, first, patched, sentences + state.notes.get("sentences", [])
 
 
 def _tuned(stock: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -194,18 +189,6 @@ def _tuned(stock: PreTrainedModel, folder: Path) -> PreTrainedModel:
     if not folder.exists():
         raise ValueError(f"{folder} holds no fine-tuned control; run the variant softmax with this seed first.")
     return unpatch_model(type(stock).from_pretrained(folder, dtype=stock.dtype))
-
-
-def _save_stage(model: PreTrainedModel, sentences: list[str], saved: Path, args: TrainingArguments) -> None:
-    """Keep the model after a stage, so that a killed run goes on from there."""
-    if not args.should_save:
-        return
-    part = saved.with_name(f"{saved.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    model.save_pretrained(part)
-    (part / NOTES).write_text(json.dumps(sentences), encoding="utf-8")
-    shutil.rmtree(saved, ignore_errors=True)
-    part.replace(saved)
 
 
 def _freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:

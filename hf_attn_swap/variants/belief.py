@@ -35,7 +35,8 @@ class Belief(Variant):
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
         own_BLHD = call.own_values(self.geometry.heads)
-        return mix(heads_BLHD, belief_projection(heads_BLHD, own_BLHD, squares=call.value_squares), call.strength)
+        projected = belief_projection(heads_BLHD, own_BLHD, squares=call.value_squares)
+        return mix(heads_BLHD, projected, call.strength_in(heads_BLHD.dtype))
 
 
 @register("belief_star", aliases=("beliefformer_star",))
@@ -65,12 +66,14 @@ class BeliefStar(Belief):
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
         own_BLHD = call.own_values(self.geometry.heads)
         per_head = belief_projection(heads_BLHD, own_BLHD, per_head=True, squares=call.value_squares)
-        call.kept = mix(heads_BLHD, per_head, call.strength).flatten(2)
-        return mix(heads_BLHD, belief_projection(heads_BLHD, own_BLHD, squares=call.value_squares), call.strength)
+        projected = belief_projection(heads_BLHD, own_BLHD, squares=call.value_squares)
+        strength = call.strength_in(heads_BLHD.dtype)
+        call.kept = mix(heads_BLHD, per_head, strength).flatten(2)
+        return mix(heads_BLHD, projected, strength)
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
         assert call.kept is not None
         added: Tensor = self.w_s(call.kept)
         if call.dropout is not None:
             added = call.dropout(added)
-        return out_BLE + (call.strength * added).to(out_BLE.dtype)
+        return out_BLE + (call.strength_in(out_BLE.dtype) * added).to(out_BLE.dtype)

@@ -88,6 +88,7 @@ class ClippedSoftmax(Variant):
 
     def adjust(self, weights_BHQK: Tensor, call: Call) -> Tensor:
         assert self.options.stretch is not None, "build_swap fits the options first"
-        gamma = call.strength * self.options.stretch
-        zeta = 1 + call.strength * (self.options.zeta - 1)
+        strength = call.strength_in(weights_BHQK.dtype)
+        gamma = strength * self.options.stretch
+        zeta = 1 + strength * (self.options.zeta - 1)
         return clip(weights_BHQK, gamma, zeta)

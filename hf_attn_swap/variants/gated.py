@@ -154,6 +154,6 @@ class Gated(Variant):
 
     def read(self, heads_BLHD: Tensor, call: Call) -> Tensor:
         gate = torch.sigmoid(self.logits(call.x)) / self.options.pi_init
-        if isinstance(call.strength, Tensor):
-            gate = 1 + call.strength * (gate - 1)
+        if call.between:
+            gate = 1 + call.strength_in(heads_BLHD.dtype) * (gate - 1)
         return heads_BLHD * gate.unsqueeze(-1).to(heads_BLHD.dtype)

@@ -118,7 +118,7 @@ class ModernHopfield(Variant):
         previous = None if below is None else _like(below.plain(), scores_BHQK)
         if self.options.scheme == "forward_forward":
             return self._forward_forward(scores_BHQK, previous, call)
-        share = self.options.alpha_prime * call.strength
+        share = self.options.alpha_prime * call.strength_in(scores_BHQK.dtype)
         if previous is not None:
             hidden = hopfield_scores(scores_BHQK, previous, share)
         elif self.options.init == "first":
@@ -138,7 +138,7 @@ class ModernHopfield(Variant):
         else:
             hidden = torch.zeros_like(scores_BHQK)
         call.carried.raw[call.order] = scores_BHQK
-        return mix(scores_BHQK, self.keep(hidden, call), call.strength)
+        return mix(scores_BHQK, self.keep(hidden, call), call.strength_in(scores_BHQK.dtype))
 
     def keep(self, hidden_BHQK: Tensor, call: Call) -> Tensor:
         """Keep H (B,H,Q,K) for the layer above, and return H."""
@@ -190,7 +190,7 @@ class ModernHopfield(Variant):
             raise ValueError(
                 "modern_hopfield: no residual stream was found around this attention module; use skip='input'."
             )
-        return mix(out_BLE, skipped.to(out_BLE), self.options.alpha * call.strength)
+        return mix(out_BLE, skipped.to(out_BLE), self.options.alpha * call.strength_in(out_BLE.dtype))
 
 
 def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:

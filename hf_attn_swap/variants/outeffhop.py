@@ -37,7 +37,7 @@ class OutEffHop(Variant):
     places = ("normalizer",)
 
     def normalize(self, scores_BHQK: Tensor, call: Call) -> Tensor:
-        return functional.softmax_n(scores_BHQK, call.strength)
+        return functional.softmax_n(scores_BHQK, call.strength_in(scores_BHQK.dtype))
 
     def rule(self, rule: Rule) -> Rule:
         return replace(rule, normalizer="softmax_n")
@@ -50,7 +50,7 @@ class OutEffHop(Variant):
         qkv = inputs.three
         if form is Form.RESCALED:
             added, flag = inputs.masks.additive(inputs.query.dtype)
-            how = (inputs.scaling, call.strength, inputs.dropout)
+            how = (inputs.scaling, call.strength_in(_wide(inputs.query)), inputs.dropout)
             rescaled = softmax_n.softmax_n_attention(*qkv, added, flag, *how)
             if rescaled is not None:
                 return rescaled.transpose(1, 2)
@@ -73,8 +73,9 @@ class OutEffHop(Variant):
         query, key, value = qkv
         extended_key = F.pad(key, (0, 0, 1, 0))
         extended_value = F.pad(value, (0, 0, 1, 0))
-        if isinstance(call.strength, Tensor):
-            logit = call.strength.log().to(query.dtype)
+        strength = call.strength_in(_wide(query))
+        if isinstance(strength, Tensor):
+            logit = strength.log().to(query.dtype)
             return (query, extended_key, extended_value), self._float_mask(query, key, mask, causal, logit), False
         if causal:
             return (F.pad(query, (0, 0, 1, 0)), extended_key, extended_value), None, True
@@ -92,3 +93,8 @@ class OutEffHop(Variant):
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
         return torch.cat([logit.expand(*mask.shape[:-1], 1), mask], -1)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The dtype in which scores are normalized: fp32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)

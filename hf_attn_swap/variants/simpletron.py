@@ -123,7 +123,7 @@ class Simpletron(Replacement):
         variant = call.kept if call.dropout is None else call.dropout(call.kept)
         if self.adds_input:
             variant = variant + call.skipped
-        return mix(out_BLE, variant.to(out_BLE), call.strength)
+        return mix(out_BLE, variant.to(out_BLE), call.strength_in(out_BLE.dtype))
 
 
 @register("simpletron_res", aliases=("simple_res",))
@@ -154,7 +154,7 @@ class SimpletronResL(Simpletron):
         return heads_BLHD
 
     def read_between(self, ordinary_BLHD: Tensor, heads_BLHD: Tensor, call: Call) -> Tensor:
-        return mix(ordinary_BLHD, heads_BLHD, call.strength)
+        return mix(ordinary_BLHD, heads_BLHD, call.strength_in(ordinary_BLHD.dtype))
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
-        return out_BLE + (call.strength * call.skipped).to(out_BLE.dtype)
+        return out_BLE + (call.strength_in(out_BLE.dtype) * call.skipped).to(out_BLE.dtype)

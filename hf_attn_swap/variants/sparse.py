@@ -35,7 +35,7 @@ class SparseNormalizer(Variant):
         sparse = self.sparse(scores_BHQK)
         if not call.between:
             return sparse
-        return mix(torch.softmax(scores_BHQK, -1), sparse, call.strength)
+        return mix(torch.softmax(scores_BHQK, -1), sparse, call.strength_in(scores_BHQK.dtype))
 
 
 @register("sparsemax", aliases=("sparse_hopfield",))

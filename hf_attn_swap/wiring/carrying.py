@@ -8,38 +8,38 @@ middle of a pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from ..families import Site, stock_class
 from ..families.source import hands_keywords_on, mentions, moves_windows
-from ..layer.swap import Swap
+from .layers import Layer
 from .plan import encoder_of, group_of, layer_of, stacks_of, takes_keywords
 
 
-def check(root: Any, usable: list[Site], swaps: Mapping[int, Swap]) -> None:
-    """Check the layers that get these swaps, by the number of the layer.
+def check(root: Any, layers: Iterable[Layer]) -> None:
+    """Check the layers as they would be: `copies` are the swaps that they would have.
 
     Raises:
         ValueError: scores cannot be carried between these layers.
     """
-    chosen = {index: swap for index, swap in swaps.items() if swap.carries}
-    groups: dict[str, list[int]] = {}
-    for index in chosen:
-        groups.setdefault(group_of(usable[index].path), []).append(index)
-    stacks = dict(zip(chosen, stacks_of(root, [usable[index] for index in chosen]), strict=True))
+    chosen = [layer for layer in layers if layer.swapped and layer.swap.carries]
+    groups: dict[str, list[Layer]] = {}
+    for layer in chosen:
+        groups.setdefault(group_of(layer.path), []).append(layer)
+    stacks = dict(zip(chosen, stacks_of(root, [layer.site for layer in chosen]), strict=True))
     paths = {id(module): path for path, module in root.named_modules()}
     for members in groups.values():
-        if len(members) == 1 and not usable[members[0]].family.shared:
+        if len(members) == 1 and not members[0].site.family.shared:
             continue  # a single layer takes scores from no other
-        heads = sorted({chosen[index].geometry.heads for index in members})
-        further = sorted({chosen[index].further_keys for index in members})
-        blocks = [layer_of(root, usable[index].path) for index in members]
+        heads = sorted({layer.swap.geometry.heads for layer in members})
+        further = sorted({layer.swap.further_keys for layer in members})
+        blocks = [layer_of(root, layer.path) for layer in members]
         moves = any(moves_windows(stock_class(block)) for block in blocks) and not _alike(blocks)
-        for index in members:
-            site, names = usable[index], "+".join(chosen[index].names)
+        for layer in members:
+            site, names = layer.site, "+".join(layer.swap.names)
             if len(heads) > 1:
                 raise ValueError(
                     f"{site.path}: {names} carries scores between layers with the same number of heads, and these have "
@@ -51,7 +51,7 @@ def check(root: Any, usable: list[Site], swaps: Mapping[int, Swap]) -> None:
                     f"these have {further}; give each of them the same pairs (tokens=), or choose layers that agree "
                     "(layers= or modules=)."
                 )
-            reason = _obstacle(root, site, stacks[index], paths, [usable[each] for each in members])
+            reason = _obstacle(root, site, stacks[layer], paths, [each.site for each in members])
             if moves:
                 reason = (
                     f"{stock_class(blocks[0]).__name__} cuts its tokens into windows, and not every layer cuts them "

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from ..core.call import Home
 
 
-def home(container: nn.Module, core: nn.Module) -> Tensor:
-    """An empty tensor on the device and in the dtype in which an attention module computes.
+def home(container: nn.Module, core: nn.Module) -> Home:
+    """The device on which an attention module computes, and the dtype in which it computes.
 
     Args:
         container: the module that holds the weights.
@@ -26,7 +28,7 @@ def home(container: nn.Module, core: nn.Module) -> Tensor:
     if device.type == "meta":
         device = _execution_device(container) or device
     dtype = _compute_dtype(container, core) if floating is None else floating.dtype
-    return torch.empty(0, device=device, dtype=dtype)
+    return Home(device, dtype)
 
 
 def _execution_device(container: nn.Module) -> torch.device | None:

@@ -254,8 +254,6 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
         residual=residual,
         recomputed=checkpointed,
         dropout=container.get_submodule(wiring.dropout_path) if wiring.dropout_path else None,
-        skip_scale=swap.skip_scale,
-        head_order=swap.head_order,
     )
     _refuse_adapter(core, container, swap, wiring)
     _warn_frozen(swap)

@@ -4,6 +4,11 @@ The outermost `PreTrainedModel` holds one `Record` as the plain attribute `attn_
 the hooks and the replaced containers, but never the model itself. Deep copies and pickles of the model therefore
 contain the record, and `del model` frees the model at once, without the garbage collector. `Installation` joins the
 record and its model; a function that needs both makes a new `Installation`.
+
+To find the attention modules of a model, the source of their classes is read. This takes 25 times as long as a walk
+over all modules, so an `Installation` does it once, for one call of the package. It is not kept in the model: layers
+can be removed, appended or moved between two calls, and only the same search would show it. What lives longer than a
+call, such as a trainer or a teacher, keeps the model and makes a new `Installation` for each use.
 """
 
 from __future__ import annotations
@@ -13,18 +18,20 @@ import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..families import sites, stock_class
+from ..families import Site, sites, stock_class
 from ..families.source import arguments, handed_on, returns_tuple
 from ..layer.swap import Phase, Swap
 from . import adapters, hooks, preconditions, seam
 from .blocks import BLOCKS, Block, Facts, swapped_class
-from .plan import Placed, encoder_of, plan, swaps_in, takes_keywords
+from .layers import Layer, layers_at, swaps_in
+from .plan import Placed, encoder_of, plan, takes_keywords
 
 ATTRIBUTE = "attn_swap_installation"
 CONFIGS = "attn_swap_configs"  # an attribute of each module with a config: the config from before patching, and ours
@@ -68,7 +75,7 @@ def installation_of(root: PreTrainedModel) -> Installation | None:
             raise ValueError(
                 f"the part {name!r} is patched on its own; call unpatch_model on this part, then patch the whole model."
             )
-    if any(isinstance(getattr(site.core, "attn_swap", None), nn.Module) for site in sites(root)):
+    if any(isinstance(module, Swap) for module in root.modules()):
         raise ValueError(
             f"this {type(root).__name__} is part of a patched model; call this on the whole model. If its layers were "
             "copied from a patched model, call unpatch_model on that model before you copy them."
@@ -107,93 +114,114 @@ class Installation:
     root: PreTrainedModel
     record: Record
 
-    @classmethod
-    def start(cls, model: nn.Module, root: PreTrainedModel, *, loaded: bool = False) -> Installation:
-        """Give a model its own copies of its configs, and set its attention implementation to `hf_attn_swap`.
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        """Every attention module of the model, swapped or not, cross-attention too. They are found once."""
+        return tuple(sites(self.root))
+
+    def numbered(self) -> tuple[Layer, ...]:
+        """Every layer that can be swapped, swapped or not, in module order. The option `layers` counts these."""
+        return layers_at(self.sites)
+
+    def layers(self) -> tuple[Layer, ...]:
+        """The swapped layers, in module order."""
+        return tuple(layer for layer in self.numbered() if layer.swapped)
+
+    def start(self, model: nn.Module) -> None:
+        """Give a stock model its own copies of its configs, and set its attention implementation to `hf_attn_swap`.
 
         Args:
-            model: the model that the user passed: `root`, or a wrapper around `root`.
-            root: the outermost transformers model.
-            loaded: True if the model is being rebuilt from a converted checkpoint.
+            model: the model that the user passed: the root, or a wrapper around the root.
 
         Raises:
             ValueError: transformers cannot change the implementation of some attention module, or the installed
                 transformers is not as this package needs it. The model is then unchanged.
         """
         preconditions.check()
-        installation = cls(root, Record(loaded=loaded))
         _own_configs(model)
-        _drop_other_code(root)
+        _drop_other_code(self.root)
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and not module._supports_sdpa:
                 setattr(module.config, seam.MASKS, "eager")
-        root.set_attn_implementation(seam.NAME)
-        _name_copied_layers(root)
-        for site in sites(root):
+        self.root.set_attn_implementation(seam.NAME)
+        _name_copied_layers(self.root, self.sites)
+        for site in self.sites:
             if site.core.config._attn_implementation != seam.NAME:  # type: ignore[union-attr]  # every core has one
-                installation.remove(model)
+                self.remove(model)
                 raise ValueError(
                     f"{site.path}: transformers does not let this model change its attention; use the stock attention "
                     "for this model."
                 )
-        root.__dict__[ATTRIBUTE] = installation.record
-        installation.record.shape = installation.shape()
-        return installation
+        self.root.__dict__[ATTRIBUTE] = self.record
+        self.record.shape = self.shape()
 
-    def swaps(self) -> dict[int, list[Swap]]:
-        """The swaps of each swapped layer, by the layer's number. A layer has several if PEFT keeps copies."""
-        found: dict[int, list[Swap]] = {}
-        usable = [site for site in sites(self.root) if site.usable]
-        for index, site in enumerate(usable):
-            swaps = list(swaps_in(getattr(site.core, "attn_swap", None)))
-            if swaps:
-                found[index] = swaps
-        return found
-
-    def put(self, swaps: Mapping[int, Swap]) -> None:
-        """Attach swaps by the number of the layer, and bring hooks, phases and config up to date.
+    def put(self, swaps: Mapping[Layer, Swap]) -> None:
+        """Attach a swap to each of these layers, and bring hooks, phases and config up to date.
 
         A layer that already has a swap loses this swap.
         """
-        usable = [site for site in sites(self.root) if site.usable]
-        for index, swap in swaps.items():
-            _detach(usable[index].core)
-            usable[index].core.attn_swap = swap
+        for layer, swap in swaps.items():
+            _detach(layer.site.core)
+            layer.site.core.attn_swap = swap
         self._wire()
         self.refresh()
 
-    def take_out(self, layers: Iterable[int]) -> None:
+    def take_out(self, layers: Iterable[Layer]) -> None:
         """Remove the swaps of some layers, and bring hooks, phases and config up to date."""
-        usable = [site for site in sites(self.root) if site.usable]
-        for index in layers:
-            _detach(usable[index].core)
-            del usable[index].core.attn_swap
+        for layer in layers:
+            _detach(layer.site.core)
+            del layer.site.core.attn_swap
         self._wire()
         self.refresh()
 
     @contextlib.contextmanager
-    def temporarily(self, swaps: Mapping[int, Swap]) -> Iterator[None]:
-        """Attach other swaps inside a `with` block, by the number of the layer. The config stays as it is.
+    def temporarily(self, swaps: Mapping[Layer, Swap]) -> Iterator[None]:
+        """Attach other swaps to these layers inside a `with` block. The config stays as it is.
 
-        After the block, each layer holds its former child again.
+        After the block, each layer holds its former child again, in the phase of its strength.
         """
-        usable = [site for site in sites(self.root) if site.usable]
-        before = {index: getattr(usable[index].core, "attn_swap", None) for index in swaps}
+        before = {layer: getattr(layer.site.core, "attn_swap", None) for layer in swaps}
         try:
-            for index, swap in swaps.items():
-                _set_child(usable[index].core, swap)
+            for layer, swap in swaps.items():
+                _set_child(layer.site.core, swap)
             self._wire()
             yield
         finally:
-            for index, child in before.items():
-                _set_child(usable[index].core, child)
+            for layer, child in before.items():
+                _set_child(layer.site.core, child)
             self._wire()
             self.refresh()
+
+    def set_strength(self, strengths: Mapping[Layer, float]) -> None:
+        """Set the strength of some swapped layers, and bring phases, buffers and the config's block up to date.
+
+        This is the only way to change a strength. PEFT's copies of a swap get the strength of their layer.
+
+        Args:
+            strengths: a number from 0 to 1 for each layer.
+
+        Raises:
+            ValueError: a calibration was merged into the weights of a layer that would get a strength below 1.
+        """
+        self.refuse_merged("set to a strength below 1", [layer for layer, value in strengths.items() if value != 1])
+        for layer, strength in strengths.items():
+            for swap in layer.copies:
+                swap.compute_at(strength)
+        self.refresh()
+
+    @contextlib.contextmanager
+    def strengths_kept(self) -> Iterator[None]:
+        """After the `with` block, also after an error, each swapped layer has the strength from before."""
+        before = {layer: layer.swap.strength for layer in self.layers()}
+        try:
+            yield
+        finally:
+            self.set_strength(before)
 
     @contextlib.contextmanager
     def stock(self) -> Iterator[None]:
         """Inside a `with` block, every swapped layer computes the stock attention. The strengths stay as they are."""
-        phases = [(swap, swap.phase) for group in self.swaps().values() for swap in group]
+        phases = [(swap, swap.phase) for layer in self.layers() for swap in layer.copies]
         try:
             for swap, _ in phases:
                 swap.phase = Phase.OFF
@@ -203,12 +231,11 @@ class Installation:
                 swap.phase = phase
 
     def refresh(self) -> None:
-        """Bring the phases, the buffers and the config's block up to date with the strengths of the swaps."""
-        swapped = self.swaps()
-        carrying = any(swap.carries and swap.strength > 0 for group in swapped.values() for swap in group)
-        for group in swapped.values():
-            for swap in group:
-                swap.set_strength(swap.strength, never_off=carrying and swap.carries)
+        """Bring the phases, the buffers and the config's block up to date with the swaps."""
+        swaps = [swap for layer in self.layers() for swap in layer.copies]
+        carrying = any(swap.carries and swap.strength > 0 for swap in swaps)
+        for swap in swaps:
+            swap.compute_at(swap.strength, never_off=carrying and swap.carries)
         before = self.root.config.__dict__.get("attn_swap")
         self.root.config.attn_swap = self.block()
         self.root.config.attn_implementation = seam.NAME
@@ -217,7 +244,7 @@ class Installation:
 
     def settle(self) -> None:
         """Bring hooks, phases and config up to date with layers that were removed, appended or moved since."""
-        placed = plan(self.root, sites(self.root))
+        placed = plan(self.root, self.sites)
         if any(swap.wiring != each.wiring for each in placed for swap in each.swaps):
             self._wire()
         self.refresh()
@@ -232,21 +259,20 @@ class Installation:
         Keys that every save changes, and the keys of a swap, are left out.
         """
         kept = {key: value for key, value in self.root.config.to_dict().items() if key not in OF_A_SAVE}
-        return sum(site.usable for site in sites(self.root)), kept
+        return len(self.numbered()), kept
 
     def block(self) -> dict[str, Any]:
         """What config.json says of the swaps in this model, with the layers numbered within this model."""
         groups: dict[str, dict[str, Any]] = {}
-        for index, group in self.swaps().items():
-            spec = group[0].spec()
-            groups.setdefault(repr(spec), {**spec, "layers": []})["layers"].append(index)
-        count = sum(site.usable for site in sites(self.root))
-        return {"version": VERSION, "modules": count, "swaps": list(groups.values())}
+        for layer in self.layers():
+            spec = layer.swap.spec()
+            groups.setdefault(repr(spec), {**spec, "layers": []})["layers"].append(layer.number)
+        return {"version": VERSION, "modules": len(self.numbered()), "swaps": list(groups.values())}
 
     def remove(self, model: nn.Module | None = None) -> None:
         """Turn the model into the stock model again. `model` is the wrapper around the root, if there is a wrapper."""
         self._unwire()
-        for site in sites(self.root):
+        for site in self.sites:
             _detach(site.core)
             if hasattr(site.core, "attn_swap"):
                 del site.core.attn_swap
@@ -255,7 +281,7 @@ class Installation:
         if self.record.loaded:
             _forget(self.root)
 
-    def refuse_merged(self, what: str, layers: Iterable[int] | None = None) -> None:
+    def refuse_merged(self, what: str, layers: Iterable[Layer] | None = None) -> None:
         """Refuse a change that would be wrong after a calibration was merged into the weights.
 
         Args:
@@ -265,9 +291,8 @@ class Installation:
         Raises:
             ValueError: a calibration was merged into the weights of one of these layers.
         """
-        swapped = self.swaps()
-        wanted = swapped if layers is None else layers
-        if merged := [index for index in wanted if index in swapped and swapped[index][0].merged is not None]:
+        wanted = self.layers() if layers is None else layers
+        if merged := [each.number for each in wanted if each.swapped and each.swap.merged is not None]:
             raise ValueError(
                 f"layers {merged} cannot be {what}: a calibration was merged into their weights, which are no longer "
                 "the pretrained ones; load the model from before the merge."
@@ -276,7 +301,7 @@ class Installation:
     def _wire(self) -> None:
         """Register every hook and replace every class that the attached swaps need, after removing the former ones."""
         self._unwire()
-        placed = plan(self.root, sites(self.root))
+        placed = plan(self.root, self.sites)
         layers: dict[int, nn.Module] = {}
         first: dict[int, list[RemovableHandle]] = {}
         for each in placed:
@@ -409,10 +434,10 @@ def _own_configs(model: nn.Module) -> None:
             module.__dict__["config"] = own
 
 
-def _name_copied_layers(root: PreTrainedModel) -> None:
+def _name_copied_layers(root: PreTrainedModel, found: Iterable[Site]) -> None:
     """Set the attention implementation in configs that belong to no model, such as that of a layer made by deepcopy."""
     of_models = {id(module.config) for module in root.modules() if isinstance(module, PreTrainedModel)}
-    for site in sites(root):
+    for site in found:
         config = site.core.__dict__.get("config")
         if isinstance(config, PreTrainedConfig) and id(config) not in of_models:
             config._attn_implementation = seam.NAME

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 from ..families import Site, stock_class
 from ..families.source import arguments
 from ..layer.swap import Argument, Swap, Wiring
+from .layers import copies_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,10 @@ class Placed:
     wiring: Wiring | None
 
 
-def plan(root: PreTrainedModel, found: list[Site]) -> list[Placed]:
+def plan(root: PreTrainedModel, found: Sequence[Site]) -> list[Placed]:
     """The place of every attention module in `found`, in the order of `found`."""
     stacks = stacks_of(root, found)
-    swaps = [tuple(swaps_in(getattr(site.core, "attn_swap", None))) for site in found]
+    swaps = [copies_at(site) for site in found]
     orders, firsts, lasts = _orders(found, stacks, swaps)
     placed = []
     for index, (site, stack, own) in enumerate(zip(found, stacks, swaps, strict=True)):
@@ -53,12 +53,6 @@ def plan(root: PreTrainedModel, found: list[Site]) -> list[Placed]:
     return placed
 
 
-def swaps_in(child: Any) -> Iterator[Swap]:
-    """The swaps in a child `attn_swap`: the child itself, or the swaps inside a wrapper of PEFT."""
-    if isinstance(child, nn.Module):
-        yield from (module for module in child.modules() if isinstance(module, Swap))
-
-
 def layer_of(root: nn.Module, path: str) -> nn.Module:
     """The block around a core: its nearest ancestor in a list of modules, or the core itself."""
     parts = path.split(".")
@@ -69,7 +63,7 @@ def layer_of(root: nn.Module, path: str) -> nn.Module:
 
 
 def _orders(
-    found: list[Site], stacks: list[PreTrainedModel], swaps: list[tuple[Swap, ...]]
+    found: Sequence[Site], stacks: list[PreTrainedModel], swaps: list[tuple[Swap, ...]]
 ) -> tuple[dict[int, int | None], set[int], set[int]]:
     """The order of the layers that carry scores.
 
@@ -122,7 +116,7 @@ def _wiring(site: Site, swap: Swap, order: int | None, *, first: bool, last: boo
     )
 
 
-def stacks_of(root: PreTrainedModel, found: list[Site]) -> list[PreTrainedModel]:
+def stacks_of(root: PreTrainedModel, found: Sequence[Site]) -> list[PreTrainedModel]:
     """For each site, the nearest transformers model around it."""
     models = {name: module for name, module in root.named_modules() if isinstance(module, PreTrainedModel)}
     return [_nearest(models, site.path, root) for site in found]

@@ -156,7 +156,7 @@ def _feed(stock: Stock) -> None:
         NotBuiltError: there are no inputs, or the numbers are others when the model is called again.
     """
     usable = {site.path for site in sites(stock.model) if site.usable}
-    if not usable or obstacle(stock.model) is not None:
+    if not usable or obstacle(stock.model, sites(stock.model)) is not None:
         return
     _note(stock, find_probes(stock.model, usable))
 

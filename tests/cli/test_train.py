@@ -33,7 +33,7 @@ def test_the_help_of_a_recipe_has_all_its_options(command: Any, capsys: Any) -> 
     assert ended.value.code == 0
     told = capsys.readouterr().out
     assert told.startswith("usage: hf-attn-swap train text-classification ")
-    for option in ("--variant", "--calibrate", "--regression", "--learning_rate"):
+    for option in ("--variant", "--stages", "--regression", "--learning_rate"):
         assert option in told
 
 

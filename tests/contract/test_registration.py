@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from hf_attn_swap.core.call import Geometry
+from hf_attn_swap.kernels.dispatch import Form, Setting
 from hf_attn_swap.variants.about import About
 from hf_attn_swap.variants.base import METHODS, PLACES, REPLACING, VARIANTS, Replacement, Variant, register
 
@@ -91,6 +95,29 @@ def test_replaces_is_for_replacements() -> None:
 def test_a_fused_form_without_a_place_for_it() -> None:
     with refused(NAME, "heads would never run"):
         register(NAME)(variant(("read",), "read", "heads"))
+
+
+CLIP = {"rule": lambda self, rule: replace(rule, gamma=-0.1)}
+
+
+@pytest.mark.parametrize(
+    ("places", "methods", "more", "form"),
+    [
+        (("read",), ("read",), {}, Form.SDPA),
+        (("write",), ("write",), {}, Form.SDPA),
+        (("normalizer",), ("normalize",), {}, Form.REFERENCE),
+        (("weights",), ("adjust",), {}, Form.REFERENCE),
+        (("scores",), ("carry",), {}, Form.REFERENCE),
+        (("normalizer",), ("normalize", "heads"), {}, Form.SDPA),
+        (("weights",), ("adjust",), CLIP, Form.WEIGHTED),
+    ],
+)
+def test_the_form_of_a_class_that_names_none(
+    places: tuple[str, ...], methods: tuple[str, ...], more: dict[str, Any], form: Form
+) -> None:
+    cls = register(NAME)(variant(places, *methods, **more))
+    made = cls(cls.Options(), Geometry(heads=2, kv_heads=2, head_dim=4, hidden=8))
+    assert made.form(Setting(device="cpu", dtypes=(torch.float32,), between=False)) is form
 
 
 def test_a_residual_stream_without_write() -> None:

@@ -1,4 +1,4 @@
-"""A variant gets its strength in the dtype of the tensor that it changes, so that simple code is right everywhere."""
+"""A variant asks for its strength in the dtype of the tensor that it changes: simple code is right everywhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_attn_swap import patch_model, set_strength
+from hf_attn_swap.core.call import Call
 from hf_attn_swap.kernels.pairs import Pairs
 from hf_attn_swap.variants.about import About
 from hf_attn_swap.variants.base import METHODS, PLACES, Variant, register
@@ -22,9 +23,10 @@ def plainest(place: str, seen: list[tuple[torch.dtype, torch.dtype]]) -> None:
     """Halves what it is given at full strength, as the documentation's example does."""
 
     def halved(self: Any, tensor: torch.Tensor, call: Any) -> torch.Tensor:
-        if isinstance(call.strength, torch.Tensor):
-            seen.append((call.strength.dtype, tensor.dtype))
-        changed = tensor * (1 - call.strength / 2)
+        strength = call.strength_in(tensor.dtype)
+        if isinstance(strength, torch.Tensor):
+            seen.append((strength.dtype, tensor.dtype))
+        changed = tensor * (1 - strength / 2)
         assert changed.dtype == tensor.dtype
         return changed
 
@@ -58,3 +60,16 @@ def test_every_place_in_every_precision(family: str, place: str, dtype: torch.dt
     assert got.dtype == dtype
     assert not torch.equal(got, wanted)
     assert torch.equal(forward(set_strength(model, 0.0), batch), wanted)
+
+
+def test_no_strength_without_a_dtype() -> None:
+    """A strength in one precision for all tensors would change the dtype of some; so a call has none to read."""
+    with pytest.raises(AttributeError, match="strength"):
+        Call(x=torch.zeros(1, 1, 1)).strength  # type: ignore[attr-defined]  # noqa: B018  # that is the test
+    call = Call(x=torch.zeros(1, 1, 1), exact_strength=torch.full((1,), 0.3))
+    assert [call.strength_in(dtype).dtype for dtype in (torch.bfloat16, torch.float64)] == [
+        torch.bfloat16,
+        torch.float64,
+    ]
+    assert call.exact_strength.dtype == torch.float32
+    assert Call(x=torch.zeros(1, 1, 1)).strength_in(torch.bfloat16) == 1.0

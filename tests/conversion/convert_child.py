@@ -15,7 +15,7 @@ from typing import Any
 from safetensors.torch import save_file
 from transformers import TrainingArguments
 
-from hf_attn_swap.conversion import convert as module
+from hf_attn_swap.conversion import lesson
 from hf_attn_swap.conversion.journal import Journal
 from hf_attn_swap.conversion.stages import Distil
 
@@ -24,9 +24,9 @@ from .converting import converted, rows, stock, timeless, weights
 
 def main(folder: str, result: str, batch: int, last: int) -> None:
     warnings.filterwarnings("ignore")
-    module.SAVE_EVERY = 2
+    lesson.SAVE_EVERY = 2
     writes: list[str] = []
-    for name in ("record", "save"):
+    for name in ("write", "save"):
         real = getattr(Journal, name)
 
         def write(self: Journal, *given: Any, real: Any = real) -> None:

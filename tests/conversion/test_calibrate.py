@@ -14,7 +14,7 @@ from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate
 from hf_attn_swap.conversion.target import Target
 from hf_attn_swap.layer.registry import parse
-from hf_attn_swap.patch import build_swap, swappable
+from hf_attn_swap.patch import build_swap, need_installation
 from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.cells import FAMILY_NAMES, SINGLES
 from tests.contract.harness import (
@@ -342,14 +342,15 @@ def test_a_skip_that_stays_is_said(name: str) -> None:
 def test_the_constant_stays_moderate(weakest: float) -> None:
     """A well conditioned W_o is inverted exactly. An ill conditioned W_o would give a constant of 10^5 times b_o."""
     model = patch_model(fresh("vit", torch.float32), "modern_hopfield")
-    site = swappable(model)[0]
+    layer = need_installation(model).layers()[0]
+    site = layer.site
     projection = site.container.get_submodule(site.family.output)
     left, _, right = torch.linalg.svd(projection.weight.detach().double())
     sizes = torch.logspace(0, math.log10(weakest), left.shape[0], dtype=torch.float64)
     with torch.no_grad():
         projection.weight.copy_(left @ torch.diag(sizes) @ right)
         projection.bias.copy_(left.sum(1))  # as much of b_o in every direction
-    target = Target(site, site.core.attn_swap, build_swap(site, parse("softmax"), {"softmax": {}}, 0))
+    target = Target(layer, build_swap(layer, parse("softmax"), {"softmax": {}}))
     bias = projection.bias.detach().double()
     constant = target.offset.double() / (target.factor - 1)
     assert target.factor != 1

@@ -18,12 +18,12 @@ from transformers import TrainingArguments
 from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.analysis import lost
 from hf_attn_swap.conversion import calibrate, plan
-from hf_attn_swap.conversion import convert as module
 from hf_attn_swap.conversion.convert import convert
 from hf_attn_swap.conversion.outcome import ConversionReport
 from hf_attn_swap.conversion.plan import default_distil
 from hf_attn_swap.conversion.rows import as_rows
 from hf_attn_swap.conversion.stages import Align, Calibrate, Distil, FineTune
+from hf_attn_swap.conversion.steps.distil import StopWithin
 from hf_attn_swap.measuring.held_out import HeldOut
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
@@ -271,8 +271,8 @@ def test_after_an_error_the_model_is_stock_to_the_bit(name: str, call: int, monk
     before, config, wanted = weights(model), model.config, (modes(model), flags(model))
     monkeypatch.setattr(HeldOut, "lost", broken_at(call, KeyboardInterrupt()))
     trained: list[int] = []
-    step = module._Check.on_step_end
-    monkeypatch.setattr(module._Check, "on_step_end", lambda *given, **more: trained.append(1) or step(*given, **more))
+    step = StopWithin.on_step_end
+    monkeypatch.setattr(StopWithin, "on_step_end", lambda *given, **more: trained.append(1) or step(*given, **more))
     with pytest.raises(KeyboardInterrupt):
         converted(model, "outeffhop+gated", rows(name), max_loss=1e-12)
     assert bool(trained) == (call == 10)

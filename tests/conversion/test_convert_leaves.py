@@ -11,8 +11,9 @@ import torch
 from transformers import TrainingArguments
 
 from hf_attn_swap.caches import cache_of
-from hf_attn_swap.conversion import convert as module
 from hf_attn_swap.conversion.distillation import DistillationTrainer
+from hf_attn_swap.conversion.state import State
+from hf_attn_swap.conversion.steps.distil import StopWithin
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
 from tests.lifecycle.test_peft import lora
@@ -75,7 +76,7 @@ def test_an_interrupted_training_leaves_no_gradients(name: str, monkeypatch: pyt
         raise KeyboardInterrupt
 
     model = stock(name)
-    monkeypatch.setattr(module._Check, "on_pre_optimizer_step", stops, raising=False)
+    monkeypatch.setattr(StopWithin, "on_pre_optimizer_step", stops, raising=False)
     with pytest.raises(KeyboardInterrupt):
         converted(model, "belief", rows(name))
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -92,14 +93,14 @@ def test_an_interruption_after_the_merge_leaves_the_converted_model(monkeypatch:
     """The weights are no longer those of the stock model, so the swap has to stay."""
     model, whole = stock("llama"), stock("llama")
     converted(whole, "belief", rows("llama"))
-    note = module._Work.note
+    measure = State.lost
 
-    def stops(self: Any, name: str, *args: Any, **more: Any) -> Any:
-        if name == "adapters merged":
+    def stops(self: State) -> Any:
+        if self.final:
             raise KeyboardInterrupt
-        return note(self, name, *args, **more)
+        return measure(self)
 
-    monkeypatch.setattr(module._Work, "note", stops)
+    monkeypatch.setattr(State, "lost", stops)
     with pytest.raises(KeyboardInterrupt):
         converted(model, "belief", rows("llama"))
     assert same(weights(model), weights(whole))

@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_attn_swap.conversion import convert as module
+from hf_attn_swap.conversion import lesson
 from hf_attn_swap.conversion.journal import NAME, Journal
 from hf_attn_swap.conversion.stages import Calibrate
+from hf_attn_swap.conversion.steps.distil import StopWithin
 
 from .converting import ADAPTERS, CALM, converted, rows, same, stock, timeless, weights
 
@@ -43,14 +44,14 @@ def assert_equal(got: Result, wanted: Result) -> None:
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Counts the writes of the journal; at the write number `last` the process ends, before or after it."""
+    """Counts the writes of the journal; before or after the write of the number or key `last`, the process ends."""
     state: dict[str, Any] = {"seen": [], "last": 0, "after": False}
-    for name in ("record", "save"):
+    for name in ("write", "save"):
         real = getattr(Journal, name)
 
         def write(self: Journal, *given: Any, real: Any = real) -> None:
             state["seen"].append(given[0])
-            ends = len(state["seen"]) == state["last"]
+            ends = state["last"] in (len(state["seen"]), given[0])
             if not ends or state["after"]:
                 real(self, *given)
             if ends:
@@ -60,7 +61,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return state
 
 
-def killed_at(state: dict[str, Any], place: int, after: bool, *given: Any, **more: Any) -> None:
+def killed_at(state: dict[str, Any], place: int | str, after: bool, *given: Any, **more: Any) -> None:
     state.update(seen=[], last=place, after=after)
     with pytest.raises(Killed):
         run(*given, **more)
@@ -81,8 +82,7 @@ CASES = [  # the last one is how the conversion ends
 def test_killed_after_a_fit_that_the_user_named(writes: dict[str, Any], tmp_path: Path) -> None:
     more = {"tokens": 100, "stages": STAGES}
     wanted = run("llama", "simpletron_resl", None, **more)
-    place = writes["seen"].index("fit") + 1
-    killed_at(writes, place, True, "llama", "simpletron_resl", tmp_path, **more)
+    killed_at(writes, "fit: work", True, "llama", "simpletron_resl", tmp_path, **more)
     assert_equal(run("llama", "simpletron_resl", tmp_path, **more), wanted)
 
 
@@ -96,10 +96,10 @@ def test_killed_at_every_write(
     name: str, variant: str, more: dict[str, Any], ends: str, writes: dict[str, Any], tmp_path: Path
 ) -> None:
     wanted = run(name, variant, tmp_path / "whole", **more)
+    seen = list(writes["seen"])
     assert wanted[0]["steps"][-1]["name"] == ends
     assert_equal(run(name, variant, None, **more), wanted)
-    seen = list(writes["seen"])[: len(writes["seen"]) // 2]
-    assert any(key.startswith("train distil") for key in seen)
+    assert any(key.startswith("distil") for key in seen)
     for place in range(1, len(seen) + 1):
         for after in (False, True):
             folder = tmp_path / f"{place}-{after}"
@@ -116,8 +116,7 @@ def test_killed_after_a_training(writes: dict[str, Any], tmp_path: Path) -> None
     more = {"tokens": 100, "stages": [CALM]}
     wanted = run("bert", "simpletron_resl", None, **more)
     assert wanted[2]["swaps"][0]["retrained"]
-    place = writes["seen"].index("train distil 1") + 1
-    killed_at(writes, place, True, "bert", "simpletron_resl", tmp_path, **more)
+    killed_at(writes, "distil 1: work", True, "bert", "simpletron_resl", tmp_path, **more)
     assert_equal(run("bert", "simpletron_resl", tmp_path, **more), wanted)
 
 
@@ -128,8 +127,8 @@ def test_killed_in_the_middle_of_a_training(
     name: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a checkpoint, which also holds the variant's own parameters beside adapters."""
-    monkeypatch.setattr(module, "SAVE_EVERY", 2)
-    real = module._Check.on_step_end
+    monkeypatch.setattr(lesson, "SAVE_EVERY", 2)
+    real = StopWithin.on_step_end
 
     def ends(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         real(self, args, state, control, **kwargs)
@@ -138,13 +137,13 @@ def test_killed_in_the_middle_of_a_training(
 
     wanted = run(name, variant, None, tokens=300)
     with monkeypatch.context() as inside:
-        inside.setattr(module._Check, "on_step_end", ends)
+        inside.setattr(StopWithin, "on_step_end", ends)
         with pytest.raises(Killed):
             run(name, variant, tmp_path, tokens=300)
     assert [path.name for path in (tmp_path / "distil-1").glob("checkpoint-*")] == ["checkpoint-2"]
     steps: list[int] = []
     monkeypatch.setattr(
-        module._Check, "on_step_end", lambda self, args, state, control, **kw: steps.append(state.global_step)
+        StopWithin, "on_step_end", lambda self, args, state, control, **kw: steps.append(state.global_step)
     )
     assert_equal(run(name, variant, tmp_path, tokens=300), wanted)
     assert steps[0] == 3
@@ -153,7 +152,7 @@ def test_killed_in_the_middle_of_a_training(
 @pytest.mark.slow
 def test_stopped_at_a_step_that_would_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step at which the budget is met leaves no checkpoint, from which the training would go on."""
-    monkeypatch.setattr(module, "SAVE_EVERY", 1)
+    monkeypatch.setattr(lesson, "SAVE_EVERY", 1)
     given: dict[str, Any] = {"tokens": 1200, "layers": [0, 1, 2]}
     losses = [step["lost"]["divergence"] for step in run("bert", "simpletron_resl", None, **given)[0]["steps"]]
     assert losses[2] < losses[1]

@@ -22,6 +22,8 @@ from hf_attn_swap.conversion import calibrate, heads, match_heads
 from hf_attn_swap.core.call import heads_in_order
 from hf_attn_swap.families import sites
 from hf_attn_swap.kernels import carried, dispatch, hopfield
+from hf_attn_swap.layer.calibration import MergedCalibration
+from hf_attn_swap.layer.head_order import MatchedHeads
 from hf_attn_swap.layer.registry import parse, parse_options
 from hf_attn_swap.layer.swap import Swap
 from tests import reference
@@ -69,12 +71,12 @@ MHA = next(cell[0] for cell in CARRYING)
 def put(model: Any, orders: Any = ORDERS) -> Any:
     """A patched model whose layers have these orders."""
     for swap, order in zip(swaps(model), itertools.cycle(orders), strict=False):
-        swap.head_order = order
+        swap.put(MatchedHeads(order)) if order else swap.drop(MatchedHeads.name)
     return set_strength(model, swaps(model)[0].strength)  # writes the config anew
 
 
 def orders(model: Any) -> list[tuple[int, ...] | None]:
-    return [swap.head_order for swap in swaps(model)]
+    return [None if swap.head_order is None else swap.head_order.order for swap in swaps(model)]
 
 
 def in_config(model: Any) -> list[list[int] | None]:
@@ -234,9 +236,9 @@ def test_a_soft_cap_or_a_position_bias(name: str) -> None:
     plain = forward(model, batch)
     got = forward(put(model), batch)
     for swap in swaps(model):
-        order, carry = list(swap.head_order), swap.at("scores").carry
+        order, carry = list(swap.head_order.order), swap.at("scores").carry
         back = [order.index(head) for head in range(4)]
-        swap.head_order = None
+        swap.drop(MatchedHeads.name)
         swap.at("scores").carry = lambda scores, call, carry=carry, order=order, back=back: carry(
             scores[:, order], call
         )[:, back]
@@ -620,7 +622,10 @@ def test_refused() -> None:
 @pytest.mark.parametrize(("change", "reason"), [("merged", "cannot be matched"), ("retrained", "before the training")])
 def test_weights_that_fit_their_orders_are_refused(change: str, reason: str) -> None:
     model = put(patch_model(fresh("llama"), MHA))
-    setattr(swaps(model)[2], change, "map" if change == "merged" else True)
+    if change == "merged":
+        swaps(model)[2].put(MergedCalibration("map"))
+    else:
+        swaps(model)[2].retrained = True
     with refused("layers [2]", reason):
         match_heads(model, batch_of("llama"), progress=False)
     assert orders(model) == list(ORDERS)
@@ -634,18 +639,21 @@ def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert orders(model) == list(ORDERS)
 
 
+def modes_and_hooks(module: torch.nn.Module) -> tuple[bool, int, int]:
+    return module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
+
+
 def test_nothing_is_left_behind() -> None:
     """Modes, hooks, strengths and swaps are as before, also after an error on the way."""
     model = patch_model(fresh("llama"), MHA, strength=0.3).train()
     model.model.layers[1].eval()
-    modes = [module.training for module in model.modules()]
-    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    paths = [path for path, _ in model.named_modules()]
+    before = [modes_and_hooks(model.get_submodule(path)) for path in paths]
     own = swaps(model)
     match_heads(model, batch_of("llama"), progress=False)
     with pytest.raises(IndexError):
         match_heads(model, {"input_ids": torch.full((1, 3), 10**6)}, progress=False)
-    assert [module.training for module in model.modules()] == modes
-    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
+    assert [modes_and_hooks(model.get_submodule(path)) for path in paths] == before
     assert [one is other for one, other in zip(swaps(model), own, strict=True)] == [True] * 3
     assert {(swap.strength, swap.phase.value) for swap in swaps(model)} == {(0.3, "between")}
 

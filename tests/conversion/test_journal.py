@@ -18,9 +18,9 @@ NUMBERS = {"a": 1 / 3, "b": [1, 2]}
 def written(folder: Path) -> Journal:
     journal = Journal(folder, SETTINGS)
     assert journal.recall("swap") is None
-    journal.record("swap", NUMBERS)
+    journal.write("swap", NUMBERS)
     journal.save("distil 1.1", {"w": torch.arange(4.0).view(2, 2).T, "half": torch.ones(2, dtype=torch.bfloat16) / 3})
-    journal.record("train distil 1.1", {"rows": 3})
+    journal.write("train distil 1.1", {"rows": 3})
     return journal
 
 
@@ -33,7 +33,7 @@ def test_a_second_run_is_given_what_the_first_wrote(tmp_path: Path) -> None:
     tensors = again.load("distil 1.1")
     assert torch.equal(tensors["w"], torch.arange(4.0).view(2, 2).T)
     assert torch.equal(tensors["half"], torch.ones(2, dtype=torch.bfloat16) / 3)
-    again.record("next", {})
+    again.write("next", {})
     assert [entry["key"] for entry in json.loads((tmp_path / "new" / "folder" / NAME).read_text())["entries"]] == [
         "swap",
         "train distil 1.1",
@@ -45,7 +45,7 @@ def test_without_a_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     journal = Journal(None, SETTINGS)
     journal.save("x", {"w": torch.ones(1)})
-    journal.record("x", {})
+    journal.write("x", {})
     assert journal.recall("y") is None
     assert not list(tmp_path.iterdir())
 
@@ -53,7 +53,7 @@ def test_without_a_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
 def test_only_the_main_process_writes(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "other", SETTINGS, writes=False)
     journal.save("x", {"w": torch.ones(1)})
-    journal.record("x", {})
+    journal.write("x", {})
     assert not (tmp_path / "other").exists()
 
 
@@ -66,7 +66,7 @@ def test_a_write_that_was_cut_is_passed_over(tmp_path: Path) -> None:
     assert again.recall("swap") == NUMBERS
     again.recall("train distil 1.1")
     again.save("more", {"w": torch.ones(2)})
-    again.record("more", {})
+    again.write("more", {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["distil-1.1.safetensors", NAME, "more.safetensors"]
 
 
@@ -79,7 +79,7 @@ def test_a_crash_while_writing_leaves_the_file_of_before(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(Path, "write_text", cut)
     with pytest.raises(KeyboardInterrupt):
-        journal.record("late", {})
+        journal.write("late", {})
     again = Journal(tmp_path, SETTINGS)
     assert [entry["key"] for entry in again.entries] == ["swap", "train distil 1.1"]
 

@@ -64,7 +64,7 @@ PRE_NORM = [name for name in FAMILY_NAMES if not post_norm(name)]
 
 
 def exponents(model: Any) -> list[int | None]:
-    return [swap.neutral for swap in swaps(model)]
+    return [None if swap.neutral_start is None else swap.neutral_start.exponent for swap in swaps(model)]
 
 
 def in_config(model: Any) -> list[int | None]:
@@ -146,7 +146,7 @@ def test_an_attention_that_reads_its_input_by_more_than_matrices(inside: nn.Modu
     report = neutral_start(model)
     assert report.layers == (0,)
     assert report.left == {1: "this attention reads the norm's output not by matrices alone"}
-    assert [swap.neutral for swap in swaps(model)] == [EXPONENT, None]
+    assert exponents(model) == [EXPONENT, None]
 
 
 @pytest.mark.parametrize("name", ["Phi", "GPTNeoX"])
@@ -392,15 +392,18 @@ def test_every_copy_that_peft_keeps() -> None:
     assert exponents(model) == [EXPONENT] * 6
 
 
+def modes_and_hooks(module: torch.nn.Module) -> tuple[bool, int, int]:
+    return module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
+
+
 def test_nothing_is_left_behind() -> None:
     """Modes, hooks, strengths and buffers are as before, also after an error on the way."""
     model = patch_model(fresh("llama"), "modern_hopfield", strength=0.3).train()
     model.model.layers[1].eval()
-    modes = [module.training for module in model.modules()]
-    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    paths = [path for path, _ in model.named_modules()]
+    before = [modes_and_hooks(model.get_submodule(path)) for path in paths]
     neutral_start(model)
     with pytest.raises(IndexError):
         neutral_start(model, {"input_ids": torch.full((1, 3), 10**6)})
-    assert [module.training for module in model.modules()] == modes
-    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
+    assert [modes_and_hooks(model.get_submodule(path)) for path in paths] == before
     assert {(swap.strength, swap.phase.value) for swap in swaps(model)} == {(0.3, "between")}

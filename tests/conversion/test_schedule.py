@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion import StrengthSchedule
+from hf_attn_swap.conversion import StrengthSchedule, calibrate, merge_calibration
 from tests.contract.harness import batch_of, fresh, refused, swaps
 from tests.harness.process import python
 
@@ -64,6 +64,18 @@ def test_one_layer_after_another(order: str) -> None:
         moved = min(4 * count, step) / 4  # layers' worth of strength
         assert strengths == pytest.approx([min(max(moved - place, 0.0), 1.0) for place in range(count)])
     assert found[-1] == [1.0] * count
+
+
+@pytest.mark.parametrize("order", ["together", "up", "down"])
+def test_a_merged_model_stays_at_full_strength(order: str) -> None:
+    """A merge is exact at strength 1 alone, in every order of the layers."""
+    model = patch_model(fresh("bert", torch.float32), "softmax")
+    calibrate(model, [batch_of("bert", torch.float32)], progress=False)
+    merge_calibration(model)
+    schedule, state = StrengthSchedule(order=order), SimpleNamespace(global_step=0, max_steps=8)
+    with refused("cannot be set to a strength below 1", "merged"):
+        schedule.on_step_begin(None, state, None, model=model)
+    assert {swap.strength for swap in swaps(model)} == {1.0}
 
 
 class Seen(TrainerCallback):

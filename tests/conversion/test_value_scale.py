@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import json
 import math
@@ -18,7 +19,9 @@ from hf_attn_swap import convert, describe, patch_model, set_strength, unpatch_m
 from hf_attn_swap.conversion import calibrate, scale_values, value_scale
 from hf_attn_swap.families import sites
 from hf_attn_swap.functional import belief_projection
+from hf_attn_swap.layer.calibration import MergedCalibration
 from hf_attn_swap.layer.registry import parse
+from hf_attn_swap.layer.value_scale import ValueScale
 from tests.contract.cells import COMPOSITIONS, FAMILY_NAMES, SINGLES
 from tests.contract.harness import (
     CAUSAL_FAMILIES,
@@ -65,8 +68,9 @@ def drawn(like: Tensor, seed: int) -> Tensor:
 def put(model: Any) -> Any:
     """A patched model whose layers have drawn scales."""
     for seed, swap in enumerate(swaps(model)):
-        squares = swap.scale_values(next(model.parameters())).squares
-        squares.copy_(drawn(squares, seed).square())
+        scale = ValueScale(swap.geometry)
+        scale.squares.copy_(drawn(scale.squares, seed).square())
+        swap.put(scale)
     return set_strength(model, swaps(model)[0].strength)  # writes the config anew
 
 
@@ -353,7 +357,7 @@ def test_a_calibration_that_fails_leaves_no_scales() -> None:
 
 def test_convert_takes_scales_without_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the fit of the heads loses more than the scales alone, the scales stay."""
-    monkeypatch.setattr("hf_attn_swap.conversion.convert.FITS", ())
+    monkeypatch.setattr(importlib.import_module("hf_attn_swap.conversion.steps.fit"), "FITS", ())
     model = fresh("gpt2", torch.float32)
     rows = [{"input_ids": row} for each in several("gpt2", torch.float32) for row in each["input_ids"]]
     report = convert(model, PROJECTING[0], rows, tokens=64, progress=False)
@@ -365,7 +369,7 @@ def test_convert_takes_scales_without_a_fit(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("fits", [("gain",), ("gain", "map")])
 def test_convert_scales_once(fits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many fits of the heads follow."""
-    monkeypatch.setattr("hf_attn_swap.conversion.convert.FITS", fits)
+    monkeypatch.setattr(importlib.import_module("hf_attn_swap.conversion.steps.fit"), "FITS", fits)
     solved = []
     solve = value_scale._solve
     monkeypatch.setattr(value_scale, "_solve", lambda *args: solved.append(args) or solve(*args))
@@ -397,7 +401,10 @@ def test_a_variant_that_does_not_project(variant: str) -> None:
 @pytest.mark.parametrize(("change", "reason"), [("merged", "cannot be scaled"), ("retrained", "before the training")])
 def test_weights_that_fit_their_scales(change: str, reason: str) -> None:
     model = patch_model(fresh("bert"), PROJECTING[0])
-    setattr(swaps(model)[1], change, "gain" if change == "merged" else True)
+    if change == "merged":
+        swaps(model)[1].put(MergedCalibration("gain"))
+    else:
+        swaps(model)[1].retrained = True
     with refused(reason):
         scale_values(model, batch_of("bert"), progress=False)
     assert squares(model) == [None] * len(swaps(model))

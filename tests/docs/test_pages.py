@@ -22,7 +22,9 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 
 import hf_attn_swap
 from hf_attn_swap import analysis, configurations, conversion, dynamics, functional, memory, quantization
+from hf_attn_swap.conversion.losses import LOSSES
 from hf_attn_swap.conversion.stages import read_stages
+from hf_attn_swap.layer.fitted import FITTED
 from hf_attn_swap.variants.base import VARIANTS
 from hf_attn_swap_cli.app import app
 from tests.training.test_configurations import classes
@@ -70,14 +72,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def without_new_variants() -> Iterator[None]:
-    """Forget the variants that an example registers."""
-    before = dict(VARIANTS)
+def without_new_names() -> Iterator[None]:
+    """Forget the variants, the fits and the losses that an example registers."""
+    before = [(table, dict(table)) for table in (VARIANTS, FITTED, LOSSES)]
     try:
         yield
     finally:
-        VARIANTS.clear()
-        VARIANTS.update(before)
+        for table, names in before:
+            table.clear()
+            table.update(names)
 
 
 @pytest.mark.parametrize("page", blocks("python"))
@@ -96,7 +99,7 @@ def test_python_runs_as_written(page: str, models: Path, tmp_path: Path, monkeyp
     }
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"text": names["texts"]})
     monkeypatch.setitem(sys.modules, "gradio", Mock())  # tests/tools/test_gradio.py runs these lines with Gradio
-    with without_new_variants():
+    with without_new_names():
         for block in blocks("python")[page]:
             for there, here in TINY.items():
                 block = block.replace(there, here)
@@ -163,7 +166,7 @@ def test_lists_of_stages_are_stages() -> None:
     found = [yaml.safe_load(text) for texts in blocks("yaml").values() for text in texts]
     assert found
     for each in found:
-        assert read_stages([json.dumps(stage) for stage in each["stages"]])
+        assert read_stages([stage if isinstance(stage, str) else json.dumps(stage) for stage in each["stages"]])
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_attn_swap import list_variants
+from hf_attn_swap.layer.fitted import FITTED
 from hf_attn_swap.layer.registry import canonical_name, get_variant
 from hf_attn_swap.loading import KEYS, OPTIONAL_KEYS
 from hf_attn_swap.patch import need_installation
@@ -104,7 +105,7 @@ def test_every_variant_has_a_checkpoint() -> None:
 
 def test_every_key_of_the_config_occurs() -> None:
     found = {key for folder in CHECKPOINTS for entry in entries(folder) for key in entry}
-    assert found == KEYS | OPTIONAL_KEYS
+    assert found == KEYS | OPTIONAL_KEYS | set(FITTED)
 
 
 def test_small() -> None:

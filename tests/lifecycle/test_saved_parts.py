@@ -13,7 +13,11 @@ import transformers
 from torch import nn
 
 from hf_attn_swap import describe, patch_model, unpatch_model
+from hf_attn_swap.layer.calibration import Calibration
+from hf_attn_swap.layer.head_order import MatchedHeads
+from hf_attn_swap.layer.neutral_start import SkipScale
 from hf_attn_swap.layer.swap import Swap
+from hf_attn_swap.layer.value_scale import ValueScale
 from hf_attn_swap.patch import need_installation
 from tests import zoo
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
@@ -36,14 +40,18 @@ def on_disk(folder: Path) -> Any:
 
 def worked(model: Any) -> Any:
     """Give every swap all that a conversion may leave in it."""
-    for number, swap in enumerate(swaps(model)):
-        swap.neutral, swap.retrained = 2, True
-        swap.head_order = tuple(reversed(range(swap.geometry.heads)))
-        swap.calibrate("gain", next(model.parameters()))
-        if swap.projects:
-            swap.scale_values(next(model.parameters()))
-        swap.strength = 0.5 + number / 16
-    need_installation(model).refresh()
+    for swap in swaps(model):
+        fits = [
+            SkipScale(2),
+            MatchedHeads(tuple(reversed(range(swap.geometry.heads)))),
+            Calibration("gain", swap.geometry),
+            *([ValueScale(swap.geometry)] if swap.projects else []),
+        ]
+        for fit in fits:
+            swap.put(fit.beside(next(model.parameters())))
+        swap.retrained = True
+    installation = need_installation(model)
+    installation.set_strength({layer: 0.5 + layer.number / 16 for layer in installation.layers()})
     return perturb(model)
 
 
@@ -148,7 +156,7 @@ def test_a_part_that_cannot_be_described_stops_before_anything_is_written(tmp_pa
 def test_a_stock_model_beside_a_swap_that_cannot_run_our_attention(tmp_path: Path, monkeypatch: Any) -> None:
     model = make("pair")
     patch_model(model.encoder, "belief")
-    monkeypatch.setattr("hf_attn_swap.saving.obstacle", lambda whole: "its softmax has attention sinks")
+    monkeypatch.setattr("hf_attn_swap.saving.obstacle", lambda whole, found=None: "its softmax has attention sinks")
     with pytest.raises(ValueError, match="attention sinks; save the swapped part alone"):
         model.save_pretrained(tmp_path)
     assert not any(tmp_path.iterdir())

@@ -111,7 +111,7 @@ def test_language_model_recipe_reads_token_ids(tiny_lm: Path, samples: Path, tmp
     """And measures KL and agreement beside the perplexity; the control, which is not trained, has lost nothing."""
     words = [
         *reading(tiny_lm, samples),
-        *("--variant", "belief", "--distill_tokens", "320", "--distill_options", '{"rank": 4}'),
+        *("--variant", "belief", "--stages", '{"stage": "distil", "tokens": 320, "rank": 4}', "fine_tune"),
         *("--num_train_epochs", "0", "--per_device_train_batch_size", "4", "--report_to", "none", "--use_cpu", "true"),
         *("--dataloader_pin_memory", "false", "--disable_tqdm", "true", "--output_dir", str(tmp_path / "run")),
         *NO_SAVING,

@@ -34,11 +34,11 @@ def test_expand(sweep: Any) -> None:
     run = {
         "variant": "modern_hopfield",
         "label": "{variant}-{index}",
-        "grid": {"layers": ["0", "1"], "calibrate": ["gain", "map"]},
+        "grid": {"layers": ["0", "1"], "schedule": ["linear", "cosine"]},
     }
     found = list(sweep.expand(run))
     assert [each["label"] for each in found] == [f"modern_hopfield-{index}" for index in range(4)]
-    assert [(each["layers"], each["calibrate"]) for each in found][1] == ("0", "map")
+    assert [(each["layers"], each["schedule"]) for each in found][1] == ("0", "cosine")
     assert sweep.words({"seeds": [0, 1], "variant": "modern_hopfield"}) == [
         "--seeds",
         "0",
@@ -49,7 +49,13 @@ def test_expand(sweep: Any) -> None:
 
 
 def test_the_control_shares_all_but_the_variant(sweep: Any) -> None:
-    run = {"variant": "modern_hopfield", "calibrate": "map", "seeds": [3], "output_dir": "x", "config_overrides": "{}"}
+    run = {
+        "variant": "modern_hopfield",
+        "stages": ["calibrate", "fine_tune"],
+        "seeds": [3],
+        "output_dir": "x",
+        "config_overrides": "{}",
+    }
     assert sweep.control(run) == {"variant": "softmax", "seeds": [3], "output_dir": "x", "config_overrides": "{}"}
 
 

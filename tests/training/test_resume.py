@@ -16,13 +16,14 @@ import torch
 from safetensors.torch import load_file
 
 import hf_attn_swap
-from hf_attn_swap.training.run import last_whole_checkpoint
+from hf_attn_swap.conversion.lesson import last_whole_checkpoint
 
 from .conftest import options
 
 RECIPE = Path(hf_attn_swap.__file__).parent.parent / "recipes" / "text_classification.py"
 pytestmark = pytest.mark.skipif(not RECIPE.exists(), reason="recipes/ is not next to the installed package")
-STAGES = ("--calibrate", "map", "--transfer_epochs", "2", "--distill_epochs", "2")
+ALIGN, DISTIL = '{"stage": "align", "epochs": 2}', '{"stage": "distil", "epochs": 2}'
+STAGES = ("--stages", "calibrate", ALIGN, DISTIL, "fine_tune")
 CONVERSION = ("--variant", "simpletron_resl", *STAGES, "--schedule", "linear")
 SAVING = ("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "2", "--num_train_epochs", "3")
 

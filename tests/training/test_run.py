@@ -31,7 +31,7 @@ def recipe(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_converted_beside_its_control(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    words = ("--variant", "simpletron_resl", "--seeds", "0", "1", "--calibrate", "map", "--transfer_epochs", "1")
+    words = ("--variant", "simpletron_resl", "--seeds", "0", "1", "--stages", "calibrate", "align", "fine_tune")
     grouped = ("--train_sampling_strategy", "group_by_length")
     arguments = options(tiny, tmp_path, *words, "--schedule", "linear", *grouped, *NO_SAVING)
     recipe("text_classification.py", arguments, monkeypatch)
@@ -84,7 +84,7 @@ def test_transfer_back(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Queries, keys and values stay those that the variant learned."""
     recipe(
         "transfer_back.py",
-        options(tiny, tmp_path, "--variant", "simpletron_resl", "--calibrate", "map", *NO_SAVING),
+        options(tiny, tmp_path, "--variant", "simpletron_resl", "--stages", "calibrate", "fine_tune", *NO_SAVING),
         monkeypatch,
     )
     found = {}
@@ -100,7 +100,7 @@ def test_transfer_back(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
 
 def test_linear_probe(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     arguments = options(
-        tiny, tmp_path, "--variant", "modern_hopfield", "--calibrate", "map", "--calibration_rows", "48"
+        tiny, tmp_path, "--variant", "modern_hopfield", "--stages", '{"stage": "calibrate", "rows": 48}'
     )
     recipe("linear_probe.py", arguments, monkeypatch)
     assert "1: calibrate: accuracy" in capsys.readouterr().out
@@ -112,7 +112,17 @@ def test_linear_probe(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any)
     [
         (("--text_column_names", "body"), "no column 'body'"),
         (("--dataset_name", "/nowhere"), "there is no folder '/nowhere'"),
-        (("--variant", "modern_hopfield", "--calibrate", "gain", "--options", '{"alpha": 1.0}'), "drops the read-out"),
+        (
+            (
+                "--variant",
+                "modern_hopfield",
+                "--stages",
+                '{"stage": "calibrate", "fit": "gain"}',
+                "--options",
+                '{"alpha": 1.0}',
+            ),
+            "drops the read-out",
+        ),
     ],
 )
 def test_one_line(words: tuple[str, ...], message: str, tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -138,9 +148,9 @@ def test_arguments_refused(words: tuple[str, ...], message: str, capsys: Any) ->
 
 def test_yaml_first_options_win(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text("model_name_or_path: x\nvariant: belief\nseeds: [3, 4]\ncalibrate: map\n")
+    file.write_text("model_name_or_path: x\nvariant: belief\nseeds: [3, 4]\nstages: [calibrate]\n")
     model, conversion = parse((ModelArguments, ConversionArguments), [str(file), "--variant", "modern_hopfield"])
-    assert (model.variant, model.seeds, conversion.calibrate) == ("modern_hopfield", [3, 4], "map")
+    assert (model.variant, model.seeds, conversion.stages) == ("modern_hopfield", [3, 4], ["calibrate"])
     with pytest.raises(SystemExit):
         parse((ModelArguments,), [str(tmp_path / "nowhere.yaml")])
 

@@ -15,8 +15,13 @@ from transformers import AutoModelForSequenceClassification, TrainingArguments, 
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import Losses
+from hf_attn_swap.conversion.engine import take
+from hf_attn_swap.conversion.journal import Journal
+from hf_attn_swap.conversion.rows import ready_rows
 from hf_attn_swap.conversion.stages import KINDS, Align, Calibrate, Distil, FineTune, read_stages
-from hf_attn_swap.conversion.take import take
+from hf_attn_swap.conversion.state import State
+from hf_attn_swap.conversion.steps import steps_of
+from hf_attn_swap.conversion.teacher import Teacher
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import parse
 from hf_attn_swap.training.arguments import ConversionArguments
@@ -51,9 +56,10 @@ def test_every_stage_by_name() -> None:
     converting = [name for name in KINDS if name != "fine_tune"]
     plan = read_stages([json.dumps({"stage": name}) for name in (*converting, "fine_tune")])
     assert plan == tuple(KINDS[name]() for name in (*converting, "fine_tune"))
+    assert plan == read_stages([*converting, "fine_tune"])
     assert plan == (Calibrate(), Align(), Distil(), FineTune())
     assert [stage.name for stage in plan] == list(KINDS)
-    assert [stage.step for stage in plan] == ["map", "transfer", "distil", "fine_tune"]
+    assert [stage.recorded for stage in plan] == ["map", "transfer", "distil", "fine_tune"]
 
 
 def test_values_of_a_stage() -> None:
@@ -68,7 +74,7 @@ def test_values_of_a_stage() -> None:
         ['{"stage": "calibrate", "fit": "gain", "neutral_start": false, "source": "simpletron_resl"}']
     )
     assert stage == Calibrate(fit="gain", neutral_start=False, source="simpletron_resl")
-    assert stage.step == "gain"
+    assert stage.recorded == "gain"
 
 
 def test_from_yaml(tmp_path: Path) -> None:
@@ -77,15 +83,15 @@ def test_from_yaml(tmp_path: Path) -> None:
     file.write_text(
         "stages:\n"
         "  - {stage: calibrate, fit: gain}\n"
-        "  - {stage: align, epochs: 1}\n"
-        "  - {stage: distil, tokens: 300000, rank: 32, learning_rate: 5.0e-4, trainable: [query, value]}\n"
-        "  - {stage: fine_tune}\n"
+        "  - align\n"
+        "  - {stage: distil, tokens: 300000, learning_rate: 5.0e-4, trainable: [query, value]}\n"
+        "  - fine_tune\n"
     )
     found = conversion(str(file))
-    last = Distil(tokens=300000, rank=32, learning_rate=5e-4, trainable=("query", "value"))
-    assert found.plan == (Calibrate(fit="gain"), Align(epochs=1), last, FineTune())
+    last = Distil(tokens=300000, learning_rate=5e-4, trainable=("query", "value"))
+    assert found.plan == (Calibrate(fit="gain"), Align(), last, FineTune())
     assert found.steps == ("gain", "transfer", "distil")
-    found = conversion(str(file), "--stages", '{"stage": "fine_tune"}', '{"stage": "distil"}')
+    found = conversion(str(file), "--stages", "fine_tune", '{"stage": "distil"}')
     assert found.plan == (FineTune(), Distil())
     assert found.steps == ("fine_tune", "distil")
 
@@ -94,30 +100,15 @@ def test_from_yaml(tmp_path: Path) -> None:
     ("words", "plan", "steps"),
     [
         ((), (FineTune(),), ()),
-        (("--calibrate", "gain", "--calibration_rows", "9"), (Calibrate(fit="gain", rows=9), FineTune()), ("gain",)),
+        (("--stages", "fine_tune"), (FineTune(),), ()),
+        (("--stages", "calibrate", "fine_tune"), (Calibrate(), FineTune()), ("map",)),
         (
-            ("--calibrate", "map", "--neutral_start", "false", "--source", "simpletron"),
-            (Calibrate(neutral_start=False, source="simpletron"), FineTune()),
-            ("map",),
-        ),
-        (
-            ("--transfer_epochs", "2", "--transfer_trainable", "value", "--transfer_learning_rate", "0.5"),
-            (Align(epochs=2.0, trainable=("value",), learning_rate=0.5), FineTune()),
-            ("transfer",),
-        ),
-        (("--distill_tokens", "500"), (Distil(tokens=500), FineTune()), ("distil",)),
-        (
-            ("--distill_epochs", "2", "--distill_options", '{"rank": 4, "hidden": 1.0, "logits": 0}'),
-            (Distil(epochs=2.0, rank=4, hidden=1.0, logits=0), FineTune()),
-            ("distil",),
-        ),
-        (
-            ("--calibrate", "map", "--transfer_epochs", "1", "--distill_epochs", "1", "--schedule", "linear"),
-            (Calibrate(), Align(), Distil(), FineTune()),
+            ("--stages", "calibrate", "align", '{"stage": "distil", "rank": 4}', "fine_tune", "--schedule", "linear"),
+            (Calibrate(), Align(), Distil(rank=4), FineTune()),
             ("map", "transfer", "distil", "schedule"),
         ),
         (
-            ("--order", "fine_tune_first", "--calibrate", "map", "--distill_tokens", "9"),
+            ("--stages", "fine_tune", "calibrate", '{"stage": "distil", "tokens": 9}'),
             (FineTune(), Calibrate(), Distil(tokens=9)),
             ("fine_tune", "map", "distil"),
         ),
@@ -133,7 +124,7 @@ def test_from_options(words: tuple[str, ...], plan: tuple[Any, ...], steps: tupl
     ("stage", "reason"),
     [
         ("[1]", "a stage must name one of calibrate, align, distil, fine_tune, got '[1]'"),
-        ("{", "a stage must be a JSON object, got '{'"),
+        ("{", "a stage must be one of calibrate, align, distil, fine_tune, or a JSON object, got '{'"),
         ('{"stage": "prune"}', "a stage must name one of calibrate, align, distil, fine_tune"),
         ('{"stage": ["distil"]}', "a stage must name one of calibrate, align, distil, fine_tune"),
         ('{"epochs": 1}', "a stage must name one of calibrate, align, distil, fine_tune"),
@@ -143,6 +134,7 @@ def test_from_options(words: tuple[str, ...], plan: tuple[Any, ...], steps: tupl
         ('{"stage": "align", "epochs": "two"}', "the stage align cannot have these values"),
         ('{"stage": "align", "trainable": 3}', "the stage align cannot have these values"),
         ('{"stage": "distil", "tokens": -5}', "distil: tokens must be above 0, got -5"),
+        ("calibrat", "a stage must be one of calibrate, align, distil, fine_tune, or a JSON object, got 'calibrat'"),
         ('{"stage": "distil", "rank": 0}', "distil: rank must be above 0, got 0"),
         ('{"stage": "distil", "logits": 0}', "one must be above 0"),
         ('{"stage": "distil", "temperature": 0}', "temperature must be above 0"),
@@ -158,15 +150,6 @@ def test_a_stage_refused(stage: str, reason: str, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--order", "backwards"), "order must be 'convert_first' or 'fine_tune_first', got 'backwards'"),
-        (("--order", "fine_tune_first"), "order 'fine_tune_first' needs a stage that follows"),
-        (("--distill_tokens", "5", "--distill_epochs", "1"), "give --distill_tokens or --distill_epochs, not both"),
-        (("--distill_epochs", "1", "--distill_options", "[2]"), "options must be a JSON object, got '[2]'"),
-        (("--distill_epochs", "1", "--distill_options", '{"depth": 2}'), "the stage distil has no option depth"),
-        (("--calibration_rows", "0"), "calibration_rows must be at least 1, got 0"),
-        (("--transfer_epochs", "-1"), "align: epochs must be above 0, got -1.0"),
-        (("--stages", '{"stage": "distil"}', "--calibrate", "map"), "give --stages, or the options of single stages"),
-        (("--stages", '{"stage": "distil"}', "--order", "fine_tune_first"), "give --stages, or the options of single"),
         (
             ("--stages", '{"stage": "align"}', '{"stage": "fine_tune"}', '{"stage": "distil"}'),
             "the stage fine_tune must be the first or the last",
@@ -176,7 +159,7 @@ def test_a_stage_refused(stage: str, reason: str, capsys: Any) -> None:
             "the stage align must come once, before distil",
         ),
         (
-            ("--order", "fine_tune_first", "--distill_epochs", "1", "--schedule", "linear"),
+            ("--stages", "fine_tune", "distil", "--schedule", "linear"),
             "a schedule moves the strength during the fine-tuning, which must then be the last stage",
         ),
     ],
@@ -192,9 +175,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @needs_recipes
 def test_the_fine_tuned_control_is_converted(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """The run starts from the control's weights and says so, stops without fine-tuning, and needs the control."""
-    first = ("--variant", "belief", "--order", "fine_tune_first", "--distill_epochs", "1")
-    still = ("--label", "still", "--distill_options", '{"learning_rate": 1e-30}')
-    moving = ("--label", "moving", "--distill_options", '{"learning_rate": 1e-2, "rank": 2}')
+    first = ("--variant", "belief", "--stages", "fine_tune")
+    still = ('{"stage": "distil", "learning_rate": 1e-30}', "--label", "still")
+    moving = ('{"stage": "distil", "learning_rate": 1e-2, "rank": 2}', "--label", "moving")
     recipe("text_classification.py", options(tiny, tmp_path, *first, *still, *NO_SAVING), monkeypatch)
     control, same = weights(tmp_path / "softmax"), weights(tmp_path / "still")
     untrained = AutoModelForSequenceClassification.from_pretrained(tiny / "model").state_dict()
@@ -222,7 +205,7 @@ def test_the_fine_tuned_control_is_converted(tiny: Path, tmp_path: Path, monkeyp
 
     shutil.rmtree(tmp_path / "softmax" / "seed-0" / "model")
     capsys.readouterr()
-    again = options(tiny, tmp_path, *first, "--label", "again", *NO_SAVING)
+    again = options(tiny, tmp_path, *first, "distil", "--label", "again", *NO_SAVING)
     with pytest.raises(SystemExit, match="holds no fine-tuned control; run the variant softmax with this seed first"):
         recipe("text_classification.py", again, monkeypatch)
 
@@ -255,25 +238,35 @@ def test_all_stages_in_one_run(tiny: Path, tmp_path: Path, monkeypatch: Any) -> 
 
 @needs_recipes
 def test_every_distillation_has_the_original_as_its_teacher(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Align and distil change weights; the teacher of a later stage is the model from before them, head included."""
-    before: list[dict[str, torch.Tensor]] = []
-    teachers: list[Any] = []
+    """Align and distil change weights; the teacher of a later stage computes with those from before them."""
+    before: dict[str, torch.Tensor] = {}
+    teachers: list[dict[str, torch.Tensor]] = []
+    made = Teacher.__init__
 
-    def watched(stage: Any, model: Any, *others: Any) -> Any:
-        teachers.append(others[-1])
-        if not before:
-            before.append({name: value.clone() for name, value in model.state_dict().items()})
-        return take(stage, model, *others)
+    def watched(self: Teacher, student: Any, *others: Any) -> None:
+        made(self, student, *others)
+        teachers.append(
+            {
+                name.replace("base_model.model.", "").replace("base_layer.", ""): value
+                for name, value in self.frozen.items()
+            }
+        )
 
-    monkeypatch.setattr(importlib.import_module("hf_attn_swap.training.run"), "take", watched)
-    stages = ['{"stage": "align"}', '{"stage": "distil"}', '{"stage": "distil", "rank": 2}']
+    def put(model: Any, *others: Any, **more: Any) -> Any:
+        before.update({name: value.clone() for name, value in model.state_dict().items()})
+        return patch_model(model, *others, **more)
+
+    monkeypatch.setattr(Teacher, "__init__", watched)
+    monkeypatch.setattr(importlib.import_module("hf_attn_swap.training.run"), "patch_model", put)
+    stages = ["align", '{"stage": "distil", "learning_rate": 1e-2}', '{"stage": "distil", "rank": 2}']
     words = options(tiny, tmp_path, "--variant", "belief", "--stages", *stages, *NO_SAVING)
     recipe("text_classification.py", words, monkeypatch)
-    assert len(teachers) == 3
-    assert teachers[0] is None
-    for teacher in teachers[1:]:
-        for name, value in teacher.state_dict().items():
-            assert torch.equal(value, before[0][name]), name
+    assert len(teachers) == 2
+    body = {name for name in before if "embeddings" not in name and not name.startswith("classifier")}
+    for frozen in teachers:
+        assert body <= frozen.keys()
+        for name, value in frozen.items():
+            assert torch.equal(value, before[name]), name
 
 
 def test_a_calibration_says_where_it_started(tmp_path: Path) -> None:
@@ -282,7 +275,15 @@ def test_a_calibration_says_where_it_started(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
     for variant, words in (("modern_hopfield", True), ("belief", False)):
         model = patch_model(fresh("llama", torch.float32), variant)
-        _, sentence = take(Calibrate(fit="gain"), model, rows, default_data_collator, args)
+        state = State(
+            model=model,
+            rows=ready_rows(rows, default_data_collator),
+            args=args,
+            folder=tmp_path,
+            journal=Journal(None, {}),
+        )
+        take(state, steps_of([Calibrate(fit="gain")]))
+        (sentence,) = state.notes["sentences"]
         count = len(swaps(model))
         assert (f"The skip of {count} layers starts at 2^-10" in sentence) is words
         assert (f"The heads of {count - 1} layers meet" in sentence) is words

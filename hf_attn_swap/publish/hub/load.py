@@ -14,8 +14,6 @@ import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ...loading import read_block
-
 LOADED = ("config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
 DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 SHA1, SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
@@ -54,7 +52,6 @@ def from_pretrained(
             f"{name} holds no swapped attention (its config.json has no attn_swap); load it with a class of "
             "transformers, and swap it with patch_model."
         )
-    read_block(block)
     cls = _model_class(config, auto_class)
     model, info = cls.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
     _check_keys(model, info, name)

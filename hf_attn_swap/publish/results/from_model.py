@@ -24,7 +24,7 @@ def applied_swaps(model: PreTrainedModel) -> tuple[int, tuple[AppliedSwap, ...]]
 
 
 def read_swaps(block: dict[str, Any]) -> tuple[int, tuple[AppliedSwap, ...]]:
-    """The same two fields, read from a valid `attn_swap` block of a config.
+    """The fields `modules` and `swaps` of a `RunResult`, read from a valid `attn_swap` block of a config.
 
     Options come in the order of the block; a saved config sorts them.
     """

@@ -1,0 +1,137 @@
+"""What one training reads, and its arguments: a share of `convert`'s budget, or the epochs of a recipe's stage."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from .rows import Rows, mean_length, select
+from .stages import Align, Distil
+from .state import State
+
+SAVE_EVERY = 100  # training steps between two checkpoints
+FEW_TOKENS = 256  # per training step: a small batch makes more of every token
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One training.
+
+    Attributes:
+        rows: what it reads, in this order or drawn by the arguments.
+        args: its arguments, with the folder of its checkpoints.
+        words: its budget in words.
+    """
+
+    rows: Any
+    args: TrainingArguments
+    words: str = ""
+
+
+def rows_per_step(stage: Distil, rows: Rows) -> int:
+    """The rows of a training step of `convert`."""
+    return stage.batch or max(1, round(FEW_TOKENS / (rows.length or FEW_TOKENS)))
+
+
+def exhausted(state: State) -> bool:
+    """True if what is left of the budget is less than one training step."""
+    return state.budget.left < (state.rows.length or 1) * rows_per_step(state.asked.plan.last, state.rows)
+
+
+def share_of_budget(state: State, stage: Distil, tokens: int, name: str) -> Lesson:
+    """The next rows of `convert`'s fixed order, of at most so many tokens, once."""
+    count = max(1, int(min(tokens, state.budget.left) / (state.rows.length or 1)))
+    order = state.rows.order(rows_per_step(state.asked.plan.last, state.rows))
+    chosen = list(itertools.islice(order, state.budget.read, state.budget.read + count))
+    return Lesson(state.rows.some(chosen).rows, _arguments(state, stage, name))
+
+
+def rows_read(lesson: Lesson, training_steps: int) -> int:
+    """The rows that a training has read after so many training steps."""
+    args = lesson.args
+    each = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return min(len(lesson.rows), int(training_steps * each))
+
+
+def epochs_of(state: State, stage: Align | Distil, name: str) -> Lesson:
+    """The epochs, or the tokens, of a stage of a recipe, with the recipe's own arguments.
+
+    Raises:
+        ValueError: tokens are to be counted in rows that have none.
+    """
+    rows, args = state.rows.rows, state.args
+    epochs, words = stage.epochs, f"{stage.epochs:g} epochs on {len(rows):,} training rows"
+    if stage.tokens is not None:
+        each = mean_length(rows)
+        if not each:
+            raise ValueError(f"{stage.name}: tokens counts tokens of text; give epochs for other data.")
+        wanted = max(1, round(stage.tokens / each))
+        epochs = 1.0 if wanted <= len(rows) else wanted / len(rows)
+        rows = select(rows, range(min(wanted, len(rows))))
+        words = f"{stage.tokens:,} tokens"
+    own = replace(
+        args,
+        output_dir=str(state.folder / name),
+        num_train_epochs=epochs,
+        max_steps=-1,
+        learning_rate=stage.learning_rate,
+        per_device_train_batch_size=getattr(stage, "batch", None) or args.per_device_train_batch_size,
+    )
+    return Lesson(rows, own, words)
+
+
+def last_whole_checkpoint(folder: Path) -> str | None:
+    """The newest complete checkpoint, or None. Incomplete checkpoints of a killed run are removed."""
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+    for path in found:
+        try:  # the Trainer writes this file last
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            shutil.rmtree(path)
+        else:
+            return str(path)
+    return None
+
+
+def _arguments(state: State, stage: Distil, name: str) -> TrainingArguments:
+    """The arguments of one training of `convert`."""
+    rows = rows_per_step(stage, state.rows)
+    memory: dict[str, Any] = {"per_device_train_batch_size": rows}
+    if state.asked.low_memory:
+        new = hasattr(state.args, "activation_checkpointing")  # the name since transformers 5.23
+        memory = {
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": rows,
+            "activation_checkpointing" if new else "gradient_checkpointing": True,
+        }
+    return replace(
+        state.args,
+        output_dir=str(state.folder / name.replace(" ", "-")),
+        num_train_epochs=1,
+        max_steps=-1,
+        train_sampling_strategy="sequential",  # the rows are in a random order already
+        learning_rate=stage.learning_rate,
+        lr_scheduler_type="cosine",
+        lr_scheduler_kwargs=None,
+        warmup_steps=0.05,
+        weight_decay=0.0,
+        **memory,
+        remove_unused_columns=False,  # the collator leaves out what the model does not take
+        save_strategy="no" if state.journal.folder is None else "steps",
+        save_steps=SAVE_EVERY,
+        save_total_limit=1,
+        eval_strategy="no",
+        eval_on_start=False,
+        load_best_model_at_end=False,
+        logging_strategy="steps" if state.progress else "no",
+        logging_steps=10,
+        disable_tqdm=not state.progress,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )

@@ -1,0 +1,143 @@
+"""Step 4: the model before the swap teaches the swapped model, group of layers by group of layers.
+
+If the tokens are used up before a group is within the budget, the group is taken back. Where no budget chooses the
+layers, a distillation that diverged is taken back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ...patch import set_strength
+from ..adapters import adapted_weights
+from ..as_before import flags_as_before
+from ..engine import Part, Step
+from ..lesson import epochs_of, exhausted, rows_read, share_of_budget
+from ..outcome import UNDONE
+from ..progress import quiet
+from ..snapshot import Snapshot
+from ..stages import Distil
+from ..state import State
+from ..teach import teach
+
+CHECKS = 4  # measurements within one training
+DIVERGED = 2  # a distillation is taken back if the loss is so many times larger than before it, or no number
+ROUNDING = 1e-4  # KL or relative error: a smaller loss is within the rounding, and never says that training diverged
+COSTLY, ABOVE = "its swap costs most", "the loss would be above the budget"
+
+
+def distil(state: State) -> Iterator[Part]:
+    """Distil group after group, as far as the budgets go."""
+    groups, choosing, plan = state.notes["groups"], state.notes["choosing"], state.asked.plan
+    every = list(state.swaps)
+    state.kept = {index: COSTLY for index in every if not any(index in group for group in groups)}
+    for number, group in enumerate(groups):
+        before = state.snapshot() if choosing else None
+        if len(group) < len(every):  # else these layers together have been measured already
+            running = list(itertools.chain(*groups[: number + 1]))
+            name = f"group {number + 1} swapped" if choosing else "layers chosen"
+            yield Part(name, partial(_run_in, running), again=True)
+        untrained, swapped = state.record[-1], None if choosing else state.snapshot()
+        for place, stage in enumerate(itertools.chain(plan.distil, itertools.repeat(plan.last)), 1):
+            if exhausted(state) or state.within:
+                break
+            budget = state.budget.left  # in a later part of the last stage, all that other groups would have had
+            if place == len(plan.distil):
+                budget = state.budget.left // (len(groups) - number)
+            elif place < len(plan.distil):
+                budget = stage.tokens or state.budget.left
+            name = f"{'align' if stage.aligns else 'distil'} {f'{number + 1}.{place}' if choosing else place}"
+            yield Part(name, partial(_train, stage, max(1, budget), name))
+        if before is not None and not state.within:
+            ran = list(itertools.chain(*groups[:number]))
+            yield Part("last group taken back", partial(_take_back, before, ran), again=True)
+            state.kept |= {index: ABOVE for later in groups[number:] for index in later}
+            break
+        bound = max(ROUNDING, DIVERGED * untrained.lost.cost)
+        if swapped is not None and state.record[-1] is not untrained and not state.record[-1].lost.cost <= bound:
+            yield Part(UNDONE, partial(_diverged, swapped), again=True)
+
+
+def distilled(stage: Distil, name: str) -> Step:
+    """The step that takes a `Distil` of a recipe."""
+
+    def run(state: State) -> None:
+        lesson = epochs_of(state, stage, name)
+        what = f"{', '.join(stage.trainable)} trained"
+        with flags_as_before(state.model):
+            teach(state, stage, lesson, callbacks=() if stage.schedule is None else (stage.schedule,))
+            if state.adapters is not None:
+                what = f"LoRA of rank {stage.rank}, merged"
+                state.keep(adapted_weights(state.adapters))
+                state.leave_adapters(merged=True)
+        state.taught = None  # what trains in the next stage is another part of the model
+        state.say(
+            f"Distilled without labels from the model before the swap: {lesson.words}, {what}, loss "
+            f"{stage.losses.words}, learning rate {stage.learning_rate:g}{_rise(stage)}."
+        )
+
+    run.__name__ = name
+    return run
+
+
+class StopWithin(TrainerCallback):
+    """Measures the loss a few times during a training, and stops the training when it is within the budget."""
+
+    def __init__(self, state: State) -> None:
+        self.conversion = state
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure at each quarter of the training steps."""
+        target = self.conversion.asked.max_loss
+        every = max(1, state.max_steps // CHECKS)
+        if target is None or state.global_step % every or state.global_step >= state.max_steps:
+            return
+        if self.conversion.lost().share <= target:
+            control.should_training_stop = True
+            control.should_save = False  # a run that goes on from this very training step would not stop here
+
+
+def _run_in(layers: Sequence[int], state: State) -> None:
+    """Let the variant run in these layers alone."""
+    set_strength(state.model, 0.0)
+    if layers:
+        set_strength(state.model, 1.0, layers=layers)
+
+
+def _train(stage: Distil, budget: int, name: str, state: State) -> None:
+    """Distil for at most so many tokens."""
+    lesson = share_of_budget(state, stage, budget, name)
+    show = partial(quiet, name=name, shown=state.progress)
+    training_steps = teach(state, stage, lesson, callbacks=[StopWithin(state)], prepare=show)
+    rows = rows_read(lesson, training_steps)
+    state.budget.read += rows
+    state.budget.left -= round(rows * (state.rows.length or 1))
+
+
+def _take_back(before: Snapshot, ran: Sequence[int], state: State) -> None:
+    """Undo the last group: its layers run their own attention again, with the weights from before."""
+    state.restore(before)
+    _run_in(ran, state)
+
+
+def _diverged(swapped: Snapshot, state: State) -> None:
+    """Undo the distillation."""
+    state.restore(swapped)
+    state.leave_adapters(merged=False)
+
+
+def _rise(stage: Distil) -> str:
+    """How the strength rises during a distillation, in words."""
+    if not stage.schedule_share:
+        return ""
+    how = {
+        "together": "in all layers",
+        "up": "layer after layer from the first",
+        "down": "layer after layer from the last",
+    }
+    return f", the strength rising over {stage.schedule_share:.0%} of the steps {how[stage.schedule_order]}"

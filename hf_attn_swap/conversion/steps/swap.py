@@ -1,0 +1,19 @@
+"""Step 1: the variant in all layers that may be converted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...patch import patch_model
+from ..engine import Part
+from ..state import State
+
+
+def swap(state: State) -> Iterator[Part]:
+    """Put the variant into all layers that may be converted."""
+    yield Part("swap", _swap, again=True)
+
+
+def _swap(state: State) -> None:
+    asked = state.asked
+    patch_model(state.model, asked.variant, layers=asked.layers, modules=asked.modules, **asked.options)

@@ -1,0 +1,146 @@
+"""A layer is one object: found once in a call, never stale, and with one setter of its strength."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from hf_attn_swap import describe, families, patch_model, set_strength, unpatch_model
+from hf_attn_swap.conversion import cut_shares
+from hf_attn_swap.conversion.teacher import Teacher
+from hf_attn_swap.layer.calibration import Calibration
+from hf_attn_swap.patch import need_installation
+from hf_attn_swap.wiring.layers import Layer
+
+from .cells import FAMILY_NAMES
+from .harness import batch_of, forward, fresh, refused, swaps
+
+# PEFT 0.21 reads a property that transformers 5.23 has renamed
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def with_copies(model: Any) -> Any:
+    """The model in a wrapper of PEFT that keeps a copy of every swap."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["attn_swap"])
+    return peft.get_peft_model(model, config).eval()
+
+
+def layers(model: nn.Module) -> tuple[Layer, ...]:
+    return need_installation(model).layers()
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_call_finds_the_layers_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source of each attention module is read once in a call of the package."""
+    model, made = fresh(name), list[str]()
+    stock = families.Site
+
+    def counted(**values: Any) -> Any:
+        made.append(values["path"])
+        return stock(**values)
+
+    monkeypatch.setattr(families, "Site", counted)
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: patch_model(model, "modern_hopfield"),
+        lambda: patch_model(model, "belief", layers=0),
+        lambda: set_strength(model, 0.5),
+        lambda: describe(model),
+        lambda: unpatch_model(model, layers=0) if name != "albert" else describe(model),
+        lambda: unpatch_model(model),
+    )
+    for call in calls:
+        made.clear()
+        call()
+        assert len(made) == len(set(made)) > 0
+
+
+def test_layers_are_those_of_the_model_as_it_is() -> None:
+    """Layers that a user removes or appends count from the next call on."""
+    model = patch_model(fresh("llama"), "gated", layers=[0, 2])
+    first, last = layers(model)
+    assert [first.number, last.number] == [0, 2]
+    assert [first.path, last.path] == [f"model.layers.{number}.self_attn" for number in (0, 2)]
+    assert first.copies == (first.swap,)
+    model.model.layers = nn.ModuleList([model.model.layers[2], copy.deepcopy(model.model.layers[2])])
+    moved, added = layers(model)
+    assert moved.swap is last.swap
+    assert (moved.number, moved.path) == (0, "model.layers.0.self_attn")
+    assert added.swap is not last.swap
+    set_strength(model, 0.5)
+    assert {swap.strength for swap in swaps(model)} == {0.5}
+    assert first.swap.strength == 1.0
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_holds_no_layer_of_its_original(twin_of: Callable[[Any], Any]) -> None:
+    model = patch_model(fresh("bert"), "gated")
+    set_strength(model, 0.5)
+    twin = twin_of(model)
+    mine, others = set(map(id, model.modules())), layers(twin)
+    assert len(others) == len(layers(model))
+    for layer in others:
+        assert not mine & {id(layer.site.core), id(layer.site.container), id(layer.swap)}
+
+
+def test_the_copies_of_peft_belong_to_their_layer() -> None:
+    model = with_copies(patch_model(fresh("llama"), "gated"))
+    for layer in layers(model):
+        assert [type(each).__name__ for each in layer.copies] == ["Swap", "Swap"]
+        assert layer.swap is layer.copies[0]
+    set_strength(model, 0.25)
+    assert {swap.strength for swap in swaps(model)} == {0.25}
+    assert {float(swap.strength_value) for swap in swaps(model)} == {0.25}
+
+
+def test_the_cut_is_seen_in_the_copy_that_runs() -> None:
+    batch = batch_of("llama")
+    wanted = cut_shares(patch_model(fresh("llama"), "gated"), [batch], (-0.1,), progress=False)
+    found = cut_shares(with_copies(patch_model(fresh("llama"), "gated")), [batch], (-0.1,), progress=False)
+    assert found == wanted
+    assert len(found) == len(layers(patch_model(fresh("llama"), "gated")))
+
+
+def test_a_teacher_switches_off_copies_that_came_later() -> None:
+    """A teacher lives longer than a call, so it finds the layers anew."""
+    batch = batch_of("llama")
+    student = patch_model(fresh("llama"), "belief")
+    teacher = Teacher(student.requires_grad_(False))
+    wrapped = with_copies(student)
+    given = teacher(wrapped, wrapped, batch).logits
+    assert torch.equal(given, fresh("llama")(**batch).logits)
+
+
+def test_a_strength_has_one_setter() -> None:
+    """It brings phase, buffer and config up to date; an assignment, which would not, is an error."""
+    model = patch_model(fresh("bert"), "modern_hopfield")
+    with pytest.raises(AttributeError, match="strength"):
+        swaps(model)[0].strength = 0.5  # type: ignore[misc]  # that is the test
+    installation = need_installation(model)
+    first, second, third = installation.layers()
+    installation.set_strength({first: 0.0, second: 0.5})
+    assert [swap.phase for swap in swaps(model)] == ["between", "between", "full"]  # the first passes its scores on
+    assert [float(swap.strength_value) for swap in swaps(model)] == [0.0, 0.5, 1.0]
+    assert [entry["strength"] for entry in model.config.attn_swap["swaps"]] == [0.0, 0.5, 1.0]
+    with installation.strengths_kept():
+        installation.set_strength({third: 0.25})
+        assert third.swap.strength == 0.25
+    assert [entry["strength"] for entry in model.config.attn_swap["swaps"]] == [0.0, 0.5, 1.0]
+
+
+def test_a_merged_layer_keeps_its_strength_for_every_caller() -> None:
+    model = patch_model(fresh("bert"), "softmax")
+    installation = need_installation(model)
+    layer = installation.layers()[1]
+    layer.swap.put(Calibration("gain", layer.swap.geometry).merged())
+    with refused("layers [1] cannot be set to a strength below 1", "merged"):
+        installation.set_strength({layer: 0.5})
+    installation.set_strength({layer: 1.0})
+    assert {swap.strength for swap in swaps(model)} == {1.0}
+    assert forward(model, batch_of("bert")).isfinite().all()
