@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,56 @@ class KeepLast:
             hooks = handle.hooks_dict_ref()
             if hooks and next(reversed(hooks)) != handle.id:
                 hooks.move_to_end(handle.id)
+
+
+@dataclass(frozen=True, eq=False)
+class InOrder:
+    """A hook that runs before the part of a model with a list of layers, and compares the list with its wiring.
+
+    Layers that carry scores know their number from when they were wired. A layer that was removed, appended or moved
+    since would take the scores of another one.
+
+    Attributes:
+        layers: the path of the list, from the module with this hook.
+        count: the number of layers in the list.
+        cores: by the number of each layer with such swaps, the path of each of its attention modules from the layer,
+            and the path in the model that the swap knows.
+    """
+
+    layers: str
+    count: int
+    cores: Mapping[int, Sequence[tuple[str, str]]]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Compare each layer.
+
+        Raises:
+            ValueError: the layers are others than when the model was patched, or one module has two places.
+        """
+        found = list(module.get_submodule(self.layers).children())
+        names = module.get_submodule(self.layers)._modules
+        if len(found) < len(names):  # `children` names each module once
+            raise ValueError(
+                f"a layer of {type(module).__name__} is in its list of layers twice, so its attention cannot know "
+                "whose scores it carries on; put in a copy (copy.deepcopy), or use a variant that carries no scores."
+            )
+        for number, layer in enumerate(found):
+            known = self.cores.get(number, ())
+            if number >= self.count or not all(_is_at(layer, inside, path) for inside, path in known):
+                raise ValueError(
+                    f"the layers of {type(module).__name__} have changed since the model was patched (layer {number}), "
+                    "and its attention carries scores from one layer to the next; call set_strength(model, 1.0), or "
+                    "with the strength that you want, which counts the layers again."
+                )
+
+
+def _is_at(layer: nn.Module, inside: str, path: str) -> bool:
+    """True if the attention module at `inside` in a layer has the swap that was put at `path` in the model."""
+    try:
+        swap: Any = layer.get_submodule(inside).attn_swap
+    except AttributeError:  # a layer of another kind
+        return False
+    return swap is not None and swap.wiring is not None and swap.wiring.path == path
 
 
 def before_encoder(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -31,7 +31,7 @@ from ..layer.swap import Phase, Swap
 from . import adapters, hooks, preconditions, seam
 from .blocks import BLOCKS, Block, Facts, swapped_class
 from .layers import Layer, layers_at, swaps_in
-from .plan import Placed, encoder_of, plan, takes_keywords
+from .plan import Placed, encoder_of, orders_of, plan, takes_keywords
 
 ATTRIBUTE = "attn_swap_installation"
 CONFIGS = "attn_swap_configs"  # an attribute of each module with a config: the config from before patching, and ours
@@ -239,7 +239,12 @@ class Installation:
         before = self.root.config.__dict__.get("attn_swap")
         self.root.config.attn_swap = self.block()
         self.root.config.attn_implementation = seam.NAME
-        if before is not None and before["modules"] != self.root.config.attn_swap["modules"]:
+        moved = any(
+            swap.wiring is not None and swap.wiring.path != layer.path
+            for layer in self.layers()
+            for swap in layer.copies
+        )
+        if moved or (before is not None and before["modules"] != self.root.config.attn_swap["modules"]):
             self._wire()
 
     def settle(self) -> None:
@@ -321,7 +326,10 @@ class Installation:
             if takes_keywords(stack):
                 self._pre(stack, hooks.before_stack)
                 self.record.handles.append(stack.register_forward_hook(hooks.after_stack, with_kwargs=True))
-            encoder = encoder_of(stack, [each.site.container for each in placed if each.stack is stack])
+            own = [each for each in placed if each.stack is stack]
+            encoder = encoder_of(stack, [each.site.container for each in own])
+            for order in orders_of(self.root, stack if encoder is None else encoder, own):
+                self._pre(stack if encoder is None else encoder, order)
             if encoder is not None and takes_keywords(encoder):
                 self._pre(encoder, hooks.before_encoder)
                 self.record.handles.append(encoder.register_forward_hook(hooks.after_encoder, with_kwargs=True))

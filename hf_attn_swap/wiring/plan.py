@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..families import Site, stock_class
 from ..families.source import arguments
 from ..layer.swap import Argument, Swap, Wiring
+from .hooks import InOrder
 from .layers import copies_at
 
 
@@ -139,6 +140,24 @@ def encoder_of(stack: nn.Module, containers: list[nn.Module]) -> nn.Module | Non
         if not isinstance(child, nn.ModuleList) and all(id(each) in inside for each in containers):
             return child
     return None
+
+
+def orders_of(root: nn.Module, module: nn.Module, placed: Sequence[Placed]) -> Iterator[InOrder]:
+    """A hook for each list of layers in `module` with layers that carry scores, which compares the list later.
+
+    A module that serves several layers counts its calls, and needs none.
+    """
+    start = next(len(path) + 1 if path else 0 for path, each in root.named_modules() if each is module)
+    cores: dict[str, dict[int, list[tuple[str, str]]]] = {}
+    for each in placed:
+        if each.wiring is None or each.wiring.order is None or not any(swap.carries for swap in each.swaps):
+            continue
+        layers = group_of(each.site.path)
+        if layers:
+            number, _, inside = each.site.path[len(layers) + 1 :].partition(".")
+            cores.setdefault(layers, {}).setdefault(int(number), []).append((inside, each.site.path))
+    for layers, known in cores.items():
+        yield InOrder(layers[start:], len(list(root.get_submodule(layers).children())), known)
 
 
 def takes_keywords(module: nn.Module) -> bool:
