@@ -291,10 +291,11 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     if cache is not None and swap.carries and not wiring.uniform:
         keep_all_keys(cache)
     layer = None if cache is None else _layer_in_cache(core, wiring, cache)
+    start = None if cache is None else _cache_length(cache, layer)
     order = swap.place_in(carried)
     call = Call(
         x=wiring.states.of(args, kwargs),
-        start=None if cache is None else _cache_length(cache, layer),
+        start=sys.maxsize if wiring.borrows else start,  # the current tokens are the last ones
         state=None if layer is None else _linear_state(core, swap, cache, layer, carried),
         carried=carried,
         order=order,
@@ -337,17 +338,18 @@ def _cache(args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _layer_in_cache(core: nn.Module, wiring: Wiring, cache: Any) -> int | None:
-    """The number of this module's layer in a cache; None if the module works it out in each call.
+    """The number of this module's layer in a cache; None if the module works it out in each call, or has no layer.
 
     Raises:
         ValueError: this architecture reads no cache, or the cache has places for later tokens and the number of the
             layer is not known.
     """
-    if wiring.cache_index is None and wiring.caches:
+    if wiring.borrows or (wiring.cache_index is None and wiring.caches):
         if getattr(cache, "is_compileable", False):
+            how = "takes its keys from another layer" if wiring.borrows else "works out in each call where its keys are"
             raise ValueError(
-                f"{type(core).__name__} works out in each call where its keys are in the cache, so a static cache "
-                "cannot be read; use a DynamicCache."
+                f"{type(core).__name__} {how}, so it cannot be told how much of a static cache they fill; use a "
+                "DynamicCache."
             )
         return None
     if wiring.cache_index is None:
@@ -380,7 +382,8 @@ def _linear_state(core: nn.Module, swap: Swap, cache: Any, layer: int, carried: 
     if swap.replacement is None or swap.phase != Phase.FULL or torch.compiler.is_compiling():
         return None
     shown = carried is not None and carried.want_weights
-    state = LinearState.of(cache, layer, start=not shown and not torch.is_grad_enabled())
+    starts = not shown and not torch.is_grad_enabled() and not wiring_of(swap).lent  # a state has no keys to lend
+    state = LinearState.of(cache, layer, start=starts)
     if state is not None:
         state.claim(core)
     return state

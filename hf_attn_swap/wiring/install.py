@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..families import Site, sites, stock_class
-from ..families.source import arguments, handed_on, returns_tuple
+from ..families.source import arguments, handed_on, returns_tuple, slices_unmasked
 from ..layer.swap import Phase, Swap
 from . import adapters, hooks, preconditions, seam
 from .blocks import BLOCKS, Block, Facts, swapped_class
@@ -343,8 +343,13 @@ class Installation:
         function gets the stack's config and cannot read the config of the whole model.
         """
         linear: dict[int, bool] = {}
+        models = [module for module in self.root.modules() if isinstance(module, PreTrainedModel)]
+        if any(slices_unmasked(stock_class(module)) for module in models):
+            for module in models:
+                if not seam.eager_masks(module.config):
+                    setattr(module.config, seam.MASKS, "whole")
         for each in placed:
-            if each.site.reads_mask and not seam.eager_masks(each.stack.config):
+            if each.site.reads_mask and not seam.kind_of_masks(each.stack.config):
                 setattr(each.stack.config, seam.MASKS, "dense")
             replaced = any(swap.places().replacement is not None for swap in each.swaps)
             linear[id(each.stack)] = linear.get(id(each.stack), False) or replaced

@@ -43,11 +43,13 @@ def plan(root: PreTrainedModel, found: Sequence[Site]) -> list[Placed]:
     stacks = stacks_of(root, found)
     swaps = [copies_at(site) for site in found]
     orders, firsts, lasts = _orders(found, stacks, swaps)
+    lent = {id(stack) for stack, site in zip(stacks, found, strict=True) if site.borrows}
     placed = []
     for index, (site, stack, own) in enumerate(zip(found, stacks, swaps, strict=True)):
         wiring, layer = None, None
         if own:
-            wiring = _wiring(site, own[0], orders.get(index, 0), first=index in firsts, last=index in lasts)
+            places = {"first": index in firsts, "last": index in lasts, "lent": id(stack) in lent}
+            wiring = _wiring(site, own[0], orders.get(index, 0), **places)
             if any(each.carries or each.wants_residual for each in own):
                 layer = layer_of(root, site.path)
         placed.append(Placed(site=site, stack=stack, layer=layer, swaps=own, wiring=wiring))
@@ -93,7 +95,7 @@ def group_of(path: str) -> str:
     return ".".join(parts[: next((place for place, part in enumerate(parts) if part.isdigit()), 0)])
 
 
-def _wiring(site: Site, swap: Swap, order: int | None, *, first: bool, last: bool) -> Wiring:
+def _wiring(site: Site, swap: Swap, order: int | None, *, first: bool, last: bool, lent: bool) -> Wiring:
     """The facts that a swap needs about its place."""
     names = arguments(stock_class(site.container))
     kinds = getattr(site.core.config, "layer_types", None) or ()
@@ -112,6 +114,8 @@ def _wiring(site: Site, swap: Swap, order: int | None, *, first: bool, last: boo
         mask=None if site.mask is None else argument(site.mask),
         cache_index=site.cache_index,
         caches=site.caches,
+        borrows=site.borrows,
+        lent=lent,
         dropout_path=site.family.dropout if site.family.block == "core" else None,
         folded_path=site.family.output if swap.keeps_projection else site.family.value,
     )
