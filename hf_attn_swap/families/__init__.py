@@ -18,8 +18,8 @@ from . import generic
 from .base import Family
 from .source import (
     arguments,
-    built_by_implementation,
     borrows_unless,
+    built_by_implementation,
     cache_index,
     is_core,
     other_states,

@@ -61,8 +61,8 @@ def check(root: Any, layers: Iterable[Layer]) -> None:
                 )
             if drops:
                 reason = (
-                    f"{stock_class(stacks[layer]).__name__} may drop tokens (logits_to_keep) before the layers that take "
-                    "their keys from others, so choose layers of one of the two kinds (layers=)"
+                    f"{stock_class(stacks[layer]).__name__} may drop tokens (logits_to_keep) before the layers that "
+                    "take their keys from others, so choose layers of one of the two kinds (layers=)"
                 )
             if reason is not None:
                 raise ValueError(

@@ -71,7 +71,7 @@ class MaskWithContext:
 
 def eager_masks(config: Any) -> bool:
     """True if the stock model runs without SDPA: masks are then numbers to add, also for the model's own code."""
-    return kind_of_masks(config) == "eager"
+    return bool(kind_of_masks(config) == "eager")
 
 
 def kind_of_masks(config: Any) -> Any:
