@@ -35,26 +35,33 @@ def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class KeepLast:
-    """A hook that runs before a stack, and lets other hooks run after all further ones of their modules.
+class KeepNext:
+    """A hook that runs before a stack, and keeps hooks of other attention modules next to their forward.
 
-    Another program may register a hook that changes the input of an attention, after the model was patched. The input
-    that our hook notes must be the one that the attention reads.
+    Another program may register a hook that changes the input or the output of an attention, before the model was
+    patched or after. The input that our hook notes must be the one that the attention reads, and the output that other
+    hooks get must be that of the swapped attention. A compiler does not look into the handles.
 
     Attributes:
-        handles: the handles of the hooks that must be last. A compiler does not look into them.
+        before: the handles of the hooks that run before an attention module, and must be the last to do so.
+        after: the handles of the hooks that run after one, and must be the first to do so.
     """
 
-    handles: tuple[RemovableHandle, ...]
+    before: tuple[RemovableHandle, ...]
+    after: tuple[RemovableHandle, ...]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Move each hook to the end of its module's hooks, if it is not there."""
+        """Move each hook to the end, or to the beginning, of its module's hooks, if it is not there."""
         if torch.compiler.is_compiling():
             return
-        for handle in self.handles:
+        for handle in self.before:
             hooks = handle.hooks_dict_ref()
             if hooks and next(reversed(hooks)) != handle.id:
                 hooks.move_to_end(handle.id)
+        for handle in self.after:
+            hooks = handle.hooks_dict_ref()
+            if hooks and next(iter(hooks)) != handle.id:
+                hooks.move_to_end(handle.id, last=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +197,12 @@ def before_bert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """After an attention module whose first output is the output of W_o: let the variants change this output."""
+    """After an attention module whose first output is the output of W_o: let the variants change this output.
+
+    Raises:
+        ValueError: as `after_call` says.
+    """
+    after_call(module, args, kwargs, output)
     call: Call | None = kwargs.get(CALL)
     swap = swap_of(module)
     if call is None or swap is None:
@@ -203,7 +215,7 @@ def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 
 
 def after_call(container: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """After every swapped attention: check that its output is the variant's.
+    """After a swapped attention: check that its output is the variant's.
 
     Raises:
         ValueError: the attention function was not asked with this call's context, or was asked several times by a

@@ -308,21 +308,22 @@ class Installation:
         self._unwire()
         placed = plan(self.root, self.sites)
         layers: dict[int, nn.Module] = {}
-        first: dict[int, list[RemovableHandle]] = {}
+        near: dict[int, list[tuple[RemovableHandle, RemovableHandle]]] = {}
         for each in placed:
             if each.wiring is None:
                 each.site.core.__dict__["attn_swap"] = None
                 continue
             for swap in each.swaps:
                 swap.wiring = each.wiring
-            first.setdefault(id(each.stack), []).append(self._hook(each))
+            near.setdefault(id(each.stack), []).append(self._hook(each))
             if each.layer is not None and takes_keywords(each.layer):
                 layers[id(each.layer)] = each.layer
         for layer in layers.values():
             self._pre(layer, hooks.before_layer)
         for stack in {id(each.stack): each.stack for each in placed}.values():
-            if id(stack) in first:
-                self._pre(stack, hooks.KeepLast(tuple(first[id(stack)])))
+            if id(stack) in near:
+                before, after = zip(*near[id(stack)], strict=True)
+                self._pre(stack, hooks.KeepNext(before, after))
             if takes_keywords(stack):
                 self._pre(stack, hooks.before_stack)
                 self.record.handles.append(stack.register_forward_hook(hooks.after_stack, with_kwargs=True))
@@ -363,11 +364,11 @@ class Installation:
             if stack.config._attn_implementation != name:
                 stack.set_attn_implementation(name)
 
-    def _hook(self, placed: Placed) -> RemovableHandle:
+    def _hook(self, placed: Placed) -> tuple[RemovableHandle, RemovableHandle]:
         """Register the hooks of one attention module, and replace the class of its container where no hook suffices.
 
         Returns:
-            The handle of the hook that runs before the module.
+            The handles of the hook that runs before the module, and of the hook that runs after it.
         """
         site = placed.site
         block = BLOCKS.get(site.family.block)
@@ -375,18 +376,17 @@ class Installation:
             before: Any = hooks.before_bert
         else:
             before = hooks.before_core_by_mask if site.by_mask else hooks.before_core
-        handle = self._pre(site.container, before)
-        self.record.handles.append(site.container.register_forward_hook(hooks.after_call, with_kwargs=True))
-        if not placed.swaps[0].writes:
-            return handle
-        if block is None:
-            self.record.handles.append(site.container.register_forward_hook(hooks.after_core, with_kwargs=True))
-            return handle
+        writes = placed.swaps[0].writes
+        after = hooks.after_core if writes and block is None else hooks.after_call
+        handles = self._pre(site.container, before), site.container.register_forward_hook(after, with_kwargs=True)
+        self.record.handles.append(handles[1])
+        if not writes or block is None:
+            return handles
         stock = stock_class(site.container)
         facts = Facts(tuple(arguments(stock)), handed_on(stock, "self"), returns_tuple(stock))
         site.container.__class__ = swapped_class(stock, block, facts, hooks.finish, seam.attention_forward)
         self.record.containers.append(site.container)
-        return handle
+        return handles
 
     def _pre(self, module: nn.Module, hook: Any) -> RemovableHandle:
         """Register a hook that runs before `module`."""

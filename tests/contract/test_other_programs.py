@@ -106,6 +106,30 @@ def test_a_hook_before_the_attention(family: str, variant: str) -> None:
     assert distance(outputs[0], forward(perturb(patch_model(fresh(family), variant)), batch_of(family))) > 1e-6
 
 
+def scaled(module: nn.Module, args: Any, output: Any) -> Any:
+    """Ablation or steering: another output of the attention."""
+    return (output[0] * 0.5 + 0.1, *output[1:]) if isinstance(output, tuple) else output * 0.5 + 0.1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_hook_after_the_attention(family: str, variant: str) -> None:
+    """A hook that changes the output changes all of it, what the swap adds after W_o too, whenever it was put in."""
+    outputs = []
+    for when in ("before", "after", "in front"):
+        model = fresh(family)
+        if when != "before":
+            perturb(patch_model(model, variant))
+        for site in sites(model):
+            site.container.register_forward_hook(scaled, prepend=when == "in front")
+        if when == "before":
+            perturb(patch_model(model, variant))
+        outputs.append(forward(model, batch_of(family)))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+    assert distance(outputs[0], forward(perturb(patch_model(fresh(family), variant)), batch_of(family))) > 1e-6
+
+
 def test_the_error_names_the_module_that_was_gone_around() -> None:
     model = patch_model(zoo.build("llama"), "belief", layers=[1])
     go_around(model, 1)
