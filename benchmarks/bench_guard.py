@@ -3,8 +3,8 @@ r"""What the checks around each swapped attention cost: a token is decoded with 
     python benchmarks/bench_guard.py --variant belief
 
 After every call of a swapped attention, `hooks.after_call` checks that the attention function was asked; before every
-pass, `hooks.KeepNext` keeps our hooks next to the forward. One of two equal models loses both hooks here, and nothing else. The model
-has the sizes of SmolLM2-135M and random weights: the cost does not depend on the values of the weights.
+pass, `hooks.KeepNext` keeps our hooks next to the forward. One of two equal models loses both hooks here, and nothing
+else. The model has the sizes of SmolLM2-135M and random weights: the cost does not depend on the values of the weights.
 """
 
 from __future__ import annotations
