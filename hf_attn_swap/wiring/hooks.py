@@ -8,6 +8,7 @@ Axes: B batch, Q query, L token, E model width.
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -108,7 +109,7 @@ class InOrder:
 def _is_at(layer: nn.Module, inside: str, path: str) -> bool:
     """True if the attention module at `inside` in a layer has the swap that was put at `path` in the model."""
     try:
-        swap: Any = layer.get_submodule(inside).attn_swap
+        swap: Any = functools.reduce(getattr, inside.split("."), layer).attn_swap
     except AttributeError:  # a layer of another kind
         return False
     return swap is not None and swap.wiring is not None and swap.wiring.path == path
