@@ -3,8 +3,8 @@ r"""What the checks around each swapped attention cost: a token is decoded with 
     python benchmarks/bench_guard.py --variant belief
 
 After every call of a swapped attention, `hooks.after_call` checks that the attention function was asked; before every
-pass, `hooks.KeepLast` keeps our hooks last. One of two equal models loses both hooks here, and nothing else. The model
-has the sizes of SmolLM2-135M and random weights: the cost does not depend on the values of the weights.
+pass, `hooks.KeepNext` keeps our hooks next to the forward. One of two equal models loses both hooks here, and nothing
+else. The model has the sizes of SmolLM2-135M and random weights: the cost does not depend on the values of the weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def without_checks(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for held in (module._forward_hooks, module._forward_pre_hooks):
             for number, hook in list(held.items()):
-                if hook is hooks.after_call or isinstance(hook, hooks.KeepLast):
+                if hook is hooks.after_call or isinstance(hook, hooks.KeepNext):
                     del held[number]
     return model
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from .masks import Made, Masks
 
 Strength = float | Tensor
+T = TypeVar("T")
 Three = tuple[Tensor, Tensor, Tensor]
 NORMALIZED = "normalized"  # the name under which a tap gets the weights before the place "weights"
 
@@ -101,6 +102,17 @@ class Hidden:
         return Hidden(scores, self.blocked, self.terms)
 
 
+def _passed_whole(cls: type[T]) -> type[T]:
+    """Let programs that look for tensors inside dataclasses hand an object of this class on as it is.
+
+    FSDP2 copies each dataclass with a tensor that needs a gradient, together with its dicts. What one layer then writes
+    into its copy would not reach the layers after it.
+    """
+    del cls.__dataclass_fields__  # type: ignore[attr-defined]  # the one mark of a dataclass
+    return cls
+
+
+@_passed_whole
 @dataclass
 class Carried:
     """What the layers of one stack share during one forward pass. Each pass makes a new `Carried`.
@@ -126,6 +138,7 @@ class Carried:
     arrived: bool = False
 
 
+@_passed_whole
 @dataclass
 class Call:
     """One call of one swapped layer.

@@ -18,6 +18,7 @@ from . import generic
 from .base import Family
 from .source import (
     arguments,
+    borrows_unless,
     built_by_implementation,
     cache_index,
     is_core,
@@ -58,6 +59,7 @@ class Site:
         cache_index: the attribute of the core that is the number of its layer in a cache; None if the source shows
             no attribute.
         caches: True if the core gives keys and values to a cache.
+        borrows: True if the keys and values of this core are those of another layer, which alone are in a cache.
         reads_mask: True if the core looks into its mask, and does not only hand it on.
     """
 
@@ -77,6 +79,7 @@ class Site:
     mask: str | None
     cache_index: str | None
     caches: bool
+    borrows: bool
     reads_mask: bool
 
     @property
@@ -147,8 +150,15 @@ def _walk(model: nn.Module) -> Iterator[Site]:
             mask=generic.mask_argument(cls),
             cache_index=cache_index(cls),
             caches=updates_cache(cls),
+            borrows=_borrows(core, cls),
             reads_mask=known is None and reads_mask(cls),
         )
+
+
+def _borrows(core: nn.Module, cls: Any) -> bool:
+    """True if a core takes the keys and values of another layer, by an attribute of its own."""
+    decides = borrows_unless(cls)
+    return decides is not None and bool(getattr(core, decides[0], decides[1])) is not decides[1]
 
 
 def _refusal(core: nn.Module, container: nn.Module, known: Family | None) -> str | None:

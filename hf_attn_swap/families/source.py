@@ -127,11 +127,56 @@ def names_implementation(cls: Any) -> bool:
     Under another name, such a module chooses keys by arguments that SDPA does not know (sparse attention).
     """
     forward = _function(cls)
-    compares = [node for node in ast.walk(forward) if isinstance(node, ast.Compare)] if forward is not None else []
-    return any(
-        "_attn_implementation" in ast.unparse(each.left) and "'sdpa'" in ast.unparse(each.comparators[0])
-        for each in compares
+    return forward is not None and any(_is_for_sdpa(node) for node in ast.walk(forward))
+
+
+@_once_per_forward
+def slices_unmasked(cls: Any) -> bool:
+    """True if a method of this class does something else if the attention implementation is called "sdpa".
+
+    A model may drop tokens between two of its layers. It knows that SDPA takes no mask for causal order, from which the
+    places of the other tokens could not be told. Under another name, it expects a mask.
+    """
+    try:
+        found = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls))))
+    except (OSError, TypeError):  # no Python source
+        return False
+    return any(_is_for_sdpa(node) for node in found)
+
+
+def _is_for_sdpa(node: ast.AST) -> bool:
+    """True for a comparison of the attention implementation's name with "sdpa"."""
+    return (
+        isinstance(node, ast.Compare)
+        and "_attn_implementation" in ast.unparse(node.left)
+        and "'sdpa'" in ast.unparse(node.comparators[0])
     )
+
+
+@_once_per_forward
+def borrows_unless(cls: Any) -> tuple[str, bool] | None:
+    """The attribute that decides whether the forward of this class gives keys to the cache, and the value if it does.
+
+    A layer that does not takes the keys and values of another layer. None if no attribute decides this.
+    """
+    forward = _function(cls)
+    for node in ast.walk(forward) if forward is not None else ():
+        if not isinstance(node, ast.If):
+            continue
+        for branch, wanted in ((node.body, True), (node.orelse, False)):
+            if not any(_updates(each) for statement in branch for each in ast.walk(statement)):
+                continue
+            for part in node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]:
+                denied = isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not)
+                named = part.operand if denied else part  # type: ignore[attr-defined]  # of a UnaryOp
+                if isinstance(named, ast.Attribute) and _name(named.value) == "self":
+                    return named.attr, wanted is not denied
+    return None
+
+
+def _updates(node: ast.AST) -> bool:
+    """True for a call of a method `update`, by which a cache takes keys and values."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update"
 
 
 @_once_per_forward
@@ -227,8 +272,8 @@ def cache_index(cls: Any) -> str | None:
     """
     forward = _function(cls)
     for node in ast.walk(forward) if forward is not None else ():
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "update":
-            index = node.args[2] if len(node.args) > 2 else None
+        if _updates(node):
+            index = node.args[2] if len(node.args) > 2 else None  # type: ignore[attr-defined]  # a call
             if isinstance(index, ast.Attribute) and _name(index.value) == "self":
                 return index.attr
     return None
@@ -238,8 +283,7 @@ def cache_index(cls: Any) -> str | None:
 def updates_cache(cls: Any) -> bool:
     """True if the forward of this class gives keys and values to a cache."""
     forward = _function(cls)
-    calls = [node for node in ast.walk(forward) if isinstance(node, ast.Call)] if forward is not None else []
-    return any(isinstance(each.func, ast.Attribute) and each.func.attr == "update" for each in calls)
+    return forward is not None and any(_updates(node) for node in ast.walk(forward))
 
 
 @_once_per_forward

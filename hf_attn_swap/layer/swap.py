@@ -74,6 +74,8 @@ class Wiring:
         cache_index: the attribute of the core that is the number of its layer in a cache; None if the source shows
             no attribute.
         caches: True if the core gives keys and values to a cache.
+        borrows: True if the keys and values of the core are those of another layer, which alone are in a cache.
+        lent: True if a layer of the stack borrows the keys and values of another layer.
         dropout_path: the path from the container to the hidden dropout after W_o, or None.
         folded_path: the path to the matrix that a calibration is merged into: from the container to W_o, or from the
             core to W_v if the variant leaves W_o out. None if the path is not known.
@@ -89,6 +91,8 @@ class Wiring:
     mask: Argument | None = None
     cache_index: str | None = None
     caches: bool = False
+    borrows: bool = False
+    lent: bool = False
     dropout_path: str | None = None
     folded_path: str | None = None
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..families import Site, stock_class
-from ..families.source import hands_keywords_on, mentions, moves_windows
+from ..families.source import hands_keywords_on, mentions, moves_windows, slices_unmasked
 from .layers import Layer
 from .plan import encoder_of, group_of, layer_of, stacks_of, takes_keywords
 
@@ -37,6 +37,8 @@ def check(root: Any, layers: Iterable[Layer]) -> None:
         heads = sorted({layer.swap.geometry.heads for layer in members})
         further = sorted({layer.swap.further_keys for layer in members})
         blocks = [layer_of(root, layer.path) for layer in members]
+        mixed = len({layer.site.borrows for layer in members}) > 1
+        drops = mixed and any(slices_unmasked(stock_class(stacks[layer])) for layer in members)
         moves = any(moves_windows(stock_class(block)) for block in blocks) and not _alike(blocks)
         for layer in members:
             site, names = layer.site, "+".join(layer.swap.names)
@@ -56,6 +58,11 @@ def check(root: Any, layers: Iterable[Layer]) -> None:
                 reason = (
                     f"{stock_class(blocks[0]).__name__} cuts its tokens into windows, and not every layer cuts them "
                     "alike, so that places of one layer are not places of the next"
+                )
+            if drops:
+                reason = (
+                    f"{stock_class(stacks[layer]).__name__} may drop tokens (logits_to_keep) before the layers that "
+                    "take their keys from others, so choose layers of one of the two kinds (layers=)"
                 )
             if reason is not None:
                 raise ValueError(

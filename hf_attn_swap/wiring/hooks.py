@@ -8,9 +8,10 @@ Axes: B batch, Q query, L token, E model width.
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,26 +36,83 @@ def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class KeepLast:
-    """A hook that runs before a stack, and lets other hooks run after all further ones of their modules.
+class KeepNext:
+    """A hook that runs before a stack, and keeps hooks of other attention modules next to their forward.
 
-    Another program may register a hook that changes the input of an attention, after the model was patched. The input
-    that our hook notes must be the one that the attention reads.
+    Another program may register a hook that changes the input or the output of an attention, before the model was
+    patched or after. The input that our hook notes must be the one that the attention reads, and the output that other
+    hooks get must be that of the swapped attention. A compiler does not look into the handles.
 
     Attributes:
-        handles: the handles of the hooks that must be last. A compiler does not look into them.
+        before: the handles of the hooks that run before an attention module, and must be the last to do so.
+        after: the handles of the hooks that run after one, and must be the first to do so.
     """
 
-    handles: tuple[RemovableHandle, ...]
+    before: tuple[RemovableHandle, ...]
+    after: tuple[RemovableHandle, ...]
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Move each hook to the end of its module's hooks, if it is not there."""
+        """Move each hook to the end, or to the beginning, of its module's hooks, if it is not there."""
         if torch.compiler.is_compiling():
             return
-        for handle in self.handles:
+        for handle in self.before:
             hooks = handle.hooks_dict_ref()
             if hooks and next(reversed(hooks)) != handle.id:
                 hooks.move_to_end(handle.id)
+        for handle in self.after:
+            hooks = handle.hooks_dict_ref()
+            if hooks and next(iter(hooks)) != handle.id:
+                hooks.move_to_end(handle.id, last=False)
+
+
+@dataclass(frozen=True, eq=False)
+class InOrder:
+    """A hook that runs before the part of a model with a list of layers, and compares the list with its wiring.
+
+    Layers that carry scores know their number from when they were wired. A layer that was removed, appended or moved
+    since would take the scores of another one.
+
+    Attributes:
+        layers: the path of the list, from the module with this hook.
+        count: the number of layers in the list.
+        cores: by the number of each layer with such swaps, the path of each of its attention modules from the layer,
+            and the path in the model that the swap knows.
+    """
+
+    layers: str
+    count: int
+    cores: Mapping[int, Sequence[tuple[str, str]]]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Compare each layer.
+
+        Raises:
+            ValueError: the layers are others than when the model was patched, or one module has two places.
+        """
+        found = list(module.get_submodule(self.layers).children())
+        names = module.get_submodule(self.layers)._modules
+        if len(found) < len(names):  # `children` names each module once
+            raise ValueError(
+                f"a layer of {type(module).__name__} is in its list of layers twice, so its attention cannot know "
+                "whose scores it carries on; put in a copy (copy.deepcopy), or use a variant that carries no scores."
+            )
+        for number, layer in enumerate(found):
+            known = self.cores.get(number, ())
+            if number >= self.count or not all(_is_at(layer, inside, path) for inside, path in known):
+                raise ValueError(
+                    f"the layers of {type(module).__name__} have changed since the model was patched (layer {number}), "
+                    "and its attention carries scores from one layer to the next; call set_strength(model, 1.0), or "
+                    "with the strength that you want, which counts the layers again."
+                )
+
+
+def _is_at(layer: nn.Module, inside: str, path: str) -> bool:
+    """True if the attention module at `inside` in a layer has the swap that was put at `path` in the model."""
+    try:
+        swap: Any = functools.reduce(getattr, inside.split("."), layer).attn_swap
+    except AttributeError:  # a layer of another kind
+        return False
+    return swap is not None and swap.wiring is not None and swap.wiring.path == path
 
 
 def before_encoder(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -140,7 +198,12 @@ def before_bert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """After an attention module whose first output is the output of W_o: let the variants change this output."""
+    """After an attention module whose first output is the output of W_o: let the variants change this output.
+
+    Raises:
+        ValueError: as `after_call` says.
+    """
+    after_call(module, args, kwargs, output)
     call: Call | None = kwargs.get(CALL)
     swap = swap_of(module)
     if call is None or swap is None:
@@ -153,24 +216,32 @@ def after_core(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 
 
 def after_call(container: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """After every swapped attention: check that its output is the variant's.
+    """After a swapped attention: check that its output is the variant's.
 
     Raises:
         ValueError: the attention function was not asked with this call's context, or was asked several times by a
             module whose input the variant reads.
     """
     call: Call | None = kwargs.get(CALL)
-    if call is None or call.used == 1:
-        return
-    swaps = [module for module in container.modules() if isinstance(module, Swap)]
+    if call is not None and call.used != 1:
+        _check_used(container, call)
+
+
+def _check_used(module: nn.Module, call: Call) -> None:
+    """Refuse the output of an attention module that did not ask for the attention function once.
+
+    Raises:
+        ValueError: as `after_call` says.
+    """
+    swaps = [each for each in module.modules() if isinstance(each, Swap)]
     if call.used and not any(swap.at(place) for swap in swaps for place in ("scores", "read", "write")):
         return  # a module may ask once for each of several packed images, if the variant needs no rows of the input
     paths = [swap.wiring.path for swap in swaps if swap.wiring is not None]
+    name = type(module).__name__
     raise ValueError(
-        f"{paths[0] if paths else type(container).__name__}: the forward of {type(container).__name__} asked for the "
-        f"attention function {call.used} times instead of once, so its output is not that of the swapped attention. "
-        "Another program has probably replaced the forward by one with an attention of its own: load the model without "
-        "that program, or call unpatch_model."
+        f"{paths[0] if paths else name}: the forward of {name} asked for the attention function {call.used} times "
+        "instead of once, so its output is not that of the swapped attention. Another program has probably replaced "
+        "the forward by one with an attention of its own: load the model without that program, or call unpatch_model."
     )
 
 
@@ -185,11 +256,16 @@ def finish(core: nn.Module, out: Tensor, x: Tensor, kwargs: dict[str, Any], drop
     """Let the variants change the output (B,L,E) of W_o and dropout, inside a container that applies LayerNorm next.
 
     The input `x` (B,L,E) is what the forward was given: a user's own hook may have changed it after `_start`.
+
+    Raises:
+        ValueError: as `after_call` says.
     """
     call: Call | None = kwargs.get(CALL)
     swap = swap_of(core)
     if call is None or swap is None:
         return out
+    if call.used != 1:  # `after_call` comes later, and the variants need what the attention function leaves in the call
+        _check_used(core, call)
     call.dropout, call.x = dropout, x
     return swap.write(out, call)
 
@@ -228,10 +304,11 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     if cache is not None and swap.carries and not wiring.uniform:
         keep_all_keys(cache)
     layer = None if cache is None else _layer_in_cache(core, wiring, cache)
+    start = None if cache is None else _cache_length(cache, layer)
     order = swap.place_in(carried)
     call = Call(
         x=wiring.states.of(args, kwargs),
-        start=None if cache is None else _cache_length(cache, layer),
+        start=sys.maxsize if wiring.borrows else start,  # the current tokens are the last ones
         state=None if layer is None else _linear_state(core, swap, cache, layer, carried),
         carried=carried,
         order=order,
@@ -274,17 +351,18 @@ def _cache(args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _layer_in_cache(core: nn.Module, wiring: Wiring, cache: Any) -> int | None:
-    """The number of this module's layer in a cache; None if the module works it out in each call.
+    """The number of this module's layer in a cache; None if the module works it out in each call, or has no layer.
 
     Raises:
         ValueError: this architecture reads no cache, or the cache has places for later tokens and the number of the
             layer is not known.
     """
-    if wiring.cache_index is None and wiring.caches:
+    if wiring.borrows or (wiring.cache_index is None and wiring.caches):
         if getattr(cache, "is_compileable", False):
+            how = "takes its keys from another layer" if wiring.borrows else "works out in each call where its keys are"
             raise ValueError(
-                f"{type(core).__name__} works out in each call where its keys are in the cache, so a static cache "
-                "cannot be read; use a DynamicCache."
+                f"{type(core).__name__} {how}, so it cannot be told how much of a static cache they fill; use a "
+                "DynamicCache."
             )
         return None
     if wiring.cache_index is None:
@@ -317,7 +395,8 @@ def _linear_state(core: nn.Module, swap: Swap, cache: Any, layer: int, carried: 
     if swap.replacement is None or swap.phase != Phase.FULL or torch.compiler.is_compiling():
         return None
     shown = carried is not None and carried.want_weights
-    state = LinearState.of(cache, layer, start=not shown and not torch.is_grad_enabled())
+    starts = not shown and not torch.is_grad_enabled() and not wiring_of(swap).lent  # a state has no keys to lend
+    state = LinearState.of(cache, layer, start=starts)
     if state is not None:
         state.claim(core)
     return state

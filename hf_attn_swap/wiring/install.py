@@ -26,12 +26,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..families import Site, sites, stock_class
-from ..families.source import arguments, handed_on, returns_tuple
+from ..families.source import arguments, handed_on, returns_tuple, slices_unmasked
 from ..layer.swap import Phase, Swap
 from . import adapters, hooks, preconditions, seam
 from .blocks import BLOCKS, Block, Facts, swapped_class
 from .layers import Layer, layers_at, swaps_in
-from .plan import Placed, encoder_of, plan, takes_keywords
+from .plan import Placed, encoder_of, orders_of, plan, takes_keywords
 
 ATTRIBUTE = "attn_swap_installation"
 CONFIGS = "attn_swap_configs"  # an attribute of each module with a config: the config from before patching, and ours
@@ -249,7 +249,12 @@ class Installation:
         before = self.root.config.__dict__.get("attn_swap")
         self.root.config.attn_swap = self.block()
         self.root.config.attn_implementation = seam.NAME
-        if before is not None and before["modules"] != self.root.config.attn_swap["modules"]:
+        moved = any(
+            swap.wiring is not None and swap.wiring.path != layer.path
+            for layer in self.layers()
+            for swap in layer.copies
+        )
+        if moved or (before is not None and before["modules"] != self.root.config.attn_swap["modules"]):
             self._wire()
 
     def settle(self) -> None:
@@ -341,25 +346,29 @@ class Installation:
         self._unwire()
         placed = plan(self.root, self.sites)
         layers: dict[int, nn.Module] = {}
-        first: dict[int, list[RemovableHandle]] = {}
+        near: dict[int, list[tuple[RemovableHandle, RemovableHandle]]] = {}
         for each in placed:
             if each.wiring is None:
                 each.site.core.__dict__["attn_swap"] = None
                 continue
             for swap in each.swaps:
                 swap.wiring = each.wiring
-            first.setdefault(id(each.stack), []).append(self._hook(each))
+            near.setdefault(id(each.stack), []).append(self._hook(each))
             if each.layer is not None and takes_keywords(each.layer):
                 layers[id(each.layer)] = each.layer
         for layer in layers.values():
             self._pre(layer, hooks.before_layer)
         for stack in {id(each.stack): each.stack for each in placed}.values():
-            if id(stack) in first:
-                self._pre(stack, hooks.KeepLast(tuple(first[id(stack)])))
+            if id(stack) in near:
+                before, after = zip(*near[id(stack)], strict=True)
+                self._pre(stack, hooks.KeepNext(before, after))
             if takes_keywords(stack):
                 self._pre(stack, hooks.before_stack)
                 self.record.handles.append(stack.register_forward_hook(hooks.after_stack, with_kwargs=True))
-            encoder = encoder_of(stack, [each.site.container for each in placed if each.stack is stack])
+            own = [each for each in placed if each.stack is stack]
+            encoder = encoder_of(stack, [each.site.container for each in own])
+            for order in orders_of(self.root, stack if encoder is None else encoder, own):
+                self._pre(stack if encoder is None else encoder, order)
             if encoder is not None and takes_keywords(encoder):
                 self._pre(encoder, hooks.before_encoder)
                 self.record.handles.append(encoder.register_forward_hook(hooks.after_encoder, with_kwargs=True))
@@ -373,8 +382,13 @@ class Installation:
         function gets the stack's config and cannot read the config of the whole model.
         """
         linear: dict[int, bool] = {}
+        models = [module for module in self.root.modules() if isinstance(module, PreTrainedModel)]
+        if any(slices_unmasked(stock_class(module)) for module in models):
+            for module in models:
+                if not seam.eager_masks(module.config):
+                    setattr(module.config, seam.MASKS, "whole")
         for each in placed:
-            if each.site.reads_mask and not seam.eager_masks(each.stack.config):
+            if each.site.reads_mask and not seam.kind_of_masks(each.stack.config):
                 setattr(each.stack.config, seam.MASKS, "dense")
             replaced = any(swap.places().replacement is not None for swap in each.swaps)
             linear[id(each.stack)] = linear.get(id(each.stack), False) or replaced
@@ -388,11 +402,11 @@ class Installation:
             if stack.config._attn_implementation != name:
                 stack.set_attn_implementation(name)
 
-    def _hook(self, placed: Placed) -> RemovableHandle:
+    def _hook(self, placed: Placed) -> tuple[RemovableHandle, RemovableHandle]:
         """Register the hooks of one attention module, and replace the class of its container where no hook suffices.
 
         Returns:
-            The handle of the hook that runs before the module.
+            The handles of the hook that runs before the module, and of the hook that runs after it.
         """
         site = placed.site
         block = BLOCKS.get(site.family.block)
@@ -400,18 +414,17 @@ class Installation:
             before: Any = hooks.before_bert
         else:
             before = hooks.before_core_by_mask if site.by_mask else hooks.before_core
-        handle = self._pre(site.container, before)
-        self.record.handles.append(site.container.register_forward_hook(hooks.after_call, with_kwargs=True))
-        if not placed.swaps[0].writes:
-            return handle
-        if block is None:
-            self.record.handles.append(site.container.register_forward_hook(hooks.after_core, with_kwargs=True))
-            return handle
+        writes = placed.swaps[0].writes
+        after = hooks.after_core if writes and block is None else hooks.after_call
+        handles = self._pre(site.container, before), site.container.register_forward_hook(after, with_kwargs=True)
+        self.record.handles.append(handles[1])
+        if not writes or block is None:
+            return handles
         stock = stock_class(site.container)
         facts = Facts(tuple(arguments(stock)), handed_on(stock, "self"), returns_tuple(stock))
         site.container.__class__ = swapped_class(stock, block, facts, hooks.finish, seam.attention_forward)
         self.record.containers.append(site.container)
-        return handle
+        return handles
 
     def _pre(self, module: nn.Module, hook: Any) -> RemovableHandle:
         """Register a hook that runs before `module`."""

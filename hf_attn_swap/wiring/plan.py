@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..families import Site, stock_class
 from ..families.source import arguments
 from ..layer.swap import Argument, Swap, Wiring
+from .hooks import InOrder
 from .layers import copies_at
 
 
@@ -42,11 +43,13 @@ def plan(root: PreTrainedModel, found: Sequence[Site]) -> list[Placed]:
     stacks = stacks_of(root, found)
     swaps = [copies_at(site) for site in found]
     orders, firsts, lasts = _orders(found, stacks, swaps)
+    lent = {id(stack) for stack, site in zip(stacks, found, strict=True) if site.borrows}
     placed = []
     for index, (site, stack, own) in enumerate(zip(found, stacks, swaps, strict=True)):
         wiring, layer = None, None
         if own:
-            wiring = _wiring(site, own[0], orders.get(index, 0), first=index in firsts, last=index in lasts)
+            places = {"first": index in firsts, "last": index in lasts, "lent": id(stack) in lent}
+            wiring = _wiring(site, own[0], orders.get(index, 0), **places)
             if any(each.carries or each.wants_residual for each in own):
                 layer = layer_of(root, site.path)
         placed.append(Placed(site=site, stack=stack, layer=layer, swaps=own, wiring=wiring))
@@ -92,7 +95,7 @@ def group_of(path: str) -> str:
     return ".".join(parts[: next((place for place, part in enumerate(parts) if part.isdigit()), 0)])
 
 
-def _wiring(site: Site, swap: Swap, order: int | None, *, first: bool, last: bool) -> Wiring:
+def _wiring(site: Site, swap: Swap, order: int | None, *, first: bool, last: bool, lent: bool) -> Wiring:
     """The facts that a swap needs about its place."""
     names = arguments(stock_class(site.container))
     kinds = getattr(site.core.config, "layer_types", None) or ()
@@ -111,6 +114,8 @@ def _wiring(site: Site, swap: Swap, order: int | None, *, first: bool, last: boo
         mask=None if site.mask is None else argument(site.mask),
         cache_index=site.cache_index,
         caches=site.caches,
+        borrows=site.borrows,
+        lent=lent,
         dropout_path=site.family.dropout if site.family.block == "core" else None,
         folded_path=site.family.output if swap.keeps_projection else site.family.value,
     )
@@ -139,6 +144,24 @@ def encoder_of(stack: nn.Module, containers: list[nn.Module]) -> nn.Module | Non
         if not isinstance(child, nn.ModuleList) and all(id(each) in inside for each in containers):
             return child
     return None
+
+
+def orders_of(root: nn.Module, module: nn.Module, placed: Sequence[Placed]) -> Iterator[InOrder]:
+    """A hook for each list of layers in `module` with layers that carry scores, which compares the list later.
+
+    A module that serves several layers counts its calls, and needs none.
+    """
+    start = next(len(path) + 1 if path else 0 for path, each in root.named_modules() if each is module)
+    cores: dict[str, dict[int, list[tuple[str, str]]]] = {}
+    for each in placed:
+        if each.wiring is None or each.wiring.order is None or not any(swap.carries for swap in each.swaps):
+            continue
+        layers = group_of(each.site.path)
+        if layers:
+            number, _, inside = each.site.path[len(layers) + 1 :].partition(".")
+            cores.setdefault(layers, {}).setdefault(int(number), []).append((inside, each.site.path))
+    for layers, known in cores.items():
+        yield InOrder(layers[start:], len(list(root.get_submodule(layers).children())), known)
 
 
 def takes_keywords(module: nn.Module) -> bool:

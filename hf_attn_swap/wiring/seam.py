@@ -34,7 +34,8 @@ _UNGROUPED = nn.Module()
 CALL = "attn_swap_call"
 CARRIED = "attn_swap_carried"
 LAYER = "attn_swap_layer"
-# An attribute of a config: "eager" if the stock model gives its modules float masks, "dense" if they look into masks.
+# An attribute of a config: "eager" if the stock model gives its modules float masks, "dense" if they look into masks,
+# "whole" if the model changes its masks between two layers, and so must always get one.
 MASKS = "attn_swap_masks"
 
 
@@ -70,7 +71,12 @@ class MaskWithContext:
 
 def eager_masks(config: Any) -> bool:
     """True if the stock model runs without SDPA: masks are then numbers to add, also for the model's own code."""
-    return getattr(config, "__dict__", {}).get(MASKS) == "eager"  # a missing attribute of a config is slow to ask for
+    return bool(kind_of_masks(config) == "eager")
+
+
+def kind_of_masks(config: Any) -> Any:
+    """What `MASKS` says in a config, or None."""
+    return getattr(config, "__dict__", {}).get(MASKS)  # a missing attribute of a config is slow to ask for
 
 
 def attention_forward(
@@ -293,6 +299,8 @@ def mask_for_swap(
         (B,1,Q,K) if the stock model runs without SDPA.
     """
     eager = eager_masks(kwargs.get("config"))
+    if kind_of_masks(kwargs.get("config")) == "whole":
+        kwargs["allow_is_causal_skip"] = False
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     last = isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0
     linear = plain and last and not eager and _has_linear(kwargs.get("config"))
@@ -325,7 +333,7 @@ def _has_linear(config: Any) -> bool:
     The config of a whole model says so in its block `attn_swap`. The config of a stack inside a larger model says so
     by the name of its attention implementation.
     """
-    if getattr(config, "__dict__", {}).get(MASKS) == "dense":  # they would not understand a mask of keys
+    if kind_of_masks(config) in ("dense", "whole"):  # they would not understand a mask of keys
         return False
     if getattr(config, "_attn_implementation", None) == LINEAR_NAME:
         return True

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
 from hf_attn_swap.families import sites
 from tests import zoo
+from tests.harness.bypass import go_around, with_own_attention
 
 from .cells import FAMILY_NAMES
 from .harness import TOLERANCE, batch_of, distance, forward, fresh, perturb, refused
@@ -23,18 +23,6 @@ PLACES = ("outeffhop", "belief", "modern_hopfield", "simpletron_resl")
 
 def cores(model: Any) -> list[nn.Module]:
     return [site.core for site in sites(model)]
-
-
-def with_own_attention(core: nn.Module) -> Callable[..., Any]:
-    """A forward that computes ordinary attention by itself, as libraries of fast kernels have it."""
-    width = next(module for module in core.modules() if isinstance(getattr(module, "weight", None), Tensor))
-
-    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        heads = torch.softmax(hidden_states @ hidden_states.mT, -1) @ hidden_states
-        assert width is not None
-        return heads, None
-
-    return forward
 
 
 @pytest.mark.parametrize("by_class", [True, False], ids=["class", "instance"])
@@ -118,9 +106,32 @@ def test_a_hook_before_the_attention(family: str, variant: str) -> None:
     assert distance(outputs[0], forward(perturb(patch_model(fresh(family), variant)), batch_of(family))) > 1e-6
 
 
+def scaled(module: nn.Module, args: Any, output: Any) -> Any:
+    """Ablation or steering: another output of the attention."""
+    return (output[0] * 0.5 + 0.1, *output[1:]) if isinstance(output, tuple) else output * 0.5 + 0.1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_hook_after_the_attention(family: str, variant: str) -> None:
+    """A hook that changes the output changes all of it, what the swap adds after W_o too, whenever it was put in."""
+    outputs = []
+    for when in ("before", "after", "in front"):
+        model = fresh(family)
+        if when != "before":
+            perturb(patch_model(model, variant))
+        for site in sites(model):
+            site.container.register_forward_hook(scaled, prepend=when == "in front")
+        if when == "before":
+            perturb(patch_model(model, variant))
+        outputs.append(forward(model, batch_of(family)))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+    assert distance(outputs[0], forward(perturb(patch_model(fresh(family), variant)), batch_of(family))) > 1e-6
+
+
 def test_the_error_names_the_module_that_was_gone_around() -> None:
     model = patch_model(zoo.build("llama"), "belief", layers=[1])
-    core = model.model.layers[1].self_attn
-    core.forward = types.MethodType(with_own_attention(core), core)
+    go_around(model, 1)
     with refused("model.layers.1.self_attn: the forward of LlamaAttention"):
         forward(model, zoo.inputs("llama"))

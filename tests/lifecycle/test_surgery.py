@@ -13,6 +13,7 @@ from torch import nn
 from hf_attn_swap import patch_model, set_strength, unpatch_model
 from tests.contract.harness import batch_of, fresh, perturb, swaps
 from tests.contract.harness import forward as run
+from tests.harness.one_swap import one_swap
 from tests.harness.places import one_per_place, turns
 
 LAYERS = {"bert": "bert.encoder.layer", "gpt2": "transformer.h", "llama": "model.layers", "opt": "model.decoder.layers"}
@@ -26,11 +27,11 @@ CHANGES = {
 }
 
 
-def change(model: Any, name: str, kind: str, *, config: bool = True) -> None:
+def change(model: Any, name: str, kind: str, *, config: bool = True, changes: Any = CHANGES) -> None:
     """Change the list of layers, and perhaps the config with it."""
     path, _, last = LAYERS[name].rpartition(".")
     holder = model.get_submodule(path)
-    layers = nn.ModuleList(CHANGES[kind](list(getattr(holder, last))))
+    layers = nn.ModuleList(changes[kind](list(getattr(holder, last))))
     setattr(holder, last, layers)
     for number, layer in enumerate(layers):
         for module in layer.modules():
@@ -115,3 +116,52 @@ def test_layers_copied_from_a_patched_model_into_a_stock_model(variant: str) -> 
     model.model.layers.append(copy.deepcopy(source.model.layers[0]))
     with pytest.raises(ValueError, match="unpatch_model"):
         patch_model(model, variant)
+
+
+CARRYING = [name for name in one_per_place() if one_swap((name, {})).carries]
+MOVES = {
+    **CHANGES,
+    "between": lambda layers: [layers[0], copy.deepcopy(layers[0]), *layers[1:]],
+    "replaced": lambda layers: [layers[0], copy.deepcopy(layers[2]), layers[2]],
+    "twice": lambda layers: [*layers, layers[0]],
+}
+
+
+@pytest.mark.parametrize("kind", MOVES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_carried_scores_after_surgery(name: str, kind: str) -> None:
+    """Before anything counts the layers again: right, or refused in the next pass with what to do; then right."""
+    (variant,) = CARRYING
+    model = perturb(patch_model(fresh(name, torch.float32), variant))
+    change(model, name, kind, changes=MOVES)
+    if kind == "twice":  # one module has one place among the layers
+        for _ in range(2):
+            with pytest.raises(ValueError, match="is in its list of layers twice"):
+                forward(model, name)
+            set_strength(model, 1.0)
+        return
+    other = fresh(name, torch.float32)
+    change(other, name, kind, changes=MOVES)
+    patch_model(other, variant)
+    other.load_state_dict(model.state_dict())
+    wanted = forward(other, name)
+    if kind == "last":  # nobody reads what the layer below leaves
+        assert torch.equal(forward(model, name), wanted)
+    else:
+        with pytest.raises(ValueError, match=r"changed since the model was patched.*set_strength\(model, 1.0\)"):
+            forward(model, name)
+    set_strength(model, 1.0)
+    assert torch.equal(forward(model, name), wanted)
+
+
+def test_carried_scores_after_surgery_in_a_compiled_model() -> None:
+    (variant,) = CARRYING
+    torch._dynamo.reset()
+    model = patch_model(fresh("llama", torch.float32), variant)
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    wanted = forward(model, "llama")
+    assert torch.allclose(forward(whole, "llama"), wanted, atol=1e-5)
+    change(model, "llama", "copies")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="changed since the model was patched"):
+        forward(whole, "llama")
+    torch._dynamo.reset()

@@ -1,0 +1,14 @@
+"""Activation checkpointing, switched on under the name that the installed transformers has for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def enable(model: Any, **arguments: Any) -> None:
+    """Under the name that this transformers does not warn about."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(**arguments)
+    else:
+        kinds = {"activation_checkpointing_kwargs": "gradient_checkpointing_kwargs"}
+        model.gradient_checkpointing_enable(**{kinds[key]: value for key, value in arguments.items()})
