@@ -43,7 +43,7 @@ OPTIONAL_KEYS = {"modules", "retrained"}  # beside the names of fits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Planned:
+class Entry:
     """One entry of the block: the same swap in one or several layers.
 
     Attributes:
@@ -65,10 +65,7 @@ class Planned:
     retrained: bool
 
 
-Plan = list[Planned]
-
-
-def read_block(block: Any) -> tuple[int, Plan]:
+def read_block(block: Any) -> tuple[int, list[Entry]]:
     """Check the block `attn_swap` of a config.
 
     Returns:
@@ -89,7 +86,7 @@ def read_block(block: Any) -> tuple[int, Plan]:
         raise _damaged(problem) from None
 
 
-def _read(block: Any) -> tuple[int, Plan]:
+def _read(block: Any) -> tuple[int, list[Entry]]:
     """As `read_block`. An error says what is wrong in one sentence, which `_damaged` puts into its own."""
     check_keys(block, {"version", "modules", "swaps"}, "the block")
     if not is_whole(block["version"]) or block["version"] != VERSION:
@@ -99,16 +96,16 @@ def _read(block: Any) -> tuple[int, Plan]:
         raise ValueError(f"modules must be a positive whole number, got {modules!r}.")
     if not isinstance(swaps, list) or not 0 < len(swaps) <= modules:
         raise ValueError(f"swaps must be a list of one to {modules} entries.")
-    plan, seen = [], set[int]()
+    entries, seen = [], set[int]()
     for entry in swaps:
-        plan.append(_read_swap(entry, modules))
-        if seen & set(plan[-1].layers):
+        entries.append(_read_swap(entry, modules))
+        if seen & set(entries[-1].layers):
             raise ValueError("a layer is swapped twice.")
-        seen |= set(plan[-1].layers)
-    return modules, plan
+        seen |= set(entries[-1].layers)
+    return modules, entries
 
 
-def _read_swap(entry: Any, modules: int) -> Planned:
+def _read_swap(entry: Any, modules: int) -> Entry:
     """Check one entry of the block, for a model with `modules` modules that can be swapped."""
     given = set(entry) if isinstance(entry, dict) else set()
     check_keys(entry, KEYS | ((OPTIONAL_KEYS | set(FITTED)) & given), "a swap")
@@ -133,7 +130,7 @@ def _read_swap(entry: Any, modules: int) -> Planned:
     fitted = {name: entry[name] for name in FITTED if name in entry}
     for name, spec in fitted.items():
         FITTED[name].check(spec, classes, strength)
-    return Planned(
+    return Entry(
         classes=classes,
         options=chosen,
         layers=layers,
@@ -157,7 +154,7 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
     Raises:
         ValueError: the block cannot be used, or the caller asked for another attention implementation.
     """
-    modules, plan = read_block(block)
+    modules, entries = read_block(block)
     installation = Installation(model, Record(loaded=True))
     every = installation.numbered()
     if len(every) != modules:
@@ -170,16 +167,14 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
             f"attn_implementation={model.config._attn_implementation!r}; leave that argument out."
         )
     swaps = {}
-    for planned in plan:
-        for index in planned.layers:
+    for entry in entries:
+        for index in entry.layers:
             layer = every[index]
-            swap = build_swap(
-                layer, planned.classes, planned.options, strength=planned.strength, selection=planned.modules
-            )
-            swap.retrained = planned.retrained
+            swap = build_swap(layer, entry.classes, entry.options, strength=entry.strength, selection=entry.modules)
+            swap.retrained = entry.retrained
             at = home(layer.site.container, layer.site.core)
             try:
-                for name, spec in planned.fitted.items():
+                for name, spec in entry.fitted.items():
                     swap.put(FITTED[name].from_spec(spec, swap.geometry).beside(at))
             except ValueError as problem:
                 raise _damaged(problem) from None

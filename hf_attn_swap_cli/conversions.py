@@ -32,6 +32,9 @@ def convert(
     ] = None,
     layers: Annotated[str, typer.Option(help='Layers, such as "0-5,7"; auto takes all, or as many as fit.')] = "auto",
     keep: Annotated[float, typer.Option(help="Share of layers that keep their attention: the costliest.")] = 0.0,
+    absorb: Annotated[
+        bool, typer.Option("--absorb/--no-absorb", help="Try one token as a sink, in a causal language model.")
+    ] = True,
     option: Options = None,
     length: Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")] = 256,
     low_memory: Annotated[
@@ -83,6 +86,7 @@ def convert(
         max_loss=parse_share(max_loss),
         layers="auto" if layers == "auto" else parse_layers(layers) or [],
         keep=keep,
+        absorb=absorb,
         options=parse_options(option or [], composed="+" in variant),
         length=length,
         low_memory=low_memory,

@@ -30,6 +30,7 @@ MASSIVE = 1000.0  # a token is massive if an activation is above this number of 
 LARGE = 100.0  # and above this number: Sun et al. (2024), section 2
 LENGTH = 512  # tokens of a text that are read
 TEXTS = 8
+TRIED = 2  # texts on which the candidates are compared
 SHORT = 16  # tokens on which positions and pairs are tried
 ROUNDING = 1e-3  # the largest relative difference of outputs that is rounding, in fp32,
 MOVED = 0.05  # in half precision: by other positions,
@@ -105,17 +106,23 @@ def absorb_sink(
             few tokens); the weights of the swaps are offloaded; there are no texts; or `tokens` are not as many as the
             pairs of the swaps. The model is then unchanged.
     """
+    return absorb_rows(model, processor, _rows(model, processor, texts), tokens=tokens)
+
+
+def absorb_rows(
+    model: nn.Module, processor: Any, rows: Sequence[Tensor], *, tokens: Sequence[int] | None = None
+) -> Absorbed:
+    """As `absorb_sink`, on the tokens of texts, (1,L) each."""
     installation = need_installation(model)
     sinks = _sinks(installation)
     count = next(iter(sinks.values()))[0].options.tokens
     if tokens is not None and len(tokens) != count:
         raise ValueError(f"the swaps have {count} pairs and {len(tokens)} tokens were given; give as many.")
     with evaluating(model), torch.no_grad():
-        rows = _rows(model, processor, texts)
         with installation.stock():
             _check_positions(model, rows[0], count)
             before = _measure(model, rows, ())
-            chosen = _search(model, processor, rows, count) if tokens is None else tuple(map(int, tokens))
+            chosen = _search(model, processor, rows[:TRIED], count) if tokens is None else tuple(map(int, tokens))
             after = _measure(model, rows, chosen)
         pairs = _pairs(model, installation, chosen)
         _check_pairs(model, installation, pairs, chosen, rows[0][:, :SHORT])
@@ -202,7 +209,7 @@ def _check_positions(model: Any, row: Tensor, count: int) -> None:
         )
 
 
-def _search(model: Any, processor: Any, rows: list[Tensor], count: int) -> tuple[int, ...]:
+def _search(model: Any, processor: Any, rows: Sequence[Tensor], count: int) -> tuple[int, ...]:
     """The best list of `count` tokens: each is the best one behind those before it."""
     candidates = _candidates(processor, rows)
     best: tuple[int, ...] = ()
@@ -212,7 +219,7 @@ def _search(model: Any, processor: Any, rows: list[Tensor], count: int) -> tuple
     return best
 
 
-def _candidates(processor: Any, rows: list[Tensor]) -> list[int]:
+def _candidates(processor: Any, rows: Sequence[Tensor]) -> list[int]:
     """Tokens that may serve as sinks, each once."""
     written = [processor(text, add_special_tokens=False).input_ids for text in ("\n", ".", " ")]
     found = [ids[-1] for ids in written if ids] + list(processor.all_special_ids)
@@ -235,7 +242,7 @@ def _behind(tokens: tuple[int, ...], row: Tensor) -> Tensor:
     return torch.cat([torch.tensor([tokens], dtype=row.dtype, device=row.device), row], 1)
 
 
-def _measure(model: Any, rows: list[Tensor], tokens: tuple[int, ...]) -> _Seen:
+def _measure(model: Any, rows: Sequence[Tensor], tokens: tuple[int, ...]) -> _Seen:
     """What the stock model's blocks give on the texts, with these tokens before each."""
     largest: list[float] = []
     massive = 0

@@ -1,12 +1,13 @@
-"""Converts a model to another attention by one call: swap, fit, choose the layers, distil, and measure after each step.
+"""Converts a model to another attention by one call: swap, absorb a sink, fit, choose layers, distil; each is measured.
 
 The steps, each measured on held-out rows (`steps/`, a file each):
 
     1. swap:       the variant in all layers that may be converted
-    2. fit:        a neutral start, and no fit, a gain or a map per head, whichever loses least (or as `stages` say)
-    3. choose:     with a budget or a share to keep, what each layer alone costs decides about the order
-    4. distil:     the model before the swap teaches the swapped model, group of layers by group of layers
-    5. finish:     adapters merged into the weights, no swap in layers that keep their own attention
+    2. absorb:     in a causal language model, the keys and values of one token as a sink, if less is lost with it
+    3. fit:        a neutral start, and no fit, a gain or a map per head, whichever loses least (or as `stages` say)
+    4. choose:     with a budget or a share to keep, what each layer alone costs decides about the order
+    5. distil:     the model before the swap teaches the swapped model, group of layers by group of layers
+    6. finish:     adapters merged into the weights, no swap in layers that keep their own attention
 
 With a budget, the cheapest layers come first. A group whose loss comes within the budget is followed by the next group.
 If the tokens are used up before, the last group is taken back. Without a choice of layers, a distillation that
@@ -62,6 +63,7 @@ def convert(
     layers: Literal["auto"] | int | Iterable[int] = "auto",
     modules: str | None = None,
     keep: float = 0.0,
+    absorb: bool = True,
     stages: Sequence[Stage] | None = None,
     low_memory: bool = False,
     teacher: PreTrainedModel | None = None,
@@ -96,6 +98,9 @@ def convert(
         modules: convert only inside these modules, as in `patch_model`: "language_model" leaves the vision tower of a
             vision-language model as it is. `layers` then counts inside these modules.
         keep: the share of layers that keep their own attention: the costliest layers.
+        absorb: in a causal language model that is converted in all layers, try the keys and values of one token as a
+            `sink` beside the variant, and keep them if less is lost. It needs the tokenizer (`processor`), and the
+            report says what was found. See `absorb_sink`.
         stages: how to convert; None chooses by the kind and size of the model. At most one `Calibrate` comes first
             and names the fit. One or more `Distil` follow. The last takes what is left of `tokens`; each before it
             takes its own `tokens`, in each group of layers. `Distil(layers=1.0, logits=0.0, tokens=...)` aligns the
@@ -138,6 +143,8 @@ def convert(
         modules=modules,
         max_loss=max_loss,
         keep=keep,
+        absorb=absorb,
+        processor=processor,
         low_memory=low_memory,
         plan=plan_of(root, variant, stages, low_memory=low_memory),
     )
@@ -221,6 +228,7 @@ def _settings(
         "max_loss": asked.max_loss,
         "layers": asked.layers,
         "keep": asked.keep,
+        "absorb": asked.absorb,
         "steps": [name_of(step) for step in STEPS],
         "stages": [{"stage": stage.name, **asdict(stage)} for stage in asked.plan.stages],
         "low_memory": asked.low_memory,
@@ -249,8 +257,9 @@ def _report(root: PreTrainedModel, asked: Asked, state: State, held: Rows) -> Co
     sensitivity, last = state.notes.get("sensitivity"), asked.plan.last
     return ConversionReport(
         model=type(root).__name__,
-        variant=asked.variant,
+        variant=state.variant,
         steps=tuple(state.record),
+        said=tuple(state.notes.get("sentences", ())),
         kept=state.kept,
         max_loss=asked.max_loss,
         sensitivity=None if sensitivity is None else Sensitivity.from_dict(sensitivity),

@@ -69,6 +69,7 @@ class ConversionReport:
         model: the class of the model.
         variant: the name of the variant.
         steps: what was done, in order. The last step describes the model as it is now.
+        said: what steps say of what they did, a sentence each.
         kept: why a layer kept its own attention, by the layer's number.
         max_loss: the budget, as a share; None without a budget.
         sensitivity: what each layer alone costs; None if no layers had to be chosen.
@@ -84,6 +85,7 @@ class ConversionReport:
     model: str
     variant: str
     steps: tuple[StepRecord, ...]
+    said: tuple[str, ...]
     kept: dict[int, str]
     max_loss: float | None
     sensitivity: Sensitivity | None
@@ -162,7 +164,7 @@ class ConversionReport:
 
     def notes(self) -> list[str]:
         """The sentences below the table."""
-        return self.reasons() + self.advice()
+        return [*self.said, *self.reasons(), *self.advice()]
 
     def __str__(self) -> str:
         return "\n".join([self.table().text(), *self.notes()])
@@ -188,6 +190,7 @@ class ConversionReport:
             **{field.name: values[field.name] for field in fields(cls)}
             | {
                 "steps": tuple(StepRecord.from_dict(step) for step in values["steps"]),
+                "said": tuple(values["said"]),
                 "kept": {int(index): reason for index, reason in values["kept"].items()},
                 "sensitivity": None if sensitivity is None else Sensitivity.from_dict(sensitivity),
             }

@@ -38,6 +38,8 @@ class Asked:
     modules: str | None
     max_loss: float | None
     keep: float
+    absorb: bool
+    processor: Any
     low_memory: bool
     plan: Plan
 
@@ -121,6 +123,11 @@ class State:
         return {} if installation is None else {each.number: list(each.copies) for each in installation.layers()}
 
     @property
+    def variant(self) -> str:
+        """The name of the variant that the swaps have now."""
+        return next(("+".join(group[0].names) for group in self.swaps.values()), self.asked.variant)
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """The layers that run the variant."""
         return tuple(index for index, swaps in self.swaps.items() if swaps[0].strength > 0)
@@ -144,7 +151,7 @@ class State:
         return self.asked.max_loss is not None and self.record[-1].lost.share <= self.asked.max_loss
 
     def say(self, sentence: str) -> None:
-        """Leave a sentence on what a step did, for the record of a recipe."""
+        """Leave a sentence on what a step did, for the report."""
         self.notes.setdefault("sentences", []).append(sentence)
 
     # -- Changing the model, and the way back --------------------------------------------------------------------------

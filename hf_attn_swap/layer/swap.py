@@ -179,8 +179,8 @@ class Swap(nn.Module):
         return next((child for child in self._modules.values() if isinstance(child, cls)), None)
 
     def put(self, fit: Fitted) -> None:
-        """Add a fit. It takes the place of an earlier fit of the same name."""
-        self.register_module(fit.name, fit)
+        """Add a fit, in the mode of this layer. It takes the place of an earlier fit of the same name."""
+        self.register_module(fit.name, fit.train(self.training))
 
     def drop(self, name: str) -> None:
         """Remove the fit of this name, if there is one."""

@@ -22,6 +22,7 @@ from hf_attn_swap.conversion import calibrate, heads, match_heads
 from hf_attn_swap.core.call import heads_in_order
 from hf_attn_swap.families import sites
 from hf_attn_swap.kernels import carried, dispatch, hopfield
+from hf_attn_swap.layer.calibration import MergedCalibration
 from hf_attn_swap.layer.head_order import MatchedHeads
 from hf_attn_swap.layer.registry import parse, parse_options
 from hf_attn_swap.layer.swap import Swap
@@ -621,7 +622,10 @@ def test_refused() -> None:
 @pytest.mark.parametrize(("change", "reason"), [("merged", "cannot be matched"), ("retrained", "before the training")])
 def test_weights_that_fit_their_orders_are_refused(change: str, reason: str) -> None:
     model = put(patch_model(fresh("llama"), MHA))
-    setattr(swaps(model)[2], change, "map" if change == "merged" else True)
+    if change == "merged":
+        swaps(model)[2].put(MergedCalibration("map"))
+    else:
+        swaps(model)[2].retrained = True
     with refused("layers [2]", reason):
         match_heads(model, batch_of("llama"), progress=False)
     assert orders(model) == list(ORDERS)
@@ -635,18 +639,21 @@ def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert orders(model) == list(ORDERS)
 
 
+def modes_and_hooks(module: torch.nn.Module) -> tuple[bool, int, int]:
+    return module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
+
+
 def test_nothing_is_left_behind() -> None:
     """Modes, hooks, strengths and swaps are as before, also after an error on the way."""
     model = patch_model(fresh("llama"), MHA, strength=0.3).train()
     model.model.layers[1].eval()
-    modes = [module.training for module in model.modules()]
-    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    paths = [path for path, _ in model.named_modules()]
+    before = [modes_and_hooks(model.get_submodule(path)) for path in paths]
     own = swaps(model)
     match_heads(model, batch_of("llama"), progress=False)
     with pytest.raises(IndexError):
         match_heads(model, {"input_ids": torch.full((1, 3), 10**6)}, progress=False)
-    assert [module.training for module in model.modules()] == modes
-    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
+    assert [modes_and_hooks(model.get_submodule(path)) for path in paths] == before
     assert [one is other for one, other in zip(swaps(model), own, strict=True)] == [True] * 3
     assert {(swap.strength, swap.phase.value) for swap in swaps(model)} == {(0.3, "between")}
 

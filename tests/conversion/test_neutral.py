@@ -392,15 +392,18 @@ def test_every_copy_that_peft_keeps() -> None:
     assert exponents(model) == [EXPONENT] * 6
 
 
+def modes_and_hooks(module: torch.nn.Module) -> tuple[bool, int, int]:
+    return module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
+
+
 def test_nothing_is_left_behind() -> None:
     """Modes, hooks, strengths and buffers are as before, also after an error on the way."""
     model = patch_model(fresh("llama"), "modern_hopfield", strength=0.3).train()
     model.model.layers[1].eval()
-    modes = [module.training for module in model.modules()]
-    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    paths = [path for path, _ in model.named_modules()]
+    before = [modes_and_hooks(model.get_submodule(path)) for path in paths]
     neutral_start(model)
     with pytest.raises(IndexError):
         neutral_start(model, {"input_ids": torch.full((1, 3), 10**6)})
-    assert [module.training for module in model.modules()] == modes
-    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
+    assert [modes_and_hooks(model.get_submodule(path)) for path in paths] == before
     assert {(swap.strength, swap.phase.value) for swap in swaps(model)} == {(0.3, "between")}

@@ -19,6 +19,7 @@ from hf_attn_swap import convert, describe, patch_model, set_strength, unpatch_m
 from hf_attn_swap.conversion import calibrate, scale_values, value_scale
 from hf_attn_swap.families import sites
 from hf_attn_swap.functional import belief_projection
+from hf_attn_swap.layer.calibration import MergedCalibration
 from hf_attn_swap.layer.registry import parse
 from hf_attn_swap.layer.value_scale import ValueScale
 from tests.contract.cells import COMPOSITIONS, FAMILY_NAMES, SINGLES
@@ -400,7 +401,10 @@ def test_a_variant_that_does_not_project(variant: str) -> None:
 @pytest.mark.parametrize(("change", "reason"), [("merged", "cannot be scaled"), ("retrained", "before the training")])
 def test_weights_that_fit_their_scales(change: str, reason: str) -> None:
     model = patch_model(fresh("bert"), PROJECTING[0])
-    setattr(swaps(model)[1], change, "gain" if change == "merged" else True)
+    if change == "merged":
+        swaps(model)[1].put(MergedCalibration("gain"))
+    else:
+        swaps(model)[1].retrained = True
     with refused(reason):
         scale_values(model, batch_of("bert"), progress=False)
     assert squares(model) == [None] * len(swaps(model))

@@ -156,7 +156,7 @@ def test_a_part_that_cannot_be_described_stops_before_anything_is_written(tmp_pa
 def test_a_stock_model_beside_a_swap_that_cannot_run_our_attention(tmp_path: Path, monkeypatch: Any) -> None:
     model = make("pair")
     patch_model(model.encoder, "belief")
-    monkeypatch.setattr("hf_attn_swap.saving.obstacle", lambda whole: "its softmax has attention sinks")
+    monkeypatch.setattr("hf_attn_swap.saving.obstacle", lambda whole, found=None: "its softmax has attention sinks")
     with pytest.raises(ValueError, match="attention sinks; save the swapped part alone"):
         model.save_pretrained(tmp_path)
     assert not any(tmp_path.iterdir())

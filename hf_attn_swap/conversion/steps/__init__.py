@@ -11,6 +11,7 @@ from typing import Any
 
 from ..engine import Step
 from ..stages import Align, Calibrate, Distil
+from .absorb import absorb
 from .align import aligned
 from .choose import choose
 from .distil import distil, distilled
@@ -19,7 +20,7 @@ from .fit import calibrated, fit
 from .swap import swap
 
 # What `convert` does, in this order.
-STEPS: list[Step] = [swap, fit, choose, distil, finish]
+STEPS: list[Step] = [swap, absorb, fit, choose, distil, finish]
 
 # Which step takes a stage of a recipe.
 OF_STAGE: dict[type[Any], Callable[[Any, str], Step]] = {Calibrate: calibrated, Align: aligned, Distil: distilled}

@@ -1,4 +1,4 @@
-"""Step 3: the layers that are converted, in groups. What each layer alone costs decides, if there is a choice."""
+"""Step 4: the layers that are converted, in groups. What each layer alone costs decides, if there is a choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step 4: the model before the swap teaches the swapped model, group of layers by group of layers.
+"""Step 5: the model before the swap teaches the swapped model, group of layers by group of layers.
 
 If the tokens are used up before a group is within the budget, the group is taken back. Where no budget chooses the
 layers, a distillation that diverged is taken back.

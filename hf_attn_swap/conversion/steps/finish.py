@@ -1,4 +1,4 @@
-"""Step 5: the adapters merged into the weights, and no swap in layers that keep their own attention."""
+"""Step 6: the adapters merged into the weights, and no swap in layers that keep their own attention."""
 
 from __future__ import annotations
 

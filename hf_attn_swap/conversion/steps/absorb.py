@@ -1,0 +1,98 @@
+"""Step 2: the sink of a pretrained language model made explicit, if the swapped model then loses less.
+
+The first token of a text is a sink for the heads, and a swap disturbs it most. With the keys and values of one token
+beside the text (`absorb_sink`), `sink+outeffhop` starts from less loss than `outeffhop`. Nothing is trained.
+docs/mathematics.md, section Sinks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.kind import Kind
+from ...layer.registry import canonical_keys, parse
+from ...patch import need_installation, patch_model
+from ...variants.sink import Sink
+from ..absorb import TEXTS, absorb_rows
+from ..engine import Part
+from ..rows import TOKENS
+from ..state import State
+
+LENGTH = 512  # tokens of a row that are read
+
+
+def absorb(state: State) -> Iterator[Part]:
+    """Give the variant an absorbed sink, where one can stand in all layers and less is lost with it."""
+    if not _may(state):
+        return
+    yield Part("choose a sink", _choose, measured=False)
+    if state.notes["sink"] is not None:
+        yield Part("sink absorbed", _put, again=True)
+
+
+def _may(state: State) -> bool:
+    """True if a sink may be tried: for texts, in all layers, beside a variant that leaves the keys free or is one."""
+    asked = state.asked
+    if not asked.absorb or state.rows.unit != TOKENS or not hasattr(asked.processor, "all_special_ids"):
+        return False
+    if asked.layers is not None or asked.modules is not None or asked.keep:
+        return False
+    every = need_installation(state.model).layers()
+    return all(layer.site.kind is Kind.DECODER for layer in every) and _with_sink(state) is not None
+
+
+def _with_sink(state: State) -> tuple[str, dict[str, Any]] | None:
+    """The variant with a sink before it, and its options; None if the variant composes with no sink."""
+    asked = state.asked
+    if Sink in (classes := parse(asked.variant)):
+        return asked.variant, asked.options
+    name = f"{Sink.name}+{asked.variant}"
+    with contextlib.suppress(ValueError):
+        parse(name)
+        own = canonical_keys(asked.options) if len(classes) > 1 else {asked.variant: asked.options}
+        return name, own
+    return None
+
+
+def _choose(state: State) -> None:
+    """Note the tokens that serve as a sink, or None. The model stays as it is."""
+    state.notes["sink"] = None
+    swapped = state.record[-1].lost
+    try:
+        _patch(state)
+        found = absorb_rows(state.model, state.asked.processor, _first_rows(state))
+    except ValueError as problem:
+        state.say(f"No sink was absorbed: {problem}")
+    else:
+        lost = state.lost()
+        enough = state.asked.max_loss is None or lost.share <= state.asked.max_loss  # else groups of layers are chosen
+        if lost.share < swapped.share and enough:
+            state.notes["sink"] = list(found.tokens)
+            state.say(str(found))
+    finally:
+        patch_model(state.model, state.asked.variant, **state.asked.options)
+
+
+def _put(state: State) -> None:
+    """Put the swaps with the chosen sink in the place of the others."""
+    _patch(state)
+    absorb_rows(state.model, state.asked.processor, _first_rows(state)[:1], tokens=state.notes["sink"])
+
+
+def _patch(state: State) -> None:
+    composed = _with_sink(state)
+    assert composed is not None
+    patch_model(state.model, composed[0], **composed[1])
+
+
+def _first_rows(state: State) -> list[Tensor]:
+    """The tokens of the first training rows, (1,L) each."""
+    device = next(state.model.parameters()).device
+    count = min(TEXTS, len(state.rows))
+    rows = [torch.as_tensor(state.rows.rows[place]["input_ids"])[:LENGTH] for place in range(count)]
+    return [row[None].to(device) for row in rows if len(row) > 1]

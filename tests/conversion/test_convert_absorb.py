@@ -1,0 +1,150 @@
+"""`convert` tries a sink beside the variant in a causal language model, and keeps it if less is lost."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_attn_swap import convert, patch_model
+from hf_attn_swap.conversion import absorb
+from hf_attn_swap.conversion.state import State
+from hf_attn_swap.variants.sink import Sink
+from tests.contract.harness import batch_of, distance, forward, fresh, refused, swaps
+
+from .test_absorb import Letters
+
+step = importlib.import_module("hf_attn_swap.conversion.steps.absorb")  # the name is a function of the folder, too
+
+LETTERS = Letters()
+ROWS = [
+    {"input_ids": torch.randint(3, 60, (24,), generator=torch.Generator().manual_seed(seed)).tolist()}
+    for seed in range(24)
+]
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def converted(model: Any, variant: str, **more: Any) -> Any:
+    return convert(model, variant, ROWS, **({"processor": LETTERS, "tokens": 1, "progress": False} | more))
+
+
+def llama() -> Any:
+    return fresh("llama", torch.float32, head="lm")
+
+
+def names(report: Any) -> list[str]:
+    return [row.name for row in report.steps]
+
+
+@pytest.fixture
+def helps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """With an absorbed sink, the perplexity is so many times the stock model's: the number is in the list."""
+    ratio = [0.5]
+    measured = State.lost
+
+    def lost(state: State) -> Any:
+        found = measured(state)
+        sinks = [swap.at("keys") for group in state.swaps.values() for swap in group]
+        if not all(isinstance(sink, Sink) and sink.learned.value.any() for sink in sinks):
+            return found
+        assert found.stock_perplexity is not None
+        return replace(found, perplexity=found.stock_perplexity * ratio[0])
+
+    monkeypatch.setattr(State, "lost", lost)
+    return ratio
+
+
+@pytest.mark.parametrize("variant", ["modern_hopfield", "sink", "outeffhop+belief"])
+def test_a_sink_that_helps_is_kept(variant: str, helps: list[float]) -> None:
+    report = converted(model := llama(), variant)
+    assert names(report)[:2] == ["swap", "sink absorbed"]
+    assert set(report.variant.split("+")) == {"sink", *variant.split("+")}
+    assert "stand before every text" in str(report)
+    assert {"+".join(swap.names) for swap in swaps(model)} == {report.variant}
+    first = torch.tensor([ROWS[0]["input_ids"]])
+    token = int(report.said[0].split("<")[1].split(">")[0])
+    absorb.absorb_rows(alone := patch_model(llama(), report.variant), LETTERS, [first], tokens=[token])
+    for one, other in zip(swaps(model), swaps(alone), strict=True):
+        assert torch.equal(one.at("keys").learned.key, other.at("keys").learned.key)
+
+
+def test_a_sink_that_costs_is_left_out() -> None:
+    """Here the first token is no sink, so that one more key takes from the others."""
+    with_it = converted(one := llama(), "belief")
+    without = converted(other := llama(), "belief", absorb=False)
+    assert names(with_it) == names(without)
+    assert with_it.variant == without.variant == "belief"
+    assert with_it.said == ()
+    batch = batch_of("llama", torch.float32)
+    assert torch.equal(forward(one, batch), forward(other, batch))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"absorb": False},
+        {"layers": [0, 1]},
+        {"keep": 0.4},
+        {"processor": None},
+        {"variant": "simpletron_resl"},
+    ],
+    ids=str,
+)
+def test_no_sink_is_tried(more: dict[str, Any], helps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "absorb_rows", lambda *_, **__: pytest.fail("a sink was tried"))
+    arguments = {"variant": "belief"} | more
+    report = converted(llama(), arguments.pop("variant"), **arguments)
+    assert "sink" not in report.variant
+
+
+def test_a_budget_takes_a_sink_that_is_within(helps: list[float]) -> None:
+    """Else groups of layers are chosen, and layers that keep their own attention would have no sink."""
+    report = converted(llama(), "belief", max_loss=0.02)
+    assert names(report) == ["swap", "sink absorbed"]
+    assert report.met
+    helps[0] = 1.5
+    assert "sink" not in converted(llama(), "belief", max_loss=0.02).variant
+
+
+def test_a_model_that_takes_no_sink_says_why(helps: list[float]) -> None:
+    model = fresh("gpt2", torch.float32, head="lm")
+    report = converted(model, "belief")
+    assert report.variant == "belief"
+    assert any("positions do not count relatively" in line for line in report.notes())
+
+
+@pytest.mark.parametrize("family", ["bert", "albert"])
+def test_other_models_are_not_asked(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "absorb_rows", lambda *_, **__: pytest.fail("a sink was tried"))
+    report = converted(fresh(family, torch.float32, head="lm"), "belief")
+    assert report.said == ()
+
+
+def test_a_killed_conversion_goes_on_with_its_sink(
+    tmp_path: Path, helps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = converted(one := llama(), "belief", output_dir=tmp_path / "whole")
+    folder = tmp_path / "killed"
+    with monkeypatch.context() as killed:
+        killed.setattr(step, "_put", lambda state: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            converted(llama(), "belief", output_dir=folder)
+    monkeypatch.setattr(step, "_choose", lambda state: pytest.fail("the sink was searched again"))
+    again = converted(other := llama(), "belief", output_dir=folder)
+    assert names(again) == names(whole)
+    assert again.said == whole.said
+    batch = batch_of("llama", torch.float32)
+    assert distance(forward(one, batch), forward(other, batch)) == 0
+
+
+def test_another_choice_is_another_conversion(tmp_path: Path) -> None:
+    converted(llama(), "belief", output_dir=tmp_path)
+    with refused("another conversion"):
+        converted(llama(), "belief", output_dir=tmp_path, absorb=False)
