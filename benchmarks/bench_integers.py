@@ -9,7 +9,7 @@ of this process on the processors instead of the time that passed.
 
 "Same tokens" is the share of greedy steps at which the integers choose the token that the fake quantisation chose: the
 same model with inputs rounded by PyTorch's own fake quantisation and exact sums in fp64 continues the prompts greedily,
-and the integers read what it wrote. The sums must be exact: where they differ by 1e-7, some input is rounded to its
+and the integers read each of its tokens. The sums must be exact: where they differ by 1e-7, some input is rounded to its
 other neighbour, which is a difference of a whole step, and a few layers later all inputs differ.
 """
 
@@ -124,11 +124,14 @@ def same_tokens(faked: Any, integers: Any, prompts: Tensor, steps: int) -> float
     """The share of greedy steps of the fake quantisation at which the integers choose the same token."""
     same = []
     for batch in prompts.split(BATCH):
-        written = faked.generate(
-            batch, attention_mask=torch.ones_like(batch), do_sample=False, min_new_tokens=steps, max_new_tokens=steps
-        )
-        chosen = integers(input_ids=written, use_cache=False).logits[:, batch.shape[1] - 1 : -1].argmax(-1)
-        same.append((chosen == written[:, batch.shape[1] :]).float())
+        outs = [read(model, batch) for model in (faked, integers)]
+        for _ in range(steps):
+            wanted, chosen = (out.logits[:, -1:].argmax(-1) for out in outs)
+            same.append((chosen == wanted).float())
+            outs = [
+                read(model, wanted, **with_cache(model, cache_of(out)))
+                for model, out in zip((faked, integers), outs, strict=True)
+            ]
     return float(torch.cat(same).mean())
 
 
