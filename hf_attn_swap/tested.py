@@ -29,6 +29,7 @@ TESTED: dict[str, str | None] = {
     "trl": "1.16.0",
     "lm-eval": "0.4.13",
     "torchao": "0.18.0",
+    "compressed-tensors": "0.20.0",
     "bitsandbytes": "0.50.2",
     "flash-linear-attention": None,
 }

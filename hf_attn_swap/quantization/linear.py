@@ -26,8 +26,9 @@ WIDEST = (2**31 - 1) // (LEVELS * LARGEST)  # the number of products that surely
 class Int8Linear(nn.Module):
     """Computes a Linear with int8 weights and inputs rounded to 256 values. It has no gradients.
 
-    On a CPU, PyTorch's integer matrix product runs, if it is exact here (`integers`). Elsewhere the same rounded
-    numbers are multiplied in floating point.
+    On a CPU, PyTorch's integer matrix product runs, if it is exact here (`integers`). Elsewhere the same whole numbers
+    are multiplied in fp32, with equal bits while the sums are below 2^24. Inputs are rounded as PyTorch's fake
+    quantisation rounds them.
 
     Args:
         weight_NK: the rounded weights, int8.
@@ -115,18 +116,16 @@ class Int8Linear(nn.Module):
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError("a model in 8-bit integers has no gradients; call it under torch.no_grad().")
         kind = integers() if x.device.type == "cpu" else None
-        if kind is None:
-            weight_NK = self.weight.float() * self.weight_scale.float()
-            step, zero = self.input_scale.float(), self.input_zero_point.float()
-            x = ((x.float() / step + zero).round_().clamp_(LOWEST, LOWEST + LEVELS) - zero) * step
-            return F.linear(x, weight_NK, None if self.bias is None else self.bias.float()).to(x.dtype)
         lowest = 0 if kind == torch.uint8 else LOWEST
         zero = self.input_zero_point.to(torch.int32) + (lowest - LOWEST)
-        rounded = torch.add(zero.float(), x.reshape(-1, self.in_features), alpha=1 / float(self.input_scale))
-        q_MK = rounded.round_().clamp_(lowest, lowest + LEVELS).to(kind)
-        sums_MN = torch._int_mm(q_MK, self.weight.t()).sub_(zero * self.sums)
-        scale_N = (self.weight_scale.float() * self.input_scale.float()).flatten()
-        y_MN = sums_MN.float().mul_(scale_N)
+        step = self.input_scale.float()
+        q_MK = torch.mul(x.reshape(-1, self.in_features), step.reciprocal()).round_().add_(zero)
+        q_MK.clamp_(lowest, lowest + LEVELS)
+        if kind is None:
+            sums_MN = F.linear(q_MK.sub_(zero), self.weight.float())
+        else:
+            sums_MN = torch._int_mm(q_MK.to(kind), self.weight.t()).sub_(zero * self.sums).float()
+        y_MN = sums_MN.mul_((self.weight_scale.float() * step).flatten())
         if self.bias is not None:
             y_MN += self.bias
         return y_MN.to(x.dtype).reshape(*x.shape[:-1], self.out_features)

@@ -62,7 +62,7 @@ def test_every_way_gives_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torch.
         monkeypatch.setattr(linear, "integers", lambda kind=kind: kind)
         found.append(made(x))
     assert torch.equal(found[0], found[1])
-    assert (found[0].float() - found[2].float()).norm() <= torch.finfo(dtype).eps * found[0].float().norm()
+    assert torch.equal(found[0], found[2])
     stock = F.linear(x.float(), weight.float())
     assert (found[0].float() - stock).norm() < 0.05 * stock.norm()
 
