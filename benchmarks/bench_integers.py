@@ -9,8 +9,8 @@ of this process on the processors instead of the time that passed.
 
 "Same tokens" is the share of greedy steps at which the integers choose the token that the fake quantisation chose: the
 same model with inputs rounded by PyTorch's own fake quantisation and exact sums in fp64 continues the prompts greedily,
-and the integers read each of its tokens. The sums must be exact: where they differ by 1e-7, some input is rounded to its
-other neighbour, which is a difference of a whole step, and a few layers later all inputs differ.
+and the integers read each of its tokens. The sums must be exact: where they differ by 1e-7, some input is rounded to
+its other neighbour, which is a difference of a whole step, and a few layers later all inputs differ.
 """
 
 from __future__ import annotations
