@@ -148,6 +148,7 @@ class _Seen:
         return before
 
     def _note(self, heads_BLHD: Tensor, values_BLGD: Tensor, batch: Batch) -> None:
+        """Note what the scales are solved from, for some of the real tokens, spread over the batch."""
         real = token_mask(batch, heads_BLHD)
         step = max(1, math.ceil(int(real.sum()) / self.limit))
         y, v = heads_BLHD[real][::step], values_BLGD[real][::step]
