@@ -10,6 +10,7 @@ docs/mathematics.md, section Smoothed channels. Axes: C channel.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,9 +153,14 @@ class _Trace:
         return found
 
     def candidates(self, places: Mapping[str, nn.Module]) -> Iterator[Gauge]:
-        """Sources that reach matrices alone, all of them in `places`, and of as many channels as each of them reads."""
+        """Sources that reach matrices alone, all of them in `places`, and of as many channels as each of them reads.
+
+        A matrix beside them that this pass did not reach, such as an expert that no token chose, may read the same
+        channels in another pass. So the block around source and readers has no such matrix.
+        """
         shared = _shared(self.root)
         modules = dict(self.root.named_modules())
+        rested = [name for module, name in self.names.items() if _has_matrix(module) and name not in self.called]
         for name, width in self.width.items():
             readers = tuple(reader for reader, found in self.reads.items() if name in found)
             once = all(self.called[each] == 1 and each not in shared for each in (name, *readers))
@@ -162,14 +168,23 @@ class _Trace:
                 continue
             if not all(reader in places and is_matrix(modules[reader]) for reader in readers):
                 continue
+            block = _around((name, *readers))
+            if any(each.startswith(block) for each in rested):
+                continue
             if all(_reads(modules[reader]) == width for reader in readers):
                 yield Gauge(name, readers, width, is_norm(modules[name]))
 
 
 def _has_matrix(module: nn.Module) -> bool:
     """True for a module without children that holds a matrix."""
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.dim() > 1 and not any(True for _ in module.children())
+    own = [*module.parameters(recurse=False), getattr(module, "weight", None)]  # a quantised weight is no parameter
+    return any(isinstance(each, Tensor) and each.dim() > 1 for each in own) and not any(True for _ in module.children())
+
+
+def _around(paths: tuple[str, ...]) -> str:
+    """The path of the smallest part of the model that holds all of these modules, with a dot; empty for the model."""
+    columns = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*(p.split(".") for p in paths), strict=False))
+    return "".join(f"{names[0]}." for names in columns)
 
 
 def _reads(module: nn.Module) -> int:

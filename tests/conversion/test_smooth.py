@@ -323,6 +323,42 @@ def test_something_between_a_norm_and_a_matrix(inside: nn.Module) -> None:
     assert "input_layernorm" in sources(model)[0]
 
 
+class Experts(nn.Module):
+    """Two matrices, of which the sign of the first number of a text's first token chooses one."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(wide, wide, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen: torch.Tensor = self.experts[int(x[0, 0, 0] > 0)](x)
+        return chosen
+
+
+def test_a_matrix_that_no_batch_reached() -> None:
+    """Other texts may reach it, and it would read channels of another scale."""
+    torch.manual_seed(0)
+    model = fresh("llama", torch.float32)
+    model.model.layers[1].mlp = Experts(model.config.hidden_size).eval()
+    uneven(patch_model(model, "softmax"))
+    texts = [batch_of("llama", torch.float32, seed=seed) for seed in range(16)]
+    reached: list[set[int]] = [set() for _ in texts]
+    for number, expert in enumerate(model.model.layers[1].mlp.experts):
+        expert.register_forward_hook(lambda *_, number=number: reached[place].add(number))
+    wanted = []
+    for place, text in enumerate(texts):
+        wanted.append(forward(model, text))
+    assert {0} in reached
+    assert {1} in reached
+    few = [text for text, found in zip(texts, reached, strict=True) if found == {0}]
+    place = 0
+    smooth(model, few[:1], 0.5, progress=False)
+    assert "post_attention_layernorm" not in sources(model)[1]
+    assert "post_attention_layernorm" in sources(model)[0]
+    for text, before in zip(texts, wanted, strict=True):
+        assert torch.equal(forward(model, text), before)
+
+
 def test_a_reader_that_autograd_does_not_see() -> None:
     """The outputs are compared in the end, and nothing is changed."""
     model = patch_model(uneven(fresh("llama", torch.float32)), "softmax")
