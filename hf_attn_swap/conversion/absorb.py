@@ -112,7 +112,13 @@ def absorb_sink(
 def absorb_rows(
     model: nn.Module, processor: Any, rows: Sequence[Tensor], *, tokens: Sequence[int] | None = None
 ) -> Absorbed:
-    """As `absorb_sink`, on the tokens of texts, (1,L) each."""
+    """As `absorb_sink`, on the tokens of texts, (1,L) each.
+
+    Raises:
+        ValueError: as `absorb_sink`.
+    """
+    if not rows:
+        raise ValueError("there is no text of two tokens or more; pass a few texts like those that the model reads.")
     installation = need_installation(model)
     sinks = _sinks(installation)
     count = next(iter(sinks.values()))[0].options.tokens
@@ -171,19 +177,13 @@ def _sinks(installation: Installation) -> dict[Layer, list[Sink]]:
 
 
 def _rows(model: nn.Module, processor: Any, texts: Iterable[str]) -> list[Tensor]:
-    """The tokens of the first texts, (1,L) each, on the model's device.
-
-    Raises:
-        ValueError: no text has two tokens.
-    """
+    """The tokens of the first texts with two tokens or more, (1,L) each, on the model's device."""
     device = next(model.parameters()).device
     rows = []
     for _, text in zip(range(TEXTS), texts, strict=False):
         ids = torch.tensor([processor(text).input_ids[:LENGTH]], device=device)
         if ids.shape[1] > 1:
             rows.append(ids)
-    if not rows:
-        raise ValueError("there is no text of two tokens or more; pass a few texts like those that the model reads.")
     return rows
 
 

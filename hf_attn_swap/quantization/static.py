@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -22,6 +21,7 @@ from ..wiring.install import model_root
 from .checkpoint import describe, replace
 from .linear import WIDEST, Int8Linear
 from .places import quantizable
+from .points import Point
 
 M = TypeVar("M", bound=nn.Module)
 Range = tuple[float, float]  # the lowest and the highest input of a Linear; 0 lies between them
@@ -48,22 +48,19 @@ def input_ranges(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict
     if model.training:
         raise ValueError("8-bit ranges are fitted in evaluation; call model.eval() first.")
     root = model_root(model)
-    found: dict[str, Range] = {}
+    linears = _linears(root)
+    points = {path: Point(f"{path}.input") for path in linears}
     with contextlib.ExitStack() as hooked:
-        for path, linear in _linears(root).items():
-            hooked.callback(linear.register_forward_pre_hook(_observe(path, found)).remove)
+        for path, point in points.items():
+            hooked.callback(linears[path].register_forward_pre_hook(_seen(point)).remove)
         for batch in tqdm(as_batches(batches), desc="8-bit ranges", unit="batch", leave=False):
             forward(root, batch)
-    return found
+    return {path: (point.low, point.high) for path, point in points.items() if point.seen}
 
 
-def _observe(path: str, found: dict[str, Range]) -> Any:
+def _seen(point: Point) -> Any:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        low, high = (float(end) for end in torch.aminmax(args[0]))
-        if not math.isfinite(low + high):
-            raise ValueError(f"the input of {path} is not finite; check the weights, the inputs and the dtype.")
-        before = found.get(path, (0.0, 0.0))
-        found[path] = min(before[0], low), max(before[1], high)
+        point.widen(args[0])
 
     return hook
 

@@ -31,8 +31,8 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-def converted(model: Any, variant: str, **more: Any) -> Any:
-    return convert(model, variant, ROWS, **({"processor": LETTERS, "tokens": 1, "progress": False} | more))
+def converted(model: Any, variant: str, data: Any = ROWS, **more: Any) -> Any:
+    return convert(model, variant, data, **({"processor": LETTERS, "tokens": 1, "progress": False} | more))
 
 
 def llama() -> Any:
@@ -73,6 +73,23 @@ def test_a_sink_that_helps_is_kept(variant: str, helps: list[float]) -> None:
     absorb.absorb_rows(alone := patch_model(llama(), report.variant), LETTERS, [first], tokens=[token])
     for one, other in zip(swaps(model), swaps(alone), strict=True):
         assert torch.equal(one.at("keys").learned.key, other.at("keys").learned.key)
+
+
+def test_padding_is_no_text(helps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[list[int]] = []
+
+    def noted(model: Any, processor: Any, texts: Any, **more: Any) -> Any:
+        read.extend(text[0].tolist() for text in texts)
+        raise ValueError("seen.")
+
+    monkeypatch.setattr(step, "absorb_rows", noted)
+    rows = [
+        {"input_ids": [0] * 4 + row["input_ids"], "attention_mask": [0] * 4 + [1] * len(row["input_ids"])}
+        for row in ROWS
+    ]
+    converted(llama(), "belief", data=rows)
+    assert len(read) == absorb.TEXTS
+    assert all(0 not in text for text in read)
 
 
 def test_a_sink_that_costs_is_left_out() -> None:

@@ -40,8 +40,10 @@ def names(report: Any) -> list[str]:
     return [row.name for row in report.steps]
 
 
-def test_the_steps_and_what_they_leave() -> None:
-    report = in_bits(model := llama())
+@pytest.mark.parametrize("training", [False, True])
+def test_the_steps_and_what_they_leave(training: bool) -> None:
+    report = in_bits(model := llama().train(training))
+    assert model.training == training
     assert names(report) == ["stock model in 8 bits", "swap", "in 8 bits", "in 8 bits, smoothed", "8-bit integers"]
     loss = {row.name: row.lost.cost for row in report.steps}
     assert loss["swap"] == pytest.approx(0, abs=1e-6)

@@ -342,16 +342,17 @@ def test_a_matrix_that_no_batch_reached() -> None:
     model.model.layers[1].mlp = Experts(model.config.hidden_size).eval()
     uneven(patch_model(model, "softmax"))
     texts = [batch_of("llama", torch.float32, seed=seed) for seed in range(16)]
-    reached: list[set[int]] = [set() for _ in texts]
+    seen: set[int] = set()
     for number, expert in enumerate(model.model.layers[1].mlp.experts):
-        expert.register_forward_hook(lambda *_, number=number: reached[place].add(number))
-    wanted = []
-    for place, text in enumerate(texts):
+        expert.register_forward_hook(lambda *_, number=number: seen.add(number))
+    wanted, reached = [], []
+    for text in texts:
+        seen.clear()
         wanted.append(forward(model, text))
+        reached.append(set(seen))
     assert {0} in reached
     assert {1} in reached
     few = [text for text, found in zip(texts, reached, strict=True) if found == {0}]
-    place = 0
     smooth(model, few[:1], 0.5, progress=False)
     assert "post_attention_layernorm" not in sources(model)[1]
     assert "post_attention_layernorm" in sources(model)[0]

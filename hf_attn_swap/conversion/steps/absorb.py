@@ -19,13 +19,11 @@ from ...layer.registry import canonical_keys, parse
 from ...patch import need_installation, patch_model
 from ...variants.sink import Sink
 from ...variants.softmax import Softmax
-from ..absorb import TEXTS, absorb_rows
+from ..absorb import LENGTH, TEXTS, absorb_rows
 from ..bits import lost_in_bits
 from ..engine import Part
 from ..rows import TOKENS
 from ..state import State
-
-LENGTH = 512  # tokens of a row that are read
 
 
 def absorb(state: State) -> Iterator[Part]:
@@ -97,8 +95,14 @@ def _patch(state: State) -> None:
 
 
 def _first_rows(state: State) -> list[Tensor]:
-    """The tokens of the first training rows, (1,L) each."""
+    """The real tokens of the first training rows, (1,L) each."""
     device = next(state.model.parameters()).device
-    count = min(TEXTS, len(state.rows))
-    rows = [torch.as_tensor(state.rows.rows[place]["input_ids"])[:LENGTH] for place in range(count)]
-    return [row[None].to(device) for row in rows if len(row) > 1]
+    found = []
+    for place in range(min(TEXTS, len(state.rows))):
+        row = state.rows.rows[place]
+        ids = torch.as_tensor(row["input_ids"])
+        if "attention_mask" in row:
+            ids = ids[torch.as_tensor(row["attention_mask"]).bool()]
+        if len(ids) > 1:
+            found.append(ids[None, :LENGTH].to(device))
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...measuring.batches import evaluating
 from ...quantization.static import input_ranges, int8_static
 from ..bits import batches
 from ..engine import Part
@@ -17,6 +18,7 @@ def integers(state: State) -> Iterator[Part]:
 
 
 def _round(state: State) -> None:
-    ranges = input_ranges(state.model, batches(state))
+    with evaluating(state.model):
+        ranges = input_ranges(state.model, batches(state))
     state.final = True
     int8_static(state.model, ranges)
