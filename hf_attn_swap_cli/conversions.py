@@ -13,30 +13,38 @@ from .options import Columns, Config, Data, Device, Dtype, Options, Overwrite, R
 
 MISSED = 1  # the exit code of a conversion that missed its budget
 
+Stock = Annotated[str, typer.Argument(help="Name on the Hub, or folder, of a stock model.")]
+Train = Annotated[str | None, typer.Option(help="Split to work on; train if left out.")]
+HeldOut = Annotated[str | None, typer.Option(help="Held-out data; a part of --data if left out.")]
+Loss = Annotated[
+    str | None, typer.Option(help="Largest loss, such as 2%: training stops within it, and a larger loss is not saved.")
+]
+Length = Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")]
+Push = Annotated[str | None, typer.Option(help="Publish the result there, such as me/smollm2-belief.")]
+Anyway = Annotated[bool, typer.Option("--keep-anyway", help="Save the model, too, if its loss is above the budget.")]
+
 
 @app.command(cls=Command)
 def convert(
-    model: Annotated[str, typer.Argument(help="Name on the Hub, or folder, of a stock model.")],
+    model: Stock,
     variant: Annotated[str, typer.Argument(help='Name from `variants`, or a composition such as "outeffhop+gated".')],
     out: Annotated[Path, typer.Argument(help="Folder for the converted model.")],
     data: Data,
     column: Columns = None,
     config: Config = None,
-    split: Annotated[str | None, typer.Option(help="Split to convert on; train if left out.")] = None,
-    eval_data: Annotated[str | None, typer.Option(help="Held-out data; a part of --data if left out.")] = None,
+    split: Train = None,
+    eval_data: HeldOut = None,
     tokens: Annotated[
         str, typer.Option(help="Budget of the distillation, such as 300k (patches, for images).")
     ] = "300k",
-    max_loss: Annotated[
-        str | None, typer.Option(help="Largest loss, such as 2%; the conversion stops when the loss is within.")
-    ] = None,
+    max_loss: Loss = None,
     layers: Annotated[str, typer.Option(help='Layers, such as "0-5,7"; auto takes all, or as many as fit.')] = "auto",
     keep: Annotated[float, typer.Option(help="Share of layers that keep their attention: the costliest.")] = 0.0,
     absorb: Annotated[
         bool, typer.Option("--absorb/--no-absorb", help="Try one token as a sink, in a causal language model.")
     ] = True,
     option: Options = None,
-    length: Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")] = 256,
+    length: Length = 256,
     low_memory: Annotated[
         bool, typer.Option("--low-memory", help="Slower, with less memory: adapters, and one row at a time.")
     ] = False,
@@ -51,10 +59,8 @@ def convert(
     dtype: Dtype = "auto",
     revision: Revision = None,
     token: Token = None,
-    push: Annotated[str | None, typer.Option(help="Publish the result there, such as me/smollm2-belief.")] = None,
-    keep_anyway: Annotated[
-        bool, typer.Option("--keep-anyway", help="Save the model, too, if its loss is above the budget.")
-    ] = False,
+    push: Push = None,
+    keep_anyway: Anyway = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Convert a model with little loss: swap, fit, distil from the model itself, measure, and save.
@@ -63,38 +69,12 @@ def convert(
     command goes on with a conversion that was interrupted. If the loss is above --max-loss, nothing is saved and the
     exit code is 1. On several GPUs: accelerate launch -m hf_attn_swap.cli convert, with the same arguments.
     """
-    _run(
-        model,
-        variant,
-        out,
-        data,
-        eval_data,
-        column,
-        config,
-        split,
-        layers=layers,
-        tokens=tokens,
-        max_loss=max_loss,
-        option=option,
-        push=push,
-        keep=keep,
-        absorb=absorb,
-        length=length,
-        low_memory=low_memory,
-        bf16=bf16,
-        task=task,
-        device=device,
-        dtype=dtype,
-        revision=revision,
-        token=token,
-        keep_anyway=keep_anyway,
-        overwrite=overwrite,
-    )
+    _run(**locals())
 
 
 @app.command(cls=Command)
 def quantize(
-    model: Annotated[str, typer.Argument(help="Name on the Hub, or folder, of a stock model.")],
+    model: Stock,
     out: Annotated[Path, typer.Argument(help="Folder for the model in 8-bit integers.")],
     data: Data,
     variant: Annotated[
@@ -102,21 +82,21 @@ def quantize(
     ] = "softmax",
     column: Columns = None,
     config: Config = None,
-    split: Annotated[str | None, typer.Option(help="Split that gives the ranges; train if left out.")] = None,
-    eval_data: Annotated[str | None, typer.Option(help="Held-out data; a part of --data if left out.")] = None,
-    tokens: Annotated[str, typer.Option(help="Budget of a distillation before the rounding, such as 100k.")] = "1",
-    max_loss: Annotated[str | None, typer.Option(help="Largest loss, such as 2%; a larger one is not saved.")] = None,
+    split: Train = None,
+    eval_data: HeldOut = None,
+    tokens: Annotated[
+        str, typer.Option(help="Budget of a distillation to --variant before the rounding, such as 100k.")
+    ] = "1",
+    max_loss: Loss = None,
     option: Options = None,
-    length: Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")] = 512,
+    length: Length = 512,
     task: Task = None,
     device: Device = None,
     dtype: Dtype = "float32",
     revision: Revision = None,
     token: Token = None,
-    push: Annotated[str | None, typer.Option(help="Publish the result there, such as me/smollm2-int8.")] = None,
-    keep_anyway: Annotated[
-        bool, typer.Option("--keep-anyway", help="Save the model, too, if its loss is above the budget.")
-    ] = False,
+    push: Push = None,
+    keep_anyway: Anyway = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Round a model to 8-bit integers with little loss: sink, smoothed channels, static ranges; measure, and save.
@@ -124,33 +104,11 @@ def quantize(
     Nothing is trained unless --tokens says so. The table has the loss of the stock model in the same 8 bits, and of
     each step. The folder gets the model, its tokenizer, a card, results.json and conversion.html.
     """
-    _run(
-        model,
-        variant,
-        out,
-        data,
-        eval_data,
-        column,
-        config,
-        split,
-        layers="auto",
-        tokens=tokens,
-        max_loss=max_loss,
-        option=option,
-        push=push,
-        bits=8,
-        length=length,
-        task=task,
-        device=device,
-        dtype=dtype,
-        revision=revision,
-        token=token,
-        keep_anyway=keep_anyway,
-        overwrite=overwrite,
-    )
+    _run(**locals(), layers="auto", bits=8)
 
 
 def _run(
+    *,
     model: str,
     variant: str,
     out: Path,
@@ -159,7 +117,6 @@ def _run(
     column: list[str] | None,
     config: str | None,
     split: str | None,
-    *,
     layers: str,
     tokens: str,
     max_loss: str | None,

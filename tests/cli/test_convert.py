@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_attn_swap.analysis.cost as cost
@@ -334,3 +335,40 @@ def test_models_with_other_outputs_are_not_compared(
     outcome = command("compare", tiny_bert, tmp_path / "other", "--data", texts)
     assert outcome.code == 2
     assert "so they cannot be compared." in outcome.err
+
+
+def test_quantize_saves_integers(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    outcome = command("quantize", tiny_bert, out, "--data", texts, "--length", "16", "--device", "cpu")
+    assert outcome.code == 0, outcome.err
+    report = json.loads((out / "conversion.json").read_text())
+    names = [step["name"] for step in report["steps"]]
+    assert names[:3] == ["stock model in 8 bits", "swap", "in 8 bits"]
+    assert names[-1] == "8-bit integers"
+    assert all(name in outcome.out for name in names)
+    weights = load_file(out / "model.safetensors")
+    queries = {name: value.dtype for name, value in weights.items() if name.endswith("query.weight")}
+    assert set(queries.values()) == {torch.int8}
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["format"] == "int-quantized"
+    assert RunResult.load(out / "results.json").variant == "softmax"
+    assert "8-bit integers" in (out / "README.md").read_text()
+
+
+def test_quantize_within_a_budget(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = (
+        "quantize",
+        tiny_bert,
+        out,
+        "--data",
+        texts,
+        "--device",
+        "cpu",
+        "--task",
+        "AutoModel",
+        "--max-loss",
+        "0.0001%",
+    )
+    outcome = command(*words)
+    assert outcome.code == 1
+    assert not out.exists()
