@@ -367,7 +367,7 @@ def test_quantize_within_a_budget(command: Command, tiny_bert: Path, texts: Path
         "--task",
         "AutoModel",
         "--max-loss",
-        "0.0001%",
+        "0.0000000001%",
     )
     outcome = command(*words)
     assert outcome.code == 1

@@ -45,17 +45,16 @@ def names(report: Any) -> list[str]:
 
 @pytest.fixture
 def helps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """With an absorbed sink, the perplexity is so many times the stock model's: the number is in the list."""
-    ratio = [0.5]
+    """The perplexity is so many times the stock model's, as swapped and with an absorbed sink: the list has both."""
+    ratio = [1.3, 0.5]
     measured = State.lost
 
     def lost(state: State) -> Any:
         found = measured(state)
         sinks = [swap.at("keys") for group in state.swaps.values() for swap in group]
-        if not all(isinstance(sink, Sink) and sink.learned.value.any() for sink in sinks):
-            return found
+        absorbed = all(isinstance(sink, Sink) and sink.learned.value.any() for sink in sinks)
         assert found.stock_perplexity is not None
-        return replace(found, perplexity=found.stock_perplexity * ratio[0])
+        return replace(found, perplexity=found.stock_perplexity * ratio[absorbed])
 
     monkeypatch.setattr(State, "lost", lost)
     return ratio
@@ -126,8 +125,10 @@ def test_a_budget_takes_a_sink_that_is_within(helps: list[float]) -> None:
     report = converted(llama(), "belief", max_loss=0.02)
     assert names(report) == ["swap", "sink absorbed"]
     assert report.met
-    helps[0] = 1.5
+    helps[:] = 1.3, 1.2
     assert "sink" not in converted(llama(), "belief", max_loss=0.02).variant
+    helps[:] = 1.01, 0.5
+    assert names(converted(llama(), "belief", max_loss=0.02)) == ["swap"]
 
 
 def test_a_model_that_takes_no_sink_says_why(helps: list[float]) -> None:

@@ -36,11 +36,16 @@ def absorb(state: State) -> Iterator[Part]:
 
 
 def _may(state: State) -> bool:
-    """True if a sink may be tried: for texts, in all layers, beside a variant that leaves the keys free or is one."""
+    """True if a sink may be tried: for texts, in all layers, beside a variant that leaves the keys free or is one.
+
+    If the swap alone is within the budget, nothing is tried.
+    """
     asked = state.asked
     if not asked.absorb or state.rows.unit != TOKENS or not hasattr(asked.processor, "all_special_ids"):
         return False
     if asked.layers is not None or asked.modules is not None or asked.keep:
+        return False
+    if state.within and asked.bits is None:
         return False
     every = need_installation(state.model).layers()
     return all(layer.site.kind is Kind.DECODER for layer in every) and _with_sink(state) is not None
