@@ -30,7 +30,6 @@ MASSIVE = 1000.0  # a token is massive if an activation is above this number of 
 LARGE = 100.0  # and above this number: Sun et al. (2024), section 2
 LENGTH = 512  # tokens of a text that are read
 TEXTS = 8
-TRIED = 2  # texts on which the candidates are compared
 SHORT = 16  # tokens on which positions and pairs are tried
 ROUNDING = 1e-3  # the largest relative difference of outputs that is rounding, in fp32,
 MOVED = 0.05  # in half precision: by other positions,
@@ -128,7 +127,7 @@ def absorb_rows(
         with installation.stock():
             _check_positions(model, rows[0], count)
             before = _measure(model, rows, ())
-            chosen = _search(model, processor, rows[:TRIED], count) if tokens is None else tuple(map(int, tokens))
+            chosen = _search(model, processor, rows, count) if tokens is None else tuple(map(int, tokens))
             after = _measure(model, rows, chosen)
         pairs = _pairs(model, installation, chosen)
         _check_pairs(model, installation, pairs, chosen, rows[0][:, :SHORT])
@@ -214,8 +213,11 @@ def _search(model: Any, processor: Any, rows: Sequence[Tensor], count: int) -> t
     candidates = _candidates(processor, rows)
     best: tuple[int, ...] = ()
     for _ in range(count):
-        tried = {(*best, each): _measure(model, rows, (*best, each)) for each in candidates}
-        best = min(tried, key=lambda each: tried[each].order)
+        front, least = best, None
+        for each in candidates:
+            seen = _measure(model, rows, (*front, each), least)
+            if least is None or seen.order < least:
+                best, least = (*front, each), seen.order
     return best
 
 
@@ -242,10 +244,14 @@ def _behind(tokens: tuple[int, ...], row: Tensor) -> Tensor:
     return torch.cat([torch.tensor([tokens], dtype=row.dtype, device=row.device), row], 1)
 
 
-def _measure(model: Any, rows: Sequence[Tensor], tokens: tuple[int, ...]) -> _Seen:
-    """What the stock model's blocks give on the texts, with these tokens before each."""
-    largest: list[float] = []
-    massive = 0
+def _measure(
+    model: Any, rows: Sequence[Tensor], tokens: tuple[int, ...], least: tuple[int, float] | None = None
+) -> _Seen:
+    """What the stock model's blocks give on the texts, with these tokens before each.
+
+    If `least` is given, the texts end as soon as the order is above it: no further text makes it smaller.
+    """
+    seen = _Seen((), 0)
     for row in rows:
         ids = _behind(tokens, row)
         states = model(input_ids=ids, output_hidden_states=True, use_cache=False, return_dict=True).hidden_states
@@ -253,10 +259,13 @@ def _measure(model: Any, rows: Sequence[Tensor], tokens: tuple[int, ...]) -> _Se
         sizes = [state[0, len(tokens) :].abs().float() for state in blocks]
         tops = torch.stack([size.amax(-1) for size in sizes])  # (layers,L)
         medians = torch.stack([size.median() for size in sizes])[:, None]
-        massive += int(((tops > LARGE) & (tops > MASSIVE * medians)).any(0).sum())
+        massive = int(((tops > LARGE) & (tops > MASSIVE * medians)).any(0).sum())
         own = tops.amax(1).tolist()
-        largest = [max(pair) for pair in zip(largest, own, strict=True)] if largest else own
-    return _Seen(tuple(largest), massive)
+        largest = map(max, seen.largest, own) if seen.largest else own
+        seen = _Seen(tuple(largest), seen.massive + massive)
+        if least is not None and seen.order > least:
+            break
+    return seen
 
 
 def _pairs(model: Any, installation: Installation, tokens: tuple[int, ...]) -> dict[Layer, Pair]:

@@ -168,8 +168,8 @@ class _Trace:
                 continue
             if not all(reader in places and is_matrix(modules[reader]) for reader in readers):
                 continue
-            block = _around((name, *readers))
-            if any(each.startswith(block) for each in rested):
+            block = in_common(name, *readers)
+            if any(each.split(".")[: len(block)] == block for each in rested):
                 continue
             if all(_reads(modules[reader]) == width for reader in readers):
                 yield Gauge(name, readers, width, is_norm(modules[name]))
@@ -177,14 +177,16 @@ class _Trace:
 
 def _has_matrix(module: nn.Module) -> bool:
     """True for a module without children that holds a matrix."""
+    if any(True for _ in module.children()):
+        return False
     own = [*module.parameters(recurse=False), getattr(module, "weight", None)]  # a quantised weight is no parameter
-    return any(isinstance(each, Tensor) and each.dim() > 1 for each in own) and not any(True for _ in module.children())
+    return any(isinstance(each, Tensor) and each.dim() > 1 for each in own)
 
 
-def _around(paths: tuple[str, ...]) -> str:
-    """The path of the smallest part of the model that holds all of these modules, with a dot; empty for the model."""
-    columns = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*(p.split(".") for p in paths), strict=False))
-    return "".join(f"{names[0]}." for names in columns)
+def in_common(*paths: str) -> list[str]:
+    """The names with which all of these paths start, such as ["model", "layers", "0"]."""
+    together = zip(*(path.split(".") for path in paths), strict=False)
+    return [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, together)]
 
 
 def _reads(module: nn.Module) -> int:
@@ -206,8 +208,9 @@ def _plain(root: nn.Module, gauge: Gauge) -> bool:
     """True if the source has plain parameters along its channels, on this machine."""
     module = root.get_submodule(gauge.source)
     own = parts(module, source=True)
-    fits = all(p.dim() > axis and p.shape[axis] == gauge.channels for p, axis in own)
-    return (is_matrix(module) or is_norm(module)) and fits and all(plain(p) and not p.is_meta for p, _ in own)
+    if not (is_matrix(module) or is_norm(module)) or not all(plain(p) and not p.is_meta for p, _ in own):
+        return False
+    return all(p.dim() > axis and p.shape[axis] == gauge.channels for p, axis in own)
 
 
 def _outputs(root: Any, batch: Batch, names: Mapping[str, int]) -> dict[str, Tensor]:
@@ -246,7 +249,8 @@ class _Tried:
             if name in self.source:
                 wanted = scaled(wanted, wanted.dim() - 1, -self.powers[name])
             if not _same(output, wanted):
-                self.wrong.update(gauge.source for gauge in (self.source.get(name), self.reader.get(name)) if gauge)
+                concerned = (self.source.get(name), self.reader.get(name))
+                self.wrong.update(gauge.source for gauge in concerned if gauge is not None)
             return wanted
 
         return compare

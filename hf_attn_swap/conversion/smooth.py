@@ -25,7 +25,7 @@ from ..quantization.places import quantizable
 from ..quantization.points import Point, rounded_rows
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
-from .gauge import Gauge, gauges, is_matrix
+from .gauge import Gauge, gauges, in_common, is_matrix
 from .neutral import tensors
 
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # that are tried; 0 stands for no smoothing
@@ -266,17 +266,12 @@ def _places(installation: Installation, batch: Batch) -> dict[str, _Place]:
 
 def _nearest(installation: Installation, gauge: Gauge) -> Layer | None:
     """The layer in whose block all modules of a gauge lie; None if it is not one layer's, or serves several layers."""
-    shared = {layer: min(_common(part, layer.path) for part in gauge.parts) for layer in installation.numbered()}
+    layers = installation.numbered()
+    shared = {layer: len(in_common(layer.path, *gauge.parts)) for layer in layers}
     most = max(shared.values())
     nearest = [layer for layer, length in shared.items() if length == most]
     alone = most > 0 and len(nearest) == 1 and not nearest[0].site.family.shared
     return nearest[0] if alone else None
-
-
-def _common(one: str, other: str) -> int:
-    """The number of names that two paths have in common at their start."""
-    pairs = zip(one.split("."), other.split("."), strict=False)
-    return next((number for number, (a, b) in enumerate(pairs) if a != b), min(one.count("."), other.count(".")) + 1)
 
 
 def _run(root: Any, batch: Batch, calls: Mapping[str, Callable[[Tensor], None]], places: Mapping[str, _Place]) -> None:

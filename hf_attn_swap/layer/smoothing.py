@@ -158,10 +158,11 @@ def axes(root: nn.Module, path: str, pair: Pair) -> list[tuple[Tensor, int, int]
     for name, sign in ((pair.source, -1), *((reader, 1) for reader in pair.readers)):
         module = _module(root, path, name)
         own = parts(module, source=sign < 0)
-        whole = (
-            bool(own) and not any(True for _ in module.children()) and all(map(plain, (weight for weight, _ in own)))
+        whole = bool(own) and not any(True for _ in module.children())
+        fits = all(
+            plain(weight) and weight.dim() > axis and weight.shape[axis] == pair.channels for weight, axis in own
         )
-        if not whole or any(weight.dim() <= axis or weight.shape[axis] != pair.channels for weight, axis in own):
+        if not (whole and fits):
             raise ValueError(
                 f"{path}: {name} was smoothed, and is now {type(module).__name__}, which cannot be scaled back; take "
                 "adapters and quantised weights out of the model first."

@@ -60,8 +60,10 @@ def stored_integers(module: nn.Module) -> Int8Linear | None:
     inputs = getattr(scheme, "input_activations", None)
     if not isinstance(module, nn.Linear) or module.weight.dtype != torch.int8 or inputs is None:
         return None
+    if inputs.num_bits != 8 or inputs.dynamic or inputs.strategy != "tensor":
+        return None
     zero = getattr(module, "weight_zero_point", None)
-    if inputs.num_bits != 8 or inputs.dynamic or inputs.strategy != "tensor" or (zero is not None and bool(zero.any())):
+    if zero is not None and bool(zero.any()):
         return None
     held: Any = module
     zero = getattr(held, "input_zero_point", None)

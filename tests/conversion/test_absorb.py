@@ -64,6 +64,19 @@ def test_the_best_candidate_is_taken_and_told() -> None:
     assert len(found.before) == len(found.after) == model.config.num_hidden_layers - 1
 
 
+def test_all_texts_decide() -> None:
+    """The best token of the first texts is not the best one of all: a massive token may stand in the last text."""
+    texts = ["ab", "ba", "a longer text with other letters in it"]
+    model = patch_model(fresh("llama"), "sink")
+    first, found = (absorb_sink(model, Letters(), part) for part in (texts[:2], texts))
+    assert first.tokens != found.tokens
+    largest = {}
+    for token in absorb._candidates(Letters(), [torch.tensor([Letters()(text).input_ids]) for text in texts]):
+        largest[token] = max(absorb_sink(model, Letters(), texts, tokens=[token]).after)
+    assert largest[found.tokens[0]] == min(largest.values())
+    assert largest[found.tokens[0]] < largest[first.tokens[0]]
+
+
 def test_a_composition_gets_the_same_pairs() -> None:
     pairs = []
     for name in ("sink", "sink+belief"):
