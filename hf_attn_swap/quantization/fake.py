@@ -22,12 +22,14 @@ from ..families import sites
 from ..layer.swap import Swap
 from ..wiring.layers import layers_at
 from .places import is_norm, quantizable
-from .points import Point, Quantized
+from .points import MOMENTUM, Point, Quantized
 from .quantizer import Quantizer, quantized
 
 
 @contextlib.contextmanager
-def fake_w8a8(model: nn.Module, batches: Iterable[Mapping[str, Any]], *, momentum: float = 0.9) -> Iterator[Quantized]:
+def fake_w8a8(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, momentum: float = MOMENTUM
+) -> Iterator[Quantized]:
     """Inside the `with` block, the model computes with 8-bit weights and activations in fake quantisation.
 
     The batches are run once to find the ranges of the activations. After the block the model is as before.
@@ -52,10 +54,6 @@ def fake_w8a8(model: nn.Module, batches: Iterable[Mapping[str, Any]], *, momentu
 class _Papers(Quantizer):
     """Rounds all sums and outputs, with ranges that are running means, and weights with one step per tensor."""
 
-    def __init__(self, root: Any, momentum: float) -> None:
-        super().__init__(root)
-        self.momentum = momentum
-
     def place(self, stack: contextlib.ExitStack) -> None:
         super().place(stack)
         chosen = dict(quantizable(self.root))
@@ -70,9 +68,6 @@ class _Papers(Quantizer):
             rotary = getattr(config, "rope_parameters", None) is not None
             for swap in layer.copies:  # PEFT runs one of them
                 stack.callback(swap.register_forward_pre_hook(self._attention(layer.path, rotary)).remove)
-
-    def observe(self, point: Point, tensor: Tensor) -> None:
-        point.observe(tensor, self.momentum)
 
     def rounded_weight(self, module: nn.Module, weight: Tensor, point: Point) -> Tensor:
         return point.apply(weight)

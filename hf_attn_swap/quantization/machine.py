@@ -25,7 +25,7 @@ from .quantizer import Quantizer, quantized
 def machine_w8a8(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Iterator[Quantized]:
     """Inside the `with` block, the model computes with 8-bit weights and 8-bit inputs of its matrices, sums wide.
 
-    The batches are run once to find the ranges of the inputs, which hold every number seen. After the block the model
+    The batches are run once to find the ranges of the inputs, as in `fake_w8a8`. After the block the model
     is as before. docs/mathematics.md, section Quantisation to 8 bits.
 
     Args:
@@ -58,9 +58,6 @@ class _Machine(Quantizer):
         for module in self.root.modules():
             if isinstance(module, Swap):
                 stack.callback(module.register_forward_pre_hook(self._attention).remove)
-
-    def observe(self, point: Point, tensor: Tensor) -> None:
-        point.widen(tensor)
 
     def rounded_weight(self, module: nn.Module, weight: Tensor, point: Point) -> Tensor:
         return rounded_rows(weight, 1 if isinstance(module, Conv1D) else 0)

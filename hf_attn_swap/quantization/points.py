@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 LEVELS = 255
+MOMENTUM = 0.9  # of the running means that give ranges
 HALF = 127  # steps from 0 to the largest weight of a row
 
 
@@ -46,33 +47,19 @@ class Point:
             return 10 * math.log10(self.signal / self.noise)
         return math.inf
 
-    def observe(self, tensor: Tensor, momentum: float) -> None:
+    def observe(self, tensor: Tensor, momentum: float = MOMENTUM) -> None:
         """Update the range by the running mean with the tensor's minimum and maximum; momentum weighs the old range.
 
         Raises:
             ValueError: the tensor is not finite.
         """
-        low, high = self._ends(tensor)
+        low, high = (float(end) for end in torch.aminmax(tensor))
+        if not math.isfinite(low + high):
+            raise ValueError(f"{self.name} is not finite; check the weights, the inputs and the dtype.")
         keep = momentum if self.seen else 0.0
         self.low = keep * self.low + (1 - keep) * min(low, 0.0)
         self.high = keep * self.high + (1 - keep) * max(high, 0.0)
         self.seen = True
-
-    def widen(self, tensor: Tensor) -> None:
-        """Let the range hold every number of the tensor.
-
-        Raises:
-            ValueError: the tensor is not finite.
-        """
-        low, high = self._ends(tensor)
-        self.low, self.high, self.seen = min(self.low, low), max(self.high, high), True
-
-    def _ends(self, tensor: Tensor) -> tuple[float, float]:
-        """The smallest and the largest number of a tensor."""
-        low, high = (float(end) for end in torch.aminmax(tensor))
-        if not math.isfinite(low + high):
-            raise ValueError(f"{self.name} is not finite; check the weights, the inputs and the dtype.")
-        return low, high
 
     def compare(self, tensor: Tensor, rounded: Tensor) -> None:
         """Add the squares of the tensor and of its rounding error to the sums.

@@ -19,7 +19,7 @@ from ..layer.swap import Phase, Swap
 from ..measuring.batches import as_batches, forward
 from ..measuring.watched import watched
 from .places import is_matmul
-from .points import Point, Quantized
+from .points import MOMENTUM, Point, Quantized
 
 
 @contextlib.contextmanager
@@ -45,11 +45,12 @@ def quantized(
 class Quantizer:
     """The hooks of one quantised model, the ranges of its tensors, and the FLOPs that the hooks counted.
 
-    A protocol is a subclass. It puts its hooks in place, and says how the range of a tensor follows from the batches.
+    A protocol is a subclass. It puts its hooks in place. The ranges are running means with this momentum.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, momentum: float = MOMENTUM) -> None:
         self.root = root
+        self.momentum = momentum
         self.fitting = True
         self.points: dict[str, Point] = {}
         self.calls: dict[str, int] = {}  # calls in this pass, by name: a shared module has a range per call
@@ -58,10 +59,6 @@ class Quantizer:
     def place(self, stack: contextlib.ExitStack) -> None:
         """Put the rounded weights and all hooks in place. When the stack closes, it removes them."""
         stack.callback(self.root.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
-
-    def observe(self, point: Point, tensor: Tensor) -> None:
-        """Let the range of a tensor follow a batch."""
-        raise NotImplementedError
 
     def rounded_weight(self, module: nn.Module, weight: Tensor, point: Point) -> Tensor:
         """A weight in 8 bits. The point holds its largest range."""
@@ -94,7 +91,7 @@ class Quantizer:
             name = f"{name}, call {self.calls[name]}"
         point = self.points.setdefault(name, Point(name))
         if self.fitting:
-            self.observe(point, tensor)
+            point.observe(tensor, self.momentum)
         elif not point.seen:
             raise ValueError(f"{name} has no 8-bit range: no batch reached it; call the model as the batches did.")
         rounded = point.apply(tensor)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -24,15 +25,17 @@ from .places import quantizable
 from .points import Point
 
 M = TypeVar("M", bound=nn.Module)
-Range = tuple[float, float]  # the lowest and the highest input of a Linear; 0 lies between them
+Range = tuple[float, float]  # the ends of the range of a Linear's inputs; 0 lies between them
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def input_ranges(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict[str, Range]:
-    """The lowest and the highest input of every Linear that `int8_static` can round, over all batches.
+    """The range of the inputs of every Linear that `int8_static` can round.
 
-    A module that no batch reaches has no range, and `int8_static` leaves it in floating point.
+    An end is a running mean of the lowest, or highest, input of each batch, as in `fake_w8a8`. So a single number that
+    is far from all others is cut off, and does not make the steps of all others coarse. Later batches weigh more: mix
+    kinds of text. A module that no batch reaches has no range, and `int8_static` leaves it in floating point.
 
     Args:
         model: a `PreTrainedModel`, stock or swapped, in evaluation mode.
@@ -50,17 +53,22 @@ def input_ranges(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict
     root = model_root(model)
     linears = _linears(root)
     points = {path: Point(f"{path}.input") for path in linears}
+    seen: dict[str, list[Tensor]] = {path: [] for path in linears}  # the ends in one pass: a module may run often in it
     with contextlib.ExitStack() as hooked:
-        for path, point in points.items():
-            hooked.callback(linears[path].register_forward_pre_hook(_seen(point)).remove)
+        for path, linear in linears.items():
+            hooked.callback(linear.register_forward_pre_hook(_notes_ends(seen[path])).remove)
         for batch in tqdm(as_batches(batches), desc="8-bit ranges", unit="batch", leave=False):
             forward(root, batch)
+            for path, ends in seen.items():
+                if ends:
+                    points[path].observe(torch.stack(ends))
+                ends.clear()
     return {path: (point.low, point.high) for path, point in points.items() if point.seen}
 
 
-def _seen(point: Point) -> Any:
+def _notes_ends(ends: list[Tensor]) -> Any:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        point.widen(args[0])
+        ends.extend(torch.aminmax(args[0]))
 
     return hook
 
@@ -74,7 +82,7 @@ def int8_static(model: M, ranges: Mapping[str, Range], *, symmetric: bool = Fals
 
     Args:
         model: a `PreTrainedModel`, stock or swapped, in floating point and without adapters.
-        ranges: the lowest and the highest input of each Linear, by its path, as `input_ranges` gives them. A Linear
+        ranges: the ends of the range of each Linear's inputs, by its path, as `input_ranges` gives them. A Linear
             without a range stays as it is.
         symmetric: True rounds the inputs to a range from -r to r, for engines that know no other.
 

@@ -171,13 +171,13 @@ def test_a_machine_reads_256_values_and_rows_with_a_step_each(name: str) -> None
     assert all(each.low < 0 < each.high for each in quantized.points if each.name.endswith("weight"))
 
 
-def test_the_range_of_a_machine_holds_all_batches() -> None:
+def test_the_range_of_a_machine_is_a_running_mean() -> None:
     seen = Point("x")
     for batch in ([2.0, 4.0], [-1.0, 3.0]):
-        seen.widen(torch.tensor(batch))
-    assert (seen.low, seen.high) == (-1.0, 4.0)
+        seen.observe(torch.tensor(batch))
+    assert (seen.low, seen.high) == pytest.approx((0.1 * -1.0, 0.9 * 4.0 + 0.1 * 3.0))
     with pytest.raises(ValueError, match="x is not finite"):
-        seen.widen(torch.tensor([math.nan]))
+        seen.observe(torch.tensor([math.nan]))
 
 
 def test_rows_by_hand() -> None:
