@@ -82,7 +82,7 @@ def convert_checkpoint(
         keep_anyway: save a model whose loss is above the budget, too.
         overwrite: write into a folder that is not empty.
         notify: receives a line before each step.
-        arguments: more arguments of `convert`: tokens, max_loss, layers, keep, length, low_memory.
+        arguments: more arguments of `convert`, such as tokens, max_loss, layers, length and bits.
 
     Returns:
         The report, and True if the model was saved.
@@ -138,7 +138,7 @@ def convert_checkpoint(
     base = BaseModel(
         name=_identifier(Path(source).name) if Path(source).is_dir() else source,
         revision=revision,
-        relation="finetune",
+        relation="finetune" if arguments.get("bits") is None else "quantized",
         auto_class=auto_class(type(model).__name__),
     )
     record = results(report, model, base, _identifier(out.name).lower(), _identifier(data_name), training)

@@ -351,7 +351,10 @@ def test_quantize_saves_integers(command: Command, tiny_bert: Path, texts: Path,
     assert set(queries.values()) == {torch.int8}
     assert json.loads((out / "config.json").read_text())["quantization_config"]["format"] == "int-quantized"
     assert RunResult.load(out / "results.json").variant == "softmax"
-    assert "8-bit integers" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert 'pip install "hf-attn-swap[quant]"' in card
+    assert "base_model_relation: quantized" in card
+    assert "8-bit integers: " in card
 
 
 def test_quantize_within_a_budget(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
