@@ -16,10 +16,10 @@ from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
 from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.wiring.cache import CROPPED, LinearState
 from tests import zoo
+from tests.harness.generation import NEW, PROMPT, assert_equal_generation, generate, prompt_of
 
 from .cells import is_linear
 from .harness import CAUSAL_FAMILIES, TOLERANCE, Recorder, distance, fresh, perturb
-from .test_generation import NEW, PROMPT, assert_equal_generation, generate, prompt_of
 
 LINEAR = [name for name in list_variants() if is_linear(name)]
 

@@ -29,11 +29,11 @@ from tests.contract.harness import (
     real,
     swaps,
 )
-from tests.lifecycle.test_checkpointing import ABLE, enable
+from tests.harness.checkpointing import ABLE, enable
+from tests.harness.places import SMOKES
 
 from .distilling import EVERY, HIDDEN, adapted, distiller, loss_of, moved, rows_of, teacher_of, weights_of
 from .test_calibrate import dropping
-from .test_transfer import SMOKES
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 

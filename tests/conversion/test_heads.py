@@ -44,9 +44,9 @@ from tests.contract.harness import (
     run_all,
     swaps,
 )
-from tests.contract.test_generation import assert_equal_generation, prompt_of
 from tests.generic import harness as generic
-from tests.lifecycle.test_checkpointing import ABLE, enable
+from tests.harness.checkpointing import ABLE, enable
+from tests.harness.generation import assert_equal_generation, prompt_of
 from tests.weights import checkpoints
 
 from .test_neutral import SIZES

@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from hf_attn_swap import list_variants, patch_model, set_strength
+from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.conversion import AttentionTransferTrainer, calibrate, merge_calibration
 from hf_attn_swap.conversion.dropout import checkpointed_layers_without_dropout
-from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import (
     CAUSAL_FAMILIES,
@@ -26,12 +25,12 @@ from tests.contract.harness import (
     refused,
     swaps,
 )
-from tests.lifecycle.test_checkpointing import ABLE, enable
+from tests.harness.checkpointing import ABLE, enable
+from tests.harness.places import SMOKES
 
 from .test_calibrate import dropping
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
-SMOKES = list({VARIANTS[name].places: name for name in list_variants()}.values())  # one for each set of places
 
 
 def trainer_of(model: Any, folder: Path, name: str = "bert", **arguments: Any) -> AttentionTransferTrainer:

@@ -24,7 +24,7 @@ from hf_attn_swap.layer.swap import Phase
 from tests import zoo
 from tests.contract.cells import EVERY
 from tests.contract.harness import swaps
-from tests.lifecycle.test_checkpointing import enable
+from tests.harness.checkpointing import enable
 
 from .derivatives import BATCH, BOTH, FAMILIES, LENGTH, assert_close, inner, like, loss_of, math_kernel, model_of
 from .test_kernels import drawn, masked
