@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,20 +14,10 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import absorb, absorb_sink
 from tests.contract.harness import distance, fresh, refused, swaps
 
+from .letters import Letters
+
 ROTATED = 1e-6  # transformers computes the angles of rotary embeddings in fp32
 TEXTS = ["the first text", "a second one, longer"]
-
-
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    all_special_ids = (0, 1)
-
-    def __call__(self, text: str, **_: Any) -> Any:
-        return SimpleNamespace(input_ids=[ord(letter) % 60 + 3 for letter in text])
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(f"<{each}>" for each in ids)
 
 
 def logits(model: Any, ids: Tensor) -> Tensor:

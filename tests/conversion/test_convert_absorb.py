@@ -16,7 +16,8 @@ from hf_attn_swap.conversion.state import State
 from hf_attn_swap.variants.sink import Sink
 from tests.contract.harness import batch_of, distance, forward, fresh, refused, swaps
 
-from .test_absorb import Letters
+from .converting import Killed, names
+from .letters import Letters
 
 step = importlib.import_module("hf_attn_swap.conversion.steps.absorb")  # the name is a function of the folder, too
 
@@ -27,20 +28,12 @@ ROWS = [
 ]
 
 
-class Killed(BaseException):
-    """The process ends here."""
-
-
 def converted(model: Any, variant: str, data: Any = ROWS, **more: Any) -> Any:
     return convert(model, variant, data, **({"processor": LETTERS, "tokens": 1, "progress": False} | more))
 
 
 def llama() -> Any:
     return fresh("llama", torch.float32, head="lm")
-
-
-def names(report: Any) -> list[str]:
-    return [row.name for row in report.steps]
 
 
 @pytest.fixture

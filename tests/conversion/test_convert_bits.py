@@ -13,7 +13,7 @@ from hf_attn_swap import describe
 from hf_attn_swap.quantization import Int8Linear
 from tests.contract.harness import batch_of, forward, fresh, refused, swaps
 
-from .converting import CALM, converted, rows, stock, weights
+from .converting import CALM, converted, names, rows, stock, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 
@@ -34,10 +34,6 @@ def llama() -> Any:
             for reader in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
                 reader.weight[:, 3] /= 64
     return model
-
-
-def names(report: Any) -> list[str]:
-    return [row.name for row in report.steps]
 
 
 @pytest.mark.parametrize("training", [False, True])

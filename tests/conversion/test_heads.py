@@ -49,7 +49,8 @@ from tests.harness.checkpointing import ABLE, enable
 from tests.harness.generation import assert_equal_generation, prompt_of
 from tests.weights import checkpoints
 
-from .test_neutral import SIZES
+from .geometry import SIZES
+from .left_behind import modes_and_hooks
 
 DTYPES = (torch.float32, torch.bfloat16)
 ORDERS = ((1, 2, 3, 0), (2, 0, 1, 3), (3, 2, 0, 1))  # none is its own inverse
@@ -637,10 +638,6 @@ def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"SciPy is not installed; pip install .hf-attn-swap\[train\]"):
         match_heads(model, batch_of("llama"), progress=False)
     assert orders(model) == list(ORDERS)
-
-
-def modes_and_hooks(module: torch.nn.Module) -> tuple[bool, int, int]:
-    return module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
 
 
 def test_nothing_is_left_behind() -> None:

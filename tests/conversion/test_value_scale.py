@@ -44,6 +44,8 @@ from tests.harness.checkpointing import ABLE, enable
 from tests.harness.generation import assert_equal_generation, prompt_of
 from tests.slow import slow_belief_projection
 
+from .batches import padded_batches
+
 # PEFT reads a property that transformers has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,10 +84,6 @@ def in_config(model: Any) -> list[bool]:
 
 def squares(model: Any) -> list[Tensor | None]:
     return [None if swap.value_scale is None else swap.value_scale.squares for swap in swaps(model)]
-
-
-def several(name: str, dtype: torch.dtype = torch.float64) -> list[dict[str, Any]]:
-    return [batch_of(name, dtype, padded=padding_side(name), seed=seed) for seed in range(6)]
 
 
 def by_hand(model: Any) -> Any:
@@ -159,7 +157,7 @@ def test_the_formula(per_head: bool) -> None:
 @pytest.mark.parametrize("variant", PROJECTING)
 def test_the_projection_takes_less(name: str, variant: str) -> None:
     """In every layer, by powers of two that fp16 holds; and a second call finds the same."""
-    batches = several(name)
+    batches = padded_batches(name)
     model = patch_model(fresh(name), variant)
     report = scale_values(model, batches, progress=False)
     assert list(report.before) == list(report.after) == list(range(len(swaps(model))))
@@ -330,7 +328,7 @@ def test_other_architectures(name: str) -> None:
 @pytest.mark.parametrize("scale", [True, False])
 def test_calibrate_scales_first(scale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch_model(fresh("llama"), PROJECTING[0])
-    batches = several("llama")
+    batches = padded_batches("llama")
     monkeypatch.setattr(value_scale, "TOKENS", batches[0]["input_ids"].numel() + 1)  # the scales read two batches
     report = calibrate(model, batches, fit="gain", scale=scale, progress=False)
     assert in_config(model) == [scale] * len(swaps(model))
@@ -344,7 +342,7 @@ def test_calibrate_scales_first(scale: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_another_source_keeps_the_scales() -> None:
     model = patch_model(fresh("llama"), PROJECTING[0])
-    calibrate(model, several("llama"), fit="gain", source="outeffhop", progress=False)
+    calibrate(model, padded_batches("llama"), fit="gain", source="outeffhop", progress=False)
     assert in_config(model) == [False] * len(swaps(model))
 
 
@@ -359,7 +357,7 @@ def test_convert_takes_scales_without_a_fit(monkeypatch: pytest.MonkeyPatch) -> 
     """Where the fit of the heads loses more than the scales alone, the scales stay."""
     monkeypatch.setattr(importlib.import_module("hf_attn_swap.conversion.steps.fit"), "FITS", ())
     model = fresh("gpt2", torch.float32)
-    rows = [{"input_ids": row} for each in several("gpt2", torch.float32) for row in each["input_ids"]]
+    rows = [{"input_ids": row} for each in padded_batches("gpt2", torch.float32) for row in each["input_ids"]]
     report = convert(model, PROJECTING[0], rows, tokens=64, progress=False)
     assert [step.name for step in report.steps][:2] == ["swap", "fit: scaled values"]
     assert report.steps[1].lost.divergence < report.steps[0].lost.divergence
@@ -374,7 +372,7 @@ def test_convert_scales_once(fits: tuple[str, ...], monkeypatch: pytest.MonkeyPa
     solve = value_scale._solve
     monkeypatch.setattr(value_scale, "_solve", lambda *args: solved.append(args) or solve(*args))
     model = fresh("gpt2", torch.float32)
-    rows = [{"input_ids": row} for each in several("gpt2", torch.float32) for row in each["input_ids"]]
+    rows = [{"input_ids": row} for each in padded_batches("gpt2", torch.float32) for row in each["input_ids"]]
     convert(model, PROJECTING[0], rows, tokens=64, progress=False)
     assert len(solved) == len(swaps(model))
 
