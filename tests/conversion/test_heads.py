@@ -489,7 +489,7 @@ def test_the_best_of_all_orders(name: str, cell: Cell) -> None:
 def test_real_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every layer the sum of products is at least that by number, and a gain then explains more of the heads."""
     sums: list[tuple[float, float]] = []
-    assign = heads._assign
+    assign = heads.assign
 
     def watched(own: list[Tensor], below: list[Tensor], index: int) -> tuple[int, ...]:
         order = assign(own, below, index)
@@ -499,7 +499,7 @@ def test_real_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     batch = checkpoints.inputs(name)
     model = patch_model(checkpoints.fresh(name), MHA)
-    monkeypatch.setattr(heads, "_assign", watched)
+    monkeypatch.setattr(heads, "assign", watched)
     found = match_heads(model, batch, progress=False)
     assert list(found.orders) == list(range(1, len(swaps(model))))
     assert all(sorted(order) == list(range(len(order))) for order in found.orders.values())

@@ -224,9 +224,9 @@ def test_the_first_batches_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wide_models_read_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
-    solve = value_scale._solve
+    solve = value_scale.solve
     monkeypatch.setattr(value_scale, "NUMBERS", 32 * 5)
-    monkeypatch.setattr(value_scale, "_solve", lambda *args: shapes.append(args[0].shape) or solve(*args))
+    monkeypatch.setattr(value_scale, "solve", lambda *args: shapes.append(args[0].shape) or solve(*args))
     model = patch_model(fresh("bert"), "belief")
     scale_values(model, batch_of("bert"), progress=False)
     assert all(rows <= 5 and width == 32 for rows, width in shapes)
@@ -369,8 +369,8 @@ def test_convert_scales_once(fits: tuple[str, ...], monkeypatch: pytest.MonkeyPa
     """However many fits of the heads follow."""
     monkeypatch.setattr(importlib.import_module("hf_attn_swap.conversion.steps.fit"), "FITS", fits)
     solved = []
-    solve = value_scale._solve
-    monkeypatch.setattr(value_scale, "_solve", lambda *args: solved.append(args) or solve(*args))
+    solve = value_scale.solve
+    monkeypatch.setattr(value_scale, "solve", lambda *args: solved.append(args) or solve(*args))
     model = fresh("gpt2", torch.float32)
     rows = [{"input_ids": row} for each in padded_batches("gpt2", torch.float32) for row in each["input_ids"]]
     convert(model, PROJECTING[0], rows, tokens=64, progress=False)

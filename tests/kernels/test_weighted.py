@@ -96,7 +96,7 @@ def test_equals_the_formula(
 @pytest.mark.parametrize("total", range(1, 40))
 @pytest.mark.parametrize("most", [1, 2, 7, 40])
 def test_steps_are_equal_and_as_few_as_possible(total: int, most: int) -> None:
-    size = blocks._even(total, most)
+    size = blocks.even(total, most)
     steps = -(-total // size)
     assert size <= most
     assert steps == -(-total // most)
@@ -159,9 +159,9 @@ def test_half_precision_is_as_exact_as_sdpa(dtype: torch.dtype, causal: bool, ho
 def test_autocast_casts_what_is_multiplied(dtype: torch.dtype, wanted: torch.dtype) -> None:
     """As autocast casts the factors of a product; float64 stays."""
     tensor = torch.ones(2, dtype=dtype)
-    assert weighted._as_products(tensor) is tensor
+    assert weighted.as_products(tensor) is tensor
     with torch.autocast("cpu", torch.bfloat16):
-        assert weighted._as_products(tensor).dtype == wanted
+        assert weighted.as_products(tensor).dtype == wanted
 
 
 class Largest(TorchDispatchMode):
