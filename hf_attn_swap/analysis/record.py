@@ -22,7 +22,7 @@ from ..layer.swap import Swap
 from ..measuring.batches import MASKS
 from ..measuring.watched import watched
 from ..wiring.layers import layers_at
-from ..wiring.plan import layer_of
+from ..wiring.placed import layer_of
 from . import metrics
 from .recording import Activation, Layer, Recording
 
