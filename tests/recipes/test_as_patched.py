@@ -16,8 +16,8 @@ from transformers import ViTImageProcessor
 from hf_attn_swap import patch_model, unpatch_model
 from hf_attn_swap.conversion import cut_shares, scale_values
 from tests import zoo
+from tests.harness.byte_tokenizer import byte_tokenizer
 from tests.harness.recipes import needs_recipes, recipe
-from tests.tools.conftest import byte_tokenizer
 
 from .printed import rows
 

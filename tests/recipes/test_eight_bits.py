@@ -14,8 +14,8 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import smooth
 from hf_attn_swap.quantization import machine_w8a8
 from tests import zoo
+from tests.harness.byte_tokenizer import byte_tokenizer
 from tests.harness.recipes import needs_recipes, recipe
-from tests.tools.conftest import byte_tokenizer
 
 from .printed import rows
 

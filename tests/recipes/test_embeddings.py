@@ -11,8 +11,8 @@ import torch
 from datasets import Dataset
 
 from tests import zoo
+from tests.harness.byte_tokenizer import byte_tokenizer
 from tests.harness.recipes import needs_recipes, recipe
-from tests.tools.conftest import byte_tokenizer
 
 pytestmark = needs_recipes
 WORDS = ("A man plays.", "It rains.", "Rain falls.", "Somebody sings a song.", "No.")

@@ -11,8 +11,8 @@ import torch
 from datasets import Dataset, load_dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.harness.byte_tokenizer import byte_tokenizer
 from tests.harness.recipes import NO_SAVING, needs_recipes, recipe
-from tests.tools.conftest import byte_tokenizer
 
 pytestmark = needs_recipes
 

@@ -15,9 +15,8 @@ from hf_attn_swap import convert, describe, list_variants, patch_model, unpatch_
 from hf_attn_swap.conversion import AttentionTransferTrainer, DistillationTrainer, Losses, calibrate
 from tests.contract.harness import perturb, refused, swaps
 from tests.conversion.distilling import arguments
+from tests.harness.byte_tokenizer import byte_tokenizer
 from tests.harness.process import python
-
-from .conftest import byte_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The clip cuts away")]
 TOWER, TEXT = 2, 3  # layers
