@@ -44,6 +44,14 @@ def site_part(site: Site, part: str) -> nn.Module:
     return holder.get_submodule(path)
 
 
+def body_of(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a model but those of its embeddings and its head."""
+    head = model_root(model).get_output_embeddings()
+    apart = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
+    others = {id(parameter) for module in apart for parameter in module.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in others]
+
+
 def choose_trainable(model: nn.Module, trainable: Iterable[str] | str | None) -> None:
     """Freeze every parameter but the chosen ones.
 
@@ -58,11 +66,9 @@ def choose_trainable(model: nn.Module, trainable: Iterable[str] | str | None) ->
     if names == (EVERYTHING,):
         model.requires_grad_(True)
     elif names == (BODY,):
-        model.requires_grad_(True)
-        head = model_root(model).get_output_embeddings()
-        for module in model.modules():
-            if isinstance(module, nn.Embedding) or module is head:
-                module.requires_grad_(False)
+        model.requires_grad_(False)
+        for parameter in body_of(model):
+            parameter.requires_grad_(True)
     elif names:
         if not set(names) <= set(PARTS):
             raise ValueError(

@@ -8,6 +8,7 @@ from .lost import lost_in_8_bits
 from .machine import machine_w8a8
 from .points import Point, Quantized
 from .static import input_ranges, int8_static
+from .straight_through import straight_through
 
 __all__ = [
     "Int8Linear",
@@ -20,4 +21,5 @@ __all__ = [
     "int8_static",
     "lost_in_8_bits",
     "machine_w8a8",
+    "straight_through",
 ]
