@@ -116,8 +116,8 @@ def convert(
             are computed again in the backward pass. The steps have the same number of rows.
         bits: 8 ends with a model in 8-bit integers, as `int8_static` makes it, which `save_pretrained` saves. Sinks and
             channels are then chosen by what is lost in 8 bits, and the variant "softmax" stands for stock attention,
-            with a sink if it helps. Half of `tokens` (all of them, for "softmax") train a float32 model of at most 500
-            million parameters as it will run, with rounding; `low_memory` leaves this training out.
+            with a sink if it helps. Half of `tokens` (all of them, for "softmax") then train the norms, the biases and
+            the sink of a float32 model as it will run, with rounding.
         teacher: another model that gives the targets, and that losses are compared with; None is the model itself.
         length: the number of tokens of a row, when `data` are texts.
         output_dir: a folder for checkpoints. The same call with the same folder goes on where the last one ended. None

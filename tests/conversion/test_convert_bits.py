@@ -117,13 +117,12 @@ def taught(model: Any, **more: Any) -> Any:
     return in_bits(model, **(given | more))
 
 
-def test_the_model_in_full_precision_teaches_the_rounded_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "LEARNING_RATE", 3e-4)  # a tiny model has few training steps here
+def test_the_model_in_full_precision_teaches_the_rounded_model() -> None:
     report = taught(model := stock("bert"))
     loss = {row.name: row.lost.divergence for row in report.steps}
     assert names(report)[-2:] == ["distilled in 8 bits", "8-bit integers"]
-    assert loss["distilled in 8 bits"] < loss["in 8 bits, smoothed"] / 1.3
-    assert loss["8-bit integers"] < loss["in 8 bits, smoothed"] / 1.3
+    assert loss["distilled in 8 bits"] < loss["in 8 bits, smoothed"] / 1.2
+    assert loss["8-bit integers"] < loss["in 8 bits, smoothed"] / 1.2
     assert report.steps[-2].tokens > 1400
     assert not any("parametrizations" in name for name, _ in model.named_modules())
 
@@ -136,10 +135,11 @@ def test_a_variant_gets_half_of_the_tokens() -> None:
     assert 100 < tokens["distilled in 8 bits"] <= 240
 
 
-@pytest.mark.parametrize("more", [{"low_memory": True, "stages": None}, {"max_loss": 0.5}])
-def test_no_training_with_rounding(more: dict[str, Any]) -> None:
-    """Where memory is short, and where the loss is within the budget already."""
-    assert "distilled in 8 bits" not in names(taught(stock("bert"), tokens=200, **more))
+@pytest.mark.parametrize("half", [True, False])
+def test_no_training_with_rounding(half: bool) -> None:
+    """In half precision, and where the loss is within the budget already."""
+    model = stock("bert").to(torch.bfloat16 if half else torch.float32)
+    assert "distilled in 8 bits" not in names(taught(model, tokens=200, max_loss=None if half else 0.5))
 
 
 def test_a_training_that_does_not_help_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
