@@ -250,6 +250,7 @@ class Inputs:
         softcap: the bound c of scores, which become c tanh(scores / c); None if the architecture has no bound.
         position_bias: numbers to add to the scores, broadcastable to (B,H,Q,K); None if the architecture has none.
         further: the number of keys in front that are no keys of the text (the place "keys").
+        own_window: the number of last keys that the model's own mask shows in this layer; None if it shows all.
     """
 
     query: Tensor
@@ -261,6 +262,7 @@ class Inputs:
     softcap: float | None = None
     position_bias: Tensor | None = None
     further: int = 0
+    own_window: int | None = None
 
     @property
     def three(self) -> Three:
