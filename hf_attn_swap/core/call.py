@@ -157,7 +157,7 @@ class Call:
         kept: a tensor that the variant's `read` keeps for the variant's `write`.
         dropout: the model's hidden dropout, for variants that add something beside W_o.
         recomputed: True if the block is under activation checkpointing. Carried scores must then not change in place.
-        state: the cache of linear attention, or None.
+        state: what the cache holds of this layer in place of all keys and values (linear attention, a window), or None.
         tap: a function that is given a name and a tensor, and returns the tensor that the computation goes on with.
             The names are "scores" (before the mask), "normalized" (the weights in fp32 at least, before the place
             "weights"), "probabilities" (the weights that multiply the values) and "context" (the heads).
