@@ -31,7 +31,7 @@ from ..layer.swap import Phase, Swap
 from . import adapters, hooks, preconditions, seam
 from .blocks import BLOCKS, Block, Facts, swapped_class
 from .layers import Layer, layers_at, swaps_in
-from .plan import Placed, encoder_of, orders_of, plan, takes_keywords
+from .placed import Placed, encoder_of, orders_of, places_of, takes_keywords
 
 ATTRIBUTE = "attn_swap_installation"
 CONFIGS = "attn_swap_configs"  # an attribute of each module with a config: the config from before patching, and ours
@@ -259,7 +259,7 @@ class Installation:
 
     def settle(self) -> None:
         """Bring hooks, phases and config up to date with layers that were removed, appended or moved since."""
-        placed = plan(self.root, self.sites)
+        placed = places_of(self.root, self.sites)
         if any(swap.wiring != each.wiring for each in placed for swap in each.swaps):
             self._wire()
         self.refresh()
@@ -344,7 +344,7 @@ class Installation:
     def _wire(self) -> None:
         """Register every hook and replace every class that the attached swaps need, after removing the former ones."""
         self._unwire()
-        placed = plan(self.root, self.sites)
+        placed = places_of(self.root, self.sites)
         layers: dict[int, nn.Module] = {}
         near: dict[int, list[tuple[RemovableHandle, RemovableHandle]]] = {}
         for each in placed:

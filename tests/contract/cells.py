@@ -202,3 +202,6 @@ def over_in_turn(
             name = "-".join([family, label(cell), *map(str, values)])
             rows.append(pytest.param(family, cell, *values, id=name, marks=() if fast else pytest.mark.slow))
     return pytest.mark.parametrize(("family", "cell", *names), rows)
+
+
+LINEAR = [name for name in list_variants() if is_linear(name)]

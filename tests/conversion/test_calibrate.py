@@ -13,6 +13,7 @@ import torch
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate
 from hf_attn_swap.conversion.target import Target
+from hf_attn_swap.layer.calibration import FITS
 from hf_attn_swap.layer.registry import parse, tiny_options
 from hf_attn_swap.patch import build_swap, need_installation
 from hf_attn_swap.variants.base import VARIANTS
@@ -31,12 +32,8 @@ from tests.contract.harness import (
     swaps,
 )
 
-FITS = ("gain", "map")
-
-
-def batches(name: str, count: int = 12, padded: str | None = None) -> list[dict[str, Any]]:
-    """More tokens than a map has unknowns."""
-    return [batch_of(name, padded=padded, seed=seed) for seed in range(count)]
+from .batches import batches
+from .dropout import dropping
 
 
 def fit(model: Any, name: str, **arguments: Any) -> Any:
@@ -255,15 +252,6 @@ def test_lengths_are_those_of_the_rows_without_padding(rows: tuple[int, ...], wa
         assert report.layers[0].tokens == sum(rows)
         words = "Rows had 6 tokens" if wanted == (6, 6) else f"Rows had {wanted[0]} to {wanted[1]} tokens"
         assert words in report.summary()
-
-
-def dropping(name: str) -> dict[str, float]:
-    """Every dropout of a family's config at 0.5; layer-drop, which skips layers, is another thing."""
-    config = fresh(name).config.to_dict()
-    rates = {key: 0.5 for key, value in config.items() if "drop" in key and isinstance(value, float)}
-    rates.pop("layerdrop", None)
-    assert rates
-    return rates
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

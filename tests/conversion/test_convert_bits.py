@@ -13,7 +13,7 @@ from hf_attn_swap import describe
 from hf_attn_swap.quantization import Int8Linear
 from tests.contract.harness import batch_of, forward, fresh, refused, swaps
 
-from .converting import CALM, converted, rows, stock, weights
+from .converting import CALM, converted, names, rows, stock, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 
@@ -34,10 +34,6 @@ def llama() -> Any:
             for reader in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
                 reader.weight[:, 3] /= 64
     return model
-
-
-def names(report: Any) -> list[str]:
-    return [row.name for row in report.steps]
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -65,7 +61,7 @@ def test_smoothing_that_loses_more_is_taken_back(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(smoothing, "lost_in_bits", worse)
     before = weights(model := llama())
-    monkeypatch.setattr(integers, "_round", lambda state: None)
+    monkeypatch.setattr(integers, "int8_static", lambda *_: None)
     report = in_bits(model)
     assert seen == [False, True, False]
     assert names(report)[-2] == "smoothing taken back"
@@ -88,10 +84,10 @@ def test_an_error_gives_the_stock_model_back(monkeypatch: pytest.MonkeyPatch) ->
     model = llama()
     before = {name: value.clone() for name, value in weights(model).items()}
 
-    def fails(state: Any) -> None:
+    def fails(*_: Any) -> None:
         raise RuntimeError("the end")
 
-    monkeypatch.setattr(integers, "_round", fails)
+    monkeypatch.setattr(integers, "input_ranges", fails)
     with pytest.raises(RuntimeError, match="the end"):
         in_bits(model, "belief", tokens=200, stages=[CALM])
     after = weights(model)
@@ -103,7 +99,7 @@ def test_a_killed_conversion_ends_in_the_same_integers(tmp_path: Path, monkeypat
     whole = llama()
     told = in_bits(whole, output_dir=tmp_path / "whole")
     with monkeypatch.context() as killed:
-        killed.setattr(integers, "_round", lambda state: (_ for _ in ()).throw(KeyboardInterrupt))
+        killed.setattr(integers, "input_ranges", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             in_bits(llama(), output_dir=tmp_path / "killed")
     again = in_bits(model := llama(), output_dir=tmp_path / "killed")

@@ -16,7 +16,6 @@ from hf_attn_swap.conversion.distillation import DistillationTrainer
 from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.measuring import divergence as divergence_module
 from tests import zoo
-from tests.analysis.test_held_out import NUMBERS
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import (
     CAUSAL_FAMILIES,
@@ -30,11 +29,12 @@ from tests.contract.harness import (
     real,
     swaps,
 )
-from tests.lifecycle.test_checkpointing import ABLE, enable
+from tests.harness.checkpointing import ABLE, enable
+from tests.harness.number_labels import NUMBERS
+from tests.harness.places import SMOKES
 
 from .distilling import EVERY, HIDDEN, adapted, distiller, loss_of, moved, rows_of, teacher_of, weights_of
-from .test_calibrate import dropping
-from .test_transfer import SMOKES
+from .dropout import dropping
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 

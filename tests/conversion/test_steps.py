@@ -18,14 +18,10 @@ from hf_attn_swap.conversion.state import State
 from hf_attn_swap.training.arguments import ConversionArguments
 from tests.contract.harness import refused, swaps
 
-from .converting import CALM, converted, rows, same, stock, timeless, weights
+from .converting import CALM, Killed, converted, rows, same, stock, timeless, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 ROW = 3  # of the embedding that the toy step changes
-
-
-class Killed(BaseException):
-    """The process ends."""
 
 
 def embedding(model: Any) -> torch.nn.Parameter:

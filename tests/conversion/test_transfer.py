@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import torch
-from transformers import TrainingArguments
 
-from hf_attn_swap import list_variants, patch_model, set_strength
-from hf_attn_swap.conversion import AttentionTransferTrainer, calibrate, merge_calibration
+from hf_attn_swap import patch_model, set_strength
+from hf_attn_swap.conversion import calibrate, merge_calibration
 from hf_attn_swap.conversion.dropout import checkpointed_layers_without_dropout
 from hf_attn_swap.layer.registry import tiny_options
-from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import (
     CAUSAL_FAMILIES,
@@ -27,35 +24,13 @@ from tests.contract.harness import (
     refused,
     swaps,
 )
-from tests.lifecycle.test_checkpointing import ABLE, enable
+from tests.harness.checkpointing import ABLE, enable
+from tests.harness.places import SMOKES
+from tests.harness.transfer import loss_of, trainer_of
 
-from .test_calibrate import dropping
+from .dropout import dropping
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
-SMOKES = list({VARIANTS[name].places: name for name in list_variants()}.values())  # one for each set of places
-
-
-def trainer_of(model: Any, folder: Path, name: str = "bert", **arguments: Any) -> AttentionTransferTrainer:
-    batch = batch_of(name, torch.float32)
-    rows = [{key: value[row] for key, value in batch.items()} for row in (0, 1)] * 8
-    args = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=4,
-        num_train_epochs=5,
-        learning_rate=2e-3,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
-    )
-    return AttentionTransferTrainer(model, args, train_dataset=rows, **arguments)
-
-
-def loss_of(trainer: AttentionTransferTrainer, batch: dict[str, Any]) -> float:
-    with torch.no_grad():
-        return float(trainer.compute_loss(trainer.model, batch))
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

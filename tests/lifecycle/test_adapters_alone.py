@@ -15,9 +15,8 @@ from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.layer.registry import tiny_options
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
+from tests.harness.adapters import fill, lora, projections
 from tests.harness.places import one_per_place, turns
-
-from .test_peft import fill, lora, projections
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

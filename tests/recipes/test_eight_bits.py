@@ -14,11 +14,12 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import smooth
 from hf_attn_swap.quantization import machine_w8a8
 from tests import zoo
-from tests.tools.conftest import byte_tokenizer
-from tests.training.test_run import pytestmark, recipe  # noqa: F401  # skips without recipes/
+from tests.harness.byte_tokenizer import byte_tokenizer
+from tests.harness.recipes import needs_recipes, recipe
 
-from .test_as_patched import rows
+from .printed import rows
 
+pytestmark = needs_recipes
 ROWS = ("stock, full precision", "stock, 8 bits", "smoothed, 8 bits", "sink, full precision", "sink, 8 bits")
 
 

@@ -16,9 +16,8 @@ from hf_attn_swap.conversion import AttentionTransferTrainer, DistillationTraine
 from hf_attn_swap.layer.registry import tiny_options
 from tests.contract.harness import perturb, refused, swaps
 from tests.conversion.distilling import arguments
+from tests.harness.byte_tokenizer import byte_tokenizer
 from tests.harness.process import python
-
-from .conftest import byte_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The clip cuts away")]
 TOWER, TEXT = 2, 3  # layers
