@@ -11,7 +11,7 @@ from typing import Any
 from ..families import stock_class
 from ..families.source import moves_windows
 from .layers import Layer
-from .plan import layer_of
+from .placed import layer_of
 
 
 def check(root: Any, layers: Iterable[Layer]) -> None:
