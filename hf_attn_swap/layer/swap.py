@@ -76,7 +76,6 @@ class Wiring:
         caches: True if the core gives keys and values to a cache.
         borrows: True if the keys and values of the core are those of another layer, which alone are in a cache.
         lent: True if a layer of the stack borrows the keys and values of another layer.
-        sees_all: True if the model's own mask shows the layer all earlier keys, as far as its config says.
         dropout_path: the path from the container to the hidden dropout after W_o, or None.
         folded_path: the path to the matrix that a calibration is merged into: from the container to W_o, or from the
             core to W_v if the variant leaves W_o out. None if the path is not known.
@@ -94,7 +93,6 @@ class Wiring:
     caches: bool = False
     borrows: bool = False
     lent: bool = False
-    sees_all: bool = True
     dropout_path: str | None = None
     folded_path: str | None = None
 

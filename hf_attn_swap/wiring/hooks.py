@@ -404,7 +404,7 @@ def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, carried: Carried
         state = LinearState.of(cache, layer, start=starts)
     elif variant is not None:
         # Scores that are carried are those of all keys, and so are masks of queries and keys.
-        starts &= not swap.carries and wiring.sees_all and kind_of_masks(core.config) is None
+        starts &= not swap.carries and kind_of_masks(core.config) is None
         state = WindowState.of(cache, layer, start=starts, span=variant.span())
     if state is not None:
         state.claim(core)

@@ -116,19 +116,9 @@ def _wiring(site: Site, swap: Swap, order: int | None, *, first: bool, last: boo
         caches=site.caches,
         borrows=site.borrows,
         lent=lent,
-        sees_all=_sees_all(site),
         dropout_path=site.family.dropout if site.family.block == "core" else None,
         folded_path=site.family.output if swap.keeps_projection else site.family.value,
     )
-
-
-def _sees_all(site: Site) -> bool:
-    """True if the model's own mask shows a layer all earlier keys: it has no window and no chunk of its own."""
-    kinds = getattr(site.core.config, "layer_types", None)
-    if not kinds:
-        return True
-    number = None if site.cache_index is None else getattr(site.core, site.cache_index, None)
-    return isinstance(number, int) and number < len(kinds) and kinds[number] == "full_attention"
 
 
 def stacks_of(root: PreTrainedModel, found: Sequence[Site]) -> list[PreTrainedModel]:

@@ -74,7 +74,8 @@ def test_a_text_that_fits_is_stock_bit_for_bit(family: str, dtype: torch.dtype) 
     for side in {None, padding_side(family)}:
         batch = batch_of(family, dtype, side)
         model = patch_model(fresh(family, dtype), "window", window=tokens, sinks=0)
-        assert_identical(run(model, batch), run(stock, batch))
+        for strength in (1.0, 0.5):
+            assert_identical(run(set_strength(model, strength), batch), run(stock, batch))
         model = patch_model(fresh(family, dtype), "window", window=tokens - 1, sinks=0)
         assert not torch.equal(forward(model, batch), forward(stock, batch))
 
@@ -118,17 +119,17 @@ def test_cached_equals_uncached_at_every_boundary(family: str, left: int) -> Non
 
 
 @pytest.mark.parametrize("variant", LIMITED)
-@pytest.mark.parametrize("left", [0, 3])
+@pytest.mark.parametrize("left", [0, 3, 2 * CROPPED + 8])
 @torch.no_grad()
 def test_calls_of_any_size(variant: str, left: int) -> None:
-    """Several turns, longer than what the cache lets go at once; blocks of more than one call."""
+    """Several turns, longer than what the cache lets go at once, some of it before the first real token of a row."""
     total = 2 * CROPPED + 90
     model = model_of("llama", variant, length=total)
     ids = zoo.inputs("llama", batch=2, length=total)["input_ids"]
     given = padded(ids, left)
     real = given["attention_mask"].bool()
     wanted = model(input_ids=ids, **given, use_cache=False).logits
-    for sizes in ([70, 1, 80, 3, 64], [1, 2, 150, 65], [5, 140, 73], [total]):
+    for sizes in ([70, 1, 80, 3, 64], [133, 2, 70, 13], [1, 2, 150, 65], [5, 140, 73], [total]):
         cache, got, start = DynamicCache(config=model.config), [], 0
         for size in sizes:
             stop = start + size
