@@ -378,10 +378,10 @@ class Installation:
     def _name(self, placed: list[Placed]) -> None:
         """Set the attention implementation of each stack with a config of its own.
 
-        The implementation's name tells the mask function whether the stack contains linear attention. The mask
+        The implementation's name tells the mask function whether the stack needs masks of keys. The mask
         function gets the stack's config and cannot read the config of the whole model.
         """
-        linear: dict[int, bool] = {}
+        of_keys: dict[int, bool] = {}
         models = [module for module in self.root.modules() if isinstance(module, PreTrainedModel)]
         if any(slices_unmasked(stock_class(module)) for module in models):
             for module in models:
@@ -390,15 +390,15 @@ class Installation:
         for each in placed:
             if each.site.reads_mask and not seam.kind_of_masks(each.stack.config):
                 setattr(each.stack.config, seam.MASKS, "dense")
-            replaced = any(swap.places().replacement is not None for swap in each.swaps)
-            linear[id(each.stack)] = linear.get(id(each.stack), False) or replaced
+            wanted = any(variant.masks_of_keys for swap in each.swaps for variant in swap.variants)
+            of_keys[id(each.stack)] = of_keys.get(id(each.stack), False) or wanted
         for stack in self.root.modules():  # outer stacks first: transformers sets the name of inner models as well
-            if id(stack) not in linear:
+            if id(stack) not in of_keys:
                 continue
             assert isinstance(stack, PreTrainedModel)
             if stack.config is self.root.config:
                 continue
-            name = seam.LINEAR_NAME if linear[id(stack)] else seam.NAME
+            name = seam.OF_KEYS_NAME if of_keys[id(stack)] else seam.NAME
             if stack.config._attn_implementation != name:
                 stack.set_attn_implementation(name)
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from hf_attn_swap import describe, patch_model, set_strength
 from hf_attn_swap.conversion import Losses, StrengthSchedule, calibrate
 from hf_attn_swap.conversion.distillation import DistillationTrainer
+from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.measuring import divergence as divergence_module
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
@@ -59,7 +60,7 @@ def losses_of(head: str) -> Losses:
 def test_learns_the_teacher(name: str, variant: str, tmp_path: Path) -> None:
     """The loss falls, only what was chosen moves, and the teacher is the stock model to the bit all along."""
     batch = batch_of(name, torch.float32)
-    model = perturb(patch_model(fresh(name, torch.float32), variant))
+    model = perturb(patch_model(fresh(name, torch.float32), variant, **tiny_options(variant)))
     wanted = forward(fresh(name, torch.float32), batch)
     trainer = distiller(model, tmp_path, name, trainable=("query", "value", "swap"))
     chosen = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
@@ -305,7 +306,7 @@ def test_activation_checkpointing(name: str, variant: str, losses: Losses, tmp_p
     batch = batch_of(name)
     found = []
     for checkpointed in (False, True):
-        model = patch_model(fresh(name), variant)
+        model = patch_model(fresh(name), variant, **tiny_options(variant))
         trainer = distiller(model, tmp_path, name, losses=losses, trainable="body")
         if checkpointed:
             enable(model, activation_checkpointing_kwargs={"use_reentrant": False})

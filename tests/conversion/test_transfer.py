@@ -11,6 +11,7 @@ import torch
 from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.conversion import calibrate, merge_calibration
 from hf_attn_swap.conversion.dropout import checkpointed_layers_without_dropout
+from hf_attn_swap.layer.registry import tiny_options
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import (
     CAUSAL_FAMILIES,
@@ -38,7 +39,7 @@ def test_learns_the_original(name: str, variant: str, tmp_path: Path) -> None:
     """The loss falls, only what was chosen moves, and the model goes on with the original's outputs all along."""
     batch, stock = batch_of(name, torch.float32), fresh(name, torch.float32)
     options = {"gamma": -0.025} if variant == "clipped_softmax" else {}  # the default of a ViT changes all but nothing
-    model = perturb(patch_model(fresh(name, torch.float32), variant, **options))
+    model = perturb(patch_model(fresh(name, torch.float32), variant, **options, **tiny_options(variant)))
     trainer = trainer_of(model, tmp_path, name, trainable=("query", "key", "value", "swap"))
     chosen = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -95,7 +96,7 @@ def test_activation_checkpointing(name: str, variant: str, tmp_path: Path) -> No
     """The same loss and gradients; the layers are computed again, and without the teacher's output in their place."""
     batch, found = batch_of(name), []
     for checkpointed in (False, True):
-        model = patch_model(fresh(name, **dropping(name)), variant)
+        model = patch_model(fresh(name, **dropping(name)), variant, **tiny_options(variant))
         trainer = trainer_of(model, tmp_path, name)
         if checkpointed:
             enable(model, activation_checkpointing_kwargs={"use_reentrant": False})

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
+from hf_attn_swap.layer.registry import tiny_options
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import perturb
 from tests.harness.heads import CASES, arguments, build, outputs
@@ -19,7 +20,7 @@ def test_head(name: str, auto: str, variant: str) -> None:
     model, batch = build(name, auto), arguments(name, auto)
     stock = outputs(model, batch)
     assert len(stock) > 1
-    perturb(patch_model(model, variant, strength=0.0))
+    perturb(patch_model(model, variant, strength=0.0, **tiny_options(variant)))
     for got, wanted in zip(outputs(model, batch), stock, strict=True):
         assert same_bits(got, wanted)
     swapped = outputs(set_strength(model, 1.0), batch)
