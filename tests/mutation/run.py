@@ -62,7 +62,6 @@ SUMS = stage("kernels/test_passes.py", keyword="llama and not flash")
 PASSES = stage("kernels/test_passes.py", keyword="not flash or llama")
 SECOND = stage("kernels/test_second_derivatives.py", keyword="test_of or ordinary")
 RECORDED = stage("kernels/test_transforms.py", keyword="bert and (of_vmap or recorded or forward_mode) and not 140")
-COMPILED = stage("lifecycle/test_compile.py", keyword="equals_eager and modern_hopfield")
 DEEP = "(bert or llama) and not albert"  # the two families that the contract's grid is deep on
 MASKS = stage("contract/test_masks.py", keyword=f"({DEEP}) and (float_mask or see_nothing)")
 MIXED = stage("contract/test_packed_and_sliding.py", keyword="full_and_sliding")
@@ -90,7 +89,6 @@ DISTIL = stage(
 DISTIL_MORE = stage(
     "conversion/test_distillation.py", keyword="left_out or more_than or schedule or (dropout and bert)"
 )
-EXCHANGED = stage("conversion/test_heads.py", keyword="exchanged or groups")
 HEADS = stage("conversion/test_heads.py", keyword=f"{FEW} and not compiled")
 LOSSES = stage("conversion/test_losses.py")
 MERGE = stage("conversion/test_merge.py", keyword="not saved and (llama or gpt2 or not merged)")
@@ -118,10 +116,10 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "functional/": (FORMULAS, NORMALIZERS, stage("memory/test_promises.py")),
     "functional/linear.py": (FORMULAS, stage("kernels/test_linear.py")),
     "functional/sparse.py": (NORMALIZERS,),
-    "core/call.py": (MIXED, SINK, STRENGTH_DTYPE, CACHED, CARRIED_REFUSALS, EXCHANGED, SUMS),
+    "core/call.py": (stage("core/test_call.py"), MIXED, CACHED, CARRIED_REFUSALS),
     "core/checks.py": (DAMAGED,),
     "core/kind.py": (BY_KIND,),
-    "core/masks.py": (MASKS, MIXED, SINK, LINEAR, RECORDED, COMPILED),
+    "core/masks.py": (stage("core/test_masks.py"), MASKS, MIXED, LINEAR),
     "core/options.py": (ARGUMENTS, BY_KIND),
     "layer/calibration.py": (MERGE, CALIBRATE, A_NEW_FIT),
     "layer/compute.py": (MASKS, SINK, LINEAR, CARRIED_REFUSALS, BIASED, SUMS, OPERATORS),
