@@ -59,8 +59,15 @@ KERNELS = stage("kernels/test_kernels.py")
 WEIGHTED = stage("kernels/test_weighted.py")
 OPERATORS = stage("kernels/test_weighted.py", keyword="learns or calls or exported")
 SUMS = stage("kernels/test_passes.py", keyword="llama and not flash")
-PASSES = stage("kernels/test_passes.py", keyword="not flash or llama")
-SECOND = stage("kernels/test_second_derivatives.py", keyword="test_of or ordinary")
+SOFTMAX_N = stage("kernels/test_kernels.py", keyword="softmax_n")
+HOPFIELD = stage("kernels/test_kernels.py", keyword="carried or long or low or alive")
+FLASHLESS = stage("kernels/test_passes.py", keyword="flash and bert")
+PASSES = stage("kernels/test_passes.py", keyword="not flash and not (albert or gpt2 or opt or vit)")
+SECOND_OF_SOFTMAX_N = stage("kernels/test_second_derivatives.py", keyword="test_of_softmax_n")
+SECOND_OF_CARRIED = stage("kernels/test_second_derivatives.py", keyword="test_of_carried or third")
+SECOND_OF_WEIGHTS = stage("kernels/test_second_derivatives.py", keyword="test_of_weights")
+SECOND_OF_LINEAR = stage("kernels/test_second_derivatives.py", keyword="test_of_linear")
+ORDINARY = stage("kernels/test_second_derivatives.py", keyword="ordinary")
 RECORDED = stage("kernels/test_transforms.py", keyword="bert and (of_vmap or recorded or forward_mode) and not 140")
 DEEP = "(bert or llama) and not albert"  # the two families that the contract's grid is deep on
 MASKS = stage("contract/test_masks.py", keyword=f"({DEEP}) and (float_mask or see_nothing)")
@@ -130,21 +137,21 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "layer/smoothing.py": (SMOOTH,),
     "layer/swap.py": (STRENGTHS, STRENGTH_DTYPE, SINK, CARRIED_REFUSALS, A_NEW_FIT, LINEAR, RECORDED),
     "layer/value_scale.py": (SCALE,),
-    "kernels/": (KERNELS, PASSES, SECOND, CARRYING),
+    "kernels/": (KERNELS, PASSES, CARRYING),
     "kernels/blocks.py": (WEIGHTED,),
-    "kernels/carried.py": (CARRYING, PASSES, stage("kernels/test_devices.py")),
-    "kernels/dispatch.py": (PASSES, KERNELS, RECORDED),
-    "kernels/hopfield.py": (CARRYING, PASSES, SECOND),
-    "kernels/linear.py": (stage("kernels/test_linear.py"), FORMULAS, SECOND),
+    "kernels/carried.py": (HOPFIELD, stage("kernels/test_devices.py"), PASSES, CARRYING),
+    "kernels/dispatch.py": (PASSES, HOPFIELD, RECORDED),
+    "kernels/hopfield.py": (HOPFIELD, SECOND_OF_CARRIED, PASSES, ORDINARY),
+    "kernels/linear.py": (stage("kernels/test_linear.py"), SECOND_OF_LINEAR, FORMULAS),
     "kernels/linear_fla.py": (stage("kernels/test_linear_fla.py"),),
     "kernels/normalizers.py": (WEIGHTED,),
     "kernels/pairs.py": (SINK,),
-    "kernels/softmax_n.py": (stage("kernels/test_kernels.py", keyword="softmax_n"), SINK, PASSES, SECOND),
-    "kernels/stock_softmax.py": (stage("kernels/test_kernels.py", keyword="softmax_n"), stage("kernels/test_cuda.py")),
+    "kernels/softmax_n.py": (SOFTMAX_N, SECOND_OF_SOFTMAX_N, SINK, FLASHLESS),
+    "kernels/stock_softmax.py": (SOFTMAX_N, stage("kernels/test_cuda.py")),
     "kernels/thresholds.py": (WEIGHTED,),
-    "kernels/twice.py": (SECOND,),
-    "kernels/weighing.py": (WEIGHTED, SECOND),
-    "kernels/weighted.py": (WEIGHTED, SECOND),
+    "kernels/twice.py": (SECOND_OF_SOFTMAX_N, ORDINARY),
+    "kernels/weighing.py": (WEIGHTED, SECOND_OF_WEIGHTS),
+    "kernels/weighted.py": (WEIGHTED, SECOND_OF_WEIGHTS),
     "text/typed.py": (ARGUMENTS, stage("cli/test_arguments.py")),
     "conversion/absorb.py": (ABSORB,),
     "conversion/adapters.py": (TEACHER, LEAVES),
