@@ -13,7 +13,7 @@ from hf_attn_swap.core.call import Call, Carried, Hidden, Inputs, heads_in_order
 from hf_attn_swap.core.masks import Masks
 from tests.contract.harness import refused
 
-BATCH, HEADS, GROUPS, QUERIES, KEYS, WIDTH = 2, 6, 3, 4, 7, 2
+BATCH, HEADS, GROUPS, QUERIES, KEYS, WIDTH = 2, 6, 3, 6, 9, 2  # as many queries as heads: axes must not be mixed up
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

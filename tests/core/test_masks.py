@@ -137,7 +137,7 @@ def test_a_form_is_made_once_for_a_mask() -> None:
     shorter = masks(KEYS - 1, key_mask=REAL, made=made).dense()[0]
     assert ordered is not None
     assert shorter is not None
-    assert not torch.equal(ordered, real.dense()[0])  # type: ignore[arg-type]
+    assert not torch.equal(ordered, real.dense()[0])
     assert shorter.shape[2] == KEYS - 1
 
 
