@@ -67,6 +67,29 @@ def test_a_share_of_the_budget_goes_on_in_the_order(tokens: int, left: int, coun
     assert Path(str(lesson.args.output_dir)) == tmp_path / "distil-1.2"
 
 
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("progress", [False, True])
+def test_arguments_that_decide_about_a_training(kept: bool, progress: bool, tmp_path: Path) -> None:
+    """The budget decides how long it is, and the journal whether it is saved, whatever the user's arguments say."""
+    found = state(3, tmp_path, left=100)
+    found.args = TrainingArguments(output_dir=str(tmp_path), max_steps=1, num_train_epochs=7, weight_decay=0.5)
+    found.journal.folder, found.progress = tmp_path if kept else None, progress
+    args = share_of_budget(found, DISTIL, 100, "x").args
+    assert (args.max_steps, args.num_train_epochs, args.weight_decay) == (-1, 1, 0.0)
+    assert (args.learning_rate, args.lr_scheduler_type, args.get_warmup_steps(200)) == (1e-4, "cosine", 10)
+    assert (args.save_strategy == "no") != kept
+    assert args.disable_tqdm != progress
+    assert (args.logging_strategy == "no") != progress
+
+
+def test_low_memory_reads_one_row_at_a_time(tmp_path: Path) -> None:
+    found = state(3, tmp_path, left=100)
+    found.asked.low_memory = True
+    args = share_of_budget(found, DISTIL, 100, "x").args
+    assert (args.train_batch_size, args.gradient_accumulation_steps) == (1, 2)
+    assert getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing
+
+
 def test_rows_that_were_read() -> None:
     args: Any = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=3, world_size=2)
     lesson = Lesson(range(30), args)
