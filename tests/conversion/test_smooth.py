@@ -424,4 +424,28 @@ def test_refused() -> None:
         smooth(patch_model(bert, "outeffhop"), {"input_ids": torch.arange(1, 9)[None]}, 0.5, progress=False)
 
 
+def described(pairs: int = 1, readers: int = 1, channels: Any = 8, **more: Any) -> dict[str, Any]:
+    pair = {"source": "../norm", "readers": ["q_proj"] * readers, "channels": channels}
+    return {"dtype": "float32", "pairs": [pair] * pairs, **more}
+
+
+def test_the_limits_of_a_description() -> None:
+    for spec in (described(64), described(readers=63), described(channels=1), described(channels=10_000_000)):
+        Smoothing.check(spec, (), 1.0)
+    for count in (0, 65):
+        with refused("must be a list of 1 to 64"):
+            Smoothing.check(described(count), (), 1.0)
+    for spec in (described(readers=0), described(readers=64)):
+        with refused("must be paths of modules"):
+            Smoothing.check(spec, (), 1.0)
+    for channels in (0, 10_000_001, True, 8.0):
+        with refused("must be a positive whole number"):
+            Smoothing.check(described(channels=channels), (), 1.0)
+    with refused("must be one of float16, bfloat16, float32, float64"):
+        Smoothing.check(described(dtype="int8"), (), 1.0)
+    for path in ("", "..", "a b", "/norm", "../" * 9 + "norm", "a" + "/b" * 17):
+        with refused("must be paths of modules"):
+            Smoothing.check({"dtype": "float32", "pairs": [{"source": path, "readers": ["q"], "channels": 1}]}, (), 1.0)
+
+
 BERT_SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
