@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,22 @@ from tests.contract.cells import PAIRS, SINGLES
 from tests.contract.harness import refused
 
 SIZES = Geometry(heads=4, kv_heads=2, head_dim=3, hidden=12)
+WIRING = Wiring(
+    path="layer",
+    order=2,
+    first=False,
+    last=False,
+    uniform=True,
+    states=Argument("states", 0),
+    others=(),
+    mask=None,
+    cache_index=None,
+    caches=False,
+    borrows=False,
+    lent=False,
+    dropout_path=None,
+    folded_path=None,
+)
 PLACES = ("keys", "scores", "normalizer", "weights", "read", "write")
 
 
@@ -139,12 +156,12 @@ def test_places_among_the_layers() -> None:
     swap, carried = swap_of("modern_hopfield"), Carried()
     assert swap.place_in(carried) == 0
     assert [swap.is_first(order) for order in (0, 1)] == [True, False]
-    swap.wiring = Wiring(order=2, first=True)
+    swap.wiring = replace(WIRING, first=True)
     assert swap.place_in(carried) == 2
     assert swap.is_first(2)
-    swap.wiring = Wiring(order=2, first=False)
+    swap.wiring = WIRING
     assert not swap.is_first(0)
-    swap.wiring = Wiring(order=None)
+    swap.wiring = replace(WIRING, order=None)
     assert [swap.place_in(carried) for _ in range(3)] == [0, 1, 2]
     assert swap.place_in(None) == 0
     assert [swap.is_first(order) for order in (0, 1)] == [True, False]

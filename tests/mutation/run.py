@@ -84,6 +84,7 @@ NAMES = stage("contract/test_names.py")
 STRENGTHS = stage("contract/test_strength.py", keyword="layer_at_zero or casts or (schedule and bert)")
 STRENGTH_DTYPE = stage("contract/test_strength_dtype.py")
 DAMAGED = stage("lifecycle/test_damaged.py")
+SWAP = stage("layer/test_swap.py")
 A_NEW_FIT = stage("lifecycle/test_a_new_fit.py", keyword=f"not lives or ({DEEP})")
 
 FEW = "not (albert or gpt2 or opt or vit)"
@@ -129,13 +130,13 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "core/masks.py": (stage("core/test_masks.py"), MASKS, MIXED, LINEAR),
     "core/options.py": (ARGUMENTS, BY_KIND),
     "layer/calibration.py": (MERGE, CALIBRATE, A_NEW_FIT),
-    "layer/compute.py": (stage("layer/test_swap.py"), MASKS, SINK, LINEAR, CARRIED_REFUSALS, BIASED, SUMS, OPERATORS),
+    "layer/compute.py": (SWAP, MASKS, SINK, LINEAR, CARRIED_REFUSALS, BIASED, SUMS, OPERATORS),
     "layer/fitted.py": (A_NEW_FIT,),
     "layer/head_order.py": (HEADS,),
     "layer/neutral_start.py": (NEUTRAL,),
     "layer/registry.py": (ARGUMENTS, BY_KIND, NAMES),
     "layer/smoothing.py": (SMOOTH,),
-    "layer/swap.py": (stage("layer/test_swap.py"), STRENGTHS, STRENGTH_DTYPE, SINK, CARRIED_REFUSALS, A_NEW_FIT, LINEAR, RECORDED),
+    "layer/swap.py": (SWAP, STRENGTHS, STRENGTH_DTYPE, CARRIED_REFUSALS, SINK, A_NEW_FIT),
     "layer/value_scale.py": (SCALE,),
     "kernels/": (KERNELS, PASSES, CARRYING),
     "kernels/blocks.py": (WEIGHTED,),
