@@ -137,7 +137,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "layer/registry.py": (ARGUMENTS, BY_KIND, NAMES),
     "layer/smoothing.py": (SMOOTH,),
     "layer/swap.py": (SWAP, STRENGTHS, STRENGTH_DTYPE, CARRIED_REFUSALS, SINK, A_NEW_FIT),
-    "layer/value_scale.py": (SCALE,),
+    "layer/value_scale.py": (SCALE, A_NEW_FIT),
     "kernels/": (KERNELS, PASSES, CARRYING),
     "kernels/blocks.py": (WEIGHTED,),
     "kernels/carried.py": (HOPFIELD, stage("kernels/test_devices.py"), PASSES, CARRYING),
