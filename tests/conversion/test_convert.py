@@ -19,12 +19,13 @@ from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.analysis import lost
 from hf_attn_swap.conversion import calibrate, plan
 from hf_attn_swap.conversion.convert import convert
-from hf_attn_swap.conversion.outcome import ConversionReport
+from hf_attn_swap.conversion.outcome import ConversionReport, StepRecord, in_words
 from hf_attn_swap.conversion.plan import default_distil
 from hf_attn_swap.conversion.rows import as_rows
 from hf_attn_swap.conversion.stages import Align, Calibrate, Distil, FineTune
 from hf_attn_swap.conversion.steps.distil import StopWithin
 from hf_attn_swap.measuring.held_out import HeldOut
+from hf_attn_swap.measuring.lost import Lost
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
 
@@ -529,6 +530,16 @@ def test_the_report_says_how_to_lose_less(ratio: float, budget: float | None, sa
     assert ("To " in last) == bool(said)
     assert said in last
     assert said in changed._repr_html_()
+
+
+def test_the_cells_of_a_step_in_the_report() -> None:
+    text = Lost(tokens=9, divergence=0.01234, agreement=0.5, perplexity=21.0, stock_perplexity=20.0)
+    row = StepRecord(name="swap", layers=(0, 2), lost=text, tokens=12_345, seconds=90)
+    assert row.cells() == ("swap", "2", "5.00%", "0.0123", "50.0%", "12,345", "1.5")
+    without = StepRecord(name="swap", layers=(), lost=Lost(tokens=1, relative_error=0.25))
+    assert without.cells() == ("swap", "0", "25.00%", "-", "-", "-", "0.0")
+    large = [replace(text, perplexity=20.0 * ratio) for ratio in (9.5, 10, 2500)]
+    assert [in_words(each) for each in large] == ["850.00%", "x 10", "x 2,500"]
 
 
 class Text(HTMLParser):

@@ -166,6 +166,26 @@ def test_an_outlier_is_found_and_eight_bits_hold() -> None:
     assert "places are smoothed" in str(report)
 
 
+@pytest.mark.parametrize("alpha", [0.25, 0.75])
+def test_the_powers_of_the_formula(alpha: float) -> None:
+    """k = alpha log2 max|x| - (1 - alpha) log2 max|w|, less its median: in the first layer, by hand."""
+    model, seen = uneven(fresh("llama", torch.float32)), []
+    layer = model.model.layers[0]
+    handle = layer.input_layernorm.register_forward_hook(lambda module, args, output: seen.append(output.flatten(0, 1)))
+    for batch in batches_of("llama"):
+        forward(model, batch)
+    handle.remove()
+    sizes = torch.cat(seen).abs().amax(0)
+    columns = torch.cat([getattr(layer.self_attn, name).weight.detach() for name in QKV]).abs().amax(0)
+    scale = alpha * sizes.log2() - (1 - alpha) * columns.log2()
+    smooth(patch_model(model, "softmax"), batches_of("llama"), alpha, progress=False)
+    fit = swaps(model)[0].smoothing
+    place = next(number for number, pair in enumerate(fit.pairs) if pair.source == "../input_layernorm")
+    wanted = (scale - scale.median()).round().to(torch.int8)
+    assert wanted.unique().numel() >= 3
+    assert torch.equal(fit.powers(place), wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_no_bit_is_lost_at_the_ends_of_a_dtype(dtype: torch.dtype) -> None:
     """Weights near the smallest and the largest number keep their channel as it is, and all come back."""
@@ -254,6 +274,17 @@ def test_another_module_in_the_place_is_not_scaled() -> None:
         unpatch_model(model)
     layer.input_layernorm = norm
     assert same(bits(model), before), "nothing is scaled before all can be"
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_the_caller_may_have_switched_gradients_off(without: Any) -> None:
+    """Places are found by autograd's graph."""
+    wanted = smoothed()[0]
+    model, batches = patch_model(uneven(fresh("llama", torch.float32)), "sink"), batches_of("llama")
+    with without():
+        smooth(model, batches, 0.5, progress=False)
+    assert same(bits(model), bits(wanted))
+    assert sources(model) == sources(wanted)
 
 
 def test_only_around_swapped_layers() -> None:
