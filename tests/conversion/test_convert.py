@@ -7,8 +7,10 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +140,33 @@ def test_a_distillation_that_diverged_is_taken_back(stage: Distil, rate: float, 
     path = report.save(tmp_path).with_suffix(".json")
     again = ConversionReport.from_dict(json.loads(path.read_text(), parse_constant=pytest.fail))
     assert str(again).splitlines()[0] == report.summary
+
+
+@pytest.mark.parametrize(("most", "wanted"), [(8, [2, 4, 6]), (10, [2, 4, 6, 8]), (3, [1, 2]), (1, [])])
+def test_the_loss_is_measured_at_the_quarters_of_a_training(most: int, wanted: list[int]) -> None:
+    """The steps at which a training may end early; after the last one the loss is measured anyway."""
+    measured: list[int] = []
+    share, target = 0.03, 0.02
+
+    def steps() -> list[tuple[bool, bool]]:
+        measured.clear()
+        found = []
+        for number in range(1, most + 1):
+            asked, now = SimpleNamespace(max_loss=target), SimpleNamespace(global_step=number, max_steps=most)
+            lost = partial(lambda step: measured.append(step) or SimpleNamespace(share=share), number)
+            control = SimpleNamespace(should_training_stop=False, should_save=True)
+            conversion: Any = SimpleNamespace(asked=asked, lost=lost)
+            StopWithin(conversion).on_step_end(None, now, control)
+            found.append((control.should_training_stop, control.should_save))
+        return found
+
+    assert steps() == [(False, True)] * most
+    assert measured == wanted
+    share = target
+    assert steps() == [(step in wanted, step not in wanted) for step in range(1, most + 1)]
+    target = None
+    assert steps() == [(False, True)] * most
+    assert measured == []
 
 
 @pytest.mark.parametrize("tokens", [97, pytest.param(203, marks=pytest.mark.slow)])

@@ -11,9 +11,11 @@ import pytest
 import torch
 import transformers as T
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import smooth
+from hf_attn_swap.conversion.gauge import is_matrix
 from hf_attn_swap.conversion.smooth import Smoothed
 from hf_attn_swap.layer.smoothing import LARGEST_POWER, Smoothing, scaled
 from hf_attn_swap.quantization import machine_w8a8
@@ -164,6 +166,17 @@ def test_an_outlier_is_found_and_eight_bits_hold() -> None:
     assert all(report.spread[key][0] > 50 > 20 > report.spread[key][1] for key in norms)
     assert error() < before / 4
     assert "places are smoothed" in str(report)
+
+
+def test_what_counts_as_a_matrix() -> None:
+    """A module that has its weight and bias alone, as plain numbers that are there."""
+    inside, further, parametrized = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    inside.part = nn.Linear(2, 2)
+    further.scale = nn.Parameter(torch.ones(4))
+    nn.utils.parametrizations.weight_norm(parametrized)
+    assert all(map(is_matrix, (nn.Linear(4, 4), nn.Linear(4, 4, bias=False), Conv1D(4, 4))))
+    others = (nn.LayerNorm(4), nn.Embedding(4, 4), nn.Linear(4, 4, device="meta"), inside, further, parametrized)
+    assert not any(map(is_matrix, others))
 
 
 @pytest.mark.parametrize("alpha", [0.25, 0.75])

@@ -109,7 +109,7 @@ TRANSFER = stage("conversion/test_transfer.py", "conversion/test_transfer_cache.
 
 STEPS = stage("conversion/test_steps.py")
 STAGES = stage("training/test_stages.py", keyword="not control")
-SPENT = stage("conversion/test_convert.py", keyword="tokens or steps or images or unequal or diverged")
+SPENT = stage("conversion/test_convert.py", keyword="tokens or steps or images or unequal or diverged or quarters")
 CHOSEN = stage("conversion/test_convert.py", keyword="group or share or budget")
 PLANNED = stage("conversion/test_convert.py", keyword="settings or stages or linear or half")
 REPORTED = stage("conversion/test_convert.py", keyword="report")
@@ -185,7 +185,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/split.py": (LEAVES, REFUSED),
     "conversion/stages.py": (STAGES, PLANNED, LOSSES),
     "conversion/state.py": (STEPS, CHOSEN, RESUMED),
-    "conversion/steps/": (STEPS, CHOSEN, SPENT),
+    "conversion/steps/": (STEPS, SPENT, CHOSEN),
     "conversion/steps/absorb.py": (ABSORBED,),
     "conversion/steps/align.py": (STAGES,),
     "conversion/steps/integers.py": (BITS,),
@@ -194,8 +194,8 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/target.py": (CALIBRATE,),
     "conversion/teach.py": (STEPS, STAGES),
     "conversion/teacher.py": (TEACHER,),
-    "conversion/trainer.py": (TRANSFER, DISTIL_MORE),
-    "conversion/transfer.py": (TRANSFER, LOSSES),
+    "conversion/trainer.py": (TRANSFER, DISTIL_MORE, TEACHER),
+    "conversion/transfer.py": (TRANSFER, DISTIL, LOSSES),
     "conversion/value_scale.py": (SCALE,),
     "training/metrics.py": (stage("training/test_metrics.py", "training/test_publish.py"),),
 }
