@@ -115,6 +115,8 @@ def test_softmax_n_leaves_to_sdpa_what_its_kernel_does_not_take() -> None:
     assert not fits(q, k.float(), v)
     assert not fits(q, k, v[..., :4])
     assert not fits(q.to("meta"), k, v)
+    assert not fits(q[:0], k[:0], v[:0])
+    assert not fits(q, k[:, :, :0], v[:, :, :0])
     assert not fits(q, k, v, torch.zeros(1, 1, 4, 4, requires_grad=True))
     assert not fits(q, k, v, None, 0.1)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
