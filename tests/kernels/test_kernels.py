@@ -172,6 +172,21 @@ def test_long_sequences_never_hold_scores(
         torch.testing.assert_close(model(**batch)[0], read[0], rtol=EXACT, atol=EXACT)
 
 
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("keys", [1, 5])
+def test_blocks_of_long_sequences_read_their_rows_of_the_mask(
+    rows: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask with one row is that of every block."""
+    q, k, v = drawn(0, (2, 2, 6, 3), *[(2, 2, keys, 3)] * 2)
+    allowed = torch.rand(2, 1, rows, keys, generator=torch.Generator().manual_seed(1)) < 0.6
+    found = []
+    for block in (1, 10**9):
+        monkeypatch.setattr(hopfield, "BLOCK", block)
+        found.append(hopfield.attend_long([(q, k, 0.5)], v, allowed, False))
+    assert_equal(found[0], found[1], [q, k, v], 2)
+
+
 def test_low_memory_never_holds_scores_at_middle_length(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = zoo.inputs("bert", batch=2, length=9)
     monkeypatch.setattr(dispatch, "MIDDLE", 9)

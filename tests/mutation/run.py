@@ -141,7 +141,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "kernels/": (KERNELS, PASSES, CARRYING),
     "kernels/blocks.py": (WEIGHTED,),
     "kernels/carried.py": (HOPFIELD, stage("kernels/test_devices.py"), PASSES, CARRYING),
-    "kernels/dispatch.py": (PASSES, HOPFIELD, RECORDED),
+    "kernels/dispatch.py": (PASSES, stage("kernels/test_cuda.py"), HOPFIELD, RECORDED),
     "kernels/hopfield.py": (HOPFIELD, SECOND_OF_CARRIED, PASSES, ORDINARY),
     "kernels/linear.py": (stage("kernels/test_linear.py"), SECOND_OF_LINEAR, FORMULAS),
     "kernels/linear_fla.py": (stage("kernels/test_linear_fla.py"),),
