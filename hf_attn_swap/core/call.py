@@ -258,7 +258,7 @@ class Inputs:
     value: Tensor
     scaling: float
     masks: Masks
-    dropout: float = 0.0
+    dropout: float
     softcap: float | None = None
     position_bias: Tensor | None = None
     further: int = 0

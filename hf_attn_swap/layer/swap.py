@@ -81,20 +81,20 @@ class Wiring:
             core to W_v if the variant leaves W_o out. None if the path is not known.
     """
 
-    path: str = ""
-    order: int | None = 0
-    first: bool = False
-    last: bool = False
-    uniform: bool = False
-    states: Argument = Argument("", 0)
-    others: tuple[Argument, ...] = ()
-    mask: Argument | None = None
-    cache_index: str | None = None
-    caches: bool = False
-    borrows: bool = False
-    lent: bool = False
-    dropout_path: str | None = None
-    folded_path: str | None = None
+    path: str
+    order: int | None
+    first: bool
+    last: bool
+    uniform: bool
+    states: Argument
+    others: tuple[Argument, ...]
+    mask: Argument | None
+    cache_index: str | None
+    caches: bool
+    borrows: bool
+    lent: bool
+    dropout_path: str | None
+    folded_path: str | None
 
 
 class Swap(nn.Module):

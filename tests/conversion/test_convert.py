@@ -7,8 +7,10 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +21,13 @@ from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.analysis import lost
 from hf_attn_swap.conversion import calibrate, plan
 from hf_attn_swap.conversion.convert import convert
-from hf_attn_swap.conversion.outcome import ConversionReport
+from hf_attn_swap.conversion.outcome import ConversionReport, StepRecord, in_words
 from hf_attn_swap.conversion.plan import default_distil
 from hf_attn_swap.conversion.rows import as_rows
 from hf_attn_swap.conversion.stages import Align, Calibrate, Distil, FineTune
 from hf_attn_swap.conversion.steps.distil import StopWithin
 from hf_attn_swap.measuring.held_out import HeldOut
+from hf_attn_swap.measuring.lost import Lost
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
 
@@ -138,6 +141,33 @@ def test_a_distillation_that_diverged_is_taken_back(stage: Distil, rate: float, 
     path = report.save(tmp_path).with_suffix(".json")
     again = ConversionReport.from_dict(json.loads(path.read_text(), parse_constant=pytest.fail))
     assert str(again).splitlines()[0] == report.summary
+
+
+@pytest.mark.parametrize(("most", "wanted"), [(8, [2, 4, 6]), (10, [2, 4, 6, 8]), (3, [1, 2]), (1, [])])
+def test_the_loss_is_measured_at_the_quarters_of_a_training(most: int, wanted: list[int]) -> None:
+    """The steps at which a training may end early; after the last one the loss is measured anyway."""
+    measured: list[int] = []
+    share, target = 0.03, 0.02
+
+    def steps() -> list[tuple[bool, bool]]:
+        measured.clear()
+        found = []
+        for number in range(1, most + 1):
+            asked, now = SimpleNamespace(max_loss=target), SimpleNamespace(global_step=number, max_steps=most)
+            lost = partial(lambda step: measured.append(step) or SimpleNamespace(share=share), number)
+            control = SimpleNamespace(should_training_stop=False, should_save=True)
+            conversion: Any = SimpleNamespace(asked=asked, lost=lost)
+            StopWithin(conversion).on_step_end(None, now, control)
+            found.append((control.should_training_stop, control.should_save))
+        return found
+
+    assert steps() == [(False, True)] * most
+    assert measured == wanted
+    share = target
+    assert steps() == [(step in wanted, step not in wanted) for step in range(1, most + 1)]
+    target = None
+    assert steps() == [(False, True)] * most
+    assert measured == []
 
 
 @pytest.mark.parametrize("tokens", [97, pytest.param(203, marks=pytest.mark.slow)])
@@ -528,6 +558,16 @@ def test_the_report_says_how_to_lose_less(ratio: float, budget: float | None, sa
     assert ("To " in last) == bool(said)
     assert said in last
     assert said in changed._repr_html_()
+
+
+def test_the_cells_of_a_step_in_the_report() -> None:
+    text = Lost(tokens=9, divergence=0.01234, agreement=0.5, perplexity=21.0, stock_perplexity=20.0)
+    row = StepRecord(name="swap", layers=(0, 2), lost=text, tokens=12_345, seconds=90)
+    assert row.cells() == ("swap", "2", "5.00%", "0.0123", "50.0%", "12,345", "1.5")
+    without = StepRecord(name="swap", layers=(), lost=Lost(tokens=1, relative_error=0.25))
+    assert without.cells() == ("swap", "0", "25.00%", "-", "-", "-", "0.0")
+    large = [replace(text, perplexity=20.0 * ratio) for ratio in (9.5, 10, 2500)]
+    assert [in_words(each) for each in large] == ["850.00%", "x 10", "x 2,500"]
 
 
 class Text(HTMLParser):

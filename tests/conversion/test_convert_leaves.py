@@ -11,6 +11,7 @@ import torch
 from transformers import TrainingArguments
 
 from hf_attn_swap.caches import cache_of
+from hf_attn_swap.conversion.as_before import flags_as_before
 from hf_attn_swap.conversion.distillation import DistillationTrainer
 from hf_attn_swap.conversion.state import State
 from hf_attn_swap.conversion.steps.distil import StopWithin
@@ -60,6 +61,24 @@ def test_checkpointing_of_the_user_ends_with_the_training(seen: list[bool], tmp_
     assert not checkpointed(model)
     model.requires_grad_(False)
     assert not model(**batch_of("bert", torch.float32)).logits.requires_grad
+
+
+def test_a_stage_gives_the_flags_back() -> None:
+    """Also after an error; what trains in one stage of a recipe does not train in the next."""
+    model = stock("bert")
+    first, *others = model.parameters()
+    first.requires_grad_(False)
+
+    @flags_as_before(model)
+    def turned() -> None:
+        for parameter in model.parameters():
+            parameter.requires_grad_(not parameter.requires_grad)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        turned()
+    assert not first.requires_grad
+    assert all(parameter.requires_grad for parameter in others)
 
 
 def test_the_cache_is_used_as_before() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import numpy as np
@@ -134,7 +135,8 @@ def test_a_large_cut_warns() -> None:
 def test_gamma_is_chosen_by_the_share(name: str, share: float) -> None:
     """The chosen gamma keeps the share in every layer, and the next one of the grid does not."""
     gamma = choose_gamma(fresh(name), batches(name), share=share, progress=False)
-    assert sorted(GAMMAS) == list(GAMMAS)
+    assert all(2 <= one / other <= 2.5 + 1e-9 for one, other in itertools.pairwise(GAMMAS)), "from far to near, evenly"
+    assert (GAMMAS[0], len(GAMMAS)) == (-0.5, 18)
     place = GAMMAS.index(gamma)
     at, above = GAMMAS[place], GAMMAS[place - 1]
     found = cut_shares(fresh(name), batches(name), (at, above), progress=False)

@@ -11,9 +11,11 @@ import pytest
 import torch
 import transformers as T
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import smooth
+from hf_attn_swap.conversion.gauge import is_matrix
 from hf_attn_swap.conversion.smooth import Smoothed
 from hf_attn_swap.layer.smoothing import LARGEST_POWER, Smoothing, scaled
 from hf_attn_swap.quantization import machine_w8a8
@@ -166,6 +168,37 @@ def test_an_outlier_is_found_and_eight_bits_hold() -> None:
     assert "places are smoothed" in str(report)
 
 
+def test_what_counts_as_a_matrix() -> None:
+    """A module that has its weight and bias alone, as plain numbers that are there."""
+    inside, further, parametrized = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    inside.part = nn.Linear(2, 2)
+    further.scale = nn.Parameter(torch.ones(4))
+    nn.utils.parametrizations.weight_norm(parametrized)
+    assert all(map(is_matrix, (nn.Linear(4, 4), nn.Linear(4, 4, bias=False), Conv1D(4, 4))))
+    others = (nn.LayerNorm(4), nn.Embedding(4, 4), nn.Linear(4, 4, device="meta"), inside, further, parametrized)
+    assert not any(map(is_matrix, others))
+
+
+@pytest.mark.parametrize("alpha", [0.25, 0.75])
+def test_the_powers_of_the_formula(alpha: float) -> None:
+    """k = alpha log2 max|x| - (1 - alpha) log2 max|w|, less its median: in the first layer, by hand."""
+    model, seen = uneven(fresh("llama", torch.float32)), []
+    layer = model.model.layers[0]
+    handle = layer.input_layernorm.register_forward_hook(lambda module, args, output: seen.append(output.flatten(0, 1)))
+    for batch in batches_of("llama"):
+        forward(model, batch)
+    handle.remove()
+    sizes = torch.cat(seen).abs().amax(0)
+    columns = torch.cat([getattr(layer.self_attn, name).weight.detach() for name in QKV]).abs().amax(0)
+    scale = alpha * sizes.log2() - (1 - alpha) * columns.log2()
+    smooth(patch_model(model, "softmax"), batches_of("llama"), alpha, progress=False)
+    fit = swaps(model)[0].smoothing
+    place = next(number for number, pair in enumerate(fit.pairs) if pair.source == "../input_layernorm")
+    wanted = (scale - scale.median()).round().to(torch.int8)
+    assert wanted.unique().numel() >= 3
+    assert torch.equal(fit.powers(place), wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_no_bit_is_lost_at_the_ends_of_a_dtype(dtype: torch.dtype) -> None:
     """Weights near the smallest and the largest number keep their channel as it is, and all come back."""
@@ -236,6 +269,35 @@ def test_a_layer_that_leaves_takes_its_powers_along() -> None:
     assert sources(model) == [[], ["input_layernorm", "post_attention_layernorm", "up_proj"]]
     assert torch.equal(forward(model, batch), stock)
     assert same(bits(unpatch_model(model)), weights)
+
+
+def test_another_module_in_the_place_is_not_scaled() -> None:
+    """Without weights, with a module of its own inside, or of another width; and none at all."""
+    model, _ = smoothed()
+    layer, before = model.model.layers[0], bits(model)
+    norm = layer.input_layernorm
+    wrapped = copy.deepcopy(norm)
+    wrapped.inner = nn.Linear(2, 2)
+    for other in (nn.Identity(), wrapped, nn.LayerNorm(7)):
+        layer.input_layernorm = other
+        with refused("../input_layernorm was smoothed, and is now", "cannot be scaled back"):
+            unpatch_model(model)
+    del layer.input_layernorm
+    with refused("../input_layernorm was smoothed and is not in the model any more"):
+        unpatch_model(model)
+    layer.input_layernorm = norm
+    assert same(bits(model), before), "nothing is scaled before all can be"
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_the_caller_may_have_switched_gradients_off(without: Any) -> None:
+    """Places are found by autograd's graph."""
+    wanted = smoothed()[0]
+    model, batches = patch_model(uneven(fresh("llama", torch.float32)), "sink"), batches_of("llama")
+    with without():
+        smooth(model, batches, 0.5, progress=False)
+    assert same(bits(model), bits(wanted))
+    assert sources(model) == sources(wanted)
 
 
 def test_only_around_swapped_layers() -> None:
@@ -422,6 +484,30 @@ def test_refused() -> None:
         layer.attention.output.dense = nn.Sequential(nn.Tanh(), layer.attention.output.dense)
     with refused("no place of BertModel", "post-norm blocks"):
         smooth(patch_model(bert, "outeffhop"), {"input_ids": torch.arange(1, 9)[None]}, 0.5, progress=False)
+
+
+def described(pairs: int = 1, readers: int = 1, channels: Any = 8, **more: Any) -> dict[str, Any]:
+    pair = {"source": "../norm", "readers": ["q_proj"] * readers, "channels": channels}
+    return {"dtype": "float32", "pairs": [pair] * pairs, **more}
+
+
+def test_the_limits_of_a_description() -> None:
+    for spec in (described(64), described(readers=63), described(channels=1), described(channels=10_000_000)):
+        Smoothing.check(spec, (), 1.0)
+    for count in (0, 65):
+        with refused("must be a list of 1 to 64"):
+            Smoothing.check(described(count), (), 1.0)
+    for spec in (described(readers=0), described(readers=64)):
+        with refused("must be paths of modules"):
+            Smoothing.check(spec, (), 1.0)
+    for channels in (0, 10_000_001, True, 8.0):
+        with refused("must be a positive whole number"):
+            Smoothing.check(described(channels=channels), (), 1.0)
+    with refused("must be one of float16, bfloat16, float32, float64"):
+        Smoothing.check(described(dtype="int8"), (), 1.0)
+    for path in ("", "..", "a b", "/norm", "../" * 9 + "norm", "a" + "/b" * 17):
+        with refused("must be paths of modules"):
+            Smoothing.check({"dtype": "float32", "pairs": [{"source": path, "readers": ["q"], "channels": 1}]}, (), 1.0)
 
 
 BERT_SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)

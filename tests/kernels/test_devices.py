@@ -24,7 +24,7 @@ def made(device: str, seed: int) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(2, heads, LENGTH, 4, generator=generator).to(device) for heads in (4, 2, 2))
     masks = Masks(queries=LENGTH, keys=LENGTH, device=query.device, causal=True)
-    return Inputs(query=query, key=key, value=value, scaling=0.5, masks=masks)
+    return Inputs(query=query, key=key, value=value, scaling=0.5, masks=masks, dropout=0.0)
 
 
 def layer(inputs: Inputs, shared: Carried, order: int, below: Hidden | None) -> Tensor:

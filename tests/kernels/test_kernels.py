@@ -76,6 +76,8 @@ def test_softmax_n_leaves_to_sdpa_what_its_kernel_does_not_take() -> None:
     assert not fits(q, k.float(), v)
     assert not fits(q, k, v[..., :4])
     assert not fits(q.to("meta"), k, v)
+    assert not fits(q[:0], k[:0], v[:0])
+    assert not fits(q, k[:, :, :0], v[:, :, :0])
     assert not fits(q, k, v, torch.zeros(1, 1, 4, 4, requires_grad=True))
     assert not fits(q, k, v, None, 0.1)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -129,6 +131,21 @@ def test_long_sequences_never_hold_scores(
     assert len(calls) == model.config.num_hidden_layers
     with torch.no_grad():
         torch.testing.assert_close(model(**batch)[0], read[0], rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("keys", [1, 5])
+def test_blocks_of_long_sequences_read_their_rows_of_the_mask(
+    rows: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask with one row is that of every block."""
+    q, k, v = drawn(0, (2, 2, 6, 3), *[(2, 2, keys, 3)] * 2)
+    allowed = torch.rand(2, 1, rows, keys, generator=torch.Generator().manual_seed(1)) < 0.6
+    found = []
+    for block in (1, 10**9):
+        monkeypatch.setattr(hopfield, "BLOCK", block)
+        found.append(hopfield.attend_long([(q, k, 0.5)], v, allowed, False))
+    assert_equal(found[0], found[1], [q, k, v], 2)
 
 
 def test_low_memory_never_holds_scores_at_middle_length(monkeypatch: pytest.MonkeyPatch) -> None:

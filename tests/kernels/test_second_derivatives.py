@@ -26,7 +26,7 @@ from tests.contract.cells import EVERY
 from tests.contract.harness import swaps
 from tests.harness.checkpointing import enable
 
-from .derivatives import BATCH, BOTH, FAMILIES, LENGTH, assert_close, inner, like, loss_of, math_kernel, model_of
+from .derivatives import BATCH, BOTH, EXACT, FAMILIES, LENGTH, assert_close, inner, like, loss_of, math_kernel, model_of
 from .drawn import drawn, masked
 from .in_blocks import RULES, in_blocks, mask_of
 
@@ -106,8 +106,19 @@ SIZES = (2, 4, 3, 4, 2)  # B, H, Q, K, D
 CHECK = {"atol": 1e-6, "rtol": 1e-4}
 
 
+def slopes(function: Callable[..., Any], inputs: list[Tensor], create_graph: bool) -> list[Tensor | None]:
+    """The gradients of the inputs, from a sum of the results with fixed factors."""
+    results = function(*inputs)
+    results = [each for each in (results if isinstance(results, tuple) else (results,)) if each.requires_grad]
+    learned = [each for each in inputs if each.requires_grad]
+    return list(torch.autograd.grad(results, learned, like(results), create_graph=create_graph, allow_unused=True))
+
+
 def checked(function: Callable[..., Any], inputs: list[Tensor], **kwargs: Any) -> None:
-    """First and second derivatives by finite differences."""
+    """First and second derivatives by finite differences; the readable first ones are those of the kernel."""
+    wanted, got = (slopes(function, inputs, create_graph) for create_graph in (False, True))
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)
     assert torch.autograd.gradcheck(function, inputs, fast_mode=True, **CHECK, **kwargs)
     assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True, **CHECK, **kwargs)
 
@@ -191,6 +202,26 @@ def test_of_carried_scores(used: str, first: bool, blocked: bool, dropout: float
         checked(layers, given)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_of_carried_scores_that_nothing_reads(create_graph: bool) -> None:
+    """What follows has no gradient for the heads: then nothing below has one."""
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, heads: Tensor) -> Tensor:
+            return heads.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    given = drawn(2, *[(1, 2, 3, 2)] * 3)
+    how: Any = {"decay": 0.0, "weight": 0.4, "blocked": None, "fresh": True}
+    stopped = Stop.apply(hopfield.attend(None, *given, **how)[1])
+    found = torch.autograd.grad(stopped.sum(), given, create_graph=create_graph, allow_unused=True)
+    assert found == (None, None, None)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_of_carried_scores_as_a_sum_of_products(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block is computed again in the backward pass, and drops the same weights as before."""
@@ -251,16 +282,16 @@ def test_of_the_third_order() -> None:
     """Beyond the second derivative too."""
     qkv = drawn(1, *[(1, 2, 3, 2)] * 3)
 
-    def slopes(attend: Callable[..., Tensor]) -> Callable[..., Any]:
+    def first_of(attend: Callable[..., Tensor]) -> Callable[..., Any]:
         def first(q: Tensor, k: Tensor, v: Tensor) -> Any:
             return torch.autograd.grad(attend(q, k, v).square().sum(), (q, k, v), create_graph=True)
 
         return first
 
-    checked(slopes(lambda q, k, v: softmax_n.softmax_n_attention(q, k, v, None, False, 0.9, 1.0)), qkv)
+    checked(first_of(lambda q, k, v: softmax_n.softmax_n_attention(q, k, v, None, False, 0.9, 1.0)), qkv)
     how: Any = {"decay": 1.0, "weight": 0.4, "blocked": None, "fresh": True}
-    checked(slopes(lambda q, k, v: hopfield.attend(None, q, k, v, **how)[1]), qkv)
-    checked(slopes(lambda q, k, v: in_blocks(q, k, v, None, False, ("entmax15", 0.0, 1.0, None))), qkv)
+    checked(first_of(lambda q, k, v: hopfield.attend(None, q, k, v, **how)[1]), qkv)
+    checked(first_of(lambda q, k, v: in_blocks(q, k, v, None, False, ("entmax15", 0.0, 1.0, None))), qkv)
 
 
 @pytest.mark.parametrize("name", EVERY)

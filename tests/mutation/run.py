@@ -3,7 +3,9 @@
     pip install cosmic-ray
     python tests/mutation/run.py mutants.sqlite --count 200              # samples, runs, prints; run again to go on
     python tests/mutation/run.py mutants.sqlite --report                 # what was caught, what survived, as diffs
+    python tests/mutation/run.py mutants.sqlite --again                  # the survivors, with the tests of today
     python tests/mutation/run.py other.sqlite --count 30 --only kernels  # files whose path holds this
+    python tests/mutation/run.py mutants.sqlite --again                  # the survivors, with the tests of today
 
 Operators and session are cosmic-ray's. Places are drawn at random and then one fault of each, because a place may have
 a dozen. Faults that change annotations alone are no faults, and left out. A copy of the tree lies beside the session,
@@ -34,7 +36,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "hf_attn_swap"
 COPIED = (PACKAGE, f"{PACKAGE}_cli", "tests", "recipes")
-LIMIT = 150.0  # seconds; a fault that makes a loop endless counts as caught
+LIMIT = 150.0  # seconds, or five times what the tests take without a fault: an endless loop counts as caught
 PASSED, HUNG = 0, -1
 
 
@@ -55,67 +57,155 @@ FORMULAS = stage("contract/test_functional_formulas.py")
 NORMALIZERS = stage("contract/test_functional_normalizers.py")
 KERNELS = stage("kernels/test_kernels.py")
 WEIGHTED = stage("kernels/test_weighted.py")
-PASSES = stage("kernels/test_passes.py", keyword="not flash or llama")
-SECOND = stage("kernels/test_second_derivatives.py", keyword="test_of or ordinary")
-TRANSFORMS = stage("kernels/test_transforms.py", keyword="bert or forward_mode")
+OPERATORS = stage("kernels/test_weighted.py", keyword="learns or calls or exported")
+SUMS = stage("kernels/test_passes.py", keyword="llama and not flash")
+SOFTMAX_N = stage("kernels/test_kernels.py", keyword="softmax_n")
+HOPFIELD = stage("kernels/test_kernels.py", keyword="carried or long or low or alive")
+FLASHLESS = stage("kernels/test_passes.py", keyword="flash and bert")
+PASSES = stage("kernels/test_passes.py", keyword="not flash and not (albert or gpt2 or opt or vit)")
+SECOND_OF_SOFTMAX_N = stage("kernels/test_second_derivatives.py", keyword="test_of_softmax_n")
+SECOND_OF_CARRIED = stage("kernels/test_second_derivatives.py", keyword="test_of_carried or third")
+SECOND_OF_WEIGHTS = stage("kernels/test_second_derivatives.py", keyword="test_of_weights")
+SECOND_OF_LINEAR = stage("kernels/test_second_derivatives.py", keyword="test_of_linear")
+ORDINARY = stage("kernels/test_second_derivatives.py", keyword="ordinary")
+RECORDED = stage("kernels/test_transforms.py", keyword="bert and (of_vmap or recorded or forward_mode) and not 140")
 DEEP = "(bert or llama) and not albert"  # the two families that the contract's grid is deep on
-VALUES = stage("contract/test_values.py", keyword=f"({DEEP}) and (in_between or without_padding)")
 MASKS = stage("contract/test_masks.py", keyword=f"({DEEP}) and (float_mask or see_nothing)")
 MIXED = stage("contract/test_packed_and_sliding.py", keyword="full_and_sliding")
 CARRYING = stage("contract/test_values.py", "contract/test_masks.py", keyword=f"modern_hopfield and ({DEEP})")
 CACHED = stage("contract/test_generation.py", keyword="llama and not +")
 CARRIED_REFUSALS = stage("contract/test_refusals_carried.py")
 LINEAR = stage("contract/test_linear_state.py")
+SINK = stage("contract/test_sink.py")
+BIASED = stage("generic/test_generic.py", keyword="(gemma2 or t5) and (swapped or fused)")
 ARGUMENTS = stage("contract/test_refusals_arguments.py")
-WEIGHTS = stage("contract/test_fused.py", keyword=f"request and ({DEEP})")
+BY_KIND = stage("contract/test_options_by_kind.py")
+NAMES = stage("contract/test_names.py")
 STRENGTHS = stage("contract/test_strength.py", keyword="layer_at_zero or casts or (schedule and bert)")
+STRENGTH_DTYPE = stage("contract/test_strength_dtype.py")
+DAMAGED = stage("lifecycle/test_damaged.py")
+SWAP = stage("layer/test_swap.py")
+A_NEW_FIT = stage("lifecycle/test_a_new_fit.py", keyword=f"not lives or ({DEEP})")
+
+FEW = "not (albert or gpt2 or opt or vit)"
+ABSORB = stage("conversion/test_absorb.py")
 CALIBRATE = stage("conversion/test_calibrate.py", keyword="bert or llama or not (every_variant or least or training)")
+CUT = stage("conversion/test_cut.py")
+DISTIL = stage(
+    "conversion/test_distillation.py", keyword="formula or padding or (learned and bert) or relative or inputs"
+)
+DISTIL_MORE = stage(
+    "conversion/test_distillation.py", keyword="left_out or more_than or schedule or (dropout and bert)"
+)
+HEADS = stage("conversion/test_heads.py", keyword=f"{FEW} and not compiled")
+LOSSES = stage("conversion/test_losses.py")
 MERGE = stage("conversion/test_merge.py", keyword="not saved and (llama or gpt2 or not merged)")
+NEUTRAL = stage("conversion/test_neutral.py", keyword=FEW)
+ROWS = stage("conversion/test_rows.py", "conversion/test_batches.py")
+SCALE = stage("conversion/test_value_scale.py", keyword=f"{FEW} and not architectures")
+SMOOTH = stage("conversion/test_smooth.py", keyword=f"not (way_back or found) or (({DEEP}) and (gated or found))")
+TEACHER = stage("conversion/test_teacher.py", keyword=FEW)
+TRANSFER = stage("conversion/test_transfer.py", "conversion/test_transfer_cache.py", keyword=FEW)
+
+STEPS = stage("conversion/test_steps.py")
+STAGES = stage("training/test_stages.py", keyword="not control")
+SPENT = stage("conversion/test_convert.py", keyword="tokens or steps or images or unequal or diverged or quarters")
+CHOSEN = stage("conversion/test_convert.py", keyword="group or share or budget")
+PLANNED = stage("conversion/test_convert.py", keyword="settings or stages or linear or half")
+REPORTED = stage("conversion/test_convert.py", keyword="report")
+REFUSED = stage("conversion/test_convert.py", keyword="refus or another or error or modes or mixed or rows")
+LEAVES = stage("conversion/test_convert_leaves.py", keyword="not compiled")
+RESUMED = stage("conversion/test_convert_resumed.py", keyword="killed_after or lost")
+ABSORBED = stage("conversion/test_convert_absorb.py")
+BITS = stage("conversion/test_convert_bits.py")
 
 # By file, or by folder for files that are not named: the narrowest and fastest tests first, as the first failure ends.
 TESTS: dict[str, tuple[Stage, ...]] = {
     "functional/": (FORMULAS, NORMALIZERS, stage("memory/test_promises.py")),
     "functional/linear.py": (FORMULAS, stage("kernels/test_linear.py")),
     "functional/sparse.py": (NORMALIZERS,),
-    "core/": (VALUES, MASKS),
-    "layer/calibration.py": (CALIBRATE, MERGE),
-    "core/call.py": (MIXED, CACHED, MASKS, CARRIED_REFUSALS, PASSES),
-    "layer/compute.py": (VALUES, MASKS, WEIGHTS, LINEAR, CARRIED_REFUSALS),
-    "layer/registry.py": (ARGUMENTS,),
-    "text/typed.py": (ARGUMENTS, stage("cli/test_arguments.py")),
-    "layer/swap.py": (
-        STRENGTHS,
-        CARRIED_REFUSALS,
-        VALUES,
-        CALIBRATE,
-        stage("lifecycle/test_save_load.py", keyword="bert"),
-    ),
-    "kernels/": (KERNELS, PASSES, SECOND, CARRYING),
-    "kernels/dispatch.py": (PASSES, KERNELS, TRANSFORMS),
+    "core/call.py": (stage("core/test_call.py"), MIXED, CACHED, CARRIED_REFUSALS),
+    "core/checks.py": (DAMAGED,),
+    "core/kind.py": (BY_KIND,),
+    "core/masks.py": (stage("core/test_masks.py"), MASKS, MIXED, LINEAR),
+    "core/options.py": (ARGUMENTS, BY_KIND),
+    "layer/calibration.py": (MERGE, CALIBRATE, A_NEW_FIT),
+    "layer/compute.py": (SWAP, MASKS, SINK, LINEAR, CARRIED_REFUSALS, BIASED, SUMS, OPERATORS),
+    "layer/fitted.py": (A_NEW_FIT,),
+    "layer/head_order.py": (HEADS,),
+    "layer/neutral_start.py": (NEUTRAL,),
+    "layer/registry.py": (ARGUMENTS, BY_KIND, NAMES),
+    "layer/smoothing.py": (SMOOTH,),
+    "layer/swap.py": (SWAP, STRENGTHS, STRENGTH_DTYPE, CARRIED_REFUSALS, SINK, A_NEW_FIT),
+    "layer/value_scale.py": (SCALE, A_NEW_FIT),
+    "kernels/": (KERNELS, PASSES, CARRYING),
     "kernels/blocks.py": (WEIGHTED,),
-    "kernels/normalizers.py": (WEIGHTED,),
-    "kernels/thresholds.py": (WEIGHTED,),
-    "kernels/weighing.py": (WEIGHTED, SECOND),
-    "kernels/weighted.py": (WEIGHTED, SECOND),
-    "kernels/linear.py": (stage("kernels/test_linear.py"), FORMULAS, SECOND),
+    "kernels/carried.py": (HOPFIELD, stage("kernels/test_devices.py"), PASSES, CARRYING),
+    "kernels/dispatch.py": (PASSES, stage("kernels/test_cuda.py"), HOPFIELD, RECORDED),
+    "kernels/hopfield.py": (HOPFIELD, SECOND_OF_CARRIED, PASSES, ORDINARY),
+    "kernels/linear.py": (stage("kernels/test_linear.py"), SECOND_OF_LINEAR, FORMULAS),
     "kernels/linear_fla.py": (stage("kernels/test_linear_fla.py"),),
-    "kernels/stock_softmax.py": (stage("kernels/test_kernels.py", keyword="softmax_n"), stage("kernels/test_cuda.py")),
-    "kernels/softmax_n.py": (stage("kernels/test_kernels.py", keyword="softmax_n"), PASSES, SECOND),
-    "conversion/": (CALIBRATE, MERGE, stage("conversion/test_transfer.py", keyword="bert or not learns")),
-    "conversion/calibrate.py": (CALIBRATE,),
+    "kernels/normalizers.py": (WEIGHTED,),
+    "kernels/pairs.py": (SINK,),
+    "kernels/softmax_n.py": (SOFTMAX_N, stage("kernels/test_cuda.py"), SECOND_OF_SOFTMAX_N, SINK, FLASHLESS),
+    "kernels/stock_softmax.py": (SOFTMAX_N, stage("kernels/test_cuda.py")),
+    "kernels/thresholds.py": (WEIGHTED,),
+    "kernels/twice.py": (SECOND_OF_SOFTMAX_N, ORDINARY),
+    "kernels/weighing.py": (WEIGHTED, SECOND_OF_WEIGHTS),
+    "kernels/weighted.py": (WEIGHTED, SECOND_OF_WEIGHTS),
+    "text/typed.py": (ARGUMENTS, stage("cli/test_arguments.py")),
+    "conversion/absorb.py": (ABSORB,),
+    "conversion/adapters.py": (TEACHER, LEAVES),
+    "conversion/as_before.py": (LEAVES, REFUSED),
+    "conversion/bits.py": (BITS,),
+    "conversion/calibrate.py": (CALIBRATE, CUT),
+    "conversion/convert.py": (REFUSED, LEAVES, REPORTED),
+    "conversion/cut.py": (CUT,),
+    "conversion/distillation.py": (DISTIL, DISTIL_MORE, TEACHER),
+    "conversion/dropout.py": (TRANSFER, DISTIL_MORE),
+    "conversion/engine.py": (STEPS, RESUMED),
+    "conversion/gauge.py": (SMOOTH, NEUTRAL),
+    "conversion/heads.py": (HEADS,),
+    "conversion/journal.py": (stage("conversion/test_journal.py"),),
+    "conversion/lesson.py": (stage("conversion/test_lesson.py"), SPENT),
+    "conversion/losses.py": (DISTIL, LOSSES, TEACHER),
     "conversion/merge.py": (MERGE,),
     "conversion/moments.py": (CALIBRATE,),
-    "conversion/report.py": (CALIBRATE,),
+    "conversion/neutral.py": (NEUTRAL,),
+    "conversion/outcome.py": (REPORTED, CHOSEN, BITS),
+    "conversion/parts.py": (TRANSFER, TEACHER),
+    "conversion/plan.py": (PLANNED, STAGES),
+    "conversion/progress.py": (stage("conversion/test_progress.py"),),
+    "conversion/report.py": (CALIBRATE, CUT),
+    "conversion/rows.py": (ROWS,),
     "conversion/schedule.py": (stage("conversion/test_schedule.py", keyword="not sharded"),),
-    "conversion/transfer.py": (stage("conversion/test_transfer.py", keyword="not learns or bert"),),
+    "conversion/sensitivity.py": (stage("conversion/test_sensitivity.py"),),
+    "conversion/smooth.py": (SMOOTH,),
+    "conversion/snapshot.py": (stage("conversion/test_snapshot.py"), STEPS),
+    "conversion/split.py": (LEAVES, REFUSED),
+    "conversion/stages.py": (STAGES, PLANNED, LOSSES),
+    "conversion/state.py": (STEPS, CHOSEN, RESUMED),
+    "conversion/steps/": (STEPS, SPENT, CHOSEN),
+    "conversion/steps/absorb.py": (ABSORBED,),
+    "conversion/steps/align.py": (STAGES,),
+    "conversion/steps/integers.py": (BITS,),
+    "conversion/steps/smooth.py": (BITS,),
+    "conversion/steps/stock.py": (BITS,),
+    "conversion/target.py": (CALIBRATE,),
+    "conversion/teach.py": (STEPS, STAGES),
+    "conversion/teacher.py": (TEACHER,),
+    "conversion/trainer.py": (TRANSFER, DISTIL_MORE, TEACHER),
+    "conversion/transfer.py": (TRANSFER, DISTIL, LOSSES),
+    "conversion/value_scale.py": (SCALE,),
     "training/metrics.py": (stage("training/test_metrics.py", "training/test_publish.py"),),
 }
-SCOPE = ("functional", "core", "kernels", "conversion", "training/metrics.py")
+SCOPE = ("functional", "core", "layer", "kernels", "conversion", "training/metrics.py")
 
 
 def tests_of(path: Path) -> tuple[Stage, ...]:
     """The stages of one file of the package, given from the package's root."""
-    return TESTS.get(path.as_posix()) or TESTS[f"{path.parts[0]}/"]
+    folders = (f"{folder.as_posix()}/" for folder in path.parents)
+    return next(TESTS[name] for name in (path.as_posix(), *folders) if name in TESTS)
 
 
 def sources(tree: Path) -> list[Path]:
@@ -196,28 +286,39 @@ def _in_child(tree: Path, stages: tuple[Stage, ...], log: Path) -> None:
         os._exit(status)
 
 
-def warm(tree: Path, paths: list[Path], log: Path) -> None:
-    """Run each file's tests without a fault, which must pass, and import here what they imported of other packages."""
-    known: set[tuple[Stage, ...]] = set()
+def warm(tree: Path, paths: list[Path], log: Path) -> dict[Stage, float]:
+    """Run the files' tests without a fault, which must pass, and import here what they imported of other packages.
+
+    Returns:
+        The seconds that each stage took.
+    """
+    known: dict[Stage, float] = {}
     for path in paths:
-        stages = tests_of(path.relative_to(PACKAGE))
-        if stages in known:
-            continue
-        known.add(stages)
-        start = time.monotonic()
-        status = run_tests(tree, stages, 4 * LIMIT, log)
-        if status != PASSED:
-            sys.exit(f"without a fault, the tests of {path.name} end with {status}:\n{log.read_text()[-2000:]}")
-        for name in log.with_suffix(".modules").read_text().splitlines():
-            with contextlib.suppress(ImportError, AttributeError):  # parts of other packages import in one order alone
-                importlib.import_module(name)
-        print(f"{path}: {time.monotonic() - start:.0f} s without a fault", flush=True)
+        for each in tests_of(path.relative_to(PACKAGE)):
+            if each in known:
+                continue
+            start = time.monotonic()
+            status = run_tests(tree, (each,), 6 * LIMIT, log)
+            if status != PASSED:
+                sys.exit(f"without a fault, {each} ends with {status}:\n{log.read_text()[-2000:]}")
+            for name in log.with_suffix(".modules").read_text().splitlines():
+                with contextlib.suppress(ImportError, AttributeError):  # parts of others import in one order alone
+                    importlib.import_module(name)
+            known[each] = time.monotonic() - start
+            print(f"{' '.join(each.paths)} -k '{each.keyword}': {known[each]:.0f} s without a fault", flush=True)
+    return known
+
+
+def copy_folder(root: Path, tree: Path, name: str) -> None:
+    """One folder of the project, in place of the one that is there."""
+    shutil.rmtree(tree / name, ignore_errors=True)
+    shutil.copytree(root / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def copy_tree(root: Path, tree: Path) -> None:
     """What the tests of the package need."""
     for name in COPIED:
-        shutil.copytree(root / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        copy_folder(root, tree, name)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(root / name, tree / name)
 
@@ -260,28 +361,36 @@ def changes(fault: object) -> bool:
     return other is not None and meaning(source) != meaning(other)
 
 
-def go_on(database: object, tree: Path, log: Path) -> None:
-    """Run every fault of the sample that has no result yet."""
-    pending = list(database.pending_work_items)
+def survivors(database: object) -> list[object]:
+    """The faults of the sample that no test caught."""
+    from cosmic_ray.work_item import TestOutcome
+
+    return [item for item, result in database.completed_work_items if result.test_outcome is TestOutcome.SURVIVED]
+
+
+def go_on(database: object, tree: Path, log: Path, pending: list[object]) -> None:
+    """Run these faults, and keep the results in place of earlier ones."""
     paths = {item.job_id: item.mutations[0].module_path.relative_to(tree) for item in pending}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder).resolve()
         copy_tree(tree, scratch)
-        warm(scratch, sorted(set(paths.values())), log)
+        known = warm(scratch, sorted(set(paths.values())), log)
         for number, item in enumerate(pending, 1):
-            result, words = tried(item.mutations[0], paths[item.job_id], scratch, log)
+            stages = tests_of(paths[item.job_id].relative_to(PACKAGE))
+            limit = max(LIMIT, 5 * sum(known[each] for each in stages))
+            result, words = tried(item.mutations[0], paths[item.job_id], scratch, limit, log)
             database.set_result(item.job_id, result)
             print(f"{number}/{len(pending)} {words}", flush=True)
 
 
-def tried(fault: object, path: Path, scratch: Path, log: Path) -> tuple[object, str]:
+def tried(fault: object, path: Path, scratch: Path, limit: float, log: Path) -> tuple[object, str]:
     """The result of one fault, and the line to print."""
     from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
     source, other = mutated(fault)
     start = time.monotonic()
     (scratch / path).write_text(other)
-    status = run_tests(scratch, tests_of(path.relative_to(PACKAGE)), LIMIT, log)
+    status = run_tests(scratch, tests_of(path.relative_to(PACKAGE)), limit, log)
     (scratch / path).write_text(source)
     diff = "\n".join(difflib.unified_diff(source.splitlines(), other.splitlines(), lineterm="", n=1))
     first = next((line for line in log.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))), "")
@@ -324,6 +433,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="faults to draw when the session begins")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="files whose path holds this")
+    parser.add_argument("--again", action="store_true", help="run the survivors, with the tests as they are now")
     parser.add_argument("--report", action="store_true", help="print what is known, and run nothing")
     chosen = parser.parse_args()
     from cosmic_ray.work_db import WorkDB, use_db
@@ -336,7 +446,10 @@ def main() -> None:
             if not begun:
                 copy_tree(ROOT, tree)
                 begin(database, tree, chosen.only, chosen.count, chosen.seed)
-            go_on(database, tree, chosen.session.with_suffix(".log").resolve())
+            if chosen.again:
+                copy_folder(ROOT, tree, "tests")
+            pending = survivors(database) if chosen.again else list(database.pending_work_items)
+            go_on(database, tree, chosen.session.with_suffix(".log").resolve(), pending)
         report(database)
 
 

@@ -1,0 +1,128 @@
+"""What one training reads: rows of the budget in their order, or the epochs of a stage; and where it goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import TrainingArguments
+
+from hf_attn_swap.conversion.lesson import (
+    Lesson,
+    epochs_of,
+    exhausted,
+    last_whole_checkpoint,
+    rows_per_step,
+    rows_read,
+    share_of_budget,
+)
+from hf_attn_swap.conversion.rows import Rows
+from hf_attn_swap.conversion.stages import Align, Distil
+from hf_attn_swap.conversion.state import Budget
+from tests.contract.harness import refused
+
+DISTIL = Distil(batch=2)
+
+
+def rows_of(length: int, count: int = 10) -> Rows:
+    return Rows(rows=[{"input_ids": [number] * length} for number in range(count)], collate=dict, length=length)
+
+
+def state(length: int, folder: Path, **budget: int) -> Any:
+    return SimpleNamespace(
+        rows=rows_of(length),
+        budget=Budget(**budget),
+        asked=SimpleNamespace(plan=SimpleNamespace(last=DISTIL), low_memory=False),
+        args=TrainingArguments(output_dir=str(folder), per_device_train_batch_size=5, report_to="none"),
+        journal=SimpleNamespace(folder=None),
+        folder=folder,
+        progress=False,
+    )
+
+
+@pytest.mark.parametrize(("length", "wanted"), [(64, 4), (100, 3), (256, 1), (4096, 1), (0, 1)])
+def test_a_step_reads_some_256_tokens(length: int, wanted: int) -> None:
+    assert rows_per_step(Distil(), rows_of(length)) == wanted
+    assert rows_per_step(Distil(batch=16), rows_of(length)) == 16
+
+
+def test_a_budget_below_one_step_is_exhausted(tmp_path: Path) -> None:
+    assert exhausted(state(3, tmp_path, left=5))
+    assert not exhausted(state(3, tmp_path, left=6))
+    assert exhausted(state(0, tmp_path, left=1)), "rows count where they hold no tokens"
+    assert not exhausted(state(0, tmp_path, left=2))
+
+
+@pytest.mark.parametrize(("tokens", "left", "count"), [(100, 12, 4), (7, 100, 2), (1, 100, 1)])
+def test_a_share_of_the_budget_goes_on_in_the_order(tokens: int, left: int, count: int, tmp_path: Path) -> None:
+    found = state(3, tmp_path, left=left, read=3)
+    lesson = share_of_budget(found, DISTIL, tokens, "distil 1.2")
+    order = list(itertools.islice(found.rows.order(2), 3, 3 + count))
+    assert [row["input_ids"][0] for row in lesson.rows] == order
+    assert (lesson.args.train_batch_size, lesson.args.num_train_epochs) == (2, 1)
+    assert Path(str(lesson.args.output_dir)) == tmp_path / "distil-1.2"
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("progress", [False, True])
+def test_arguments_that_decide_about_a_training(kept: bool, progress: bool, tmp_path: Path) -> None:
+    """The budget decides how long it is, and the journal whether it is saved, whatever the user's arguments say."""
+    found = state(3, tmp_path, left=100)
+    found.args = TrainingArguments(output_dir=str(tmp_path), max_steps=1, num_train_epochs=7, weight_decay=0.5)
+    found.journal.folder, found.progress = tmp_path if kept else None, progress
+    args = share_of_budget(found, DISTIL, 100, "x").args
+    assert (args.max_steps, args.num_train_epochs, args.weight_decay) == (-1, 1, 0.0)
+    assert (args.learning_rate, args.lr_scheduler_type, args.get_warmup_steps(200)) == (1e-4, "cosine", 10)
+    assert (args.save_strategy == "no") != kept
+    assert args.disable_tqdm != progress
+    assert (args.logging_strategy == "no") != progress
+
+
+def test_low_memory_reads_one_row_at_a_time(tmp_path: Path) -> None:
+    found = state(3, tmp_path, left=100)
+    found.asked.low_memory = True
+    args = share_of_budget(found, DISTIL, 100, "x").args
+    assert (args.train_batch_size, args.gradient_accumulation_steps) == (1, 2)
+    assert getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing
+
+
+def test_rows_that_were_read() -> None:
+    args: Any = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=3, world_size=2)
+    lesson = Lesson(range(30), args)
+    assert [rows_read(lesson, steps) for steps in (0, 1, 2, 3)] == [0, 12, 24, 30]
+
+
+def test_epochs_of_a_stage(tmp_path: Path) -> None:
+    found = state(3, tmp_path)
+    whole = epochs_of(found, Distil(epochs=2.5, learning_rate=0.5), "stage-1")
+    assert (len(whole.rows), whole.args.num_train_epochs, whole.args.learning_rate) == (10, 2.5, 0.5)
+    assert (whole.args.train_batch_size, whole.words) == (5, "2.5 epochs on 10 training rows")
+    assert Path(str(whole.args.output_dir)) == tmp_path / "stage-1"
+    assert epochs_of(found, DISTIL, "x").args.train_batch_size == 2
+
+
+@pytest.mark.parametrize(("tokens", "rows", "epochs"), [(1, 1, 1.0), (12, 4, 1.0), (30, 10, 1.0), (75, 10, 2.5)])
+def test_tokens_of_a_stage(tokens: int, rows: int, epochs: float, tmp_path: Path) -> None:
+    found = epochs_of(state(3, tmp_path), Align(tokens=tokens), "x")
+    assert (len(found.rows), found.args.num_train_epochs, found.words) == (rows, epochs, f"{tokens:,} tokens")
+    assert [row["input_ids"][0] for row in found.rows] == list(range(rows))
+
+
+def test_tokens_of_rows_that_have_none(tmp_path: Path) -> None:
+    with refused("align: tokens counts tokens of text; give epochs for other data."):
+        epochs_of(state(0, tmp_path), Align(tokens=10), "x")
+
+
+def test_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    """The newest by its number; those that a killed run left half written go."""
+    assert last_whole_checkpoint(tmp_path) is None
+    for number, content in ((9, "{}"), (10, json.dumps({"global_step": 10})), (100, '{"glob'), (20, None)):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+        if content is not None:
+            (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text(content)
+    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-9"]

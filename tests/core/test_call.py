@@ -1,0 +1,119 @@
+"""What one call holds: carried scores, the values of its own tokens, the strength, and heads in another order."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_attn_swap.core.call import Call, Carried, Hidden, Inputs, heads_in_order
+from hf_attn_swap.core.masks import Masks
+from tests.contract.harness import refused
+
+BATCH, HEADS, GROUPS, QUERIES, KEYS, WIDTH = 2, 6, 3, 6, 9, 2  # as many queries as heads: axes must not be mixed up
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def call(queries: int = QUERIES, keys: int = KEYS, **more: Any) -> Call:
+    return Call(x=drawn(BATCH, queries, HEADS * WIDTH), value=drawn(BATCH, GROUPS, keys, WIDTH, seed=1), **more)
+
+
+def test_carried_scores_as_finite_numbers() -> None:
+    scores = drawn(BATCH, HEADS, QUERIES, KEYS)
+    blocked = scores > 0.5
+    held = scores.masked_fill(blocked, -torch.inf)
+    plain = Hidden(held, blocked=blocked).plain()
+    assert plain.isfinite().all()
+    assert torch.equal(plain[~blocked], scores[~blocked])
+    assert Hidden(scores).plain() is scores
+    terms = [(drawn(1, 2, 3, WIDTH, seed=s), drawn(1, 2, 5, WIDTH, seed=s + 1), w) for s, w in ((2, 0.5), (4, -1.5))]
+    products = Hidden(None, terms=terms)
+    wanted = 0.5 * terms[0][0] @ terms[0][1].mT - 1.5 * terms[1][0] @ terms[1][1].mT
+    torch.testing.assert_close(products.plain(), wanted)
+    assert products.shape == (1, 2, 3, 5)
+    assert Hidden(scores).shape == tuple(scores.shape)
+
+
+def test_a_copy_of_carried_scores() -> None:
+    first = Hidden(drawn(1, 1, 2, 2), blocked=torch.zeros(1, 1, 2, 2, dtype=torch.bool))
+    other = first.clone()
+    assert first.scores is not None
+    assert other.scores is not None
+    other.scores += 1
+    assert not torch.equal(first.scores, other.scores)
+    assert other.blocked is first.blocked
+    assert Hidden(None).clone().scores is None
+
+
+@pytest.mark.parametrize("carried", [Carried, Call])
+def test_programs_that_copy_dataclasses_leave_what_layers_share(carried: type[Any]) -> None:
+    assert not dataclasses.is_dataclass(carried)
+
+
+@pytest.mark.parametrize(
+    ("start", "keys", "first"),
+    [
+        (None, QUERIES, 0),
+        (3, QUERIES, 0),  # a cache that gave the keys of these tokens alone
+        (2, KEYS, 2),
+        (KEYS, KEYS, KEYS - QUERIES),
+        (torch.tensor(2), KEYS, 2),
+        (torch.tensor(KEYS), KEYS, KEYS - QUERIES),
+    ],
+)
+def test_values_of_the_own_tokens(start: Any, keys: int, first: int) -> None:
+    own = call(keys=keys, start=start)
+    assert own.value is not None
+    wanted = own.value[:, :, first : first + QUERIES].transpose(1, 2)
+    assert torch.equal(own.own_values(GROUPS), wanted)
+    assert torch.equal(own.own_values(HEADS), wanted.repeat_interleave(2, 2))
+
+
+def test_own_tokens_that_cannot_be_found() -> None:
+    with refused(f"{QUERIES} tokens attend to {KEYS} keys", "use_cache=False"):
+        call().own_values(HEADS)
+
+
+def test_strength_and_skip() -> None:
+    full, between = call(), call(exact_strength=torch.tensor([0.3]))
+    assert (full.strength_in(torch.float16), full.between, between.between) == (1.0, False, True)
+    half = between.strength_in(torch.float16)
+    assert isinstance(half, Tensor)
+    assert half.dtype == torch.float16
+    assert full.skipped is full.x
+    assert torch.equal(call(skip_scale=0.25).skipped, full.x / 4)
+
+
+def test_a_tap_is_asked() -> None:
+    seen: list[str] = []
+
+    def tap(place: str, tensor: Tensor) -> Tensor:
+        seen.append(place)
+        return tensor + 1
+
+    x = torch.zeros(1)
+    assert call().tapped("scores", x) is x
+    assert call(tap=tap).tapped("scores", x).item() == 1
+    assert seen == ["scores"]
+
+
+def test_heads_in_another_order() -> None:
+    order = (4, 0, 5, 2, 1, 3)
+    query, key, value = (drawn(BATCH, heads, KEYS, WIDTH, seed=heads) for heads in (HEADS, GROUPS, GROUPS))
+    masks = Masks(queries=KEYS, keys=KEYS, device=query.device)
+    inputs = Inputs(query=query, key=key, value=value, scaling=1.0, masks=masks, dropout=0.1)
+    turned = inputs.in_order(order)
+    assert torch.equal(turned.query, query[:, list(order)])
+    for got, given in ((turned.key, key), (turned.value, value)):
+        assert torch.equal(got, given.repeat_interleave(2, 1)[:, list(order)])
+        assert torch.equal(inputs.repeated(given), given.repeat_interleave(2, 1))
+    assert inputs.repeated(query) is query
+    assert torch.equal(heads_in_order(query.transpose(1, 2), order, 2), query[:, list(order)].transpose(1, 2))
+    assert (turned.masks, turned.dropout, turned.further) == (masks, 0.1, 0)
+    assert inputs.three == (query, key, value)
