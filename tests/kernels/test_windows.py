@@ -76,7 +76,7 @@ def cases(shape: tuple[int, ...], padding: str | None) -> Iterator[tuple[Inputs,
             queries=queries, keys=keys, device=torch.device("cpu"), key_mask=hidden, causal=causal and queries > 1
         )
         tensors = drawn(batch, heads, queries), drawn(batch, groups, keys), drawn(batch, groups, keys)
-        yield Inputs(*tensors, scaling=0.3, masks=masks), Span(window, sinks)
+        yield Inputs(*tensors, scaling=0.3, masks=masks, dropout=0.0), Span(window, sinks)
 
 
 def assert_equal(inputs: Inputs, got: Tensor, wanted: Tensor) -> None:
@@ -117,7 +117,7 @@ def test_what_blocks_do_not_compute() -> None:
     given = Masks(queries=5, keys=9, device=torch.device("cpu"), given=torch.ones(1, 1, 5, 9, dtype=torch.bool))
     free = Masks(queries=5, keys=9, device=torch.device("cpu"), key_mask=torch.ones(1, 9, dtype=torch.bool))
     for masks in (given, free):
-        assert not windows.fits(Inputs(*inputs.three, scaling=1.0, masks=masks), place)
+        assert not windows.fits(Inputs(*inputs.three, scaling=1.0, masks=masks, dropout=0.0), place)
 
 
 LENGTH = 300
@@ -150,7 +150,7 @@ def test_no_tensor_of_queries_and_keys(family: str, variant: str, padded: bool, 
 def test_half_precision_is_as_near_as_the_mask(dtype: torch.dtype) -> None:
     for inputs, span in itertools.islice(cases(SHAPES[1], "left"), 8):
         exact = slow(inputs, span)
-        half = Inputs(*(each.detach().to(dtype) for each in inputs.three), scaling=0.3, masks=inputs.masks)
+        half = Inputs(*(each.detach().to(dtype) for each in inputs.three), scaling=0.3, masks=inputs.masks, dropout=0.0)
         call = Call(x=half.query, start=0)
         blocks = windows.attend(half, span)
         masked = reference(Places(), windows.narrowed(half, span, call), call)[0]
