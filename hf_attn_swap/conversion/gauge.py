@@ -119,6 +119,7 @@ class _Trace:
         self.alive.clear()
 
     def _arrives(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note which sources reach a matrix; those that reach a norm are bound."""
         name = self.names[module]
         self.called[name] = self.called.get(name, 0) + 1
         for each in tensors((args, kwargs)):
@@ -129,6 +130,7 @@ class _Trace:
                 self.bound |= found
 
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Begin a new graph at this output: what is computed from it has this module as a source."""
         if not isinstance(output, Tensor):
             return None
         followed = output.detach().requires_grad_().clone()
