@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.functional import clip, entmax15, softmax_n, sparsemax
-from hf_attn_swap.kernels import blocks, weighted
+from hf_attn_swap.kernels import blocks, thresholds, weighted
 from hf_attn_swap.kernels.thresholds import entmax15_threshold, sparsemax_threshold
 from hf_attn_swap.kernels.weighing import Rule, Weighing
 from tests import zoo
@@ -317,3 +317,13 @@ def test_thresholds_equal_the_sorted_form(kind: str, scale: float, keys: int, se
     torch.testing.assert_close(entmax, entmax15(scores), rtol=0, atol=near)
     for weights in (sparse, entmax):
         torch.testing.assert_close(weights.sum(-1), torch.ones(3, dtype=dtype), rtol=0, atol=10 * near)
+
+
+@pytest.mark.parametrize("find", [sparsemax_threshold, entmax15_threshold])
+def test_thresholds_are_there_after_a_few_steps(find: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong slope would find them too, but slowly."""
+    scores = torch.randn(200, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    centred = (scores - scores.amax(-1, keepdim=True)) / 2
+    wanted = find(centred)
+    monkeypatch.setattr(thresholds, "STEPS", 8)
+    torch.testing.assert_close(find(centred), wanted, rtol=EXACT, atol=EXACT)
