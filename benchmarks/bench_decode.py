@@ -11,6 +11,7 @@ tensors. Speed and memory do not depend on the values of the weights, so a swap 
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ class Options:
     model: str = field(metadata={"help": "The stock model: a name on the Hub, or a folder."})
     converted: str = field(default="", metadata={"help": "A converted model; or leave it out, and name a variant."})
     variant: str = "simpletron_resl"
+    variant_options: str = field(default="{}", metadata={"help": "Options of the variant, as JSON."})
     layers: str = field(default="", metadata={"help": 'Layers to swap, such as "0-21"; all if left out.'})
     contexts: list[int] = field(default_factory=lambda: [1024, 4096, 16384])
     batch: int = 1
@@ -56,7 +58,8 @@ def load(name: str, options: Options) -> Any:
     source = options.converted if name == "converted" and options.converted else options.model
     model = AutoModelForCausalLM.from_pretrained(source, dtype=options.dtype).to(options.device).eval()
     if name == "converted" and not options.converted:
-        patch_model(model, options.variant, layers=parse_layers(options.layers or None))
+        more = json.loads(options.variant_options)
+        patch_model(model, options.variant, layers=parse_layers(options.layers or None), **more)
     return model
 
 

@@ -150,6 +150,8 @@ def _swapped(site: Site, swap: Swap) -> str:
     if form is Form.REFERENCE:
         explicit = [variant.name for variant in swap.variants if _needs_weights(variant)]
         parts = [f"reference ({', '.join(explicit)} needs the weights)" if explicit else "reference (explicit scores)"]
+    if swap.in_blocks(setting):
+        parts.append("in blocks of queries with the keys of their window")
     for variant in swap.variants:
         after = (variant.about.then, "the skip" if variant.shares[0] else "")
         parts += [f"then {what}" for what in after if what]

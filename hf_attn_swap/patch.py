@@ -18,7 +18,7 @@ from .layer.registry import Options, fit_options, parse, parse_options
 from .layer.swap import Swap
 from .tested import tell_if_newer
 from .variants.base import Variant
-from .wiring import carrying
+from .wiring import carrying, ordering
 from .wiring.blocks import BLOCKS, Block
 from .wiring.home import home
 from .wiring.install import Installation, Record, installation_of, model_root
@@ -72,7 +72,9 @@ def patch_model(
         layer: build_swap(layer, classes, chosen, strength=strength, selection=modules)
         for layer in choose_layers(every, layers, modules)
     }
-    carrying.check(root, [replace(layer, copies=(swaps[layer],)) if layer in swaps else layer for layer in every])
+    planned = [replace(layer, copies=(swaps[layer],)) if layer in swaps else layer for layer in every]
+    carrying.check(root, planned)
+    ordering.check(root, planned)
     if patched is None:
         installation.start(model)
     else:

@@ -85,7 +85,7 @@ def quantize(
     split: Train = None,
     eval_data: HeldOut = None,
     tokens: Annotated[
-        str, typer.Option(help="Budget of a distillation to --variant before the rounding, such as 100k.")
+        str, typer.Option(help="Budget of a training with rounding (half of it goes to --variant), such as 20k.")
     ] = "1",
     max_loss: Loss = None,
     option: Options = None,

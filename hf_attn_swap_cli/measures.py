@@ -47,6 +47,9 @@ def compare(
     device: Device = None,
     dtype: Dtype = "auto",
     token: Token = None,
+    bits: Annotated[
+        bool, typer.Option("--in-8-bits", help="Measure too what each loses in 8 bits, as machines run them.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two saved models, such as a base and the model that was converted from it, on the same rows.
@@ -54,15 +57,22 @@ def compare(
     The first model is the one that the second is measured against: KL, equal first choices, and perplexity, accuracy
     or, for a regression, Spearman's rank correlation with the labels. Below stand the time of a pass, the memory, and
     the outliers in the hidden states of both, on at most eight batches at equal distances. The models take turns, and
-    the time is the median of nine passes. The peak of the memory is told on CUDA alone.
+    the time is the median of nine passes. The peak of the memory is told on CUDA alone. The 8-bit ranges of
+    --in-8-bits come from as many more rows of the data, behind the ones that are measured.
     """
     from hf_attn_swap.analysis.cost import beside
     from hf_attn_swap.analysis.outliers import outliers
+    from hf_attn_swap.conversion.outcome import in_words
     from hf_attn_swap.measuring.held_out import HeldOut
+    from hf_attn_swap.quantization import lost_in_8_bits
     from hf_attn_swap.text.finite import finite
 
     models = [_load(name, task, device=device, dtype=dtype, token=token) for name in (first, second)]
-    batches = _batches(models[0], first, data, columns(column), label, config, split, rows, length, token=token)
+    where = (models[0], first, data, columns(column))
+    batches = _batches(*where, label, config, split, rows, length, token=token)
+    ranges = _batches(*where, None, config, split, rows, length, token=token, skipped=rows) if bits else []
+    if bits and not ranges:
+        raise ValueError("--in-8-bits: no rows are left for the 8-bit ranges; measure fewer with --rows.")
     held = HeldOut(models[0], batches, as_it_is=True)
     found = held.lost(models[1], progress=True)
     if label is not None and found.accuracy is None and found.correlation is None:
@@ -70,14 +80,21 @@ def compare(
     few = [kept.batch for kept in held.part(FEW).kept]
     costs, ratio = beside(models[0], models[1], few)
     states = [outliers(model, few) for model in models]
+    rounded = [lost_in_8_bits(model, ranges, held) for model in models] if bits else []
     if as_json:
         more = {"loss": found.share, "measure": found.measure, "time_ratio": ratio}
         both = dict(zip(("first", "second"), map(_figures, costs, states), strict=True))
+        for figures, each in zip(both.values(), rounded, strict=False):
+            figures["loss_in_8_bits"] = each.share
         print(json.dumps(finite({**found.to_dict(), **more, **both}), indent=1))
         return
     print(f"{second} beside {first}, {sum(map(_rows, batches))} rows of {data}")
     print(found)
     show(_table(costs, states, ratio))
+    _show_largest(states, _words(models[0], first, few, token))
+    if bits:
+        own, other = map(in_words, rounded)
+        print(f"In 8 bits, beside the first model in full precision: {own} lost by the first, {other} by the second.")
     if costs[0].peak_bytes is None:
         print("The memory of a pass is measured on CUDA alone; here it is the parameters' memory.")
 
@@ -139,8 +156,9 @@ def _batches(
     *,
     revision: str | None = None,
     token: str | None = None,
+    skipped: int = 0,
 ) -> list[dict[str, Any]]:
-    """The first rows of the data as the model takes them, in batches."""
+    """The first rows of the data, behind the skipped ones, as the model takes them, in batches."""
     from hf_attn_swap.conversion.rows import as_rows
     from hf_attn_swap.publish.checkpoint import hub_arguments, processor_of
     from hf_attn_swap.training.data import filled_rows, inputs_of, load_rows
@@ -151,7 +169,7 @@ def _batches(
     filled = filled_rows(found, names)
     processor = processor_of(model, name, hub_arguments(revision, token))
     prepared = as_rows(model, inputs_of(filled, names), processor, length=length)
-    chosen = [prepared.rows[place] for place in range(min(rows, len(prepared)))]
+    chosen = [prepared.rows[place] for place in range(skipped, min(skipped + rows, len(prepared)))]
     if label is not None:
         if len(prepared) != len(filled):
             raise ValueError("a language model has no use for --label: its rows are blocks of joined text.")
@@ -195,7 +213,25 @@ def _figures(cost: Cost, found: Outliers | None) -> dict[str, Any]:
     from hf_attn_swap.text.finite import finite
 
     measured = {} if found is None else asdict(found)
-    return {**asdict(cost), **{name: finite(measured.get(name)) for name in ("kurtosis", "max_inf_norm")}}
+    return {**asdict(cost), **{name: finite(measured.get(name)) for name in ("kurtosis", "max_inf_norm", "largest")}}
+
+
+def _words(model: Any, name: str, batches: Sequence[dict[str, Any]], token: str | None) -> dict[int, str]:
+    """The texts of the tokens of some batches, by their ids; none for a model of images."""
+    from hf_attn_swap.analysis.inputs import words_of
+    from hf_attn_swap.publish.checkpoint import hub_arguments, processor_of
+
+    if model.main_input_name != "input_ids":
+        return {}
+    return words_of(processor_of(model, name, hub_arguments(None, token)), batches)
+
+
+def _show_largest(states: Sequence[Outliers | None], words: dict[int, str]) -> None:
+    """Print the largest activation of each model, its layer and its token."""
+    for name, found in zip(("first", "second"), states, strict=True):
+        if found is not None:
+            layer = max(range(len(found.largest)), key=lambda place: found.largest[place].value)
+            print(f"The largest activation of the {name}, after layer {layer}: {found.largest[layer].of(words)}")
 
 
 def _table(costs: Sequence[Cost], states: Sequence[Outliers | None], ratio: float) -> Table:

@@ -3,27 +3,32 @@ r"""What 8 bits cost a pretrained causal language model as machines run them: wi
     python recipes/eight_bits.py MODEL --ranges data/wikitext-2/validation.parquet data/ag_news/train.parquet \
         --texts data/wikitext-2/test.parquet data/tinyshakespeare/test.parquet data/imdb/test.parquet
 
-Nothing is trained. `--rows` blocks of `--length` tokens of each file of `--ranges` choose the sink's token (unless
-`--token` names it), the scales of the channels and the 8-bit ranges. The first `--rows` blocks of each file of
-`--texts` are measured. The table has perplexities, and their ratios to the stock model in full precision with a paired
-95 % interval (bootstrap of blocks of 64 tokens).
+Nothing is trained, unless `--tokens` says so: then the model in full precision, with the sink, teaches the rounded
+model (its norms and its sink train), on the blocks of `--ranges` behind those that give the ranges. `--rows` blocks of
+`--length` tokens of each file of `--ranges` choose the sink's token (unless `--token` names it), the scales of the
+channels and the 8-bit ranges. The first `--rows` blocks of each file of `--texts` are measured. The table has
+perplexities, and their ratios to the stock model in full precision with a paired 95 % interval (bootstrap of blocks of
+64 tokens).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from as_patched import Batch, absorbed, rows_of  # as_patched.py lies beside this recipe
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_attn_swap import patch_model, unpatch_model
-from hf_attn_swap.conversion import smooth
-from hf_attn_swap.quantization import fake_w8a8, machine_w8a8
+from hf_attn_swap.conversion import DistillationTrainer, smooth
+from hf_attn_swap.quantization import fake_w8a8, input_ranges, machine_w8a8, straight_through
 from hf_attn_swap.text.table import markdown, markdown_row
 from hf_attn_swap.training.metrics import FUNCTIONS, paired_interval
 
@@ -43,6 +48,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=8, help="Blocks of each file.")
     parser.add_argument("--token", help="The text whose last token is the sink. '\\n' is a line break.")
     parser.add_argument("--alpha", type=float, help="Of the smoothing; without it, a search for each place.")
+    parser.add_argument("--tokens", type=int, default=0, help="Tokens of a training with rounding.")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="Of this training.")
     parser.add_argument("--protocol", choices=PROTOCOLS, default="machine", help="What is rounded.")
     return parser.parse_args()
 
@@ -55,6 +62,34 @@ def losses(model: Any, texts: list[list[Batch]]) -> Losses:
         each = [cross_entropy(model(**row)[0][0, :-1], row["input_ids"][0, 1:], reduction="none") for row in rows]
         found.append(torch.cat(each).tolist())
     return found
+
+
+def train(model: Any, ranges: list[Batch], given: argparse.Namespace) -> None:
+    """Let the model before the rounding teach the rounded one, on blocks that give no ranges."""
+    each = given.tokens // given.length // len(given.ranges)
+    kinds = [
+        rows_of(argparse.Namespace(**vars(given), data=path), given.rows + each)[given.rows :] for path in given.ranges
+    ]
+    rows = [{"input_ids": row["input_ids"][0]} for several in zip(*kinds, strict=True) for row in several]
+    teacher = copy.deepcopy(model)
+    with tempfile.TemporaryDirectory() as folder, straight_through(model, input_ranges(model, ranges)):
+        args = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=1,
+            num_train_epochs=1,
+            learning_rate=given.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=0.05,
+            weight_decay=0.0,
+            logging_steps=10,
+            save_strategy="no",
+            dataloader_pin_memory=torch.cuda.is_available(),
+            report_to="none",
+        )
+        trainer = DistillationTrainer(model, args, teacher=teacher, trainable=("vectors", "swap"), train_dataset=rows)
+        with contextlib.redirect_stdout(sys.stderr):  # the table alone goes to the output
+            trainer.train()
+    model.eval()
 
 
 def shown(name: str, ours: Losses, stock: Losses) -> str:
@@ -96,6 +131,9 @@ def main() -> None:
     print(shown("sink, 8 bits", in_8_bits(), stock), flush=True)
     print(smooth(model, ranges, given.alpha, progress=False), file=sys.stderr)
     print(shown("sink, smoothed, 8 bits", in_8_bits(), stock), flush=True)
+    if given.tokens:
+        train(model, ranges, given)
+        print(shown("sink, smoothed, trained, 8 bits", in_8_bits(), stock), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ import zlib
 
 import pytest
 
+# Helpers that assert say what was unequal, as test files do. (Before anything imports them.)
+pytest.register_assert_rewrite("tests.harness", "tests.contract", "tests.kernels")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--shard K/N` on the command line."""

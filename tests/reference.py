@@ -8,6 +8,7 @@ Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ GAMMAS = {"ViTAttention": -1e-5} | dict.fromkeys(CAUSAL, -12 / 512)  # of the pa
 DEFAULTS: dict[str, dict[str, Any]] = {
     "clipped_softmax": {"gamma": None, "zeta": 1.0, "alpha": None, "length": None},
     "sink": {"tokens": 1, "kind": "key_value"},
+    "window": {"window": 128, "sinks": 4},
     "gated": {"kind": "linear", "pi_init": 0.25},
     "simpletron": {"length": "true"},
     "simpletron_res": {"length": "true", "skip": "inner"},
@@ -154,6 +156,8 @@ class SlowLayer(nn.Module):
         if linear:
             return self.simple(linear[0], x, (q, k, v), scores + bias, allowed)
         keys_values = v
+        if "window" in self.chosen:
+            bias, allowed = self.window(bias, allowed)
         if "sink" in self.chosen:
             own, keys_values = self.sink(q, v, scaling)
             scores = torch.cat([own, scores], -1)
@@ -188,6 +192,18 @@ class SlowLayer(nn.Module):
         zeros = torch.zeros(heads, scores.shape[3], v.shape[3], dtype=v.dtype)
         values = per_head.get("value", zeros)
         return scores, torch.cat([values.expand(len(v), -1, -1, -1), v], 2)
+
+    def window(self, bias: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+        """What is added to the scores (B,H,Q,K), and what a query may see: one query and one key at a time."""
+        width, sinks = (self.chosen["window"][name] for name in ("window", "sinks"))
+        outside = torch.zeros_like(allowed)
+        for b, h, i in itertools.product(*map(range, allowed.shape[:3])):
+            seen = [j for j in range(allowed.shape[3]) if allowed[b, h, i, j]]
+            for j in seen[sinks:]:
+                outside[b, h, i, j] = not i - width < j < i + width
+        if self.s == 1:
+            return bias, allowed & ~outside
+        return bias + outside.to(bias.dtype) * math.log(1 - self.s), allowed
 
     def hopfield(self, scores: Tensor) -> Tensor:
         options = self.chosen["modern_hopfield"]

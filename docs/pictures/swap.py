@@ -14,6 +14,7 @@ KEPT, CHANGED, INK, PALE = "#e9ecef", "#d0ebff", "#212529", "#868e96"
 STEPS = {  # a place of the registry, and what the step computes in the stock model
     "keys": ("keys", "K, V"),
     "scores": ("scores", "S = Q Kᵀ / √D"),
+    "mask": ("mask", "S + M"),
     "normalizer": ("normalizer", "softmax"),
     "weights": ("weights", "P"),
     "read": ("read-out", "Y = P V"),
@@ -34,9 +35,9 @@ def whole() -> list[str]:
 
 def draw() -> Figure:
     """The picture, for a light and a dark page alike."""
-    figure = Figure(figsize=(10.7, 3.0), facecolor="white")
+    figure = Figure(figsize=(12.2, 3.0), facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, 12.8), ylim=(0, 3.75))
+    axes.set(xlim=(0, 14.6), ylim=(0, 3.75))
     axes.axis("off")
     left = 0.3
     _box(axes, left, "projections", "W_q  W_k  W_v", KEPT)

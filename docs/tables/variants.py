@@ -22,6 +22,7 @@ MATHEMATICS = Path(__file__).parents[1] / "mathematics.md"
 STEPS = {
     "keys": "keys K, V",
     "scores": "scores S",
+    "mask": "mask M",
     "normalizer": "softmax",
     "weights": "weights P",
     "values": "product with V",
@@ -102,7 +103,7 @@ def _kind(cls: type[Variant], step: str) -> str:
     """What happens to one step: "changed", "gone", or nothing."""
     if step == "projection":
         return "" if cls.keeps_projection else "gone"
-    if cls.replaces and step in ("keys", "scores", "normalizer", "weights"):
+    if cls.replaces and step in ("keys", "scores", "mask", "normalizer", "weights"):
         return "gone"
     return "changed" if step in cls.places or (cls.replaces and step == "values") else ""
 

@@ -32,6 +32,7 @@ class Inputs:
         image: the pixels (S,S,3) of the sample, from 0 to 1; None for a text.
         sink_ids: ids of separators.
         rows: number of rows.
+        words: the text of every token of the batches, by its id; empty for images.
     """
 
     batches: list[Batch]
@@ -40,6 +41,7 @@ class Inputs:
     image: np.ndarray | None
     sink_ids: tuple[int, ...]
     rows: int
+    words: Mapping[int, str]
 
 
 def prepare(
@@ -124,7 +126,14 @@ def _texts(
         image=None,
         sink_ids=tuple({identity for identity in separators if identity is not None}),
         rows=len(values),
+        words=words_of(tokenizer, batches),
     )
+
+
+def words_of(tokenizer: Any, batches: Sequence[Batch]) -> dict[int, str]:
+    """The text of every token of some batches, by its id."""
+    ids = sorted({identity for batch in batches for identity in batch["input_ids"].flatten().tolist()})
+    return dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True))
 
 
 def _images(processor: Any, values: list[Any], size: int, shown: int, like: Tensor) -> Inputs:
@@ -145,4 +154,5 @@ def _images(processor: Any, values: list[Any], size: int, shown: int, like: Tens
         image=(pixels - low) / max(float(high - low), 1e-6),
         sink_ids=(),
         rows=len(images),
+        words={},
     )

@@ -15,15 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from ..measuring.batches import as_batches, evaluating, forward, read_by_decoder, token_mask
+from ..wiring.install import model_root
 from . import metrics
+from .largest import Largest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outliers:
-    """The outliers of one model on some rows."""
+    """The outliers of one model on some rows.
+
+    Attributes:
+        kurtosis: the mean over rows and layers.
+        max_inf_norm: the largest of the layers' means over rows.
+        largest: the largest activation after each layer, and its token.
+    """
 
     kurtosis: float
     max_inf_norm: float
+    largest: tuple[Largest, ...]
 
 
 @torch.no_grad()
@@ -41,6 +50,7 @@ def outliers(model: nn.Module, batches: Iterable[Any]) -> Outliers | None:
         ValueError: there are no batches, or a row has no real token.
     """
     kurtosis, norms = [], []
+    largest: list[Largest] = []
     with evaluating(model):
         for batch in as_batches(batches):
             states = _states(forward(model, {**batch, "output_hidden_states": True}))
@@ -50,7 +60,14 @@ def outliers(model: nn.Module, batches: Iterable[Any]) -> Outliers | None:
             pairs = list(zip(states, real, strict=True))
             kurtosis.append(torch.stack([metrics.kurtosis(*pair).cpu() for pair in pairs], -1))
             norms.append(torch.stack([metrics.max_inf_norm(*pair).cpu() for pair in pairs], -1))
-    return Outliers(kurtosis=float(torch.cat(kurtosis).mean()), max_inf_norm=float(torch.cat(norms).mean(0).max()))
+            ids = batch.get("decoder_input_ids" if model_root(model).config.is_encoder_decoder else "input_ids")
+            largest = largest or [Largest()] * len(pairs)
+            largest = [each.or_larger(*pair, ids) for each, pair in zip(largest, pairs, strict=True)]
+    return Outliers(
+        kurtosis=float(torch.cat(kurtosis).mean()),
+        max_inf_norm=float(torch.cat(norms).mean(0).max()),
+        largest=tuple(largest),
+    )
 
 
 def _states(output: Any) -> list[Tensor]:

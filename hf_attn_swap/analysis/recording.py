@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..text.finite import finite
+from .largest import Largest
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Layer:
             than one token.
         entropy, sinks: (H,), attention entropy and sink mass, as means over the rows of real queries.
         update_norm, update_angle: norm of W_o's output, and its angle with the layer's input: means over real tokens.
+        largest: the largest activation of the block's output, and its token.
     """
 
     similarity: list[float] = field(default_factory=list)
@@ -65,12 +67,14 @@ class Layer:
     sinks: Mean = field(default_factory=Mean)
     update_norm: Mean = field(default_factory=Mean)
     update_angle: Mean = field(default_factory=Mean)
+    largest: Largest = field(default_factory=Largest)
 
     def to_dict(self) -> dict[str, Any]:
         """The measurements as lists and numbers for JSON. None stands for a number that is missing or not defined."""
         values = {
             name: value.value.tolist() if isinstance(value, Mean) else value for name, value in vars(self).items()
         }
+        values["largest"] = asdict(self.largest)
         return {name: finite(value) for name, value in values.items()}
 
 

@@ -23,7 +23,7 @@ from ..publish.results import versions
 from ..text.finite import finite
 from . import plots
 from .inputs import Inputs
-from .recording import Recording
+from .recording import Layer, Recording
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PAGE, FIGURES = "report.html", "report.json"
@@ -103,10 +103,15 @@ class Report:
         pictures = [(heading, words.split(": each")[0], _png(figure)) for heading, words, figure in self.figures()]
         summaries = {label: recording.summary() for label, recording in self.recordings.items()}
         rows = [(words, [_number(values[name]) for values in summaries.values()]) for name, words in SUMMARY]
+        largest = [
+            [each.largest.of(self.inputs.words) for each in layers]
+            for layers in zip(*_layers(self.recordings), strict=True)
+        ]
         return template.render(
             report=self,
             labels=list(summaries),
             rows=rows,
+            largest=largest,
             pictures=pictures,
             versions=versions(),
             table=self.description,
@@ -119,6 +124,11 @@ class Report:
         (folder / FIGURES).write_text(text + "\n", encoding="utf-8")
         (folder / PAGE).write_text(self.html(), encoding="utf-8")
         return folder / PAGE
+
+
+def _layers(recordings: dict[str, Recording]) -> list[list[Layer]]:
+    """The layers of each recording, in their order."""
+    return [[recording.layers[place] for place in sorted(recording.layers)] for recording in recordings.values()]
 
 
 def _number(value: float | None) -> str:

@@ -10,7 +10,8 @@ The steps, each measured on held-out rows (`steps/`, a file each):
     6. distil:     the model before the swap teaches the swapped model, group of layers by group of layers
     7. finish:     adapters merged into the weights, no swap in layers that keep their own attention
     8. smooth:     with bits=8, channels of like sizes, if less is lost in 8 bits with them
-    9. integers:   with bits=8, weights in 8-bit integers, and a static range for each input
+    9. relearn:    with bits=8, the model in full precision teaches the rounded model, while tokens are left
+    10. integers:  with bits=8, weights in 8-bit integers, and a static range for each input
 
 With a budget, the cheapest layers come first. A group whose loss comes within the budget is followed by the next group.
 If the tokens are used up before, the last group is taken back. Without a choice of layers, a distillation that
@@ -35,6 +36,7 @@ from ..layer.registry import canonical_keys, parse
 from ..measuring.held_out import HeldOut
 from ..patch import unpatch_model
 from ..quantization.static import check_linears
+from ..variants.sink import Sink
 from ..variants.softmax import Softmax
 from ..wiring.install import installation_of, model_root
 from .adapters import refuse_adapters
@@ -114,7 +116,8 @@ def convert(
             are computed again in the backward pass. The steps have the same number of rows.
         bits: 8 ends with a model in 8-bit integers, as `int8_static` makes it, which `save_pretrained` saves. Sinks and
             channels are then chosen by what is lost in 8 bits, and the variant "softmax" stands for stock attention,
-            with a sink if it helps.
+            with a sink if it helps. Half of `tokens` (all of them, for "softmax") then train the norms, the biases and
+            the sink of a float32 model as it will run, with rounding.
         teacher: another model that gives the targets, and that losses are compared with; None is the model itself.
         length: the number of tokens of a row, when `data` are texts.
         output_dir: a folder for checkpoints. The same call with the same folder goes on where the last one ended. None
@@ -180,7 +183,7 @@ def convert(
             held=_measured_on(held, teacher or model, asked, progress),
             teacher=teacher,
             request=asked,
-            budget=Budget(left=tokens),
+            budget=Budget(left=tokens, reserved=_reserved(variant, tokens, bits)),
             progress=progress,
         )
         try:
@@ -261,6 +264,13 @@ def _settings(
         **({"bf16": True} if args.bf16 else {}),
         **({} if asked.bits is None else {"bits": asked.bits}),
     }
+
+
+def _reserved(variant: str, tokens: int, bits: int | None) -> int:
+    """The tokens for the training with rounding: half of them, or all if the variant is stock attention with a sink."""
+    if bits is None:
+        return 0
+    return tokens if set(parse(variant)) <= {Softmax, Sink} else tokens // 2
 
 
 def _measured_on(held: Rows, against: nn.Module, asked: Asked, progress: bool) -> HeldOut:

@@ -100,7 +100,7 @@ def match_heads(model: nn.Module, batches: Iterable[Any], *, progress: bool = Tr
         if swap.is_first(_number(swap) or 0) or _shapes(own) != _shapes(matched):
             by_number = matched = _start(own, swap)
         elif own:
-            orders[index] = _assign(own, matched, index)
+            orders[index] = assign(own, matched, index)
             ordered = [heads_in_order(each, orders[index]) for each in own]
             before.append(_correlation(own, by_number))
             after.append(_correlation(ordered, matched))
@@ -156,7 +156,7 @@ def _moved(own: list[Tensor], below: list[Tensor], swap: Swap) -> list[Tensor]:
     return [share * lower + (1 - share) * each for lower, each in zip(below, own, strict=True)]
 
 
-def _assign(own: list[Tensor], below: list[Tensor], index: int) -> tuple[int, ...]:
+def assign(own: list[Tensor], below: list[Tensor], index: int) -> tuple[int, ...]:
     """The order of the own heads with the largest sum of products with the heads of the carried scores.
 
     Raises:

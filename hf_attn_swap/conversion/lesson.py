@@ -40,14 +40,15 @@ def rows_per_step(stage: Distil, rows: Rows) -> int:
     return stage.batch or max(1, round(FEW_TOKENS / (rows.length or FEW_TOKENS)))
 
 
-def exhausted(state: State) -> bool:
-    """True if what is left of the budget is less than one training step."""
-    return state.budget.left < (state.rows.length or 1) * rows_per_step(state.asked.plan.last, state.rows)
+def exhausted(state: State, *, whole: bool = False) -> bool:
+    """True if what is free of the budget, or the whole of what is left, is less than one training step."""
+    left = state.budget.left if whole else state.budget.free
+    return left < (state.rows.length or 1) * rows_per_step(state.asked.plan.last, state.rows)
 
 
 def share_of_budget(state: State, stage: Distil, tokens: int, name: str) -> Lesson:
     """The next rows of `convert`'s fixed order, of at most so many tokens, once."""
-    count = max(1, int(min(tokens, state.budget.left) / (state.rows.length or 1)))
+    count = max(1, int(min(tokens, state.budget.free) / (state.rows.length or 1)))
     order = state.rows.order(rows_per_step(state.asked.plan.last, state.rows))
     chosen = list(itertools.islice(order, state.budget.read, state.budget.read + count))
     return Lesson(state.rows.some(chosen).rows, _arguments(state, stage, name))

@@ -10,7 +10,7 @@ from ..families import Site
 from ..patch import need_installation
 from ..wiring.install import model_root
 
-EVERYTHING, BODY = "all", "body"
+EVERYTHING, BODY, VECTORS = "all", "body", "vectors"
 PARTS = ("query", "key", "value", "output", "swap")
 
 
@@ -44,12 +44,26 @@ def site_part(site: Site, part: str) -> nn.Module:
     return holder.get_submodule(path)
 
 
+def vectors_of(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of one dimension (norms, biases) outside of the embeddings and the head."""
+    return [parameter for parameter in _body_of(model) if parameter.dim() == 1]
+
+
+def _body_of(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a model but those of its embeddings and its head."""
+    head = model_root(model).get_output_embeddings()
+    apart = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
+    others = {id(parameter) for module in apart for parameter in module.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in others]
+
+
 def choose_trainable(model: nn.Module, trainable: Iterable[str] | str | None) -> None:
     """Freeze every parameter but the chosen ones.
 
     Args:
         model: a patched model, or PEFT's wrapper around it.
-        trainable: "all", "body" (all but the embeddings and the head), or any of `PARTS`. None changes nothing.
+        trainable: "all", "body" (all but the embeddings and the head), or any of `PARTS` and "vectors" (parameters of
+            one dimension in the body, such as norms and biases). None changes nothing.
 
     Raises:
         ValueError: a name is unknown, or nothing trains.
@@ -58,19 +72,18 @@ def choose_trainable(model: nn.Module, trainable: Iterable[str] | str | None) ->
     if names == (EVERYTHING,):
         model.requires_grad_(True)
     elif names == (BODY,):
-        model.requires_grad_(True)
-        head = model_root(model).get_output_embeddings()
-        for module in model.modules():
-            if isinstance(module, nn.Embedding) or module is head:
-                module.requires_grad_(False)
+        model.requires_grad_(False)
+        for parameter in _body_of(model):
+            parameter.requires_grad_(True)
     elif names:
-        if not set(names) <= set(PARTS):
+        if not set(names) <= {*PARTS, VECTORS}:
             raise ValueError(
-                f"trainable: {names!r} must be some of {', '.join(PARTS)}, or {EVERYTHING!r} or {BODY!r} alone."
+                f"trainable: {names!r} must be some of {', '.join((*PARTS, VECTORS))}, or {EVERYTHING!r} or {BODY!r} "
+                "alone."
             )
         model.requires_grad_(False)
         for name in names:
-            for module in part_of(model, name):
-                module.requires_grad_(True)
+            for each in vectors_of(model) if name == VECTORS else part_of(model, name):
+                each.requires_grad_(True)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("there is nothing to train; name parts in `trainable`, or add adapters.")

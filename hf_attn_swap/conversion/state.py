@@ -52,10 +52,17 @@ class Budget:
     Attributes:
         left: the tokens that are left (patches of images, rows of other data).
         read: the number of training rows that were read.
+        reserved: so many of the tokens that are left are for the training with rounding.
     """
 
     left: int = 0
     read: int = 0
+    reserved: int = 0
+
+    @property
+    def free(self) -> int:
+        """The tokens that any training may read."""
+        return self.left - self.reserved
 
 
 @dataclass(kw_only=True)
@@ -228,6 +235,7 @@ class State:
             "rank": rank,
             "left": self.budget.left,
             "read": self.budget.read,
+            "reserved": self.budget.reserved,
             "notes": copy.deepcopy(self.notes),  # later steps go on writing
         }
         return plain, found.named(self.student)
@@ -239,5 +247,5 @@ class State:
         if plain["rank"] is None:
             self.leave_adapters(merged=False)
         self.restore(Snapshot.read(plain["model"], tensors, self.student))
-        self.budget = Budget(left=plain["left"], read=plain["read"])
+        self.budget = Budget(left=plain["left"], read=plain["read"], reserved=plain["reserved"])
         self.notes = copy.deepcopy(plain["notes"])

@@ -95,7 +95,7 @@ def scale_values(model: nn.Module, batches: Iterable[Any], *, progress: bool = T
     seen = _watch(model, installation, projecting, batches)
     found = {}
     for layer in tqdm(projecting, desc="scale values", unit="layer", disable=not progress):
-        found[layer.number] = _solve(*seen.pop(layer).joined())
+        found[layer.number] = solve(*seen.pop(layer).joined())
     for layer in projecting:
         squares, _, _ = found[layer.number]
         for swap in layer.copies:
@@ -208,7 +208,7 @@ def _watch(
     return seen
 
 
-def _solve(heads_values: Tensor, squares: Tensor, weight: Tensor) -> tuple[Tensor, float, float]:
+def solve(heads_values: Tensor, squares: Tensor, weight: Tensor) -> tuple[Tensor, float, float]:
     """S^2 of every dimension, and the share of the output that the projection takes before and after.
 
     If rounded scales are no better than none, all are 1.

@@ -157,7 +157,7 @@ class Call:
         kept: a tensor that the variant's `read` keeps for the variant's `write`.
         dropout: the model's hidden dropout, for variants that add something beside W_o.
         recomputed: True if the block is under activation checkpointing. Carried scores must then not change in place.
-        state: the cache of linear attention, or None.
+        state: what the cache holds of this layer in place of all keys and values (linear attention, a window), or None.
         tap: a function that is given a name and a tensor, and returns the tensor that the computation goes on with.
             The names are "scores" (before the mask), "normalized" (the weights in fp32 at least, before the place
             "weights"), "probabilities" (the weights that multiply the values) and "context" (the heads).
@@ -250,6 +250,7 @@ class Inputs:
         softcap: the bound c of scores, which become c tanh(scores / c); None if the architecture has no bound.
         position_bias: numbers to add to the scores, broadcastable to (B,H,Q,K); None if the architecture has none.
         further: the number of keys in front that are no keys of the text (the place "keys").
+        own_window: the number of last keys that the model's own mask shows in this layer; None if it shows all.
     """
 
     query: Tensor
@@ -261,6 +262,7 @@ class Inputs:
     softcap: float | None = None
     position_bias: Tensor | None = None
     further: int = 0
+    own_window: int | None = None
 
     @property
     def three(self) -> Three:

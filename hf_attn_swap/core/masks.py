@@ -117,7 +117,7 @@ class Masks:
         """
         if share is not None:
             column = share.to(torch.promote_types(dtype, torch.float32)).log().to(dtype).view(1, 1, 1, 1)
-            numbers = self._as_numbers(dtype)
+            numbers = self.numbers(dtype)
             given = torch.cat([column.expand(*numbers.shape[:-1], pairs), numbers], -1)
             return replace(self, keys=self.keys + pairs, key_mask=None, given=given, causal=False)
         extended = replace(self, keys=self.keys + pairs)
@@ -132,6 +132,15 @@ class Masks:
             )
             return replace(extended, key_mask=ones)
         return extended
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """The mask as numbers to add (B|1,1|H,Q,K), with the lowest number of `dtype` where it hides a key."""
+        if self.given is not None and self.given.dtype != torch.bool:
+            return self.given.to(dtype)
+        allowed = self.allowed()
+        if allowed is None:
+            return torch.zeros(1, 1, self.queries, self.keys, dtype=dtype, device=self.device)
+        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
 
     def bias(self) -> Tensor | None:
         """The finite numbers that a mask of numbers adds to the scores; None for any other mask.
@@ -161,15 +170,6 @@ class Masks:
     def _expanded(self) -> Tensor:
         assert self.key_mask is not None
         return expand_key_mask(self.key_mask, self.queries, self.causal)
-
-    def _as_numbers(self, dtype: torch.dtype) -> Tensor:
-        """The mask as numbers to add (B|1,1|H,Q,K), with the lowest number of `dtype` where it hides a key."""
-        if self.given is not None and self.given.dtype != torch.bool:
-            return self.given.to(dtype)
-        allowed = self.allowed()
-        if allowed is None:
-            return torch.zeros(1, 1, self.queries, self.keys, dtype=dtype, device=self.device)
-        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
 
     def _allowed(self) -> Tensor | None:
         mask, causal = self.dense()

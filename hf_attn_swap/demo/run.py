@@ -67,7 +67,7 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
                 f"{100 * row.converted:.1f} % converted, {row.seconds:.0f} s"
             )
             if variant == options.variants[0]:
-                reloaded = _save_and_reload(bench, model, logits)
+                reloaded = save_and_reload(bench, model, logits)
     return _finish(options, sentences.name, rows, reloaded, start)
 
 
@@ -102,7 +102,7 @@ def _prepare_folder(out: Path) -> None:
     shutil.rmtree(out / MODEL_FOLDER, ignore_errors=True)
 
 
-def _save_and_reload(bench: Bench, model: PreTrainedModel, logits: Tensor) -> dict[str, Any]:
+def save_and_reload(bench: Bench, model: PreTrainedModel, logits: Tensor) -> dict[str, Any]:
     """Save the model, load it by a plain AutoModel class, and compare the logits of all held-out sentences."""
     folder = bench.options.out / MODEL_FOLDER
     model.save_pretrained(folder)

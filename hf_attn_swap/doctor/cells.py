@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..core.kind import Kind
-from ..layer.registry import parse
+from ..layer.registry import parse, tiny_options
 from ..layer.swap import Swap
 from ..patch import patch_model, set_strength, unpatch_model
 from .models import Tiny, output
@@ -105,7 +105,7 @@ class Patched:
 def check_cell(family: str, variant: str, stock: Tiny) -> Cell:
     """Run all checks that the family and the variant have. An error in a check is a wrong result, and is not raised."""
     try:
-        model = patch_model(copy.deepcopy(stock.model), variant, strength=0.0)
+        model = patch_model(copy.deepcopy(stock.model), variant, strength=0.0, **tiny_options(variant))
     except ValueError as refusal:
         return Cell(family=family, variant=variant, refused=one_line(refusal), checks=())
     except Exception as error:  # noqa: BLE001  # the result of the check, which says so

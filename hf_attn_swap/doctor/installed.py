@@ -36,7 +36,7 @@ def installed() -> tuple[Package, ...]:
     first, last = TESTED_PYTHONS[0], TESTED_PYTHONS[-1]
     here = platform.python_version()
     minor = here.rpartition(".")[0]
-    found = [Package(name="python", installed=here, tested=f"{first} to {last}", note=_note(minor, first, last))]
+    found = [Package(name="python", installed=here, tested=f"{first} to {last}", note=note_on(minor, first, last))]
     own = _version(OWN)
     if own is not None:
         found.append(Package(name=OWN, installed=own, tested="-", note="-"))
@@ -48,10 +48,10 @@ def installed() -> tuple[Package, ...]:
             found.append(Package(name=name, installed=there, tested="-", note="not tested"))
         elif name == "transformers":
             words = f"{OLDEST_TRANSFORMERS} to {NEWEST_TRANSFORMERS}"
-            note = _note(there, OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS)
+            note = note_on(there, OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS)
             found.append(Package(name=name, installed=there, tested=words, note=note))
         else:
-            found.append(Package(name=name, installed=there, tested=tested, note=_note(there, None, tested)))
+            found.append(Package(name=name, installed=there, tested=tested, note=note_on(there, None, tested)))
     return tuple(found)
 
 
@@ -63,7 +63,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _note(here: str, oldest: str | None, newest: str) -> str:
+def note_on(here: str, oldest: str | None, newest: str) -> str:
     """Whether a version was tested, or is older or newer than those that were, in words."""
     if is_newer(here, newest):
         return "newer than tested"

@@ -26,6 +26,7 @@ __all__ = [
     "hopfield_retrieve",
     "hopfield_scores",
     "no_op_patterns",
+    "outside_window",
     "polynomial",
     "simple_attention",
     "softmax_n",
@@ -136,6 +137,28 @@ def belief_projection(
     weighted = v if squares is None else v * squares.to(wide)
     share = (y * weighted).sum(axes, keepdim=True) / (v * weighted).sum(axes, keepdim=True).clamp_min(eps)
     return torch.addcmul(y, share, v, value=-1).to(heads.dtype)
+
+
+def outside_window(places: Tensor, keys: int, shown: Tensor | None, window: int, sinks: int) -> Tensor:
+    """The keys that a window hides: those at a distance of `window` or more, except the first ones of the text.
+
+    Args:
+        places: (Q), the place of each query among the keys.
+        keys: the number of keys, K.
+        shown: (...,Q|1,K) bool, True where a query may see a key without the window; None if it sees all.
+        window: the distance from which on a key is hidden, at least 1.
+        sinks: so many of the first keys that a query may see stay visible, at least 0.
+
+    Returns:
+        (...,Q,K) bool, True where the window hides the key.
+
+    Source: Longformer (Beltagy et al., 2020), section 3.1; StreamingLLM (Xiao et al., 2024), section 3.2.
+    """
+    key = torch.arange(keys, device=places.device)
+    far = (places[:, None] - key).abs() >= window
+    rank = key + 1 if shown is None else shown.cumsum(-1, dtype=torch.int32)
+    outside = far & (rank > sinks)
+    return outside[None, None] if shown is None else outside
 
 
 def hopfield_scores(scores: Tensor, previous: Tensor, alpha_prime: float | Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def split(query: Tensor, key: Tensor, causal: bool) -> Iterator[Block]:
     of_group = max(1, share * queries * keys)
     batch_step = max(1, room // (of_group * groups))
     group_step = min(groups, max(1, room // of_group))
-    query_step = _even(queries, max(ROWS, room // max(1, share * keys)))
+    query_step = even(queries, max(ROWS, room // max(1, share * keys)))
     number = 0
     for b in range(0, batch, batch_step):
         for g in range(0, groups, group_step):
@@ -106,7 +106,7 @@ def split(query: Tensor, key: Tensor, causal: bool) -> Iterator[Block]:
                 number += 1
 
 
-def _even(total: int, most: int) -> int:
+def even(total: int, most: int) -> int:
     """The size of equal steps through `total`, none above `most`."""
     return max(1, -(-total // max(1, -(-total // most))))
 

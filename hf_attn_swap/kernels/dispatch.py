@@ -132,6 +132,14 @@ def weighted_form(setting: Setting) -> Form:
     return Form.REFERENCE if setting.recorded else Form.WEIGHTED
 
 
+def windows_form(setting: Setting) -> bool:
+    """True if attention in a window can run in blocks of queries, without a mask of queries and keys.
+
+    At a strength between 0 and 1 every query sees every key. A program that is recorded or compiled gets the mask.
+    """
+    return not (setting.between or setting.compiling or setting.recorded or setting.transformed)
+
+
 def linear_form(setting: Setting) -> Form:
     """The form of linear attention: reordered products, or an operator or a kernel for long sequences.
 

@@ -43,7 +43,7 @@ def attend(rule: Rule, inputs: Inputs, call: Call) -> Tensor:
     mask = masks.given if masks.key_mask is None else masks.key_mask[:, None, None, :]
     strength = call.exact_strength if isinstance(call.exact_strength, Tensor) else None
     seed = torch.randint(2**62, (1,)) if inputs.dropout > 0 else None
-    qkv = [_as_products(each) for each in inputs.three]
+    qkv = [as_products(each) for each in inputs.three]
     how = (inputs.scaling, rule.normalizer, rule.gamma, rule.zeta, inputs.dropout)
     heads, _ = weighted(*qkv, mask, strength, seed, masks.causal, *how)
     return torch.as_tensor(heads)
@@ -238,7 +238,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Iterator[tuple[Blo
         yield block, keys, values
 
 
-def _as_products(tensor: Tensor) -> Tensor:
+def as_products(tensor: Tensor) -> Tensor:
     """The tensor in the dtype that autocast gives to products; without autocast, the tensor itself."""
     device = tensor.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):

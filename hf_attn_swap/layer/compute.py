@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..core.call import NORMALIZED, Call, FusedSoftmax, Inputs
 from ..core.masks import traced
-from ..kernels import softmax_n, weighted
-from ..kernels.dispatch import Form, Setting, joined_form, weighted_form
+from ..kernels import softmax_n, weighted, windows
+from ..kernels.dispatch import Form, Setting, joined_form, weighted_form, windows_form
 from ..kernels.weighing import Rule
 from ..variants.base import Replacement, Variant
 
@@ -30,6 +30,7 @@ class Places:
     Attributes:
         keys: the variant that adds pairs beside the keys of the text, or None.
         carrier: the variant that carries scores across layers, or None.
+        mask: the variant that hides keys, or None.
         normalizer: the variant that turns scores into weights, or None for softmax.
         adjuster: the variant that changes the weights, or None.
         replacement: the variant that computes the heads without scores, or None.
@@ -37,6 +38,7 @@ class Places:
 
     keys: Variant | None = None
     carrier: Variant | None = None
+    mask: Variant | None = None
     normalizer: Variant | None = None
     adjuster: Variant | None = None
     replacement: Replacement | None = None
@@ -55,6 +57,10 @@ class Places:
         if len(changing) == 1:
             return changing[0].form(setting)
         return Form.REFERENCE if self.rule() is None else weighted_form(setting)
+
+    def in_blocks(self, setting: Setting) -> bool:
+        """True if this form computes blocks of queries with the keys of their window, one after the other."""
+        return self.mask is not None and self.carrier is None and windows_form(setting)
 
     def _form_with_pairs(self, setting: Setting) -> Form:
         """The form with further keys: joined by the log-sum-exp if possible, otherwise the form for all keys."""
@@ -80,10 +86,71 @@ def attend(
     Returns:
         The heads (B,Q,H,D), before the place `read`; and the weights (B,H,Q,K). The weights are None if a fused form
         ran, which only happens if `want_weights` is False.
+
+    Raises:
+        ValueError: the cache holds the keys of a window alone, and the call needs others.
     """
     biased = inputs.softcap is not None or inputs.position_bias is not None
-    shows_inside = want_weights or call.tap is not None
-    form = Form.REFERENCE if biased or shows_inside else places.form(Setting.of(inputs, call))
+    readable = biased or want_weights or call.tap is not None
+    setting = Setting.of(inputs, call)
+    form = Form.REFERENCE if readable else places.form(setting)
+    if places.mask is None:
+        return _attended(places, inputs, call, sdpa, want_weights, form)
+    span = places.mask.span()
+    in_blocks = not readable and places.in_blocks(setting) and windows.fits(inputs, call)
+    places = replace(places, mask=None)
+    held = windows.ALL
+    if call.state is not None and _keeps_near(inputs, call, want_weights):
+        inputs, held = call.state.joined(inputs)
+        in_blocks = True
+    if in_blocks and inputs.masks.keys > span.window:
+        heads, weights = _in_blocks(places, inputs, call, sdpa, form, span, held), None
+    else:
+        inputs = inputs if in_blocks else windows.narrowed(inputs, span, call)
+        heads, weights = _attended(places, inputs, call, sdpa, want_weights, form)
+    if call.state is not None:
+        call.state.absorb(inputs)
+    return heads, weights
+
+
+def _keeps_near(inputs: Inputs, call: Call, want_weights: bool) -> bool:
+    """True if the cache holds, or can hold, the keys of a window alone. An empty one gives its place up otherwise.
+
+    Raises:
+        ValueError: the cache holds no other keys already, and this call needs them.
+    """
+    masks = inputs.masks
+    whole = want_weights or call.tap is not None or inputs.position_bias is not None or inputs.own_window is not None
+    if whole or masks.given is not None or not (masks.causal or masks.queries == 1):
+        if call.state.give_up():
+            call.state = None
+            return False
+        raise ValueError(
+            "window: a cache that holds the keys of a window has no other keys to show or to mask one by one; pass 4-D "
+            "masks, is_causal=False and output_attentions=True from the first token on, or use use_cache=False."
+        )
+    if not masks.once(("remembers", call.state.length), lambda: call.state.remembers(masks.key_mask)):
+        raise ValueError(
+            "window: the mask hides or shows other earlier tokens than when they went into the cache, which has not "
+            "kept all of them; start a new cache for these tokens, or use use_cache=False."
+        )
+    return True
+
+
+def _in_blocks(
+    places: Places, inputs: Inputs, call: Call, sdpa: FusedSoftmax, form: Form, span: windows.Span, held: windows.Held
+) -> Tensor:
+    """The heads (B,Q,H,D) in a window, by blocks of queries with the keys of their window."""
+    if form is Form.SDPA and places == Places():
+        return windows.attend(inputs, span, held)
+    blocks, inside = windows.folded(inputs, span, held)
+    return windows.unfolded(blocks, _attended(places, inside, call, sdpa, False, form)[0])
+
+
+def _attended(
+    places: Places, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool, form: Form
+) -> tuple[Tensor, Tensor | None]:
+    """As `attend`, by this form, with the masks as they are."""
     if places.keys is not None:
         return _with_pairs(places, places.keys, inputs, call, sdpa, want_weights, form)
     if form is Form.REFERENCE:

@@ -105,6 +105,14 @@ def parse_options(classes: tuple[type[Variant], ...], options: Mapping[str, Any]
     return {cls.name: dataclasses.asdict(build_options(cls, nested[cls.name])) for cls in classes}
 
 
+def tiny_options(variant: str) -> dict[str, Any]:
+    """Options with which a text of a few tokens shows the variant, as `patch_model` takes them."""
+    classes = parse(variant)
+    if len(classes) == 1:
+        return dict(classes[0].tiny)
+    return {cls.name: dict(cls.tiny) for cls in classes if cls.tiny}
+
+
 def canonical_keys(by_variant: Mapping[str, Any]) -> dict[str, Any]:
     """The same values by canonical names.
 

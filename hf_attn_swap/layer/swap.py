@@ -213,6 +213,7 @@ class Swap(nn.Module):
         return Places(
             keys=at.get("keys"),
             carrier=at.get("scores"),
+            mask=at.get("mask"),
             normalizer=at.get("normalizer"),
             adjuster=at.get("weights"),
             replacement=self.replacement,
@@ -377,3 +378,7 @@ class Swap(nn.Module):
         if self.phase == Phase.OFF:
             return Form.STOCK
         return self.places().form(setting)
+
+    def in_blocks(self, setting: Setting) -> bool:
+        """True if this form computes one block of queries after the other, with the keys of their window."""
+        return self.phase != Phase.OFF and self.places().in_blocks(setting)

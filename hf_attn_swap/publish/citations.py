@@ -74,6 +74,13 @@ ENTRIES = {
   archivePrefix = {arXiv},
   year = {2025}
 }""",
+    "Longformer": """@misc{beltagy2020longformer,
+  title = {Longformer: The Long-Document Transformer},
+  author = {Beltagy, Iz and Peters, Matthew E. and Cohan, Arman},
+  eprint = {2004.05150},
+  archivePrefix = {arXiv},
+  year = {2020}
+}""",
     "StreamingLLM": """@inproceedings{xiao2024streaming,
   title = {Efficient Streaming Language Models with Attention Sinks},
   author = {Xiao, Guangxuan and Tian, Yuandong and Chen, Beidi and Han, Song and Lewis, Mike},

@@ -4,9 +4,11 @@ from .checkpoint import int8_loaded
 from .fake import fake_w8a8
 from .integer import int8_dynamic
 from .linear import Int8Linear
+from .lost import lost_in_8_bits
 from .machine import machine_w8a8
 from .points import Point, Quantized
 from .static import input_ranges, int8_static
+from .straight_through import straight_through
 
 __all__ = [
     "Int8Linear",
@@ -17,5 +19,7 @@ __all__ = [
     "int8_dynamic",
     "int8_loaded",
     "int8_static",
+    "lost_in_8_bits",
     "machine_w8a8",
+    "straight_through",
 ]

@@ -1,14 +1,15 @@
-"""Defines the base class of all variants, and the six places of an attention layer that a variant may change.
+"""Defines the base class of all variants, and the seven places of an attention layer that a variant may change.
 
-The places are keys -> scores -> normalizer -> weights -> (product with V) -> read -> W_o -> write. A variant names its
-places and overrides their methods. Everything else stays as in the pretrained layer, so a variant without places is
-ordinary attention. Two variants compose if they change different places. docs/mathematics.md, section Composition.
+The places are keys -> scores -> mask -> normalizer -> weights -> (product with V) -> read -> W_o -> write. A variant
+names its places and overrides their methods. Everything else stays as in the pretrained layer, so a variant without
+places is ordinary attention. Two variants compose if they change different places. docs/mathematics.md, section
+Composition.
 Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, E model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -20,9 +21,10 @@ from ..core.options import Options
 from ..kernels.dispatch import Form, Setting, weighted_form
 from ..kernels.pairs import Pairs
 from ..kernels.weighing import Rule
+from ..kernels.windows import Span
 from .about import About
 
-PLACES = ("keys", "scores", "normalizer", "weights", "read", "write")
+PLACES = ("keys", "scores", "mask", "normalizer", "weights", "read", "write")
 BEFORE_THE_HEADS = {"keys", "scores", "normalizer", "weights"}
 
 
@@ -55,6 +57,10 @@ class Variant(nn.Module):
         alone: True if the variant composes with no other variant.
         keeps_projection: False if the heads are the layer's output, without W_o.
         projects: True if the variant projects heads on values, so that the scale of the values matters.
+        masks_of_keys: True if the variant computes long texts without a mask of queries and keys, so that a model must
+            make a mask of keys where it can.
+        tiny: options with which a text of a few tokens shows the variant, if the defaults are for long texts. `doctor`
+            and the tests take them.
         projections: the names of the variant's own projections of the heads beside W_o. Quantisation treats these
             projections like W_o.
         Options: the dataclass of the variant's options.
@@ -75,6 +81,8 @@ class Variant(nn.Module):
     alone: ClassVar[bool] = False
     keeps_projection: ClassVar[bool] = True
     projects: ClassVar[bool] = False
+    masks_of_keys: ClassVar[bool] = False
+    tiny: ClassVar[Mapping[str, Any]] = {}
     projections: ClassVar[tuple[str, ...]] = ()
     Options: ClassVar[type[Any]] = Options
 
@@ -167,6 +175,10 @@ class Variant(nn.Module):
         """
         raise NotImplementedError
 
+    def span(self) -> Span:
+        """Place "mask": how far a query sees. A query sees no key that it could not see without the variant."""
+        raise NotImplementedError
+
     def carry(self, scores_BHQK: Tensor, call: Call) -> Tensor:
         """Place "scores": from this layer's scaled scores before the mask to the scores that are normalized."""
         raise NotImplementedError
@@ -208,6 +220,7 @@ class Replacement(Variant):
     places = PLACES
     replaces = True
     alone = True
+    masks_of_keys = True
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -241,6 +254,7 @@ V = TypeVar("V", bound=type[Variant])
 METHODS = {
     "keys": "pairs",
     "scores": "carry",
+    "mask": "span",
     "normalizer": "normalize",
     "weights": "adjust",
     "read": "read",
@@ -301,7 +315,7 @@ def _disagreements(cls: type[Variant]) -> Iterator[str]:
             yield "a Replacement takes all places and composes with nothing; leave places and alone as they are."
         if missing := [method for method in REPLACING if not own(method)]:
             yield f"a Replacement needs the methods {', '.join(missing)}."
-        needless: tuple[str, ...] = ("pairs", "carry", "normalize", "adjust", "heads")
+        needless: tuple[str, ...] = ("pairs", "span", "carry", "normalize", "adjust", "heads")
     else:
         for place, method in METHODS.items():
             if place in cls.places and not own(method):

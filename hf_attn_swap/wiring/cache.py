@@ -3,8 +3,6 @@
 The state is S = sum_i k_i v_i^T and the count of real keys, for each key/value head. Decoding one token then takes
 time and memory that do not grow with the context.
 Without gradients, a token is added to the sums in place, so that no token copies them.
-`LinearState.of` puts a state in place of an empty `DynamicLayer` on the first call of a layer, so that `generate()`
-and `model(..., use_cache=True)` use the state by themselves.
 Assisted decoding takes tokens back, but a token cannot be taken out of a sum again. The state therefore also keeps the
 keys and values of the last tokens. These tokens are the tail. The tail has at least `CROPPED` and at most twice as many
 tokens, less the tokens that were taken back. `base` holds the sums over the tokens before the tail, and `full` holds
@@ -15,19 +13,15 @@ Axes: B batch, G key/value head, L token, D head width.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..functional.linear import without_autocast
-
-CROPPED = 64  # how many tokens `crop` can take back at least; assisted decoding proposes fewer tokens than that
-Rows = Callable[[Tensor], Tensor]
+from .state import CROPPED, Rows, State, removed
 
 
 @dataclass(frozen=True)
@@ -135,48 +129,25 @@ def keep_all_keys(cache: Any) -> None:
             layers[place] = DynamicLayer()
 
 
-class LinearState(CacheLayerMixin):
-    """The cache of one layer: the sums over all tokens, the sums over the tokens before the tail, and the tail.
+class LinearState(State):
+    """The cache of one layer: the sums over all tokens, the sums over the tokens before the tail, and the tail."""
 
-    `keys` and `values` of the base class hold no tokens, because the state holds no tensor as long as the context.
-    """
-
-    is_compileable = False
-    is_croppable = True
-    is_sliding = False
+    holds = "states of linear attention, not keys and values"
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        super().__init__()
         self.full, self.base = Sums(), Sums()
         self.tail: list[Chunk] = []
-        self.visible: Tensor | None = None  # (B,K) bool, False at padding among all tokens so far; None: no padding
         self._alone = False  # True if nothing but `full` holds the tensors of `full`
-        self._claim: weakref.ref[nn.Module] | None = None
-        self._place: tuple[weakref.ref[Any], int] | None = None  # the cache that this state was put into, and where
-        self._given: tuple[Tensor, Tensor] | None = None  # keys and values between `update` and `absorb`
-
-    @classmethod
-    def of(cls, cache: Any, layer: int, *, start: bool) -> LinearState | None:
-        """The state of one layer in a cache, or None.
-
-        Args:
-            cache: a cache of transformers.
-            layer: the number of the layer in the cache.
-            start: put a new state in place of an empty `DynamicLayer`. Without `start`, only a state that is already
-                in the cache is returned.
-        """
-        layers: Any = getattr(cache, "layers", ())
-        if layer >= len(layers):
-            return None
-        if start and type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
-            layers[layer] = cls()
-            layers[layer]._place = weakref.ref(cache), layer
-        return layers[layer] if isinstance(layers[layer], cls) else None
 
     @property
     def length(self) -> int:
         """The number of tokens so far, padding included."""
         return self.full.length
+
+    def belongs_to(self, swap: Any) -> bool:
+        """True for linear attention."""
+        return swap.replacement is not None
 
     @property
     def state_BGDD(self) -> Tensor | None:  # noqa: N802  # axis suffix, as in argument names
@@ -187,72 +158,6 @@ class LinearState(CacheLayerMixin):
     def seen_B(self) -> Tensor | None:  # noqa: N802  # as above
         """A copy of the number of real keys (B,); None before the first token."""
         return None if self.full.seen is None else self.full.seen.clone()
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note the dtype and the device. The state holds no tensor before the first `absorb`."""
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-
-    def claim(self, core: nn.Module) -> None:
-        """Note which swapped attention module is about to call `update`.
-
-        A claim is good for one `update`, and only while the module computes linear attention at full strength. An
-        error between `claim` and `update` leaves the claim in place, and the next caller of `update` may be ordinary
-        attention; the second condition refuses this caller.
-        """
-        self._claim = weakref.ref(core)
-
-    def _claimed(self) -> bool:
-        core = None if self._claim is None else self._claim()
-        self._claim = None
-        swap: Any = getattr(core, "attn_swap", None)  # absent after `unpatch_model`; under PEFT, a wrapper of the swap
-        return swap is not None and swap.phase == "full" and swap.replacement is not None
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the current tokens, without any earlier tokens.
-
-        The attention function calls `absorb` later, when the mask of the tokens is known.
-
-        Raises:
-            ValueError: the caller is not the linear attention that filled this cache.
-        """
-        if not self._claimed():
-            raise ValueError(
-                "this cache holds states of linear attention, not keys and values; start a new cache after "
-                "unpatch_model, set_strength or a swap of other variants."
-            )
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        # Like an ordinary layer that was initialised and holds no tokens: some models look at the size of the keys.
-        batch, groups = key_states.shape[:2]
-        self.keys = key_states.new_empty(batch, groups, 0, key_states.shape[3])
-        self.values = value_states.new_empty(batch, groups, 0, value_states.shape[3])
-        self._given = None if self.length else (key_states, value_states)
-        return key_states, value_states
-
-    def give_up(self) -> bool:
-        """Put ordinary keys and values in place of this state, if it has absorbed no token yet; True if it could.
-
-        The first call of a layer may turn out to need each key: its mask hides single keys from single queries.
-        """
-        cache = None if self._place is None else self._place[0]()
-        if cache is None or self._place is None or self._given is None or self.length:
-            return False
-        cache.layers[self._place[1]] = DynamicLayer()
-        cache.layers[self._place[1]].update(*self._given)
-        self._given = None
-        return True
-
-    def remembers(self, key_mask_BK: Tensor | None) -> bool:
-        """True if a mask of keys hides just those earlier tokens that were padding when this state absorbed them.
-
-        Args:
-            key_mask_BK: (B,K) bool, True at tokens that may be seen, for the earlier and the current tokens; None means
-                that all may be seen.
-        """
-        if key_mask_BK is None:
-            return self.visible is None or bool(self.visible.all())
-        earlier = key_mask_BK[:, : self.length]
-        return bool(earlier.all()) if self.visible is None else torch.equal(earlier, self.visible)
 
     def past(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """The sums over all tokens so far, as `simple_attention` takes them. The next `absorb` may change them.
@@ -296,23 +201,6 @@ class LinearState(CacheLayerMixin):
             self.base = self.base.plus(whole.part(0, kept - CROPPED))
             self.tail = [whole.part(kept - CROPPED, kept).copy()]
 
-    def get_seq_length(self) -> int:
-        """The number of tokens so far, padding included."""
-        return self.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The length and the offset of the mask, as for a dynamic cache.
-
-        Other layers of the same cache may hold the keys of the whole context, and all layers share one mask.
-        """
-        return self.length + query_length, 0
-
-    def get_max_length(self) -> int:
-        """-1, which means that there is no maximum."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # the name of this method in older transformers
-
     def reset(self) -> None:
         """Forget all tokens. The state stays where it was put, so that it can still give its place up."""
         place = self._place
@@ -323,14 +211,13 @@ class LinearState(CacheLayerMixin):
         """Take tokens back.
 
         Args:
-            tokens_to_remove: a number -n takes back the last n tokens. A number n above 0 keeps the first n tokens and
-                takes back all others, as older versions of transformers ask for.
+            tokens_to_remove: as in `removed`.
 
         Raises:
             ValueError: the tail holds fewer tokens than must be taken back. `CROPPED` tokens, counted from the longest
                 text so far, can always be taken back.
         """
-        remove = -tokens_to_remove if tokens_to_remove <= 0 else self.length - tokens_to_remove
+        remove = removed(tokens_to_remove, self.length)
         if remove <= 0:
             return
         self._alone = False
@@ -349,38 +236,17 @@ class LinearState(CacheLayerMixin):
         self.tail = [left] if kept else []
         self.full = self.base.plus(left) if kept else self.base
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put the rows of the batch into the order that beam search chose; `beam_idx` (B,)."""
-        self._rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch `repeats` times."""
-        self._rows(lambda rows: rows.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows of the batch."""
-        self._rows(lambda rows: rows[indices])
-
     def _rows(self, choose: Rows) -> None:
+        super()._rows(choose)
         self._alone = False
         self.full, self.base = self.full.rows(choose), self.base.rows(choose)
-        self.visible = None if self.visible is None else choose(self.visible)
         if self.tail:
             self.tail = [Chunk.joined(self.tail).rows(choose)]
 
-    def offload(self) -> None:
-        """Do nothing: a state is small and stays on its device."""
-
-    def prefetch(self) -> None:
-        """Do nothing, as `offload` moved nothing."""
-
     def __getstate__(self) -> dict[str, Any]:
-        """The content of a copy or a pickle, without the claim and the place: a file cannot hold weak references.
-
-        A shallow copy shares the tensors, so neither of the two changes them in place after this.
-        """
+        """As in the base class. A shallow copy shares the tensors, so neither changes them in place after this."""
         self._alone = False
-        return {**self.__dict__, "_claim": None, "_place": None, "_given": None}
+        return super().__getstate__()
 
 
 def _changeable(tensor: Tensor | None) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 from ..families import Site, stock_class
 from ..families.source import hands_keywords_on, mentions, moves_windows, slices_unmasked
 from .layers import Layer
-from .plan import encoder_of, group_of, layer_of, stacks_of, takes_keywords
+from .placed import encoder_of, group_of, layer_of, stacks_of, takes_keywords
 
 
 def check(root: Any, layers: Iterable[Layer]) -> None:

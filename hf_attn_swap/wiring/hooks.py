@@ -25,7 +25,9 @@ from ..families import stock_class
 from ..families.source import arguments
 from ..layer.swap import STOCK, Argument, Phase, Swap, Wiring
 from .cache import LinearState, keep_all_keys
-from .seam import CALL, CARRIED, LAYER, NAMES, MaskWithContext, swap_of
+from .seam import CALL, CARRIED, LAYER, NAMES, MaskWithContext, kind_of_masks, swap_of
+from .state import State
+from .window_cache import WindowState
 
 
 def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -309,7 +311,7 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     call = Call(
         x=wiring.states.of(args, kwargs),
         start=sys.maxsize if wiring.borrows else start,  # the current tokens are the last ones
-        state=None if layer is None else _linear_state(core, swap, cache, layer, carried),
+        state=None if layer is None else _state(core, swap, cache, layer, carried),
         carried=carried,
         order=order,
         first=swap.is_first(order),
@@ -386,17 +388,24 @@ def _cache_length(cache: Any, layer: int | None) -> int | Tensor:
     return length.clone() if isinstance(length, Tensor) else length
 
 
-def _linear_state(core: nn.Module, swap: Swap, cache: Any, layer: int, carried: Carried | None) -> LinearState | None:
-    """The state of linear attention in the cache, claimed for this call; None if the layer keeps keys and values.
+def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, carried: Carried | None) -> State | None:
+    """What the cache holds of this layer in place of all keys, claimed for this call; None if it holds all keys.
 
     A new state is started only without gradients, and if the caller wants no attention weights. If the mask then turns
-    out to be more than padding and causal order, the state gives its place up again (`compute.replaced`).
+    out to be more than padding and causal order, the state gives its place up again (`compute.attend` and `replaced`).
     """
-    if swap.replacement is None or swap.phase != Phase.FULL or torch.compiler.is_compiling():
+    if swap.phase != Phase.FULL or torch.compiler.is_compiling():
         return None
+    wiring, variant = wiring_of(swap), swap.at("mask")
     shown = carried is not None and carried.want_weights
-    starts = not shown and not torch.is_grad_enabled() and not wiring_of(swap).lent  # a state has no keys to lend
-    state = LinearState.of(cache, layer, start=starts)
+    starts = not shown and not torch.is_grad_enabled() and not wiring.lent  # a state has no keys to lend
+    state: State | None = None
+    if swap.replacement is not None:
+        state = LinearState.of(cache, layer, start=starts)
+    elif variant is not None:
+        # Scores that are carried are those of all keys, and so are masks of queries and keys.
+        starts &= not swap.carries and kind_of_masks(core.config) is None
+        state = WindowState.of(cache, layer, start=starts, span=variant.span())
     if state is not None:
         state.claim(core)
     return state

@@ -31,7 +31,7 @@ from ..layer.swap import Phase, Swap
 from . import adapters, hooks, preconditions, seam
 from .blocks import BLOCKS, Block, Facts, swapped_class
 from .layers import Layer, layers_at, swaps_in
-from .plan import Placed, encoder_of, orders_of, plan, takes_keywords
+from .placed import Placed, encoder_of, orders_of, places_of, takes_keywords
 
 ATTRIBUTE = "attn_swap_installation"
 CONFIGS = "attn_swap_configs"  # an attribute of each module with a config: the config from before patching, and ours
@@ -259,7 +259,7 @@ class Installation:
 
     def settle(self) -> None:
         """Bring hooks, phases and config up to date with layers that were removed, appended or moved since."""
-        placed = plan(self.root, self.sites)
+        placed = places_of(self.root, self.sites)
         if any(swap.wiring != each.wiring for each in placed for swap in each.swaps):
             self._wire()
         self.refresh()
@@ -344,7 +344,7 @@ class Installation:
     def _wire(self) -> None:
         """Register every hook and replace every class that the attached swaps need, after removing the former ones."""
         self._unwire()
-        placed = plan(self.root, self.sites)
+        placed = places_of(self.root, self.sites)
         layers: dict[int, nn.Module] = {}
         near: dict[int, list[tuple[RemovableHandle, RemovableHandle]]] = {}
         for each in placed:
@@ -378,10 +378,10 @@ class Installation:
     def _name(self, placed: list[Placed]) -> None:
         """Set the attention implementation of each stack with a config of its own.
 
-        The implementation's name tells the mask function whether the stack contains linear attention. The mask
+        The implementation's name tells the mask function whether the stack needs masks of keys. The mask
         function gets the stack's config and cannot read the config of the whole model.
         """
-        linear: dict[int, bool] = {}
+        of_keys: dict[int, bool] = {}
         models = [module for module in self.root.modules() if isinstance(module, PreTrainedModel)]
         if any(slices_unmasked(stock_class(module)) for module in models):
             for module in models:
@@ -390,15 +390,15 @@ class Installation:
         for each in placed:
             if each.site.reads_mask and not seam.kind_of_masks(each.stack.config):
                 setattr(each.stack.config, seam.MASKS, "dense")
-            replaced = any(swap.places().replacement is not None for swap in each.swaps)
-            linear[id(each.stack)] = linear.get(id(each.stack), False) or replaced
+            wanted = any(variant.masks_of_keys for swap in each.swaps for variant in swap.variants)
+            of_keys[id(each.stack)] = of_keys.get(id(each.stack), False) or wanted
         for stack in self.root.modules():  # outer stacks first: transformers sets the name of inner models as well
-            if id(stack) not in linear:
+            if id(stack) not in of_keys:
                 continue
             assert isinstance(stack, PreTrainedModel)
             if stack.config is self.root.config:
                 continue
-            name = seam.LINEAR_NAME if linear[id(stack)] else seam.NAME
+            name = seam.OF_KEYS_NAME if of_keys[id(stack)] else seam.NAME
             if stack.config._attn_implementation != name:
                 stack.set_attn_implementation(name)
 

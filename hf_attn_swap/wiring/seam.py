@@ -25,9 +25,9 @@ from ..layer.registry import parse
 from ..layer.swap import STOCK, Phase, Swap
 
 NAME = "hf_attn_swap"
-# The same functions. This name marks the config of a stack that is a part of a model and contains linear attention.
-LINEAR_NAME = "hf_attn_swap_linear"
-NAMES = (NAME, LINEAR_NAME)
+# The same functions. This name marks the config of a stack that is a part of a model and needs masks of keys.
+OF_KEYS_NAME = "hf_attn_swap_linear"
+NAMES = (NAME, OF_KEYS_NAME)
 # Given to the stock SDPA function for keys that are repeated already: a module that tells of no groups of heads.
 _UNGROUPED = nn.Module()
 # Names of the keyword arguments that carry a call's context.
@@ -205,6 +205,7 @@ def _inputs(
         dropout=dropout,
         softcap=kwargs.get("softcap"),
         position_bias=kwargs.get("position_bias"),
+        own_window=kwargs.get("sliding_window"),
     )
 
 
@@ -289,10 +290,10 @@ def mask_for_swap(
 ) -> Tensor | None:
     """Make the mask of a forward pass, for `attn_implementation="hf_attn_swap"`. transformers calls this function.
 
-    Linear attention must not build a tensor of Q x K entries. If the model has linear attention, a mask of plain
-    padding therefore stays a mask of keys: (B,1,1,K) if every query sees the same keys, and (B,K) if the order is
-    causal and the queries are the last tokens. Layers of such a model that are not linear expand the mask of keys, and
-    get exactly the stock mask.
+    Linear attention and attention in a window must not build a tensor of Q x K entries. If the model has one of them, a
+    mask of plain padding therefore stays a mask of keys: (B,1,1,K) if every query sees the same keys, and (B,K) if the
+    order is causal and the queries are the last tokens. Other layers of such a model expand the mask of keys, and get
+    exactly the stock mask.
 
     Returns:
         None if no mask is needed; a mask of keys, as above; SDPA's bool mask (B,1,Q,K); or a mask of numbers
@@ -303,10 +304,10 @@ def mask_for_swap(
         kwargs["allow_is_causal_skip"] = False
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     last = isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0
-    linear = plain and last and not eager and _has_linear(kwargs.get("config"))
-    if linear and attention_mask is None and 1 < q_length < kv_length:  # several new tokens and a cache, no padding
+    of_keys = plain and last and not eager and _wants_masks_of_keys(kwargs.get("config"))
+    if of_keys and attention_mask is None and 1 < q_length < kv_length:  # several new tokens and a cache, no padding
         attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=kwargs.get("device"))
-    if linear and attention_mask is not None and tuple(attention_mask.shape) == (batch_size, kv_length):
+    if of_keys and attention_mask is not None and tuple(attention_mask.shape) == (batch_size, kv_length):
         bidirectional = mask_function is bidirectional_mask_function
         may_skip = kwargs.get("allow_is_bidirectional_skip" if bidirectional else "allow_is_causal_skip", bidirectional)
         square = bidirectional or q_length in (1, kv_length)
@@ -327,18 +328,18 @@ def mask_for_swap(
     return mask
 
 
-def _has_linear(config: Any) -> bool:
-    """True if the model of this config has linear attention.
+def _wants_masks_of_keys(config: Any) -> bool:
+    """True if the model of this config has a variant that needs masks of keys.
 
     The config of a whole model says so in its block `attn_swap`. The config of a stack inside a larger model says so
     by the name of its attention implementation.
     """
     if kind_of_masks(config) in ("dense", "whole"):  # they would not understand a mask of keys
         return False
-    if getattr(config, "_attn_implementation", None) == LINEAR_NAME:
+    if getattr(config, "_attn_implementation", None) == OF_KEYS_NAME:
         return True
     swaps = (getattr(config, "attn_swap", None) or {}).get("swaps", ())
-    return any(cls.replaces for swap in swaps for cls in parse(swap["variant"]))
+    return any(cls.masks_of_keys for swap in swaps for cls in parse(swap["variant"]))
 
 
 for _name in NAMES:

@@ -15,12 +15,7 @@ from hf_attn_swap.measuring.lost import Sums
 from hf_attn_swap.training.metrics import paired_interval
 from tests import zoo
 from tests.contract.harness import batch_of, fresh, padding_side, refused, swaps
-
-NUMBERS: dict[str, dict[str, Any]] = {
-    "one number": {"num_labels": 1},
-    "regression": {"num_labels": 3, "problem_type": "regression"},
-    "several labels at once": {"num_labels": 3, "problem_type": "multi_label_classification"},
-}
+from tests.harness.number_labels import NUMBERS
 
 
 def stock(name: str, **overrides: Any) -> Any:

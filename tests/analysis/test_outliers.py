@@ -21,6 +21,7 @@ def test_they_are_the_formulas_without_padding(name: str) -> None:
     assert found is not None
     assert model.training
     kurtosis, norms = [], []
+    largest: dict[int, tuple[float, int, int | None]] = {}
     for batch in batches:
         with torch.no_grad():
             output = model.eval()(**batch, output_hidden_states=True)
@@ -32,8 +33,16 @@ def test_they_are_the_formulas_without_padding(name: str) -> None:
             centred = [sample - sample.mean() for sample in samples]
             kurtosis.append([(each**4).mean() / (each.std(ddof=1) ** 4 + 1e-6) for each in centred])
             norms.append([np.abs(sample).max() for sample in samples])
+            ids = batch.get("decoder_input_ids", batch.get("input_ids"))
+            for layer, sample in enumerate(samples):
+                place = int(np.abs(sample).max(1).argmax())
+                token = None if ids is None else int(ids[row][real][place])
+                largest[layer] = max(largest.get(layer, (0.0, -1, None)), (np.abs(sample).max(), place, token))
     assert found.kurtosis == pytest.approx(np.mean(kurtosis), rel=1e-4)
     assert found.max_inf_norm == pytest.approx(np.mean(norms, 0).max(), rel=1e-4)
+    for each, (value, place, token) in zip(found.largest, largest.values(), strict=True):
+        assert (each.place, each.token) == (place, token)
+        assert each.value == pytest.approx(value, rel=1e-4)
 
 
 def test_a_model_without_hidden_states_has_none() -> None:

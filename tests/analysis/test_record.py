@@ -12,6 +12,7 @@ from transformers import PatchTSTConfig, PatchTSTForPrediction
 from hf_attn_swap import list_variants, patch_model, set_strength
 from hf_attn_swap.analysis import metrics, record
 from hf_attn_swap.analysis.recording import Activation, Recording
+from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.families import sites
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import TEXT_FAMILIES, batch_of, forward, fresh, padding_side, perturb, refused
@@ -70,6 +71,45 @@ def test_equals_the_public_outputs(name: str) -> None:
         if place + 1 < len(recording.layers):  # the last hidden states have passed the final norm
             similarity = metrics.token_similarity(outputs.hidden_states[place + 1], real)
             assert layer.similarity == pytest.approx(similarity.tolist(), abs=1e-7)  # eager softmax is fp32
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", TEXT_FAMILIES)
+def test_the_largest_activation_and_its_token(name: str, side: str) -> None:
+    """Against the public hidden states; the last of them has passed the final norm."""
+    model, batches = fresh(name), [batch_of(name, padded=side, seed=seed) for seed in (1, 2)]
+    with record(model) as recording:
+        for batch in batches:
+            forward(model, batch)
+    for place in range(len(recording.layers) - 1):
+        best = (0.0, -1, None)
+        for batch in batches:
+            with torch.no_grad():
+                states = model(**batch, output_hidden_states=True).hidden_states[place + 1]
+            for row, mask in zip(range(len(states)), batch["attention_mask"].bool(), strict=True):
+                tops = states[row][mask].abs().amax(-1)
+                own = int(tops.argmax())
+                best = max(best, (float(tops[own]), own, int(batch["input_ids"][row][mask][own])))
+        found = recording.layers[place].largest
+        assert (found.place, found.token) == best[1:]
+        assert found.value == pytest.approx(best[0], rel=1e-9)
+
+
+def test_the_largest_activation_of_a_cached_pass() -> None:
+    """Its place counts the tokens that the cache holds, without their padding."""
+    model, batch = fresh("llama"), batch_of("llama", padded="left")
+    cut = batch["input_ids"].shape[1] - 1
+    with torch.no_grad():
+        past = model(input_ids=batch["input_ids"][:, :cut], attention_mask=batch["attention_mask"][:, :cut])
+    with record(model) as recording, torch.no_grad():
+        model(
+            input_ids=batch["input_ids"][:, cut:],
+            attention_mask=batch["attention_mask"],
+            **with_cache(model, cache_of(past)),
+        )
+    found = recording.layers[0].largest
+    row = batch["input_ids"][:, cut].tolist().index(found.token)
+    assert found.place == int(batch["attention_mask"][row].sum()) - 1
 
 
 @pytest.mark.parametrize("name", TEXT_FAMILIES)

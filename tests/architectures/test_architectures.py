@@ -22,6 +22,7 @@ from tests.contract.harness import perturb, refused, swaps
 
 from .cached import decodings
 from .children import Walk, Work, read, walked
+from .named import named
 from .probe import distance, find_probes, run
 from .shrink import CHOICES
 from .tiny import build, configured, registry
@@ -40,13 +41,6 @@ ONCE_REFUSED = (
 )
 SINKS = ("gpt_oss", "inkling2_text")
 LATENT = "deepseek_v3"  # queries and keys are wider than values
-
-
-def named(model_type: str) -> str:
-    """The model type, if this transformers has it."""
-    if model_type not in registry():
-        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
-    return model_type
 
 
 def behind(model_type: str) -> str:

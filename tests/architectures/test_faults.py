@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from .test_architectures import named
+from .named import named
 from .walk import EXACT, NOT_BUILT, PART, REFUSED, VARIANTS, hold
 
 HABITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

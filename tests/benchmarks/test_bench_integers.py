@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.conftest import build
+from tests.harness.byte_tokenizer import build
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "bench_integers.py"
 pytestmark = pytest.mark.skipif(not BENCH.exists(), reason="benchmarks/ is not next to the installed package")

@@ -181,6 +181,19 @@ def test_compare_says_what_was_lost(command: Command, tiny_bert: Path, texts: Pa
     assert "Same first choice as the stock model: 100.0%" in same.out
 
 
+def test_compare_in_8_bits(command: Command, tiny_bert: Path, texts: Path) -> None:
+    """Ranges come from other rows than those that are measured, and rounding costs something."""
+    words = ("compare", tiny_bert, tiny_bert, "--data", texts, "--rows", "10", "--in-8-bits")
+    found = json.loads(command(*words, "--json").out)
+    assert found["loss"] == 0
+    assert found["first"]["loss_in_8_bits"] == found["second"]["loss_in_8_bits"]
+    assert len(found["first"]["largest"]) == 2
+    printed = command(*words).out
+    assert "In 8 bits, beside the first model in full precision:" in printed
+    assert "The largest activation of the second, after layer " in printed
+    assert "no rows are left for the 8-bit ranges" in command(*words[:-2], "1000", "--in-8-bits").err
+
+
 def test_compare_measures_costs_on_few_batches(
     command: Command, tiny_bert: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,9 +126,9 @@ def test_a_model_that_loads_as_another_is_an_error(options: DemoOptions, tiny_be
     )
     model = BertForSequenceClassification.from_pretrained(tiny_bert)
     logits = bench.logits(model, "tiny")
-    assert run._save_and_reload(bench, model, logits)["max_difference"] == 0
+    assert run.save_and_reload(bench, model, logits)["max_difference"] == 0
     with pytest.raises(RuntimeError, match=r"differ by 1\.0e\+00 from the saved one's"):
-        run._save_and_reload(bench, model, logits + 1)
+        run.save_and_reload(bench, model, logits + 1)
 
 
 def row(**changes: Any) -> report.Row:

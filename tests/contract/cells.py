@@ -22,7 +22,7 @@ from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.core.kind import Kind
 from hf_attn_swap.core.options import choices as literal_choices
 from hf_attn_swap.families import FAMILIES
-from hf_attn_swap.layer.registry import fit_options, parse, parse_options
+from hf_attn_swap.layer.registry import fit_options, parse, parse_options, tiny_options
 from hf_attn_swap.variants.base import VARIANTS
 
 FAMILY_NAMES = tuple(sorted(family.name for family in FAMILIES.values()))
@@ -75,15 +75,16 @@ def option_sets(name: str) -> list[dict[str, Any]]:
     fields = dataclasses.fields(cls)
     strings = [field.name for field in fields if choices(cls, field.name) and field.name not in EQUAL]
     combinations = itertools.product(*(choices(cls, field) for field in strings))
-    sets: list[dict[str, Any]] = [dict(zip(strings, values, strict=True)) for values in combinations]
+    tiny = tiny_options(name)
+    sets: list[dict[str, Any]] = [tiny | dict(zip(strings, values, strict=True)) for values in combinations]
     sets = [chosen if is_default(name, chosen) else chosen | unequal(cls) for chosen in sets]
-    defaults = text_options((name, {}))
+    defaults = text_options((name, tiny))
     for option, default in defaults.items():
         if isinstance(default, float):
             trials = ({option: value} for value in (0.0, default / 2, 1.1))
             sets += [trial for trial in trials if trial[option] != default and _accepts(cls, trial)]
         elif hints[option] is int:
-            sets += [trial for chosen in list(sets) if _accepts(cls, trial := chosen | {option: default + 2})]
+            sets += [trial for chosen in list(sets) if _accepts(cls, trial := chosen | {option: default + 1})]
     optional = {option: _example(hints[option]) for option, default in defaults.items() if default is None}
     return [*sets, optional] if optional else sets
 
@@ -117,13 +118,18 @@ def _example(hint: Any) -> Any:
 
 
 def is_default(name: str, options: dict[str, Any]) -> bool:
-    """True if these options are what the variant does without any."""
-    return VARIANTS[name].Options(**options) == VARIANTS[name].Options()
+    """True if these options are those of the cell that every variant has."""
+    return VARIANTS[name].Options(**options) == VARIANTS[name].Options(**tiny_options(name))
+
+
+def shown(name: str) -> Cell:
+    """The cell of a variant or a composition with its defaults, or with options that a tiny text shows."""
+    return name, tiny_options(name)
 
 
 OPTION_CELLS: tuple[Cell, ...] = tuple((name, options) for name in SINGLES for options in option_sets(name))
 EXTRA_CELLS: tuple[Cell, ...] = tuple(cell for cell in OPTION_CELLS if not is_default(*cell))
-DEFAULT_CELLS: tuple[Cell, ...] = tuple((name, {}) for name in SINGLES)
+DEFAULT_CELLS: tuple[Cell, ...] = tuple(shown(name) for name in SINGLES)
 
 
 def label(cell: Cell) -> str:
@@ -144,7 +150,8 @@ def advice(name: str, arguments: dict[str, Any]) -> str | None:
     """What the variant warns of with these options."""
     cls = VARIANTS[name]
     known = {field.name for field in dataclasses.fields(cls.Options)}
-    given = arguments.get(name, {}) if name in arguments else {k: v for k, v in arguments.items() if k in known}
+    alone = {k: v for k, v in arguments.items() if k in known}
+    given = arguments[name] if isinstance(arguments.get(name), dict) else alone
     probe = cls.__new__(cls)
     object.__setattr__(probe, "__dict__", {"options": cls.Options(**given)})
     return cls.warn(probe)
@@ -160,7 +167,7 @@ def is_linear(variant: str) -> bool:
 DEEP = ("bert", "llama")
 FamilyCell = tuple[str, Cell]
 WIDE: tuple[FamilyCell, ...] = tuple((family, cell) for family in FAMILY_NAMES for cell in DEFAULT_CELLS)
-COMPOSED: tuple[FamilyCell, ...] = tuple((DEEP[place % 2], (name, {})) for place, name in enumerate(PAIRS))
+COMPOSED: tuple[FamilyCell, ...] = tuple((DEEP[place % 2], shown(name)) for place, name in enumerate(PAIRS))
 OPTIONS: tuple[FamilyCell, ...] = tuple((DEEP[place % 2], cell) for place, cell in enumerate(EXTRA_CELLS))
 GRID = WIDE + COMPOSED + OPTIONS
 
@@ -195,3 +202,6 @@ def over_in_turn(
             name = "-".join([family, label(cell), *map(str, values)])
             rows.append(pytest.param(family, cell, *values, id=name, marks=() if fast else pytest.mark.slow))
     return pytest.mark.parametrize(("family", "cell", *names), rows)
+
+
+LINEAR = [name for name in list_variants() if is_linear(name)]

@@ -15,6 +15,7 @@ PACKAGE = Path(hf_attn_swap.__file__).parent
 ROOT = PACKAGE.parent
 CLI = ROOT / "hf_attn_swap_cli"
 FILES = sorted(PACKAGE.rglob("*.py"))
+TESTS = Path(__file__).parents[1]
 NAME = PACKAGE.name
 IDEAS = {f"variants.{path.stem}" for path in (PACKAGE / "variants").glob("*.py")} - {
     "variants.__init__",
@@ -30,14 +31,9 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Absolute dotted names of everything a file imports, at any depth; names imported from a package too."""
-    inside = (
-        [NAME, *module_name(path).split(".")]
-        if path.name == "__init__.py"
-        else [NAME, *module_name(path).split(".")[:-1]]
-    )
-    inside = [part for part in inside if part]
+def imports(path: Path, top: Path = PACKAGE) -> Iterator[str]:
+    """Absolute dotted names of all that a file below `top` imports, at any depth; names imported from a package too."""
+    inside = [top.name, *path.parent.relative_to(top).parts]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -175,3 +171,11 @@ def test_modules_start_with_a_docstring_and_swallow_nothing(path: Path) -> None:
 
 def test_no_catch_all_modules() -> None:
     assert not {"utils", "common", "helpers", "misc"} & {path.stem for path in FILES}
+
+
+def test_nothing_imports_a_test_module() -> None:
+    """What tests share lies in `tests/harness/`, or in a file of their folder that pytest does not collect."""
+    found = {(path, name) for path in TESTS.rglob("*.py") for name in imports(path, TESTS)}
+    shared = sorted((str(path.relative_to(TESTS)), name) for path, name in found if name.split(".")[0] == TESTS.name)
+    assert len({path for path, _ in shared}) > 100, "no import is read"
+    assert not [f"{path} imports {name}" for path, name in shared if ".test_" in name]

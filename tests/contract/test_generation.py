@@ -6,49 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hf_attn_swap.caches import cache_of, with_cache
-from tests import zoo
+from tests.harness.generation import NEW, PROMPT, assert_equal_generation, model_of, prompt_of
 
-from .cells import COMPOSED, OPTIONS, WIDE, Cell, over, swap_in
-from .harness import CAUSAL_FAMILIES, TOLERANCE, distance, fresh, perturb
-
-NEW = 5
-PROMPT = 6
-
-
-def model_of(family: str, cell: Cell, strength: float = 1.0) -> Any:
-    model = fresh(family)
-    swap_in(model, cell[0], strength=strength, **cell[1])
-    model.generation_config.eos_token_id = None  # always NEW tokens
-    return perturb(model)
-
-
-def prompt_of(family: str, padded: str | None = None) -> dict[str, Any]:
-    prompt = zoo.inputs(family, batch=2, length=PROMPT, padded=padded)
-    return {**prompt, "attention_mask": prompt.get("attention_mask", torch.ones_like(prompt["input_ids"]))}
-
-
-def generate(model: Any, prompt: dict[str, Any], **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Tokens (B,L) and the logits of the new ones (NEW,B,V)."""
-    out = model.generate(
-        **prompt,
-        max_new_tokens=NEW,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **kwargs,
-    )
-    return out.sequences, torch.stack(out.logits)
-
-
-def assert_equal_generation(model: Any, prompt: dict[str, Any], cached: dict[str, Any], **both: Any) -> None:
-    wanted_tokens, wanted = generate(model, prompt, use_cache=False, **both)
-    tokens, logits = generate(model, prompt, use_cache=True, **cached, **both)
-    assert tokens.shape[1] == PROMPT + NEW
-    assert torch.equal(tokens, wanted_tokens)
-    assert distance(logits, wanted) <= TOLERANCE[torch.float64]
+from .cells import COMPOSED, OPTIONS, WIDE, Cell, over
+from .harness import CAUSAL_FAMILIES, TOLERANCE, distance
 
 
 @over(WIDE + COMPOSED, CAUSAL_FAMILIES)

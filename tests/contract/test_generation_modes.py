@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap import patch_model
 from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.wiring.cache import LinearState
 from tests import zoo
 
-from .cells import DEEP, is_linear
+from .cells import DEEP, LINEAR
 from .harness import CAUSAL_FAMILIES, fresh, perturb
 
-LINEAR = [name for name in list_variants() if is_linear(name)]
 FAMILIES = [name if name in DEEP else pytest.param(name, marks=pytest.mark.slow) for name in CAUSAL_FAMILIES]
 NEW = 12
 SHORT, LONG = 20, 100  # tokens of a prompt: fewer, and more, than a state can take back

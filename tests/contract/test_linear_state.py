@@ -12,16 +12,14 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
+from hf_attn_swap import patch_model, set_strength, unpatch_model
 from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.wiring.cache import CROPPED, LinearState
 from tests import zoo
+from tests.harness.generation import NEW, PROMPT, assert_equal_generation, generate, prompt_of
 
-from .cells import is_linear
+from .cells import LINEAR
 from .harness import CAUSAL_FAMILIES, TOLERANCE, Recorder, distance, fresh, perturb
-from .test_generation import NEW, PROMPT, assert_equal_generation, generate, prompt_of
-
-LINEAR = [name for name in list_variants() if is_linear(name)]
 
 
 def model_of(family: str, name: str = "simpletron_resl", layers: Any = None, **options: Any) -> Any:

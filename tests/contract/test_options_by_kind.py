@@ -17,7 +17,7 @@ from tests import zoo
 
 from .cells import EVERY, EXTRA_CELLS, FAMILY_NAMES, Cell, label
 from .harness import assert_identical, batch_of, fresh, refused, run, swaps
-from .test_modules import llava
+from .llava import llava
 
 PUBLISHED = {Kind.ENCODER: -0.025, Kind.DECODER: -12 / 512, Kind.IMAGE: -0.00001}
 OF_SPEC = {"causal": Kind.DECODER, "image": Kind.IMAGE, "encoder": Kind.ENCODER}

@@ -11,10 +11,10 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import QuantizedLayer
 
 from hf_attn_swap.caches import with_cache
+from tests.harness.generation import assert_equal_generation, model_of, prompt_of
 
 from .cells import WIDE, Cell, over
 from .harness import CAUSAL_FAMILIES
-from .test_generation import assert_equal_generation, model_of, prompt_of
 
 
 class Kept(QuantizedLayer):

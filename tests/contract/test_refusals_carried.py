@@ -13,15 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.variants.base import VARIANTS
+from tests.harness.checkpointing import ABLE
 from tests.harness.one_swap import one_swap
 
-from .cells import FAMILY_NAMES, OPTION_CELLS, Cell, label, swap_in
+from .cells import OPTION_CELLS, Cell, label, swap_in
 from .harness import assert_same, batch_of, forward, fresh, refused, run
 
 CARRYING = [cell for cell in OPTION_CELLS if one_swap(cell).carries]
 LINEAR = [name for name in list_variants() if VARIANTS[name].replaces]
 SHARED = "albert"
-CHECKPOINTABLE = [name for name in FAMILY_NAMES if fresh(name).supports_gradient_checkpointing]
 
 
 def checkpointed(model: Any, reentrant: bool, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ def test_some_variant_carries() -> None:
     assert CARRYING
 
 
-@pytest.mark.parametrize("family", CHECKPOINTABLE)
+@pytest.mark.parametrize("family", ABLE)
 @pytest.mark.parametrize("cell", CARRYING, ids=label)
 def test_reentrant_checkpointing(family: str, cell: Cell) -> None:
     model = checkpointed(swap_in(fresh(family), cell[0], **cell[1]), reentrant=True)
@@ -44,7 +44,7 @@ def test_reentrant_checkpointing(family: str, cell: Cell) -> None:
     forward(model.eval(), batch_of(family))  # nothing is lost without gradients
 
 
-@pytest.mark.parametrize("family", CHECKPOINTABLE)
+@pytest.mark.parametrize("family", ABLE)
 @pytest.mark.parametrize("cell", CARRYING, ids=label)
 def test_checkpointing_that_keeps_the_scores(family: str, cell: Cell) -> None:
     """The recomputation must see the same H: gradients as without checkpointing."""

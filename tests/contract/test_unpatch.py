@@ -5,51 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from tests.harness.places import each_place
 
 from .cells import COMPOSED, FAMILY_NAMES, OPTION_CELLS, WIDE, Cell, label, over, swap_in
 from .harness import assert_identical, batch_of, forward, fresh, padding_side, perturb, run, swaps
-
-
-def anatomy(model: nn.Module) -> dict[str, Any]:
-    """Everything that patching could leave behind, by module: classes, attributes, hooks, children."""
-    hooks = [name for name in vars(nn.Module()) if name.endswith("_hooks") or "hooks_" in name]
-    found: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        found[path] = {
-            "class": type(module),
-            "attributes": sorted(vars(module)),
-            "children": list(module._modules),
-            "hooks": {name: len(getattr(module, name)) for name in hooks},
-            "config": id(vars(module).get("config")),
-            "training": module.training,
-        }
-    return found
-
-
-def tensors(model: nn.Module) -> dict[str, tuple[int, int, torch.Tensor]]:
-    return {name: (t.data_ptr(), t._version, t.clone()) for name, t in model.state_dict().items()}
-
-
-def assert_stock_again(
-    model: nn.Module, parts: dict[str, Any], weights: dict[str, Any], config: Any, text: str
-) -> None:
-    assert anatomy(model) == parts
-    after = tensors(model)
-    assert list(after) == list(weights)
-    for name, (place, version, tensor) in weights.items():
-        assert after[name][:2] == (place, version), f"{name} was moved or written to"
-        assert torch.equal(after[name][2], tensor)
-    assert model.config is config
-    assert config.to_json_string() == text
-    assert config._attn_implementation == "sdpa"
+from .stock_again import anatomy, assert_stock_again, attentions, tensors
 
 
 @over(WIDE + COMPOSED)
@@ -132,10 +97,6 @@ def test_a_config_that_the_user_puts_in_place_is_left_alone() -> None:
     unpatch_model(model)
     assert model.config is config
     assert own.to_json_string() == text
-
-
-def attentions(model: nn.Module) -> list[str]:
-    return [row.attention for row in describe(model).rows]
 
 
 def test_hybrids_and_the_last_call_wins() -> None:

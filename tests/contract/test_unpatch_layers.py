@@ -25,7 +25,7 @@ from .harness import (
     run,
     swaps,
 )
-from .test_unpatch import anatomy, assert_stock_again, attentions, tensors
+from .stock_again import anatomy, assert_stock_again, attentions, tensors
 
 VARIANTS = ("belief_star", "simpletron_res", "modern_hopfield", "outeffhop+gated")
 SEVERAL = [name for name in FAMILY_NAMES if name != "albert"]  # ALBERT has one module for all layers

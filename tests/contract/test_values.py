@@ -30,6 +30,7 @@ from .cells import (
     label,
     over,
     over_in_turn,
+    shown,
     swap_in,
     text_options,
     unequal,
@@ -56,10 +57,10 @@ ISSUE = (
     "modern_hopfield+outeffhop",
 )
 EVERY_OPTION: tuple[FamilyCell, ...] = tuple(turns(FAMILY_NAMES, EXTRA_CELLS))
-EVERY_SET: tuple[FamilyCell, ...] = tuple((family, (name, {})) for family, name in turns(DEEP, LARGER, times=1))
+EVERY_SET: tuple[FamilyCell, ...] = tuple((family, shown(name)) for family, name in turns(DEEP, LARGER, times=1))
 REST = tuple(family for family in FAMILY_NAMES if family not in DEEP)
-EVERY_PAIR: tuple[FamilyCell, ...] = tuple((family, (name, {})) for family in DEEP for name in PAIRS)
-EVERY_PAIR += tuple((family, (name, {})) for family, name in turns(REST, PAIRS, times=1))
+EVERY_PAIR: tuple[FamilyCell, ...] = tuple((family, shown(name)) for family in DEEP for name in PAIRS)
+EVERY_PAIR += tuple((family, shown(name)) for family, name in turns(REST, PAIRS, times=1))
 
 
 def pair_of_models(family: str, cell: Cell, strength: float, **more: Any) -> tuple[Any, Any, list[dict[str, Any]]]:

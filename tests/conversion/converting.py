@@ -54,3 +54,12 @@ def timeless(report: ConversionReport) -> dict[str, Any]:
     for step in found["steps"]:
         del step["seconds"]
     return found
+
+
+def names(report: ConversionReport) -> list[str]:
+    """Its steps, in order."""
+    return [row.name for row in report.steps]
+
+
+class Killed(BaseException):
+    """The process ends."""

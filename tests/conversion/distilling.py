@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from hf_attn_swap.conversion import DistillationTrainer, Losses
 from tests import zoo
 from tests.contract.harness import batch_of
-from tests.lifecycle.test_peft import lora
+from tests.harness.adapters import lora
 
 HIDDEN = Losses(logits=0.0, hidden=1.0)
 EVERY = Losses(logits=1.0, hidden=0.5, layers=0.25, temperature=2.0)

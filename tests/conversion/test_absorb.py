@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,23 +11,13 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion import absorb, absorb_sink
+from hf_attn_swap.conversion import absorb_sink
 from tests.contract.harness import distance, fresh, refused, swaps
+
+from .letters import Letters
 
 ROTATED = 1e-6  # transformers computes the angles of rotary embeddings in fp32
 TEXTS = ["the first text", "a second one, longer"]
-
-
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    all_special_ids = (0, 1)
-
-    def __call__(self, text: str, **_: Any) -> Any:
-        return SimpleNamespace(input_ids=[ord(letter) % 60 + 3 for letter in text])
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(f"<{each}>" for each in ids)
 
 
 def logits(model: Any, ids: Tensor) -> Tensor:
@@ -51,11 +40,17 @@ def test_the_stock_model_on_the_tokens_and_the_text(family: str, count: int) -> 
     assert all(swap.phase == "full" for swap in swaps(model))
 
 
+def candidates(texts: list[str]) -> set[int]:
+    """A line break, a full stop, a space, the special tokens, and the first token of each text."""
+    letters = Letters()
+    return {letters(text).input_ids[0] for text in ("\n", ".", " ", *texts)} | set(letters.all_special_ids)
+
+
 def test_the_best_candidate_is_taken_and_told() -> None:
     model = patch_model(fresh("llama"), "sink")
     found = absorb_sink(model, Letters(), TEXTS)
     alone = {}
-    for token in absorb._candidates(Letters(), [torch.tensor([Letters()(text).input_ids]) for text in TEXTS]):
+    for token in candidates(TEXTS):
         alone[token] = absorb_sink(model, Letters(), TEXTS, tokens=[token])
     assert len(alone) > 4
     assert min(max(each.after) for each in alone.values()) == pytest.approx(max(found.after))
@@ -71,7 +66,7 @@ def test_all_texts_decide() -> None:
     first, found = (absorb_sink(model, Letters(), part) for part in (texts[:2], texts))
     assert first.tokens != found.tokens
     largest = {}
-    for token in absorb._candidates(Letters(), [torch.tensor([Letters()(text).input_ids]) for text in texts]):
+    for token in candidates(texts):
         largest[token] = max(absorb_sink(model, Letters(), texts, tokens=[token]).after)
     assert largest[found.tokens[0]] == min(largest.values())
     assert largest[found.tokens[0]] < largest[first.tokens[0]]

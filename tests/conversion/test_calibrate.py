@@ -13,7 +13,8 @@ import torch
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate
 from hf_attn_swap.conversion.target import Target
-from hf_attn_swap.layer.registry import parse
+from hf_attn_swap.layer.calibration import FITS
+from hf_attn_swap.layer.registry import parse, tiny_options
 from hf_attn_swap.patch import build_swap, need_installation
 from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.cells import FAMILY_NAMES, SINGLES
@@ -31,12 +32,8 @@ from tests.contract.harness import (
     swaps,
 )
 
-FITS = ("gain", "map")
-
-
-def batches(name: str, count: int = 12, padded: str | None = None) -> list[dict[str, Any]]:
-    """More tokens than a map has unknowns."""
-    return [batch_of(name, padded=padded, seed=seed) for seed in range(count)]
+from .batches import batches
+from .dropout import dropping
 
 
 def fit(model: Any, name: str, **arguments: Any) -> Any:
@@ -52,7 +49,7 @@ def test_every_variant(name: str, variant: str) -> None:
     """The map explains at least as much as the gain, and that as much as nothing; strength 0 stays the stock model."""
     stock, batch = fresh(name), batch_of(name)
     wanted = run(stock, batch)
-    model = perturb(patch_model(fresh(name), variant, strength=0.3))
+    model = perturb(patch_model(fresh(name), variant, strength=0.3, **tiny_options(variant)))
     reports = {kind: fit(model, name, fit=kind, ridge=0.0) for kind in FITS}
     for gain, mapped in zip(*(reports[kind].layers for kind in FITS), strict=True):
         for before, scaled, full in zip(gain.before, gain.after, mapped.after, strict=True):
@@ -102,7 +99,7 @@ def test_is_least_squares(name: str, variant: str, ridge: float) -> None:
 
     A ridge of r is r / D times the square of the head's features, on the matrix and not on the constant.
     """
-    model = patch_model(fresh(name), variant)
+    model = patch_model(fresh(name), variant, **tiny_options(variant))
     recorded = _record(model, name)
     fit(model, name, ridge=ridge, scale=False)
     last = swaps(model)[-1]
@@ -174,7 +171,7 @@ def test_padding_is_left_out(name: str, variant: str) -> None:
     ]
     found = []
     for each in (padded, single):
-        model = patch_model(fresh(name), variant)
+        model = patch_model(fresh(name), variant, **tiny_options(variant))
         calibrate(model, iter(each), fit="gain", progress=False)
         found.append(torch.cat([swap.calibration.weight for swap in swaps(model)]))
     assert (found[0] - found[1]).abs().max() < 1e-7
@@ -198,7 +195,7 @@ READ_OUT = [  # without W_o the heads in between are the ordinary ones, and the 
 def test_a_fit_is_applied_head_by_head(variant: str, strength: float) -> None:
     """(1 - s) A + s g A for gains, in between too; of a variant without scores, A is its own part of the heads."""
     ordinary = first_heads(patch_model(fresh("bert"), "softmax"))
-    model = perturb(patch_model(fresh("bert"), variant))
+    model = perturb(patch_model(fresh("bert"), variant, **tiny_options(variant)))
     whole = first_heads(model)
     plain = first_heads(set_strength(model, strength))
     own = whole if VARIANTS[variant].replaces else plain
@@ -257,22 +254,13 @@ def test_lengths_are_those_of_the_rows_without_padding(rows: tuple[int, ...], wa
         assert words in report.summary()
 
 
-def dropping(name: str) -> dict[str, float]:
-    """Every dropout of a family's config at 0.5; layer-drop, which skips layers, is another thing."""
-    config = fresh(name).config.to_dict()
-    rates = {key: 0.5 for key, value in config.items() if "drop" in key and isinstance(value, float)}
-    rates.pop("layerdrop", None)
-    assert rates
-    return rates
-
-
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 @pytest.mark.parametrize("variant", ["outeffhop", "modern_hopfield", "simpletron_resl"])
 def test_a_model_in_training_is_fitted_without_its_dropout(name: str, variant: str) -> None:
     stock, found = fresh(name, **dropping(name)).train(), []
     assert not torch.equal(*(forward(stock, batch_of(name)) for _ in range(2))), "there is dropout in this model"
     for train in (False, True):
-        model = patch_model(fresh(name, **dropping(name)), variant).train(train)
+        model = patch_model(fresh(name, **dropping(name)), variant, **tiny_options(variant)).train(train)
         torch.manual_seed(4)
         fit(model, name)
         found.append(torch.cat([parameter.flatten() for swap in swaps(model) for parameter in swap.parameters()]))

@@ -32,6 +32,7 @@ from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
 
 from .converting import ADAPTERS, BODY, CALM, converted, rows, same, stock, timeless, weights
+from .letters import Words
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT
@@ -381,8 +382,6 @@ def test_classes_of_held_out_rows_give_the_accuracy_and_train_nothing() -> None:
 
 
 def test_rows_of_unequal_length() -> None:
-    from .test_rows import Words
-
     data = [
         {"input_ids": row["input_ids"][: 3 + n % 4].tolist(), "attention_mask": [1] * (3 + n % 4)}
         for n, row in enumerate(rows("bert", 40))

@@ -16,7 +16,8 @@ from hf_attn_swap.conversion.state import State
 from hf_attn_swap.variants.sink import Sink
 from tests.contract.harness import batch_of, distance, forward, fresh, refused, swaps
 
-from .test_absorb import Letters
+from .converting import Killed, names
+from .letters import Letters
 
 step = importlib.import_module("hf_attn_swap.conversion.steps.absorb")  # the name is a function of the folder, too
 
@@ -27,20 +28,12 @@ ROWS = [
 ]
 
 
-class Killed(BaseException):
-    """The process ends here."""
-
-
 def converted(model: Any, variant: str, data: Any = ROWS, **more: Any) -> Any:
     return convert(model, variant, data, **({"processor": LETTERS, "tokens": 1, "progress": False} | more))
 
 
 def llama() -> Any:
     return fresh("llama", torch.float32, head="lm")
-
-
-def names(report: Any) -> list[str]:
-    return [row.name for row in report.steps]
 
 
 @pytest.fixture
@@ -151,11 +144,25 @@ def test_a_killed_conversion_goes_on_with_its_sink(
 ) -> None:
     whole = converted(one := llama(), "belief", output_dir=tmp_path / "whole")
     folder = tmp_path / "killed"
-    with monkeypatch.context() as killed:
-        killed.setattr(step, "_put", lambda state: (_ for _ in ()).throw(Killed))
+    searches, absorb_rows = [], step.absorb_rows
+
+    def killed(*given: Any, tokens: Any = None) -> Any:
+        if tokens is not None:
+            raise Killed
+        searches.append(given)
+        return absorb_rows(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(step, "absorb_rows", killed)
         with pytest.raises(Killed):
             converted(llama(), "belief", output_dir=folder)
-    monkeypatch.setattr(step, "_choose", lambda state: pytest.fail("the sink was searched again"))
+    assert len(searches) == 1
+
+    def puts(*given: Any, tokens: Any = None) -> Any:
+        assert tokens is not None, "the sink was searched again"
+        return absorb_rows(*given, tokens=tokens)
+
+    monkeypatch.setattr(step, "absorb_rows", puts)
     again = converted(other := llama(), "belief", output_dir=folder)
     assert names(again) == names(whole)
     assert again.said == whole.said

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from hf_attn_swap import describe
+from hf_attn_swap.conversion import lesson
+from hf_attn_swap.conversion.steps.distil import StopWithin
 from hf_attn_swap.quantization import Int8Linear
 from tests.contract.harness import batch_of, forward, fresh, refused, swaps
 
-from .converting import CALM, converted, rows, stock, weights
+from .converting import CALM, Killed, converted, names, rows, stock, timeless, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 
 integers = importlib.import_module("hf_attn_swap.conversion.steps.integers")
+rounding = importlib.import_module("hf_attn_swap.conversion.steps.relearn")
 smoothing = importlib.import_module("hf_attn_swap.conversion.steps.smooth")
 
 
@@ -34,10 +37,6 @@ def llama() -> Any:
             for reader in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
                 reader.weight[:, 3] /= 64
     return model
-
-
-def names(report: Any) -> list[str]:
-    return [row.name for row in report.steps]
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -65,7 +64,7 @@ def test_smoothing_that_loses_more_is_taken_back(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(smoothing, "lost_in_bits", worse)
     before = weights(model := llama())
-    monkeypatch.setattr(integers, "_round", lambda state: None)
+    monkeypatch.setattr(integers, "int8_static", lambda *_: None)
     report = in_bits(model)
     assert seen == [False, True, False]
     assert names(report)[-2] == "smoothing taken back"
@@ -88,12 +87,12 @@ def test_an_error_gives_the_stock_model_back(monkeypatch: pytest.MonkeyPatch) ->
     model = llama()
     before = {name: value.clone() for name, value in weights(model).items()}
 
-    def fails(state: Any) -> None:
+    def fails(*_: Any) -> None:
         raise RuntimeError("the end")
 
-    monkeypatch.setattr(integers, "_round", fails)
+    monkeypatch.setattr(integers, "input_ranges", fails)
     with pytest.raises(RuntimeError, match="the end"):
-        in_bits(model, "belief", tokens=200, stages=[CALM])
+        in_bits(model, "belief", tokens=400, stages=[CALM])
     after = weights(model)
     assert after.keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in after.items())
@@ -103,12 +102,73 @@ def test_a_killed_conversion_ends_in_the_same_integers(tmp_path: Path, monkeypat
     whole = llama()
     told = in_bits(whole, output_dir=tmp_path / "whole")
     with monkeypatch.context() as killed:
-        killed.setattr(integers, "_round", lambda state: (_ for _ in ()).throw(KeyboardInterrupt))
+        killed.setattr(integers, "input_ranges", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             in_bits(llama(), output_dir=tmp_path / "killed")
     again = in_bits(model := llama(), output_dir=tmp_path / "killed")
     assert names(again) == names(told)
     batch = batch_of("llama", torch.float32)
+    assert torch.equal(forward(model, batch), forward(whole, batch))
+
+
+def taught(model: Any, **more: Any) -> Any:
+    """Trained with rounding, and measured on the rows of the training: random tokens have nothing in common."""
+    given = {"name": "bert", "tokens": 1500, "eval_data": rows("bert"), "stages": [CALM]}
+    return in_bits(model, **(given | more))
+
+
+def test_the_model_in_full_precision_teaches_the_rounded_model() -> None:
+    report = taught(model := stock("bert"))
+    loss = {row.name: row.lost.divergence for row in report.steps}
+    assert names(report)[-2:] == ["distilled in 8 bits", "8-bit integers"]
+    assert loss["distilled in 8 bits"] < loss["in 8 bits, smoothed"] / 1.2
+    assert loss["8-bit integers"] < loss["in 8 bits, smoothed"] / 1.2
+    assert report.steps[-2].tokens > 1400
+    assert not any("parametrizations" in name for name, _ in model.named_modules())
+
+
+def test_a_variant_gets_half_of_the_tokens() -> None:
+    report = taught(stock("bert"), variant="belief", tokens=400)
+    tokens = {row.name: row.tokens for row in report.steps if row.tokens}
+    assert list(tokens) == ["distil 1", "distilled in 8 bits"]
+    assert 100 < tokens["distil 1"] <= 200
+    assert 100 < tokens["distilled in 8 bits"] <= 240
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_no_training_with_rounding(half: bool) -> None:
+    """In half precision, and where the loss is within the budget already."""
+    model = stock("bert").to(torch.bfloat16 if half else torch.float32)
+    assert "distilled in 8 bits" not in names(taught(model, tokens=200, max_loss=None if half else 0.5))
+
+
+def test_a_training_that_does_not_help_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    untrained, model = stock("bert"), stock("bert")
+    taught(untrained, tokens=1)
+    monkeypatch.setattr(rounding, "LEARNING_RATE", 1.0)
+    assert names(taught(model, tokens=200))[-2] == "distilled in 8 bits, taken back"
+    batch = batch_of("bert", torch.float32)
+    assert torch.equal(forward(model, batch), forward(untrained, batch))
+
+
+def test_a_training_with_rounding_that_is_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lesson, "SAVE_EVERY", 2)
+    whole = stock("bert")
+    told = taught(whole, tokens=300, output_dir=tmp_path / "whole")
+    with monkeypatch.context() as inside:
+
+        def ends(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                raise Killed
+
+        inside.setattr(StopWithin, "on_step_end", ends)
+        with pytest.raises(Killed):
+            taught(stock("bert"), tokens=300, output_dir=tmp_path / "killed")
+    folder = tmp_path / "killed" / "distilled-in-8-bits"
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+    again = taught(model := stock("bert"), tokens=300, output_dir=tmp_path / "killed")
+    assert timeless(again) == timeless(told)
+    batch = batch_of("bert", torch.float32)
     assert torch.equal(forward(model, batch), forward(whole, batch))
 
 

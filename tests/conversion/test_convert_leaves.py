@@ -17,7 +17,7 @@ from hf_attn_swap.conversion.state import State
 from hf_attn_swap.conversion.steps.distil import StopWithin
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
-from tests.lifecycle.test_peft import lora
+from tests.harness.adapters import lora
 
 from .converting import converted, rows, same, stock, weights
 

@@ -19,14 +19,10 @@ from hf_attn_swap.conversion.journal import NAME, Journal
 from hf_attn_swap.conversion.stages import Calibrate
 from hf_attn_swap.conversion.steps.distil import StopWithin
 
-from .converting import ADAPTERS, CALM, converted, rows, same, stock, timeless, weights
+from .converting import ADAPTERS, CALM, Killed, converted, rows, same, stock, timeless, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 Result = tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]
-
-
-class Killed(BaseException):
-    """The process ends."""
 
 
 def run(name: str, variant: str, folder: Path | None, **more: Any) -> Result:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +15,11 @@ from hf_attn_swap.conversion.cut import GAMMAS
 from hf_attn_swap.functional import clipped_softmax
 from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.cells import FAMILY_NAMES, SINGLES
-from tests.contract.harness import assert_identical, batch_of, fresh, padding_side, refused, run, swaps
+from tests.contract.harness import assert_identical, batch_of, fresh, refused, run, swaps
+
+from .batches import padded_batches as batches
 
 TRIED = (0.0, -0.01, -0.3)
-
-
-def batches(name: str, dtype: torch.dtype = torch.float64) -> list[dict[str, Any]]:
-    return [batch_of(name, dtype, padded=padding_side(name), seed=seed) for seed in range(6)]
 
 
 def slow_shares(name: str, gamma: float) -> list[float]:

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from hf_attn_swap import describe, patch_model, set_strength
 from hf_attn_swap.conversion import Losses, StrengthSchedule, calibrate
 from hf_attn_swap.conversion.distillation import DistillationTrainer
+from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.measuring import divergence as divergence_module
 from tests import zoo
-from tests.analysis.test_held_out import NUMBERS
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import (
     CAUSAL_FAMILIES,
@@ -29,11 +29,12 @@ from tests.contract.harness import (
     real,
     swaps,
 )
-from tests.lifecycle.test_checkpointing import ABLE, enable
+from tests.harness.checkpointing import ABLE, enable
+from tests.harness.number_labels import NUMBERS
+from tests.harness.places import SMOKES
 
 from .distilling import EVERY, HIDDEN, adapted, distiller, loss_of, moved, rows_of, teacher_of, weights_of
-from .test_calibrate import dropping
-from .test_transfer import SMOKES
+from .dropout import dropping
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 
@@ -59,7 +60,7 @@ def losses_of(head: str) -> Losses:
 def test_learns_the_teacher(name: str, variant: str, tmp_path: Path) -> None:
     """The loss falls, only what was chosen moves, and the teacher is the stock model to the bit all along."""
     batch = batch_of(name, torch.float32)
-    model = perturb(patch_model(fresh(name, torch.float32), variant))
+    model = perturb(patch_model(fresh(name, torch.float32), variant, **tiny_options(variant)))
     wanted = forward(fresh(name, torch.float32), batch)
     trainer = distiller(model, tmp_path, name, trainable=("query", "value", "swap"))
     chosen = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
@@ -305,7 +306,7 @@ def test_activation_checkpointing(name: str, variant: str, losses: Losses, tmp_p
     batch = batch_of(name)
     found = []
     for checkpointed in (False, True):
-        model = patch_model(fresh(name), variant)
+        model = patch_model(fresh(name), variant, **tiny_options(variant))
         trainer = distiller(model, tmp_path, name, losses=losses, trainable="body")
         if checkpointed:
             enable(model, activation_checkpointing_kwargs={"use_reentrant": False})

@@ -44,12 +44,13 @@ from tests.contract.harness import (
     run_all,
     swaps,
 )
-from tests.contract.test_generation import assert_equal_generation, prompt_of
 from tests.generic import harness as generic
-from tests.lifecycle.test_checkpointing import ABLE, enable
+from tests.harness.checkpointing import ABLE, enable
+from tests.harness.generation import assert_equal_generation, prompt_of
 from tests.weights import checkpoints
 
-from .test_neutral import SIZES
+from .geometry import SIZES
+from .left_behind import modes_and_hooks
 
 DTYPES = (torch.float32, torch.bfloat16)
 ORDERS = ((1, 2, 3, 0), (2, 0, 1, 3), (3, 2, 0, 1))  # none is its own inverse
@@ -488,7 +489,7 @@ def test_the_best_of_all_orders(name: str, cell: Cell) -> None:
 def test_real_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every layer the sum of products is at least that by number, and a gain then explains more of the heads."""
     sums: list[tuple[float, float]] = []
-    assign = heads._assign
+    assign = heads.assign
 
     def watched(own: list[Tensor], below: list[Tensor], index: int) -> tuple[int, ...]:
         order = assign(own, below, index)
@@ -498,7 +499,7 @@ def test_real_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     batch = checkpoints.inputs(name)
     model = patch_model(checkpoints.fresh(name), MHA)
-    monkeypatch.setattr(heads, "_assign", watched)
+    monkeypatch.setattr(heads, "assign", watched)
     found = match_heads(model, batch, progress=False)
     assert list(found.orders) == list(range(1, len(swaps(model))))
     assert all(sorted(order) == list(range(len(order))) for order in found.orders.values())
@@ -637,10 +638,6 @@ def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"SciPy is not installed; pip install .hf-attn-swap\[train\]"):
         match_heads(model, batch_of("llama"), progress=False)
     assert orders(model) == list(ORDERS)
-
-
-def modes_and_hooks(module: torch.nn.Module) -> tuple[bool, int, int]:
-    return module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
 
 
 def test_nothing_is_left_behind() -> None:

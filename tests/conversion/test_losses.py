@@ -13,6 +13,7 @@ import torch
 from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.conversion.losses import LOGITS, LOSSES, STATES, Comparison, Loss, Losses, register_loss
 from hf_attn_swap.conversion.stages import Distil, read_stages
+from hf_attn_swap.conversion.transfer import LayerErrors
 from tests import zoo
 from tests.contract.harness import batch_of, refused
 
@@ -141,16 +142,14 @@ def test_layers_at_strength_0_have_no_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [BODY, ADAPTERS], ids=["weights", "adapters"])
 def test_every_training_compares_layers_with_the_original_attention(stage: Distil, monkeypatch: Any) -> None:
     """Also after a training changed their weights: the teacher of a layer is the layer as it was before the swap."""
-    from hf_attn_swap.conversion import transfer
-
     frozen: list[dict[str, torch.Tensor]] = []
-    made = transfer._copies
+    made = LayerErrors.__init__
 
-    def watched(container: Any, originals: Any) -> dict[str, torch.Tensor]:
-        frozen.append(made(container, originals))
-        return frozen[-1]
+    def watched(errors: LayerErrors, *given: Any, **more: Any) -> None:
+        made(errors, *given, **more)
+        frozen.extend(errors.frozen)
 
-    monkeypatch.setattr(transfer, "_copies", watched)
+    monkeypatch.setattr(LayerErrors, "__init__", watched)
     both = replace(stage, layers=1.0)
     converted(stock("bert"), "simpletron_resl", rows("bert"), stages=[replace(both, tokens=96), both])
     assert len(frozen) == 6

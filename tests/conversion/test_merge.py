@@ -12,11 +12,12 @@ import torch
 
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate, merge_calibration
+from hf_attn_swap.layer.calibration import FITS
 from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.cells import FAMILY_NAMES, SINGLES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
 
-from .test_calibrate import FITS, batches
+from .batches import batches
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT

@@ -17,7 +17,6 @@ from torch import nn
 from hf_attn_swap import patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate, neutral_start
 from hf_attn_swap.conversion.neutral import EXPONENT
-from hf_attn_swap.core.call import Geometry
 from hf_attn_swap.families import Site, sites
 from hf_attn_swap.layer.registry import parse, parse_options
 from hf_attn_swap.layer.swap import Swap
@@ -26,9 +25,11 @@ from tests.contract.harness import assert_identical, batch_of, forward, fresh, r
 from tests.generic import harness as generic
 from tests.generic.harness import SUBJECTS
 
+from .geometry import SIZES
+from .left_behind import modes_and_hooks
+
 # PEFT reads a property that transformers has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-SIZES = Geometry(heads=4, kv_heads=4, head_dim=8, hidden=32)
 DTYPES = (torch.float32, torch.bfloat16)
 SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 SMALL |= dict(max_position_embeddings=64, bos_token_id=0, eos_token_id=1, pad_token_id=2, num_key_value_heads=4)
@@ -390,10 +391,6 @@ def test_every_copy_that_peft_keeps() -> None:
     assert len(swaps(model)) == 6
     assert neutral_start(model).layers == (0, 1, 2)
     assert exponents(model) == [EXPONENT] * 6
-
-
-def modes_and_hooks(module: torch.nn.Module) -> tuple[bool, int, int]:
-    return module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
 
 
 def test_nothing_is_left_behind() -> None:

@@ -18,27 +18,7 @@ from hf_attn_swap.conversion.rows import as_rows
 from tests.contract.harness import refused
 
 from .converting import rows, stock
-
-
-class Words:
-    """A tokenizer whose tokens are letters, with as much of the interface as rows need."""
-
-    pad_token: str | None = "_"
-    eos_token = "."
-
-    def __call__(self, text: str, pair: str = "", **options: Any) -> dict[str, list[int]]:
-        ids = [4 + ord(letter) % 50 for letter in text + pair]
-        ids = ids[: options["max_length"]] if options.get("truncation") else ids
-        return {"input_ids": ids} | (
-            {} if options.get("add_special_tokens") is False else {"attention_mask": [1] * len(ids)}
-        )
-
-    def pad(self, given: list[dict[str, Any]], return_tensors: str) -> dict[str, torch.Tensor]:
-        longest = max(len(row["input_ids"]) for row in given)
-        return {
-            name: torch.tensor([list(row[name]) + [0] * (longest - len(row[name])) for row in given])
-            for name in given[0]
-        }
+from .letters import Words
 
 
 class Pixels:

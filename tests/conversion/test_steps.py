@@ -18,14 +18,10 @@ from hf_attn_swap.conversion.state import State
 from hf_attn_swap.training.arguments import ConversionArguments
 from tests.contract.harness import refused, swaps
 
-from .converting import CALM, converted, rows, same, stock, timeless, weights
+from .converting import CALM, Killed, converted, rows, same, stock, timeless, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 ROW = 3  # of the embedding that the toy step changes
-
-
-class Killed(BaseException):
-    """The process ends."""
 
 
 def embedding(model: Any) -> torch.nn.Parameter:
@@ -55,7 +51,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_list_reads_like_the_docstring() -> None:
     names = [name_of(step) for step in steps.STEPS]
-    assert names == ["stock", "swap", "absorb", "fit", "choose", "distil", "finish", "smooth", "integers"]
+    assert names == ["stock", "swap", "absorb", "fit", "choose", "distil", "finish", "smooth", "relearn", "integers"]
     told = [
         line.split()[1].rstrip(":")
         for line in str(module.__doc__).splitlines()

@@ -15,7 +15,7 @@ from hf_attn_swap.conversion import AttentionTransferTrainer, Losses, calibrate,
 from hf_attn_swap.conversion.adapters import with_adapters
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
-from tests.lifecycle.test_peft import lora
+from tests.harness.adapters import lora
 
 from .distilling import (
     EVERY,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import torch
-from transformers import TrainingArguments
 
-from hf_attn_swap import list_variants, patch_model, set_strength
-from hf_attn_swap.conversion import AttentionTransferTrainer, calibrate, merge_calibration
+from hf_attn_swap import patch_model, set_strength
+from hf_attn_swap.conversion import calibrate, merge_calibration
 from hf_attn_swap.conversion.dropout import checkpointed_layers_without_dropout
-from hf_attn_swap.variants.base import VARIANTS
+from hf_attn_swap.layer.registry import tiny_options
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import (
     CAUSAL_FAMILIES,
@@ -26,35 +24,13 @@ from tests.contract.harness import (
     refused,
     swaps,
 )
-from tests.lifecycle.test_checkpointing import ABLE, enable
+from tests.harness.checkpointing import ABLE, enable
+from tests.harness.places import SMOKES
+from tests.harness.transfer import loss_of, trainer_of
 
-from .test_calibrate import dropping
+from .dropout import dropping
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
-SMOKES = list({VARIANTS[name].places: name for name in list_variants()}.values())  # one for each set of places
-
-
-def trainer_of(model: Any, folder: Path, name: str = "bert", **arguments: Any) -> AttentionTransferTrainer:
-    batch = batch_of(name, torch.float32)
-    rows = [{key: value[row] for key, value in batch.items()} for row in (0, 1)] * 8
-    args = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=4,
-        num_train_epochs=5,
-        learning_rate=2e-3,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
-    )
-    return AttentionTransferTrainer(model, args, train_dataset=rows, **arguments)
-
-
-def loss_of(trainer: AttentionTransferTrainer, batch: dict[str, Any]) -> float:
-    with torch.no_grad():
-        return float(trainer.compute_loss(trainer.model, batch))
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -63,7 +39,7 @@ def test_learns_the_original(name: str, variant: str, tmp_path: Path) -> None:
     """The loss falls, only what was chosen moves, and the model goes on with the original's outputs all along."""
     batch, stock = batch_of(name, torch.float32), fresh(name, torch.float32)
     options = {"gamma": -0.025} if variant == "clipped_softmax" else {}  # the default of a ViT changes all but nothing
-    model = perturb(patch_model(fresh(name, torch.float32), variant, **options))
+    model = perturb(patch_model(fresh(name, torch.float32), variant, **options, **tiny_options(variant)))
     trainer = trainer_of(model, tmp_path, name, trainable=("query", "key", "value", "swap"))
     chosen = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -120,7 +96,7 @@ def test_activation_checkpointing(name: str, variant: str, tmp_path: Path) -> No
     """The same loss and gradients; the layers are computed again, and without the teacher's output in their place."""
     batch, found = batch_of(name), []
     for checkpointed in (False, True):
-        model = patch_model(fresh(name, **dropping(name)), variant)
+        model = patch_model(fresh(name, **dropping(name)), variant, **tiny_options(variant))
         trainer = trainer_of(model, tmp_path, name)
         if checkpointed:
             enable(model, activation_checkpointing_kwargs={"use_reentrant": False})

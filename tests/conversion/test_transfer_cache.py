@@ -12,8 +12,8 @@ from transformers import DynamicCache
 from hf_attn_swap import patch_model
 from hf_attn_swap.caches import with_cache
 from tests.contract.harness import CAUSAL_FAMILIES, batch_of, fresh, perturb, refused
-
-from .test_transfer import SMOKES, loss_of, trainer_of
+from tests.harness.places import SMOKES
+from tests.harness.transfer import loss_of, trainer_of
 
 
 def trained(family: str, variant: str, folder: Path, *, use_cache: bool) -> Any:

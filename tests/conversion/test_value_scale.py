@@ -39,10 +39,12 @@ from tests.contract.harness import (
     run_all,
     swaps,
 )
-from tests.contract.test_generation import assert_equal_generation, prompt_of
 from tests.generic import harness as generic
-from tests.lifecycle.test_checkpointing import ABLE, enable
+from tests.harness.checkpointing import ABLE, enable
+from tests.harness.generation import assert_equal_generation, prompt_of
 from tests.slow import slow_belief_projection
+
+from .batches import padded_batches
 
 # PEFT reads a property that transformers has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -82,10 +84,6 @@ def in_config(model: Any) -> list[bool]:
 
 def squares(model: Any) -> list[Tensor | None]:
     return [None if swap.value_scale is None else swap.value_scale.squares for swap in swaps(model)]
-
-
-def several(name: str, dtype: torch.dtype = torch.float64) -> list[dict[str, Any]]:
-    return [batch_of(name, dtype, padded=padding_side(name), seed=seed) for seed in range(6)]
 
 
 def by_hand(model: Any) -> Any:
@@ -159,7 +157,7 @@ def test_the_formula(per_head: bool) -> None:
 @pytest.mark.parametrize("variant", PROJECTING)
 def test_the_projection_takes_less(name: str, variant: str) -> None:
     """In every layer, by powers of two that fp16 holds; and a second call finds the same."""
-    batches = several(name)
+    batches = padded_batches(name)
     model = patch_model(fresh(name), variant)
     report = scale_values(model, batches, progress=False)
     assert list(report.before) == list(report.after) == list(range(len(swaps(model))))
@@ -226,9 +224,9 @@ def test_the_first_batches_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wide_models_read_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
-    solve = value_scale._solve
+    solve = value_scale.solve
     monkeypatch.setattr(value_scale, "NUMBERS", 32 * 5)
-    monkeypatch.setattr(value_scale, "_solve", lambda *args: shapes.append(args[0].shape) or solve(*args))
+    monkeypatch.setattr(value_scale, "solve", lambda *args: shapes.append(args[0].shape) or solve(*args))
     model = patch_model(fresh("bert"), "belief")
     scale_values(model, batch_of("bert"), progress=False)
     assert all(rows <= 5 and width == 32 for rows, width in shapes)
@@ -330,7 +328,7 @@ def test_other_architectures(name: str) -> None:
 @pytest.mark.parametrize("scale", [True, False])
 def test_calibrate_scales_first(scale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch_model(fresh("llama"), PROJECTING[0])
-    batches = several("llama")
+    batches = padded_batches("llama")
     monkeypatch.setattr(value_scale, "TOKENS", batches[0]["input_ids"].numel() + 1)  # the scales read two batches
     report = calibrate(model, batches, fit="gain", scale=scale, progress=False)
     assert in_config(model) == [scale] * len(swaps(model))
@@ -344,7 +342,7 @@ def test_calibrate_scales_first(scale: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_another_source_keeps_the_scales() -> None:
     model = patch_model(fresh("llama"), PROJECTING[0])
-    calibrate(model, several("llama"), fit="gain", source="outeffhop", progress=False)
+    calibrate(model, padded_batches("llama"), fit="gain", source="outeffhop", progress=False)
     assert in_config(model) == [False] * len(swaps(model))
 
 
@@ -359,7 +357,7 @@ def test_convert_takes_scales_without_a_fit(monkeypatch: pytest.MonkeyPatch) -> 
     """Where the fit of the heads loses more than the scales alone, the scales stay."""
     monkeypatch.setattr(importlib.import_module("hf_attn_swap.conversion.steps.fit"), "FITS", ())
     model = fresh("gpt2", torch.float32)
-    rows = [{"input_ids": row} for each in several("gpt2", torch.float32) for row in each["input_ids"]]
+    rows = [{"input_ids": row} for each in padded_batches("gpt2", torch.float32) for row in each["input_ids"]]
     report = convert(model, PROJECTING[0], rows, tokens=64, progress=False)
     assert [step.name for step in report.steps][:2] == ["swap", "fit: scaled values"]
     assert report.steps[1].lost.divergence < report.steps[0].lost.divergence
@@ -371,10 +369,10 @@ def test_convert_scales_once(fits: tuple[str, ...], monkeypatch: pytest.MonkeyPa
     """However many fits of the heads follow."""
     monkeypatch.setattr(importlib.import_module("hf_attn_swap.conversion.steps.fit"), "FITS", fits)
     solved = []
-    solve = value_scale._solve
-    monkeypatch.setattr(value_scale, "_solve", lambda *args: solved.append(args) or solve(*args))
+    solve = value_scale.solve
+    monkeypatch.setattr(value_scale, "solve", lambda *args: solved.append(args) or solve(*args))
     model = fresh("gpt2", torch.float32)
-    rows = [{"input_ids": row} for each in several("gpt2", torch.float32) for row in each["input_ids"]]
+    rows = [{"input_ids": row} for each in padded_batches("gpt2", torch.float32) for row in each["input_ids"]]
     convert(model, PROJECTING[0], rows, tokens=64, progress=False)
     assert len(solved) == len(swaps(model))
 

@@ -27,12 +27,10 @@ from hf_attn_swap.conversion.stages import read_stages
 from hf_attn_swap.layer.fitted import FITTED
 from hf_attn_swap.variants.base import VARIANTS
 from hf_attn_swap_cli.app import app
-from tests.training.test_configurations import classes
+from tests.harness.command_line import classes
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-PAGES = {str(path.relative_to(DOCS)): path.read_text("utf-8") for path in sorted(DOCS.rglob("*.md"))}
-PAGES["README.md"] = (ROOT / "README.md").read_text("utf-8")
+from .pages import PAGES, ROOT
+
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "film", "was", "fine", "and", "dull"]
 # What the pages name, and what stands for it here.
 TINY = {

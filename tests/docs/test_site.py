@@ -16,7 +16,7 @@ from hf_attn_swap.families import FAMILIES
 from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish.results import RESULTS_FILE, SCRATCH
 
-from .test_pages import DOCS, PAGES
+from .pages import DOCS, PAGES
 
 ANCHORS = {slug(heading) for heading in re.findall(r"^#+ (.+)$", PAGES["mathematics.md"], re.M)}
 

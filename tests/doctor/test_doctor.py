@@ -270,7 +270,7 @@ def test_an_unknown_device_is_refused() -> None:
     ],
 )
 def test_the_note_on_a_version(here: str, oldest: str | None, note: str) -> None:
-    assert installed._note(here, oldest, "5.24.0") == note
+    assert installed.note_on(here, oldest, "5.24.0") == note
 
 
 def test_a_package_that_is_missing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import transformers
 
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
 from hf_attn_swap.doctor.models import matter
+from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.layer.swap import Swap
 from tests import zoo
 from tests.contract.harness import (
@@ -56,7 +57,7 @@ def stock_forward(name: str) -> torch.Tensor:
 def test_exact_at_zero(name: str, variant: str) -> None:
     """Equal bits with the stock function; equal to the tolerance, in values and gradients, with the formula itself."""
     wanted, batch = stock_run(name), batch_of(name)
-    model = patch_model(build(name), variant, strength=0.0)
+    model = patch_model(build(name), variant, strength=0.0, **tiny_options(variant))
     assert swaps(model)
     assert torch.equal(forward(model, batch), stock_forward(name))
     assert torch.equal(run(model, batch)[0], wanted[0])
@@ -74,7 +75,7 @@ def test_swapped_at_one(name: str, variant: str) -> None:
     """Another output than stock, the same by the fused and the explicit path, and stock again after unpatching."""
     wanted, batch = stock_forward(name), batch_of(name)
     tolerance = 1e-11 if dtype_of(name) == torch.float64 else 3e-5
-    model = perturb(patch_model(build(name), variant))
+    model = perturb(patch_model(build(name), variant, **tiny_options(variant)))
     got = forward(model, batch)
     assert (distance(got, wanted) < tolerance) == (variant == "softmax")
     if takes_no_keywords(model):
@@ -100,7 +101,7 @@ def test_swapped_at_one(name: str, variant: str) -> None:
 @pytest.mark.parametrize(("name", "variant"), RUNNABLE)
 def test_fused_gradients_equal_explicit(name: str, variant: str) -> None:
     batch = batch_of(name)
-    model = perturb(patch_model(build(name), variant))
+    model = perturb(patch_model(build(name), variant, **tiny_options(variant)))
     fused = run_all(model, batch)
     assert_same(run_all(model, {**batch, "output_attentions": True}), fused, slack=10)
 
@@ -108,7 +109,7 @@ def test_fused_gradients_equal_explicit(name: str, variant: str) -> None:
 @pytest.mark.parametrize(("name", "variant"), [pair for pair in turns(SUBJECTS, one_per_place()) if pair in RUNNABLE])
 def test_save_and_load(name: str, variant: str, tmp_path: Path) -> None:
     stock, batch = build(name, torch.float32), batch_of(name, torch.float32)
-    model = perturb(patch_model(build(name, torch.float32), variant, strength=0.3))
+    model = perturb(patch_model(build(name, torch.float32), variant, strength=0.3, **tiny_options(variant)))
     model.save_pretrained(tmp_path)
     loaded = type(stock).from_pretrained(tmp_path)
     assert str(describe(loaded)) == str(describe(model))
@@ -124,7 +125,7 @@ GENERATING = [pair for pair in RUNNABLE if pair[0] in zoo.CAUSAL and pair[0] != 
 @pytest.mark.parametrize("padded", ["left", pytest.param(None, marks=pytest.mark.slow)])
 def test_cached_generation(name: str, variant: str, padded: str | None) -> None:
     """Token for token and in logits, past the sliding window where there is one; or refused by name."""
-    model = perturb(patch_model(build(name), variant, strength=0.7))
+    model = perturb(patch_model(build(name), variant, strength=0.7, **tiny_options(variant)))
     batch = batch_of(name, padded=padded, length=5)
     settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
     settings |= {"output_logits": True, "return_dict_in_generate": True}
@@ -137,7 +138,7 @@ def test_cached_generation(name: str, variant: str, padded: str | None) -> None:
 
 @pytest.mark.parametrize(("name", "variant"), [pair for pair in RUNNABLE if pair[0] in ("t5", "whisper_whole")])
 def test_cached_generation_from_an_encoder(name: str, variant: str) -> None:
-    model = perturb(patch_model(build(name), variant, strength=0.7))
+    model = perturb(patch_model(build(name), variant, strength=0.7, **tiny_options(variant)))
     batch = batch_of(name)
     settings = {"max_new_tokens": 5, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     whole = model.generate(**batch, **settings, use_cache=False)
@@ -152,7 +153,7 @@ def test_refused_by_name(name: str, variant: str) -> None:
     model, batch = build(name), batch_of(name)
     wanted = forward(build(name), batch)
     with pytest.raises(ValueError, match=str(refusal(name, variant))):
-        patch_model(model, variant)
+        patch_model(model, variant, **tiny_options(variant))
     assert not swaps(model)
     assert torch.equal(forward(model, batch), wanted)
 
@@ -168,7 +169,7 @@ def test_at_least_ten_of_twelve() -> None:
 @pytest.mark.parametrize("variant", sorted({variant for _, variant in RUNNABLE}))
 def test_cross_attention_stays_stock(variant: str) -> None:
     """Only the self-attention of a BERT decoder changes: its cross-attention reads the encoder as before."""
-    model, batch = perturb(patch_model(build("bert_cross"), variant)), batch_of("bert_cross")
+    model, batch = perturb(patch_model(build("bert_cross"), variant, **tiny_options(variant))), batch_of("bert_cross")
     layer = model.bert.encoder.layer[0]
     stock = build("bert_cross").bert.encoder.layer[0]
     x = torch.randn(2, 7, model.config.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -186,7 +187,7 @@ def test_gpt2_with_cross_attention(variant: str) -> None:
     stock = zoo.build("gpt2", dtype=torch.float64, add_cross_attention=True)
     states = batch_of("bert_cross")["encoder_hidden_states"]
     batch = {**batch_of("gpt2"), "encoder_hidden_states": states}
-    model = perturb(patch_model(copy.deepcopy(stock), variant, strength=0.0))
+    model = perturb(patch_model(copy.deepcopy(stock), variant, strength=0.0, **tiny_options(variant)))
     assert torch.equal(forward(model, batch), forward(stock, batch))
     swapped = forward(set_strength(model, 1.0), batch)
     assert (distance(swapped, forward(stock, batch)) > 1e-9) == (variant != "softmax")
@@ -220,7 +221,7 @@ def test_a_container_that_returns_a_tensor(variant: str) -> None:
     batch = zoo.inputs("bert")
     with torch.no_grad():
         wanted = stock(**batch).last_hidden_state
-        model = patch_model(copy.deepcopy(stock), variant, strength=0.0)
+        model = patch_model(copy.deepcopy(stock), variant, strength=0.0, **tiny_options(variant))
         assert distance(without_shortcut(model)(**batch).last_hidden_state, wanted) <= 1e-5
         moved = set_strength(perturb(model), 1.0)(**batch).last_hidden_state
         assert distance(moved, wanted) > 1e-4

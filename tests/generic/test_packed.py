@@ -12,7 +12,7 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from hf_attn_swap import list_variants, patch_model, unpatch_model
-from hf_attn_swap.layer.registry import parse
+from hf_attn_swap.layer.registry import parse, tiny_options
 
 IMAGES = {"grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
 SIZES = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}
@@ -37,12 +37,14 @@ def test_rows_are_not_guessed(variant: str) -> None:
     stock, pixels = tower()
     wanted = run(stock, pixels)
     model = copy.deepcopy(stock)
-    if not any({"scores", "read", "write"} & set(cls.places) for cls in parse(variant)):
-        assert torch.equal(run(patch_model(model, variant, strength=0.0), pixels), wanted)
-        assert torch.allclose(run(patch_model(model, variant), pixels), wanted, atol=1e-6) == (variant == "softmax")
+    if not any({"scores", "mask", "read", "write"} & set(cls.places) for cls in parse(variant)):
+        assert torch.equal(run(patch_model(model, variant, strength=0.0, **tiny_options(variant)), pixels), wanted)
+        assert torch.allclose(run(patch_model(model, variant, **tiny_options(variant)), pixels), wanted, atol=1e-6) == (
+            variant == "softmax"
+        )
         return
     with pytest.raises(ValueError, match=re.compile("not one row per query|W_o")):
-        run(patch_model(model, variant), pixels)
+        run(patch_model(model, variant, **tiny_options(variant)), pixels)
     if "attn_swap" in model.config.to_dict():
         unpatch_model(model)
     assert torch.equal(run(model, pixels), wanted)

@@ -22,7 +22,7 @@ from hf_attn_swap.conversion.calibrate import calibrate
 from hf_attn_swap.conversion.merge import merge_calibration
 from hf_attn_swap.conversion.smooth import smooth
 from hf_attn_swap.conversion.teacher import note_retrained
-from hf_attn_swap.layer.registry import canonical_name
+from hf_attn_swap.layer.registry import canonical_name, tiny_options
 from hf_attn_swap.layer.swap import Swap
 from hf_attn_swap.patch import need_installation
 
@@ -34,7 +34,9 @@ SIZES |= dict(max_position_embeddings=16, initializer_range=0.5)  # wide enough 
 def missing() -> Iterator[tuple[str, Any]]:
     """The name and the model of every checkpoint that no version has written yet."""
     written = {canonical_name(folder.name) for folder in checkpoints()}
-    makers = {name: lambda name=name: moved(patch_model(llama(), name)) for name in list_variants()}
+    makers = {
+        name: lambda name=name: moved(patch_model(llama(), name, **tiny_options(name))) for name in list_variants()
+    }
     makers |= {"hybrid": hybrid, "calibrated": calibrated, "merged": merged, "scaled_values": scaled_values}
     makers |= {"smoothed": smoothed}
     for name, make in makers.items():

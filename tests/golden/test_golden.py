@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,27 +22,11 @@ from hf_attn_swap.layer.registry import canonical_name, get_variant
 from hf_attn_swap.loading import KEYS, OPTIONAL_KEYS
 from hf_attn_swap.patch import need_installation
 
-from .make import FOLDER, checkpoints
+from .make import FOLDER
+from .saved import CHECKPOINTS, config_of, entries, load
 
-CHECKPOINTS = checkpoints()
 TOLERANCE = 1e-5  # of the largest logit, in float32: machines order sums differently
 LARGEST = 300_000  # bytes of all checkpoints together: every clone carries them
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
-
-
-def entries(folder: Path) -> list[dict[str, Any]]:
-    """What the config says of the swaps."""
-    swaps: list[dict[str, Any]] = config_of(folder)["attn_swap"]["swaps"]
-    return swaps
-
-
-def load(folder: Path) -> Any:
-    cls = getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
-    return cls.from_pretrained(folder)
 
 
 def distance(model: Any, expected: dict[str, Tensor]) -> float:

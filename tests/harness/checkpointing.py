@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.contract.cells import FAMILY_NAMES
+from tests.contract.harness import fresh
+
+ABLE = [name for name in FAMILY_NAMES if fresh(name).supports_gradient_checkpointing]  # transformers decides
+
 
 def enable(model: Any, **arguments: Any) -> None:
     """Under the name that this transformers does not warn about."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from hf_attn_swap import list_variants
 from hf_attn_swap.layer.swap import Swap
 from tests import zoo
 from tests.contract.cells import Cell, swap_in
@@ -24,3 +25,6 @@ def _made(name: str, options: tuple[tuple[str, Any], ...]) -> Swap:
 def has_parameters(cell: Cell) -> bool:
     """True if the swap has parameters of its own."""
     return next(one_swap(cell).parameters(), None) is not None
+
+
+WITH_PARAMETERS = [v for v in list_variants() if has_parameters((v, {}))]

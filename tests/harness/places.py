@@ -16,6 +16,8 @@ from hf_attn_swap import list_variants
 from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.cells import FAMILY_NAMES, PAIRS
 
+# One for each set of places; the control, which changes no place, is one of them.
+SMOKES = list({VARIANTS[name].places: name for name in list_variants()}.values())
 Row, Column = TypeVar("Row"), TypeVar("Column")
 
 

@@ -25,7 +25,8 @@ from hf_attn_swap.kernels.stock_softmax import Efficient, Flash, Found, How, Ope
 from tests import zoo
 from tests.contract.harness import assert_same, fresh, perturb, run_all
 
-from .test_kernels import MANY, MASKS, SIZES, assert_equal, drawn, masked, softmax_n_reference
+from .drawn import MANY, MASKS, SIZES, assert_equal, drawn, masked
+from .readable import softmax_n_reference
 
 LOG2E = math.log2(math.e)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,49 +17,10 @@ from hf_attn_swap.functional import softmax_n
 from hf_attn_swap.kernels import carried, dispatch, hopfield
 from hf_attn_swap.kernels import softmax_n as kernel
 from tests import zoo
-from tests.contract.harness import TOLERANCE, assert_same, fresh, perturb, run_all
+from tests.contract.harness import assert_same, fresh, perturb, run_all
 
-EXACT = TOLERANCE[torch.float64]
-MANY = settings(max_examples=60, deadline=None)
-SIZES = st.tuples(*(st.integers(1, high) for high in (3, 2, 3, 9, 9, 5)))  # B, G, heads per group, Q, K, D
-MASKS = st.sampled_from(["none", "causal", "bool", "float", "row", "blind"])
-
-
-def drawn(seed: int, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    made = [torch.randn(shape, generator=generator, dtype=torch.float64).mul_(2).to(dtype) for shape in shapes]
-    return [tensor.requires_grad_() for tensor in made]
-
-
-def masked(kind: str, batch: int, queries: int, keys: int, seed: int) -> tuple[Tensor | None, bool, Tensor]:
-    """The mask as SDPA takes it, the causal flag, and where a query may look (B,1,Q,K)."""
-    if kind == "none":
-        return None, False, torch.ones(batch, 1, queries, keys, dtype=torch.bool)
-    if kind == "causal":
-        return None, True, torch.ones(queries, keys, dtype=torch.bool).tril()[None, None]
-    generator = torch.Generator().manual_seed(seed)
-    rows = 1 if kind == "row" else queries
-    allowed = torch.rand(batch, 1, rows, keys, generator=generator) < 0.6
-    allowed = allowed & False if kind == "blind" else allowed
-    given = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
-    return (given if kind == "float" else allowed.expand(-1, -1, queries, -1)), False, allowed
-
-
-def gradients(out: Tensor, inputs: list[Tensor], seed: int) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(out, inputs, drawn(seed, tuple(out.shape))[0].detach().to(out.dtype), retain_graph=True)
-
-
-def assert_equal(got: Tensor, wanted: Tensor, inputs: list[Tensor], seed: int) -> None:
-    torch.testing.assert_close(got, wanted, rtol=EXACT, atol=EXACT)
-    for own, other in zip(gradients(got, inputs, seed), gradients(wanted, inputs, seed), strict=True):
-        torch.testing.assert_close(own, other, rtol=EXACT, atol=EXACT)
-
-
-def softmax_n_reference(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scaling: float, n: Any) -> Tensor:
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = (q @ k.transpose(2, 3) * scaling).masked_fill(~allowed, torch.finfo(q.dtype).min)
-    return softmax_n(scores, n).masked_fill(~allowed, 0.0) @ v
+from .drawn import EXACT, MANY, MASKS, SIZES, assert_equal, drawn, gradients, masked
+from .readable import softmax_n_reference
 
 
 @MANY

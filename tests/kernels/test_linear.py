@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_attn_swap.kernels import linear
 
-from .test_kernels import MANY, assert_equal, drawn
+from .drawn import MANY, assert_equal, drawn
 
 SIZES = st.tuples(*(st.integers(1, high) for high in (3, 2, 40, 6, 5)))  # B, H, L, D, width of the values
 CUTS = st.tuples(st.sampled_from([1, 7, 64]), st.sampled_from([1, 2, 16]))  # tokens of a block, blocks of a span

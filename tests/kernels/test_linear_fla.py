@@ -20,7 +20,7 @@ from hf_attn_swap.kernels.dispatch import Form, Setting, linear_form
 from tests import zoo
 from tests.contract.harness import assert_same, fresh, run_all
 
-from .test_kernels import MANY, assert_equal, drawn
+from .drawn import MANY, assert_equal, drawn
 
 BF16 = torch.bfloat16
 CALLS: list[torch.Size] = []

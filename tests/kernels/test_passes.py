@@ -53,11 +53,15 @@ def test_what_is_blocked_is_worked_out_once_per_pass(train: bool, monkeypatch: p
     """Lengths beyond the small integers, which Python holds as one object each, included."""
     model = patch_model(fresh("llama", torch.float32, max_position_embeddings=300), "modern_hopfield")
     worked_out = []
-    made = Masks._blocked
-    monkeypatch.setattr(Masks, "_blocked", lambda self: worked_out.append(1) or made(self))
+    once = Masks.once
+
+    def watched(masks: Masks, kind: tuple[Any, ...], make: Any) -> Any:
+        return once(masks, kind, lambda: worked_out.append(kind[0]) or make())
+
+    monkeypatch.setattr(Masks, "once", watched)
     with torch.set_grad_enabled(train):
         model(**zoo.inputs("llama", batch=2, length=290, padded="left"))
-    assert len(worked_out) == 1 < model.config.num_hidden_layers
+    assert worked_out.count("blocked") == 1 < model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", list_variants())

@@ -24,11 +24,11 @@ from hf_attn_swap.layer.swap import Phase
 from tests import zoo
 from tests.contract.cells import EVERY
 from tests.contract.harness import swaps
-from tests.lifecycle.test_checkpointing import enable
+from tests.harness.checkpointing import enable
 
 from .derivatives import BATCH, BOTH, EXACT, FAMILIES, LENGTH, assert_close, inner, like, loss_of, math_kernel, model_of
-from .test_kernels import drawn, masked
-from .test_weighted import RULES, in_blocks, mask_of
+from .drawn import drawn, masked
+from .in_blocks import RULES, in_blocks, mask_of
 
 LONGER = {"batch": 1, "length": 140}  # linear attention runs in blocks
 OF_STOCK = "_scaled_dot_product"  # part of the message of PyTorch where its own kernel has no such derivative

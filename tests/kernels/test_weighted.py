@@ -20,28 +20,11 @@ from hf_attn_swap.kernels.weighing import Rule, Weighing
 from tests import zoo
 from tests.contract.harness import fresh
 
-from .test_kernels import drawn, gradients
+from .drawn import SIZES, drawn, gradients
+from .in_blocks import MASKS, RULES, in_blocks, mask_of
 
 EXACT = 1e-10
-RULES = ("softmax", "softmax_n", "sparsemax", "entmax15")
 CLIPS = ((0.0, 1.0), (-0.05, 1.0), (-0.05, 1.1), (0.0, 1.2))
-SIZES = st.tuples(*(st.integers(1, high) for high in (3, 2, 3, 9, 9, 5)))  # B, G, heads per group, Q, K, D
-MASKS = ("none", "bool", "per head", "padding", "numbers", "blind")
-
-
-def mask_of(kind: str, batch: int, heads: int, queries: int, keys: int, seed: int) -> Tensor | None:
-    """A mask as the operator takes it."""
-    if kind == "none":
-        return None
-    generator = torch.Generator().manual_seed(seed)
-    rows, columns = 1 if kind == "padding" else queries, heads if kind == "per head" else 1
-    allowed = torch.rand(batch, columns, rows, keys, generator=generator) < 0.6
-    if kind == "blind":
-        allowed[0] = False
-    if kind != "numbers":
-        return allowed
-    numbers = torch.randn(allowed.shape, generator=generator, dtype=torch.float64)
-    return numbers.masked_fill(~allowed, torch.finfo(torch.float64).min)
 
 
 def weights_of(scores: Tensor, rule: str, gamma: float, zeta: float, strength: float | None) -> Tensor:
@@ -71,15 +54,6 @@ def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
         allowed, scores = allowed & inside, scores + mask.masked_fill(~inside, 0.0)
     weights = weights_of(scores.masked_fill(~allowed, torch.finfo(q.dtype).min), *how)
     return ((weights.masked_fill(~allowed, 0.0) * kept) @ v).transpose(1, 2)
-
-
-def in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, how: Any, dropout: float = 0.0, seed: int = 0
-) -> Tensor:
-    rule, gamma, zeta, strength = how
-    share = None if strength is None else torch.tensor([strength], dtype=torch.float64)
-    number = torch.tensor([seed]) if dropout else None
-    return weighted.weighted(q, k, v, mask, share, number, causal, 1.3, rule, gamma, zeta, dropout)[0]
 
 
 def assert_equal(got: Tensor, wanted: Tensor, inputs: list[Tensor]) -> None:
@@ -123,7 +97,7 @@ def test_equals_the_formula(
 @pytest.mark.parametrize("total", range(1, 40))
 @pytest.mark.parametrize("most", [1, 2, 7, 40])
 def test_steps_are_equal_and_as_few_as_possible(total: int, most: int) -> None:
-    size = blocks._even(total, most)
+    size = blocks.even(total, most)
     steps = -(-total // size)
     assert size <= most
     assert steps == -(-total // most)
@@ -195,9 +169,9 @@ def test_half_precision_is_as_exact_as_sdpa(dtype: torch.dtype, causal: bool, ho
 def test_autocast_casts_what_is_multiplied(dtype: torch.dtype, wanted: torch.dtype) -> None:
     """As autocast casts the factors of a product; float64 stays."""
     tensor = torch.ones(2, dtype=dtype)
-    assert weighted._as_products(tensor) is tensor
+    assert weighted.as_products(tensor) is tensor
     with torch.autocast("cpu", torch.bfloat16):
-        assert weighted._as_products(tensor).dtype == wanted
+        assert weighted.as_products(tensor).dtype == wanted
 
 
 class Largest(TorchDispatchMode):

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.families import sites
-from hf_attn_swap.wiring.plan import layer_of
+from hf_attn_swap.wiring.placed import layer_of
 from tests.contract.harness import batch_of, fresh
 from tests.harness.bypass import go_around
 from tests.harness.places import one_per_place, turns

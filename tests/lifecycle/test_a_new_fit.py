@@ -20,9 +20,9 @@ from hf_attn_swap.patch import need_installation
 from hf_attn_swap.variants.base import VARIANTS, register
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
-from tests.golden.test_golden import CHECKPOINTS, entries, load
+from tests.golden.saved import CHECKPOINTS, entries, load
+from tests.harness.damage import put, rewritten
 from tests.lifecycle.steps import same_bits
-from tests.lifecycle.test_damaged import put, rewritten
 
 VARIANTS_OF_EACH_ROAD = ("outeffhop", "belief_star", "simpletron_resl")  # with scores, with `read`, without scores
 

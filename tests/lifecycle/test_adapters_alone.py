@@ -12,11 +12,11 @@ import torch
 import transformers
 
 from hf_attn_swap import patch_model, set_strength
+from hf_attn_swap.layer.registry import tiny_options
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
+from tests.harness.adapters import fill, lora, projections
 from tests.harness.places import one_per_place, turns
-
-from .test_peft import fill, lora, projections
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -48,7 +48,9 @@ def test_the_lines_of_the_warning_bring_the_swap_back(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     batch = batch_of(name, torch.float32)
-    model = adapted(perturb(patch_model(on_disk(name, tmp_path / "stock"), variant, strength=0.7)), name)
+    model = adapted(
+        perturb(patch_model(on_disk(name, tmp_path / "stock"), variant, strength=0.7, **tiny_options(variant))), name
+    )
     wanted = forward(model, batch)
     with pytest.warns(UserWarning, match="an adapter is saved alone") as caught:
         model.save_pretrained("adapter")
@@ -67,7 +69,7 @@ def test_an_adapter_on_a_saved_swap_loads_alone(variant: str, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     batch, stock = batch_of("llama", torch.float32), on_disk("llama", tmp_path / "stock")
-    perturb(patch_model(stock, variant, strength=0.7)).save_pretrained("converted")
+    perturb(patch_model(stock, variant, strength=0.7, **tiny_options(variant))).save_pretrained("converted")
     model = adapted(type(stock).from_pretrained("converted"), "llama")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

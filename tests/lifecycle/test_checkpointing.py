@@ -10,12 +10,9 @@ import torch
 
 from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.layer.swap import Swap
-from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import assert_same, batch_of, fresh, perturb, run_all, swaps
-from tests.harness.checkpointing import enable
+from tests.harness.checkpointing import ABLE, enable
 from tests.harness.places import each_place, in_turn
-
-ABLE = [name for name in FAMILY_NAMES if fresh(name).supports_gradient_checkpointing]  # transformers decides
 
 
 def prepare(name: str, variant: str, strength: float, dropout: float) -> Any:

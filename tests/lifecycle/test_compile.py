@@ -13,10 +13,11 @@ from hf_attn_swap.variants.base import VARIANTS
 from tests import zoo
 from tests.contract.harness import assert_same, batch_of, distance, forward, fresh, perturb, run_all
 from tests.harness.one_swap import one_swap
-from tests.harness.places import every
+from tests.harness.places import SMOKES, every
+
+pytestmark = pytest.mark.usefixtures("_forget_graphs")
 
 FAMILIES = ("bert", "llama")  # fused blocks with LayerNorm, and grouped causal heads
-SMOKES = list({VARIANTS[name].places: name for name in list_variants()}.values())  # one for each set of places
 
 
 def _way(name: str) -> tuple[Any, ...]:
@@ -27,13 +28,6 @@ def _way(name: str) -> tuple[Any, ...]:
 WAYS = list({_way(name): name for name in list_variants()}.values())
 # One without scores, one that writes the residual stream, and one of the others.
 KINDS = {(VARIANTS[name].replaces, "write" in VARIANTS[name].places): name for name in list_variants()}
-
-
-@pytest.fixture(autouse=True)
-def _forget_graphs() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(model: Any, backend: Any = "aot_eager") -> Any:

@@ -26,13 +26,6 @@ FAMILIES = ("bert", "llama")
 KINDS = list({"write" in VARIANTS[name].places: name for name in one_per_place()}.values())
 
 
-@pytest.fixture
-def _forget_graphs() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @each_place()
 def test_every_family(name: str, variant: str) -> None:
     """The error is the guard's for every variant, also where the swap computes something after W_o."""

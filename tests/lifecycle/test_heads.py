@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
-from tests import zoo
+from hf_attn_swap.layer.registry import tiny_options
 from tests.contract.cells import FAMILY_NAMES
-from tests.contract.harness import batch_of, fresh, perturb
+from tests.contract.harness import perturb
+from tests.harness.heads import CASES, arguments, build, outputs
 from tests.harness.places import every, one_per_place, turns
 
-from .steps import heads, same_bits, tensors
-
-CASES = [(name, auto) for name in FAMILY_NAMES for auto in heads(fresh(name).config)]
-
-
-def build(name: str, auto: str) -> Any:
-    """A head on the family's own weights."""
-    source = fresh(name, torch.float32)
-    torch.manual_seed(0)
-    model: Any = heads(source.config)[auto](source.config).eval()
-    model.base_model.load_state_dict(source.base_model.state_dict(), strict=False)
-    return model
-
-
-def arguments(name: str, auto: str) -> dict[str, Any]:
-    batch = batch_of(name, torch.float32, padded="right" if "input_ids" in zoo.inputs(name) else None)
-    if auto == "AutoModelForMultipleChoice":
-        return {key: torch.stack([value, value.flip(0)], 1) for key, value in batch.items()}
-    return batch
-
-
-def outputs(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return list(tensors(model(**batch, output_hidden_states=True)))
+from .steps import same_bits
 
 
 @pytest.mark.parametrize(("name", "auto", "variant"), every(CASES, list_variants(), fast=turns(CASES, one_per_place())))
@@ -44,7 +20,7 @@ def test_head(name: str, auto: str, variant: str) -> None:
     model, batch = build(name, auto), arguments(name, auto)
     stock = outputs(model, batch)
     assert len(stock) > 1
-    perturb(patch_model(model, variant, strength=0.0))
+    perturb(patch_model(model, variant, strength=0.0, **tiny_options(variant)))
     for got, wanted in zip(outputs(model, batch), stock, strict=True):
         assert same_bits(got, wanted)
     swapped = outputs(set_strength(model, 1.0), batch)

@@ -17,8 +17,8 @@ from hf_attn_swap.conversion import calibrate, merge_calibration
 from hf_attn_swap.quantization import fake_w8a8
 from tests.contract.cells import DEEP
 from tests.contract.harness import batch_of, distance, forward, fresh, padding_side, perturb
-from tests.conversion.test_transfer import SMOKES, loss_of, trainer_of
-from tests.harness.places import variants
+from tests.harness.places import SMOKES, variants
+from tests.harness.transfer import loss_of, trainer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The clip cuts away")  # few tokens, so a published gamma cuts much
 OFF_THE_DEVICE = (Tensor.cpu, Tensor.tolist, Tensor.item, Tensor.__float__)

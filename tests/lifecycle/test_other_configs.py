@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from hf_attn_swap import patch_model, set_strength
+from hf_attn_swap.layer.registry import tiny_options
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
 from tests.harness.places import one_per_place, turns
@@ -22,7 +23,7 @@ from .steps import auto_class
 @pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, one_per_place()))
 def test_a_stock_config_gets_the_swap_of_the_checkpoint(name: str, variant: str, tmp_path: Path) -> None:
     stock = fresh(name, torch.float32)
-    model = perturb(patch_model(fresh(name, torch.float32), variant, strength=0.7))
+    model = perturb(patch_model(fresh(name, torch.float32), variant, strength=0.7, **tiny_options(variant)))
     model.save_pretrained(tmp_path / "model")
     stock.save_pretrained(tmp_path / "stock")
     batch, cls = batch_of(name, torch.float32), type(model)

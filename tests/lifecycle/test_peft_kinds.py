@@ -14,8 +14,8 @@ from hf_attn_swap.caches import cache_of
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
+from tests.harness.adapters import adapted, fill, projections
 from tests.harness.places import in_turn
-from tests.lifecycle.test_peft import adapted, fill, projections
 
 # PEFT 0.21 reads a property that transformers 5.23 has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

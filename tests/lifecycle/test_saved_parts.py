@@ -16,6 +16,7 @@ from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.layer.calibration import Calibration
 from hf_attn_swap.layer.head_order import MatchedHeads
 from hf_attn_swap.layer.neutral_start import SkipScale
+from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.layer.swap import Swap
 from hf_attn_swap.layer.value_scale import ValueScale
 from hf_attn_swap.patch import need_installation
@@ -57,7 +58,7 @@ def worked(model: Any) -> Any:
 
 @pytest.mark.parametrize(("whole", "path", "variant"), CELLS)
 def test_a_part_loads_to_what_ran(whole: str, path: str, variant: str, tmp_path: Path) -> None:
-    model = perturb(patch_model(make(whole), variant, strength=0.7))
+    model = perturb(patch_model(make(whole), variant, strength=0.7, **tiny_options(variant)))
     part = model.get_submodule(path)
     before, wanted = (keys(model.config), keys(part.config)), out(part)
     assert not torch.allclose(wanted, out(make(whole).get_submodule(path)), atol=1e-3)
@@ -76,7 +77,7 @@ def test_a_part_loads_to_what_ran(whole: str, path: str, variant: str, tmp_path:
 def test_all_that_a_conversion_left_survives(whole: str, path: str, variant: str, tmp_path: Path) -> None:
     """Calibration, head order, scales of the values, neutral start, strengths per layer, `modules`."""
     pattern = path.rpartition(".")[2]
-    model = worked(patch_model(make(whole), variant, modules=pattern))
+    model = worked(patch_model(make(whole), variant, modules=pattern, **tiny_options(variant)))
     part = model.get_submodule(path)
     wanted = out(part)
     part.save_pretrained(tmp_path)
@@ -111,7 +112,7 @@ def test_another_head_on_a_shared_model(name: str, variant: str, tmp_path: Path)
     one, other = fresh(name, torch.float32), zoo.build(name, head=head)
     stock = forward(copy.deepcopy(other), batch_of(name, torch.float32))
     setattr(other, other.base_model_prefix, one.base_model)
-    perturb(patch_model(one, variant, strength=0.7))
+    perturb(patch_model(one, variant, strength=0.7, **tiny_options(variant)))
     batch = batch_of(name, torch.float32)
     wanted = forward(other, batch)
     other.save_pretrained(tmp_path)
@@ -125,7 +126,7 @@ def test_another_head_on_a_shared_model(name: str, variant: str, tmp_path: Path)
 def test_a_whole_with_a_part_that_was_patched_alone(variant: str, tmp_path: Path) -> None:
     """The whole is saved with a block of its own, and the part with another."""
     model = make("pair")
-    perturb(patch_model(model.encoder, variant, strength=0.7))
+    perturb(patch_model(model.encoder, variant, strength=0.7, **tiny_options(variant)))
     ids = torch.arange(6, 18).view(2, 6)
     given = {"input_ids": ids, "decoder_input_ids": ids}
     wanted = forward(model, given)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_attn_swap import patch_model, set_strength, unpatch_model
+from hf_attn_swap.layer.registry import tiny_options
 from tests.contract.harness import batch_of, fresh, perturb, swaps
 from tests.contract.harness import forward as run
 from tests.harness.one_swap import one_swap
@@ -53,7 +54,7 @@ CELLS += [(name, "modern_hopfield", kind) for name in LAYERS if name not in ("be
 
 @pytest.mark.parametrize(("name", "variant", "kind"), CELLS)
 def test_saved_after_surgery(name: str, variant: str, kind: str, tmp_path: Path) -> None:
-    model = perturb(patch_model(fresh(name, torch.float32), variant, strength=0.7))
+    model = perturb(patch_model(fresh(name, torch.float32), variant, strength=0.7, **tiny_options(variant)))
     change(model, name, kind)
     model.save_pretrained(tmp_path)
     wanted = forward(model, name)
@@ -98,13 +99,13 @@ def test_a_config_that_was_changed_alone_stops_the_save(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_copied_layers_run_the_swap_once(name: str, variant: str) -> None:
     """After everything is wired anew, a copied layer has each hook once."""
-    model = perturb(patch_model(fresh(name, torch.float32), variant))
+    model = perturb(patch_model(fresh(name, torch.float32), variant, **tiny_options(variant)))
     change(model, name, "copies")
     set_strength(model, 0.7)
     wanted = forward(model, name)
     other = fresh(name, torch.float32)
     change(other, name, "copies")
-    patch_model(other, variant, strength=0.7)
+    patch_model(other, variant, strength=0.7, **tiny_options(variant))
     other.load_state_dict(model.state_dict())
     assert torch.equal(forward(other, name), wanted)
 
@@ -112,10 +113,13 @@ def test_copied_layers_run_the_swap_once(name: str, variant: str) -> None:
 @pytest.mark.parametrize("variant", one_per_place())
 def test_layers_copied_from_a_patched_model_into_a_stock_model(variant: str) -> None:
     """Patching says what to do with them."""
-    model, source = fresh("llama", torch.float32), patch_model(fresh("llama", torch.float32), variant)
+    model, source = (
+        fresh("llama", torch.float32),
+        patch_model(fresh("llama", torch.float32), variant, **tiny_options(variant)),
+    )
     model.model.layers.append(copy.deepcopy(source.model.layers[0]))
     with pytest.raises(ValueError, match="unpatch_model"):
-        patch_model(model, variant)
+        patch_model(model, variant, **tiny_options(variant))
 
 
 CARRYING = [name for name in one_per_place() if one_swap((name, {})).carries]
@@ -132,7 +136,7 @@ MOVES = {
 def test_carried_scores_after_surgery(name: str, kind: str) -> None:
     """Before anything counts the layers again: right, or refused in the next pass with what to do; then right."""
     (variant,) = CARRYING
-    model = perturb(patch_model(fresh(name, torch.float32), variant))
+    model = perturb(patch_model(fresh(name, torch.float32), variant, **tiny_options(variant)))
     change(model, name, kind, changes=MOVES)
     if kind == "twice":  # one module has one place among the layers
         for _ in range(2):
@@ -142,7 +146,7 @@ def test_carried_scores_after_surgery(name: str, kind: str) -> None:
         return
     other = fresh(name, torch.float32)
     change(other, name, kind, changes=MOVES)
-    patch_model(other, variant)
+    patch_model(other, variant, **tiny_options(variant))
     other.load_state_dict(model.state_dict())
     wanted = forward(other, name)
     if kind == "last":  # nobody reads what the layer below leaves
@@ -157,7 +161,7 @@ def test_carried_scores_after_surgery(name: str, kind: str) -> None:
 def test_carried_scores_after_surgery_in_a_compiled_model() -> None:
     (variant,) = CARRYING
     torch._dynamo.reset()
-    model = patch_model(fresh("llama", torch.float32), variant)
+    model = patch_model(fresh("llama", torch.float32), variant, **tiny_options(variant))
     whole = torch.compile(model, backend="eager", fullgraph=True)
     wanted = forward(model, "llama")
     assert torch.allclose(forward(whole, "llama"), wanted, atol=1e-5)

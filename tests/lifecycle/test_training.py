@@ -15,12 +15,11 @@ from hf_attn_swap.layer.registry import parse
 from tests import zoo
 from tests.contract.cells import DEEP, FAMILY_NAMES, OPTION_CELLS, PAIRS, label, swap_in
 from tests.contract.harness import batch_of, fresh, perturb, run_all, swaps
-from tests.harness.one_swap import has_parameters
+from tests.harness.one_swap import WITH_PARAMETERS
 from tests.harness.places import each_place, every, in_turn, turns, variants
 
 ATTENTION = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
 HIDDEN = ("hidden_dropout_prob", "resid_pdrop", "dropout")
-WITH_PARAMETERS = [v for v in list_variants() if has_parameters((v, {}))]
 
 
 def dropping(name: str, names: tuple[str, ...], rate: float = 0.5) -> Any:

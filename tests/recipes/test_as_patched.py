@@ -16,20 +16,17 @@ from transformers import ViTImageProcessor
 from hf_attn_swap import patch_model, unpatch_model
 from hf_attn_swap.conversion import cut_shares, scale_values
 from tests import zoo
-from tests.tools.conftest import byte_tokenizer
-from tests.training.test_run import pytestmark, recipe  # noqa: F401  # skips without recipes/
+from tests.harness.byte_tokenizer import byte_tokenizer
+from tests.harness.recipes import needs_recipes, recipe
 
+from .printed import rows
+
+pytestmark = needs_recipes
 CHOICES = (
     '{"variant": "clipped_softmax"}',
     '{"variant": "clipped_softmax", "gamma": -0.2}',
     '{"variant": "modern_hopfield", "alpha_prime": 0.1}',
 )
-
-
-def rows(shown: str) -> dict[str, list[str]]:
-    """The cells of the printed table, by the first cell."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines()[2:]]
-    return {first: rest for first, *rest in cells}
 
 
 def test_perplexity_of_token_ids(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

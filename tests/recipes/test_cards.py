@@ -16,8 +16,9 @@ from hf_attn_swap.publish.card import commands_beside
 from hf_attn_swap.publish.results import RESULTS_FILE, RunResult
 from hf_attn_swap.training.run import TRAINED
 from hf_attn_swap_cli.app import app
-from tests.training.test_run import RECIPES, pytestmark, recipe  # noqa: F401  # skips without recipes/
+from tests.harness.recipes import RECIPES, needs_recipes, recipe
 
+pytestmark = needs_recipes
 ROOT = RECIPES.parent
 CARDS = sorted(path.parent for path in (ROOT / "model_cards").glob(f"*/{RESULTS_FILE}"))
 

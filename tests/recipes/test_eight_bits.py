@@ -14,11 +14,12 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import smooth
 from hf_attn_swap.quantization import machine_w8a8
 from tests import zoo
-from tests.tools.conftest import byte_tokenizer
-from tests.training.test_run import pytestmark, recipe  # noqa: F401  # skips without recipes/
+from tests.harness.byte_tokenizer import byte_tokenizer
+from tests.harness.recipes import needs_recipes, recipe
 
-from .test_as_patched import rows
+from .printed import rows
 
+pytestmark = needs_recipes
 ROWS = ("stock, full precision", "stock, 8 bits", "smoothed, 8 bits", "sink, full precision", "sink, 8 bits")
 
 
@@ -29,20 +30,22 @@ def test_the_table(protocol: str, tmp_path: Path, monkeypatch: Any, capsys: Any)
     byte_tokenizer("right").save_pretrained(tmp_path / "model")
     generator = torch.Generator().manual_seed(0)
     for name in ("one", "two", "fit"):
-        ids = torch.randint(97, 122, (6, 16), generator=generator)
+        ids = torch.randint(97, 122, (8, 16), generator=generator)
         Dataset.from_dict({"text": ["".join(map(chr, row)) for row in ids.tolist()]}).to_parquet(
             tmp_path / f"{name}.parquet"
         )
     one, two, fit = (str(tmp_path / f"{name}.parquet") for name in ("one", "two", "fit"))
     where = [str(tmp_path / "model"), "--texts", one, two, "--ranges", fit, two, "--length", "16", "--rows", "3"]
-    recipe("eight_bits.py", [*where, "--alpha", "0.5", "--token", "a", "--protocol", protocol], monkeypatch)
+    trained = [] if protocol == "papers" else ["--tokens", "64", "--learning-rate", "1e-3"]
+    recipe("eight_bits.py", [*where, "--alpha", "0.5", "--token", "a", "--protocol", protocol, *trained], monkeypatch)
     captured = capsys.readouterr()
     found = rows(captured.out)
-    assert tuple(found) == (*ROWS, "sink, smoothed, 8 bits")
+    last = ("sink, smoothed, trained, 8 bits",) if trained else ()
+    assert tuple(found) == (*ROWS, "sink, smoothed, 8 bits", *last)
     assert "places are smoothed" in captured.err
     assert "stand before every text" in captured.err
     assert all(cell.endswith("= 1.000 (1.000 to 1.000)") for cell in found[ROWS[0]])
-    assert len({tuple(cells) for cells in found.values()}) == 6
+    assert len({tuple(cells) for cells in found.values()}) == len(found)
     if protocol == "papers":
         return
     tokens = {

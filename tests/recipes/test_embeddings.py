@@ -11,9 +11,10 @@ import torch
 from datasets import Dataset
 
 from tests import zoo
-from tests.tools.conftest import byte_tokenizer
-from tests.training.test_run import pytestmark, recipe  # noqa: F401  # skips without recipes/
+from tests.harness.byte_tokenizer import byte_tokenizer
+from tests.harness.recipes import needs_recipes, recipe
 
+pytestmark = needs_recipes
 WORDS = ("A man plays.", "It rains.", "Rain falls.", "Somebody sings a song.", "No.")
 PAIRS = [(one, two, float(abs(len(one) - len(two)))) for one in WORDS for two in WORDS]
 

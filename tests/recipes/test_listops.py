@@ -13,11 +13,10 @@ from typing import Any
 import datasets
 import pytest
 
-import hf_attn_swap
+from tests.harness.recipes import RECIPES, needs_recipes
 
-RECIPES = Path(hf_attn_swap.__file__).parent.parent / "recipes"
+pytestmark = needs_recipes
 PUBLISHED = Path(os.environ.get("HF_ATTN_SWAP_DATA", "")) / "listops" / "test_d20s.tsv"
-pytestmark = pytest.mark.skipif(not RECIPES.is_dir(), reason="recipes/ is not next to the installed package")
 
 
 @pytest.fixture

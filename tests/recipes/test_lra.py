@@ -18,8 +18,9 @@ from transformers import BertForSequenceClassification, TrainingArguments
 import hf_attn_swap
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import TextDataArguments, parse
-from tests.training.test_run import RECIPES, pytestmark, recipe  # noqa: F401  # skips without recipes/
+from tests.harness.recipes import RECIPES, needs_recipes, recipe
 
+pytestmark = needs_recipes
 SIZES = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 SCHEDULE = ("--max_steps", "3", "--lr_scheduler_type", "inverse_sqrt", "--warmup_steps", "2", "--learning_rate", "1e-2")
 QUIET = ("--report_to", "none", "--disable_tqdm", "true", "--use_cpu", "true", "--dataloader_pin_memory", "false")

@@ -16,11 +16,10 @@ import pytest
 import torch
 from PIL import Image
 
-import hf_attn_swap
 from hf_attn_swap.memory import NORMALIZERS
+from tests.harness.recipes import RECIPES, needs_recipes
 
-RECIPES = Path(hf_attn_swap.__file__).parent.parent / "recipes"
-pytestmark = pytest.mark.skipif(not RECIPES.is_dir(), reason="recipes/ is not next to the installed package")
+pytestmark = needs_recipes
 MEAN = "mean image"
 Run = Callable[..., dict[str, Any]]
 

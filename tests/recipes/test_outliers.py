@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.harness.recipes import NO_SAVING, RECIPES, needs_recipes, recipe
 from tests.training.conftest import options, tiny  # noqa: F401  # the same tiny model and sentences
-from tests.training.test_run import NO_SAVING, RECIPES, pytestmark, recipe  # noqa: F401  # skips without recipes/
+
+pytestmark = needs_recipes
 
 
 def test_outliers_of_two_runs(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:  # noqa: F811

@@ -11,8 +11,10 @@ import torch
 from datasets import Dataset, load_dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.tools.conftest import byte_tokenizer
-from tests.training.test_run import NO_SAVING, pytestmark, recipe  # noqa: F401  # skips without recipes/
+from tests.harness.byte_tokenizer import byte_tokenizer
+from tests.harness.recipes import NO_SAVING, needs_recipes, recipe
+
+pytestmark = needs_recipes
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from typing import Any
 from datasets import Dataset
 from transformers import AlbertConfig, AlbertForMaskedLM, AutoTokenizer
 
-from tests.training.test_run import NO_SAVING, RECIPES, pytestmark, recipe  # noqa: F401  # skips without recipes/
+from tests.harness.recipes import NO_SAVING, RECIPES, needs_recipes, recipe
 
+pytestmark = needs_recipes
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "C", "Cl", "c", "1", "(", ")", "=", "O", "[nH]", ".", ">>")
 
 

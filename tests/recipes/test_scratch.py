@@ -15,8 +15,9 @@ from transformers import AutoModelForImageClassification
 from hf_attn_swap import patch_model
 from hf_attn_swap.training import scratch_config
 from hf_attn_swap.training.recipes import skip_free
-from tests.training.test_run import NO_SAVING, pytestmark, recipe  # noqa: F401  # skips without recipes/
+from tests.harness.recipes import NO_SAVING, needs_recipes, recipe
 
+pytestmark = needs_recipes
 SIZES = {
     "gpt2": {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32},
     "opt": {

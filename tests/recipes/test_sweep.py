@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-import hf_attn_swap
 from hf_attn_swap import configurations
 from hf_attn_swap.layer.registry import parse
+from tests.harness.recipes import RECIPES, needs_recipes
 
-RECIPES = Path(hf_attn_swap.__file__).parent.parent / "recipes"
+pytestmark = needs_recipes
 CONFIGS = sorted((RECIPES / "configs").glob("*.yaml")) if RECIPES.is_dir() else []
 SWEEPS = [path for path in CONFIGS if path.stem.startswith("sweep_")]
-pytestmark = pytest.mark.skipif(not RECIPES.is_dir(), reason="recipes/ is not next to the installed package")
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,11 @@ from transformers import PatchTSTForPrediction, Trainer, TrainingArguments
 import hf_attn_swap
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import ModelArguments
+from tests.harness.recipes import RECIPES, needs_recipes
 
+pytestmark = needs_recipes
 ROOT = Path(hf_attn_swap.__file__).parent.parent
-RECIPES = ROOT / "recipes"
 ETT = Path(os.environ.get("HF_ATTN_SWAP_DATA", "")) / "ett" / "ETTh1.csv"
-pytestmark = pytest.mark.skipif(not RECIPES.is_dir(), reason="recipes/ is not next to the installed package")
 NAMES = ("date", "high", "low", "oil")
 SIZES = '{"d_model": 8, "ffn_dim": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "patch_length": 4}'
 CUT = dict(parts=[120, 40, 40], horizon=4, context=16)

@@ -13,8 +13,9 @@ from transformers import BertTokenizerFast, LlamaConfig, LlamaForCausalLM
 
 from docs.tables import conversions
 from docs.tables.names import canonical_label
-from tests.training.test_run import pytestmark, recipe  # noqa: F401  # skips without recipes/
+from tests.harness.recipes import needs_recipes, recipe
 
+pytestmark = needs_recipes
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "film", "was", "fine", "and", "dull"]
 
 

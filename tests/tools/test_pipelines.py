@@ -13,7 +13,7 @@ from transformers import pipeline
 
 from hf_attn_swap import patch_model
 from tests import zoo
-from tests.tools.conftest import build
+from tests.harness.byte_tokenizer import build
 
 TASKS = {
     "text-generation": "lm",

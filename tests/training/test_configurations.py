@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from pathlib import Path
@@ -10,20 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import TrainingArguments
 
 from hf_attn_swap import configurations
-from hf_attn_swap.training import ConversionArguments, ImageDataArguments, ModelArguments, TextDataArguments, parse
+from hf_attn_swap.training import ModelArguments, parse
 from hf_attn_swap.training import recipes as package
+from tests.harness.command_line import classes
 
 SHIPPED = configurations.shipped()
-
-
-def classes(recipe: str) -> tuple[Any, ...]:
-    """What the recipe's command line is read into."""
-    module = importlib.import_module(f"{package.__name__}.{recipe}")
-    data = ImageDataArguments if recipe == "image_classification" else TextDataArguments
-    return (ModelArguments, data, ConversionArguments, module.RecipeArguments, TrainingArguments)
 
 
 def test_every_recipe_has_configurations_of_different_names() -> None:

@@ -29,7 +29,7 @@ from transformers import (
 
 from hf_attn_swap.training.image_size import resized
 from tests.contract.harness import refused
-from tests.training.test_run import recipe
+from tests.harness.recipes import recipe
 
 SIZES: dict[str, Any] = {"image_size": 16, "patch_size": 4, "hidden_size": 16, "num_attention_heads": 2}
 MODELS = {

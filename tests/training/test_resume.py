@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import hf_attn_swap
 from hf_attn_swap.conversion.lesson import last_whole_checkpoint
+from tests.harness.recipes import RECIPES, needs_recipes
 
 from .conftest import options
 
-RECIPE = Path(hf_attn_swap.__file__).parent.parent / "recipes" / "text_classification.py"
-pytestmark = pytest.mark.skipif(not RECIPE.exists(), reason="recipes/ is not next to the installed package")
+RECIPE = RECIPES / "text_classification.py"
+pytestmark = needs_recipes
 ALIGN, DISTIL = '{"stage": "align", "epochs": 2}', '{"stage": "distil", "epochs": 2}'
 STAGES = ("--stages", "calibrate", ALIGN, DISTIL, "fine_tune")
 CONVERSION = ("--variant", "simpletron_resl", *STAGES, "--schedule", "linear")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,11 @@ import hf_attn_swap
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import parse
 from hf_attn_swap.training.arguments import ConversionArguments, ModelArguments, TextDataArguments
+from tests.harness.recipes import NO_SAVING, needs_recipes, recipe
 
 from .conftest import options, write_rows
 
-RECIPES = Path(hf_attn_swap.__file__).parent.parent / "recipes"
-pytestmark = pytest.mark.skipif(not RECIPES.is_dir(), reason="recipes/ is not next to the installed package")
-NO_SAVING = ("--save_strategy", "no")
-
-
-def recipe(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    monkeypatch.syspath_prepend(str(RECIPES))
-    runpy.run_path(str(RECIPES / name), run_name="__main__")
+pytestmark = needs_recipes
 
 
 def test_converted_beside_its_control(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -26,13 +26,12 @@ from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import parse
 from hf_attn_swap.training.arguments import ConversionArguments
 from tests.contract.harness import fresh, swaps
+from tests.harness.recipes import NO_SAVING, needs_recipes, recipe
 
 from .conftest import options
-from .test_run import NO_SAVING, RECIPES, recipe
 
 # PEFT reads a property that transformers has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-needs_recipes = pytest.mark.skipif(not RECIPES.is_dir(), reason="recipes/ is not next to the installed package")
 DISTIL = {"stage": "distil", "tokens": 300000, "rank": 32, "learning_rate": 5e-4, "hidden": 0.5, "temperature": 2.0}
 
 

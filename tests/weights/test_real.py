@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
-from hf_attn_swap.layer.registry import parse
+from hf_attn_swap.layer.registry import parse, tiny_options
 from tests.contract.harness import gradient_distance, perturb, swaps, without_shortcut
 from tests.harness.process import python
 
@@ -31,7 +31,7 @@ def test_exact_at_zero_and_back(name: str, variant: str) -> None:
     """Stock bits with the shortcut, fp32 tolerance without it, another model at 1, stock bits after unpatching."""
     batch = inputs(name)
     wanted = run(stock(name), batch)
-    model = patch_model(fresh(name), variant, strength=0.0)
+    model = patch_model(fresh(name), variant, strength=0.0, **tiny_options(variant))
     assert torch.equal(run(model, batch), wanted)
     assert relative(run(without_shortcut(model), batch), wanted) <= TOLERANCE
     swapped = run(perturb(set_strength(model, 1.0)), batch)
@@ -45,7 +45,7 @@ def test_exact_at_zero_and_back(name: str, variant: str) -> None:
 def test_fused_equals_reference(name: str, variant: str) -> None:
     """In fp64: thirty trained layers amplify fp32's rounding by hundreds, which is the model's own, not the form's."""
     batch = {key: value.double() if value.is_floating_point() else value for key, value in inputs(name).items()}
-    model = perturb(patch_model(fresh(name).double(), variant))
+    model = perturb(patch_model(fresh(name).double(), variant, **tiny_options(variant)))
     for strength in (1.0, 0.3):
         fused = run(set_strength(model, strength), batch)
         assert relative(run(model, batch, output_attentions=True), fused) <= FP64
@@ -63,7 +63,7 @@ def test_gradients_at_zero(name: str, variant: str) -> None:
         return {key: p.grad for key, p in model.named_parameters() if p.grad is not None and ".attn_swap." not in key}
 
     wanted = gradients(fresh(name))
-    model = patch_model(fresh(name), variant, strength=0.0)
+    model = patch_model(fresh(name), variant, strength=0.0, **tiny_options(variant))
     assert gradient_distance(gradients(model), wanted) <= 1e-6
     model.zero_grad()
     assert gradient_distance(gradients(without_shortcut(model)), wanted) <= TOLERANCE
@@ -73,7 +73,7 @@ def test_gradients_at_zero(name: str, variant: str) -> None:
 @VARIANTS
 def test_padding_does_not_matter(name: str, variant: str) -> None:
     batch = inputs(name)
-    model = perturb(patch_model(fresh(name), variant, strength=0.5))
+    model = perturb(patch_model(fresh(name), variant, strength=0.5, **tiny_options(variant)))
     together = run(model, batch).split(batch["attention_mask"].sum(1).tolist())
     for index, row in enumerate(together):
         assert relative(row, run(model, alone(batch, index))) <= loosely(variant)
@@ -84,7 +84,7 @@ def test_padding_does_not_matter(name: str, variant: str) -> None:
 def test_cached_generation(name: str, variant: str) -> None:
     """Greedy tokens and logits of a left-padded batch do not depend on the cache."""
     batch = inputs(name)
-    model = patch_model(fresh(name), variant, strength=0.3)
+    model = patch_model(fresh(name), variant, strength=0.3, **tiny_options(variant))
     settings = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     settings |= {"pad_token_id": 0, "eos_token_id": None}
     whole = model.generate(**batch, **settings, use_cache=False)
@@ -99,7 +99,9 @@ def test_cached_generation(name: str, variant: str) -> None:
 def test_saved_and_loaded(name: str, variant: str, tmp_path: Path) -> None:
     batch = inputs(name)
     count = sum(row.layer is not None for row in describe(stock(name)).rows)
-    model = perturb(patch_model(fresh(name), variant, strength=0.3, layers=range(count // 2, count)))
+    model = perturb(
+        patch_model(fresh(name), variant, strength=0.3, layers=range(count // 2, count), **tiny_options(variant))
+    )
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert str(describe(loaded)) == str(describe(model))

@@ -18,12 +18,13 @@ from .distil import distil, distilled
 from .finish import finish
 from .fit import calibrated, fit
 from .integers import integers
+from .relearn import relearn
 from .smooth import smooth
 from .stock import stock
 from .swap import swap
 
 # What `convert` does, in this order.
-STEPS: list[Step] = [stock, swap, absorb, fit, choose, distil, finish, smooth, integers]
+STEPS: list[Step] = [stock, swap, absorb, fit, choose, distil, finish, smooth, relearn, integers]
 
 # Which step takes a stage of a recipe.
 OF_STAGE: dict[type[Any], Callable[[Any, str], Step]] = {Calibrate: calibrated, Align: aligned, Distil: distilled}

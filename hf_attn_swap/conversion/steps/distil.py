@@ -46,13 +46,13 @@ def distil(state: State) -> Iterator[Part]:
         for place, stage in enumerate(itertools.chain(plan.distil, itertools.repeat(plan.last)), 1):
             if exhausted(state) or state.within:
                 break
-            budget = state.budget.left  # in a later part of the last stage, all that other groups would have had
+            budget = state.budget.free  # in a later part of the last stage, all that other groups would have had
             if place == len(plan.distil):
-                budget = state.budget.left // (len(groups) - number)
+                budget = state.budget.free // (len(groups) - number)
             elif place < len(plan.distil):
-                budget = stage.tokens or state.budget.left
+                budget = stage.tokens or state.budget.free
             name = f"{'align' if stage.aligns else 'distil'} {f'{number + 1}.{place}' if choosing else place}"
-            yield Part(name, partial(_train, stage, max(1, budget), name))
+            yield Part(name, partial(train, stage, max(1, budget), name))
         if before is not None and not state.within:
             ran = list(itertools.chain(*groups[:number]))
             yield Part("last group taken back", partial(_take_back, before, ran), again=True)
@@ -109,7 +109,7 @@ def _run_in(layers: Sequence[int], state: State) -> None:
         set_strength(state.model, 1.0, layers=layers)
 
 
-def _train(stage: Distil, budget: int, name: str, state: State) -> None:
+def train(stage: Distil, budget: int, name: str, state: State) -> None:
     """Distil for at most so many tokens."""
     lesson = share_of_budget(state, stage, budget, name)
     show = partial(quiet, name=name, shown=state.progress)

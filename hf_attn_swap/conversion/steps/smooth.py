@@ -9,8 +9,10 @@ from ...layer.smoothing import Smoothing
 from ...patch import need_installation
 from ..bits import batches, lost_in_bits
 from ..engine import Found, Part
+from ..parts import vectors_of
 from ..smooth import smooth as smooth_channels
 from ..state import State
+from .relearn import may_train
 
 
 def smooth(state: State) -> Iterator[Part]:
@@ -27,6 +29,8 @@ def _in_bits(state: State) -> Found:
 
 def _smoothed(before: float, state: State) -> Found | None:
     """Smooth the channels. If that loses more, the weights get their former scales."""
+    if may_train(state):  # the first values of what trains are those without the scales
+        state.keep(vectors_of(state.student))
     try:
         found = smooth_channels(state.model, batches(state), progress=state.progress)
     except ValueError as problem:

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-import hf_attn_swap
+from tests.harness.recipes import RECIPES, needs_recipes
 
 from ...training.conftest import options, tiny  # noqa: F401  # a fixture
 from .conftest import Setup
 from .store import WRITER
 
-RECIPE = Path(hf_attn_swap.__file__).parent.parent / "recipes" / "text_classification.py"
+RECIPE = RECIPES / "text_classification.py"
 PUSH = ("--push_to_hub", "true", "--hub_model_id")
 pytestmark = [
     pytest.mark.xdist_group("hub"),
-    pytest.mark.skipif(not RECIPE.exists(), reason="recipes/ is not next to the installed package"),
+    needs_recipes,
 ]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from tests.harness.heads import outputs
 from tests.harness.process import ROOT, python
-from tests.lifecycle.test_heads import outputs
 
 Batch = dict[str, torch.Tensor]
 

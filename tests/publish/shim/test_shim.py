@@ -20,11 +20,11 @@ from hf_attn_swap import list_variants, patch_model, unpatch_model
 from hf_attn_swap.saved import shim
 from tests.contract.cells import FAMILY_NAMES, is_linear
 from tests.contract.harness import batch_of, fresh, perturb, swaps
+from tests.harness.adapters import lora
+from tests.harness.damage import DAMAGE
+from tests.harness.heads import CASES, arguments, build
 from tests.harness.process import python
 from tests.lifecycle.steps import auto_class
-from tests.lifecycle.test_damaged import DAMAGE
-from tests.lifecycle.test_heads import CASES, arguments, build
-from tests.lifecycle.test_peft import lora
 
 from .cases import expect, fresh_processes, save, trusting
 

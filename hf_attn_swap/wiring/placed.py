@@ -1,6 +1,6 @@
 """Works out the place of each swap in its model, without changing the model.
 
-`plan` is a pure function. `install.Installation` applies the result.
+`places_of` is a pure function. `install.Installation` applies the result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Placed:
     wiring: Wiring | None
 
 
-def plan(root: PreTrainedModel, found: Sequence[Site]) -> list[Placed]:
+def places_of(root: PreTrainedModel, found: Sequence[Site]) -> list[Placed]:
     """The place of every attention module in `found`, in the order of `found`."""
     stacks = stacks_of(root, found)
     swaps = [copies_at(site) for site in found]

@@ -1,0 +1,54 @@
+"""Lets a model train in 8 bits: it computes with rounded inputs and weights, and its weights stay wide.
+
+The gradient passes through a rounding as if nothing had been rounded (straight-through estimator); an input outside of
+its range has none. Bengio et al. (2013); Jacob et al. (2018), section 3. docs/mathematics.md, section Quantisation to
+8 bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
+
+from ..wiring.install import model_root
+from .points import Point, rounded_rows
+from .static import Range
+
+
+@contextlib.contextmanager
+def straight_through(model: nn.Module, ranges: Mapping[str, Range]) -> Iterator[None]:
+    """Inside the `with` block, every Linear with a range computes as after `int8_static`, with gradients.
+
+    The parameters stay the same objects, so that an optimizer of the model trains them; their names in the state dict
+    are those of PyTorch's parametrizations. After the block the model is as before, with what it has learnt.
+
+    Args:
+        model: a `PreTrainedModel`, stock or swapped, in floating point and without adapters.
+        ranges: the ends of the range of each Linear's inputs, by its path, as `input_ranges` gives them.
+    """
+    root = model_root(model)
+    with contextlib.ExitStack() as stack:
+        for path, (low, high) in ranges.items():
+            linear = root.get_submodule(path)
+            register_parametrization(linear, "weight", _Rounded())
+            stack.callback(remove_parametrizations, linear, "weight", leave_parametrized=False)
+            stack.callback(linear.register_forward_pre_hook(_rounds(Point(path, low=low, high=high, seen=True))).remove)
+        yield
+
+
+class _Rounded(nn.Module):
+    """The weight of a Linear, symmetric, with one step for each row."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + (rounded_rows(weight.detach(), 0) - weight.detach())
+
+
+def _rounds(point: Point) -> Any:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return point.apply(args[0]), *args[1:]
+
+    return hook

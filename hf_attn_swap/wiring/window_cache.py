@@ -1,0 +1,112 @@
+"""Caches attention in a window: the first keys of a text and the last ones, in place of all keys and values.
+
+Decoding one token then takes time and memory that do not grow with the context. transformers' own sliding layer keeps
+no first keys, and knows nothing of padding, behind which the first keys of a row lie.
+Assisted decoding takes tokens back, so more of the last keys are kept than a window shows: at least `CROPPED` and at
+most twice as many.
+docs/mathematics.md, section Window; StreamingLLM (Xiao et al., 2024), section 3.2.
+Axes: B batch, G key/value head, L token, K key, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.call import Inputs
+from ..kernels.windows import ALL, Held, Span, firsts_of
+from .state import CROPPED, Rows, State, removed
+
+
+class WindowState(State):
+    """The cache of one layer: the last keys and values, and the first ones of the text as far as they are no last ones.
+
+    Args:
+        span: how far a query of the layer sees.
+    """
+
+    holds = "the keys and values of a window alone"
+
+    def __init__(self, span: Span) -> None:
+        super().__init__()
+        self.span = span
+        self.held = ALL
+        self.last: tuple[Tensor, Tensor] | None = None  # (B,G,L,D), the last keys and their values
+
+    @property
+    def length(self) -> int:
+        """The number of tokens so far, padding included."""
+        return self.held.before + (0 if self.last is None else self.last[0].shape[2])
+
+    def belongs_to(self, swap: Any) -> bool:
+        """True for attention in a window of this size."""
+        variant = swap.at("mask")
+        return variant is not None and variant.span() == self.span and not swap.carries
+
+    def joined(self, inputs: Inputs) -> tuple[Inputs, Held]:
+        """The inputs of a call with the last keys in front of the current ones; and what is held of the earlier ones.
+
+        The masks of these inputs are those of all keys so far.
+        """
+        if self.last is None:
+            return inputs, ALL
+        key, value = (torch.cat([old, new], 2) for old, new in zip(self.last, (inputs.key, inputs.value), strict=True))
+        masks = replace(inputs.masks, keys=self.length + inputs.key.shape[2])
+        return replace(inputs, key=key, value=value, masks=masks), self.held
+
+    def absorb(self, inputs: Inputs) -> None:
+        """Keep the keys of a call: those that `joined` returned.
+
+        The keys that no later query sees are let go, at most once per `CROPPED` tokens, so that the average cost of a
+        token is constant.
+        """
+        key, value, masks = inputs.key, inputs.value, inputs.masks
+        self._given, self.visible = None, masks.key_mask
+        room = self.span.window - 1 + CROPPED
+        count = key.shape[2] - room
+        if count > CROPPED:
+            self.held = self.held.without(count, firsts_of(masks, self.span), key, value)
+            key, value = (each[:, :, count:].clone() for each in (key, value))  # a view would keep the whole text
+        self.last = key, value
+
+    def reset(self) -> None:
+        """Forget all tokens. The state stays where it was put, so that it can still give its place up."""
+        place = self._place
+        self.__init__(self.span)  # type: ignore[misc]
+        self._place = place
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take tokens back.
+
+        Args:
+            tokens_to_remove: as in `removed`.
+
+        Raises:
+            ValueError: a query would then see keys that were let go. `CROPPED` tokens, counted from the longest text so
+                far, can always be taken back.
+        """
+        remove = removed(tokens_to_remove, self.length)
+        if remove <= 0 or self.last is None:
+            return
+        length = self.length - remove
+        if length == 0:
+            self.held, self.last, self.visible = ALL, None, None
+            return
+        kept = length - self.held.before
+        if self.held.before and kept < self.span.window - 1:
+            raise ValueError(
+                f"a cache of the keys of a window cannot go back {remove} tokens; only to {CROPPED} before the end of "
+                "the longest text so far. Keep a copy of the cache from before these tokens, or use use_cache=False."
+            )
+        self.last = self.last[0][:, :, :kept], self.last[1][:, :, :kept]
+        self.visible = None if self.visible is None else self.visible[:, :length]
+
+    def _rows(self, choose: Rows) -> None:
+        super()._rows(choose)
+        if self.last is not None:
+            self.last = choose(self.last[0]), choose(self.last[1])
+        if self.held.key is not None and self.held.value is not None:
+            self.held = replace(self.held, key=choose(self.held.key), value=choose(self.held.value))

@@ -1,0 +1,79 @@
+"""Training with rounding: the numbers of the integers, the gradients of no rounding, and the model afterwards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.quantization import input_ranges, int8_static
+from hf_attn_swap.quantization.points import Point, rounded_rows
+from hf_attn_swap.quantization.straight_through import straight_through
+from tests.contract.harness import batch_of, fresh, swaps
+
+
+def prepared(name: str) -> tuple[PreTrainedModel, dict[str, Any], dict[str, tuple[float, float]]]:
+    model = patch_model(fresh(name, torch.float32), "outeffhop")
+    batch = batch_of(name, torch.float32)
+    return model, batch, input_ranges(model, [batch])
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "vit"])
+def test_it_computes_as_the_integers_do(name: str) -> None:
+    model, batch, ranges = prepared(name)
+    integers = int8_static(copy.deepcopy(model), ranges)
+    with torch.no_grad():
+        stock, wanted = model(**batch)[0], integers(**batch)[0]
+        with straight_through(model, ranges):
+            found = model(**batch)[0]
+    assert (found - wanted).norm() < 1e-2 * (stock - wanted).norm()
+
+
+def test_gradients_are_those_of_the_rounded_numbers() -> None:
+    model, _, ranges = prepared("llama")
+    path = next(path for path in ranges if path.endswith("up_proj"))
+    linear = model.get_submodule(path)
+    low, high = (end / 2 for end in ranges[path])  # so that some inputs lie outside
+    seen: dict[str, torch.Tensor] = {}
+    given = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(0)) * high
+    x = given.clone().requires_grad_(True)
+    with straight_through(model, {path: (low, high)}):
+        out = linear(x)
+        out.backward(weight := torch.randn(out.shape, generator=torch.Generator().manual_seed(1)))
+        seen["weight"], seen["x"] = linear.parametrizations.weight.original.grad, x.grad
+    rounded = Point("", low=low, high=high, seen=True).apply(given)
+    inside = (given > low) & (given < high)
+    assert inside.any()
+    assert not inside.all()
+    assert torch.allclose(seen["weight"], weight.T @ rounded, atol=1e-5)
+    assert torch.allclose(seen["x"][inside], (weight @ rounded_rows(linear.weight.detach(), 0))[inside], atol=1e-5)
+    assert seen["x"][given > high + (high - low) / 255].abs().max() == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_afterwards_the_model_is_as_before(fails: bool) -> None:
+    model, batch, ranges = prepared("llama")
+    parameters, names = list(model.parameters()), list(model.state_dict())
+    classes = [type(module) for module in model.modules()]
+    with torch.no_grad():
+        before = model(**batch)[0]
+    try:
+        with straight_through(model, ranges):
+            trained = [each for each in model.parameters() if each.dim() > 1]
+            assert all(any(each is other for other in parameters) for each in trained), "an optimizer finds them"
+            if fails:
+                raise RuntimeError("the end")
+    except RuntimeError:
+        assert fails
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == names
+    assert [type(module) for module in model.modules()] == classes
+    with torch.no_grad():
+        assert torch.equal(model(**batch)[0], before)
+    assert not any(isinstance(module, nn.Linear) and module._forward_pre_hooks for module in model.modules())
+    assert swaps(model)

@@ -1,0 +1,408 @@
+"""A window: exact on texts that fit into it, cached as uncached at every boundary, and a cache of constant size."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
+from hf_attn_swap.caches import cache_of, with_cache
+from hf_attn_swap.kernels import windows
+from hf_attn_swap.variants.base import VARIANTS
+from hf_attn_swap.wiring.state import CROPPED
+from hf_attn_swap.wiring.window_cache import WindowState
+from tests import zoo
+
+from .cells import EVERY, FAMILY_NAMES, swap_in
+from .harness import (
+    CAUSAL_FAMILIES,
+    LENGTH,
+    TEXT_FAMILIES,
+    TOLERANCE,
+    assert_identical,
+    batch_of,
+    distance,
+    forward,
+    fresh,
+    padding_side,
+    perturb,
+    refused,
+    run,
+)  # fmt: skip
+
+EXACT = TOLERANCE[torch.float64]
+POSITIONS = {"gpt2": "n_positions"}
+LIMITED = [name for name in EVERY if "window" in name.split("+")]
+W, S = 5, 2  # the window and the first tokens of these tests
+
+
+def model_of(family: str, variant: str = "window", length: int = 64, layers: Any = None, **more: Any) -> Any:
+    options = {"window": W, "sinks": S, **more}
+    given = options if variant == "window" else {"window": options}
+    model = fresh(family, **{POSITIONS.get(family, "max_position_embeddings"): length})
+    model = perturb(swap_in(model, variant, layers=layers, **given))
+    if family in CAUSAL_FAMILIES:
+        model.generation_config.eos_token_id = None
+    return model
+
+
+def states(cache: Any) -> list[WindowState]:
+    assert all(isinstance(layer, WindowState) for layer in cache.layers)
+    return list(cache.layers)
+
+
+def padded(ids: Tensor, left: int) -> dict[str, Tensor]:
+    """A mask that hides the first tokens of row 0, and the positions that go with it."""
+    mask = torch.ones_like(ids)
+    mask[0, :left] = 0
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_text_that_fits_is_stock_bit_for_bit(family: str, dtype: torch.dtype) -> None:
+    """With and without padding, values and gradients; one key less, and the outputs differ."""
+    stock = fresh(family, dtype)
+    tokens = 5 if family == "vit" else LENGTH
+    for side in {None, padding_side(family)}:
+        batch = batch_of(family, dtype, side)
+        model = patch_model(fresh(family, dtype), "window", window=tokens, sinks=0)
+        for strength in (1.0, 0.5):
+            assert_identical(run(set_strength(model, strength), batch), run(stock, batch))
+        model = patch_model(fresh(family, dtype), "window", window=tokens - 1, sinks=0)
+        assert not torch.equal(forward(model, batch), forward(stock, batch))
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+def test_decoding_a_text_that_fits_is_stock_bit_for_bit(family: str) -> None:
+    stock, model = fresh(family, torch.float32), patch_model(fresh(family, torch.float32), "window", window=12)
+    ids = zoo.inputs(family, batch=2, length=12)["input_ids"]
+    logits = []
+    for each in (stock, model):
+        with torch.no_grad():
+            out = each(input_ids=ids[:, :4], use_cache=True)
+            found, cache = [out.logits], cache_of(out)
+            for place in range(4, 12):
+                found.append(each(input_ids=ids[:, place : place + 1], **with_cache(each, cache)).logits)
+        logits.append(torch.cat(found, 1))
+    states(cache)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
+@pytest.mark.parametrize("left", [0, 1, S, W + 3])
+@torch.no_grad()
+def test_cached_equals_uncached_at_every_boundary(family: str, left: int) -> None:
+    """Every length of the first call around the window, then tokens one by one."""
+    model, total = model_of(family), 2 * W + S + 6
+    ids = zoo.inputs(family, batch=2, length=total)["input_ids"]
+    given = padded(ids, left)
+    real = given["attention_mask"].bool()
+    wanted = model(input_ids=ids, **given, use_cache=False).logits
+    for prompt in range(1, total):
+        cache, got = DynamicCache(config=model.config), []
+        for start, stop in [(0, prompt), *((place, place + 1) for place in range(prompt, total))]:
+            part = {
+                "attention_mask": given["attention_mask"][:, :stop],
+                "position_ids": given["position_ids"][:, start:stop],
+            }
+            got.append(model(input_ids=ids[:, start:stop], **part, **with_cache(model, cache)).logits)
+        assert distance(torch.cat(got, 1)[real], wanted[real]) <= EXACT, prompt
+    states(cache)
+
+
+@pytest.mark.parametrize("variant", LIMITED)
+@pytest.mark.parametrize("left", [0, 3, 2 * CROPPED + 8])
+@torch.no_grad()
+def test_calls_of_any_size(variant: str, left: int) -> None:
+    """Several turns, longer than what the cache lets go at once, some of it before the first real token of a row."""
+    total = 2 * CROPPED + 90
+    model = model_of("llama", variant, length=total)
+    ids = zoo.inputs("llama", batch=2, length=total)["input_ids"]
+    given = padded(ids, left)
+    real = given["attention_mask"].bool()
+    wanted = model(input_ids=ids, **given, use_cache=False).logits
+    for sizes in ([70, 1, 80, 3, 64], [133, 2, 70, 13], [1, 2, 150, 65], [5, 140, 73], [total]):
+        cache, got, start = DynamicCache(config=model.config), [], 0
+        for size in sizes:
+            stop = start + size
+            part = {
+                "attention_mask": given["attention_mask"][:, :stop],
+                "position_ids": given["position_ids"][:, start:stop],
+            }
+            got.append(model(input_ids=ids[:, start:stop], **part, **with_cache(model, cache)).logits)
+            start = stop
+        assert distance(torch.cat(got, 1)[real[:, :start]], wanted[:, :start][real[:, :start]]) <= EXACT
+
+
+@torch.no_grad()
+def test_the_cache_does_not_grow() -> None:
+    model = model_of("llama", length=600)
+    ids = zoo.inputs("llama", batch=1, length=600)["input_ids"]
+    cache, most = DynamicCache(config=model.config), W - 1 + 2 * CROPPED
+    for start in range(0, 600, 3):
+        model(input_ids=ids[:, start : start + 3], **with_cache(model, cache))
+        for state in states(cache):
+            key, value = state.last
+            assert min(start + 3, W - 1 + CROPPED) <= key.shape[2] <= most
+            assert key.untyped_storage().nbytes() <= most * key[:, :, 0].nbytes
+            assert value.untyped_storage().nbytes() <= most * value[:, :, 0].nbytes
+            assert state.get_seq_length() == start + 3
+    assert cache.get_seq_length() == 600
+    long = cache_of(model(input_ids=ids, use_cache=True))
+    assert all(state.last[0].untyped_storage().nbytes() <= most * key[:, :, 0].nbytes for state in states(long))
+
+
+@pytest.mark.parametrize("padding", [0, 4])
+@torch.no_grad()
+def test_a_cropped_cache_is_that_of_the_shorter_text(padding: int) -> None:
+    total = 3 * CROPPED
+    model = model_of("llama", length=total + 8)
+    ids = zoo.inputs("llama", batch=2, length=total + 4)["input_ids"]
+    given = padded(ids, padding)
+    wanted = model(input_ids=ids, **given, use_cache=False).logits
+
+    def extended(cache: Any, start: int, stop: int) -> Tensor:
+        part = {
+            "attention_mask": given["attention_mask"][:, :stop],
+            "position_ids": given["position_ids"][:, start:stop],
+        }
+        return model(input_ids=ids[:, start:stop], **part, **with_cache(model, cache)).logits
+
+    for length in (3, W, W + S, CROPPED, 2 * CROPPED + W, total):
+        for removed in (1, 2, W, CROPPED):
+            if removed >= length:
+                continue
+            cache = DynamicCache(config=model.config)
+            extended(cache, 0, length)
+            cache.crop(-removed)
+            assert cache.get_seq_length() == length - removed
+            got = extended(cache, length - removed, length + 4)
+            shown = given["attention_mask"][:, length - removed : length + 4].bool()
+            assert distance(got[shown], wanted[:, length - removed : length + 4][shown]) <= EXACT
+    extended(cache := DynamicCache(config=model.config), 0, total)
+    with refused("cannot go back 65 tokens; only to 64"):
+        cache.crop(-CROPPED - 1)
+    cache.crop(-total)
+    assert cache.get_seq_length() == 0
+    assert distance(extended(cache, 0, 9)[1], wanted[1, :9]) <= EXACT
+
+
+CHANGES: dict[str, tuple[Any, list[int]]] = {
+    "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+    "beams": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+    "copy": (copy.deepcopy, [0, 1]),
+    "pickle": (lambda cache: pickle.loads(pickle.dumps(cache)), [0, 1]),
+}
+
+
+@pytest.mark.parametrize("length", [3, 2 * CROPPED + 20])
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_rows_are_selected_repeated_and_copied(change: str, length: int) -> None:
+    model = model_of("llama", length=length + 2)
+    ids = zoo.inputs("llama", batch=2, length=length + 1)["input_ids"]
+    given = padded(ids, 2)
+    first = {name: tensor[:, :-1] for name, tensor in given.items()}
+    cache = cache_of(model(input_ids=ids[:, :-1], **first, use_cache=True))
+    wanted = model(input_ids=ids, **given, use_cache=False).logits[:, -1:]
+    act, rows = CHANGES[change]
+    cache = act(cache) or cache
+    last = {"attention_mask": given["attention_mask"][rows], "position_ids": given["position_ids"][rows, -1:]}
+    got = model(input_ids=ids[rows, -1:], **last, **with_cache(model, cache)).logits
+    assert distance(got, wanted[rows]) <= EXACT
+
+
+@torch.no_grad()
+def test_a_cache_is_reset() -> None:
+    model = model_of("llama", length=300)
+    ids = zoo.inputs("llama", batch=1, length=250)["input_ids"]
+    cache = cache_of(model(input_ids=ids, use_cache=True))
+    cache.reset()
+    got = model(input_ids=ids[:, :9], **with_cache(model, cache)).logits
+    assert distance(got, model(input_ids=ids[:, :9], use_cache=False).logits) <= EXACT
+
+
+@pytest.mark.parametrize("variant", LIMITED)
+@torch.no_grad()
+def test_which_layers_keep_the_keys_of_a_window(variant: str) -> None:
+    """All of them, in a layer with any other variant too; but scores that are carried are those of all keys."""
+    model = model_of("llama", variant)
+    cache = cache_of(model(**zoo.inputs("llama"), use_cache=True))
+    assert {isinstance(layer, WindowState) for layer in cache.layers} == {"modern_hopfield" not in variant}
+    cache = cache_of(model_of("llama", variant, layers=[1])(**zoo.inputs("llama"), use_cache=True))
+    assert [isinstance(layer, WindowState) for layer in cache.layers].count(True) == ("modern_hopfield" not in variant)
+
+
+@torch.no_grad()
+def test_what_keeps_all_keys() -> None:
+    """Masks of queries and keys and weights from the first token on, a strength below 1, and gradients."""
+    model, ids = model_of("llama"), zoo.inputs("llama", batch=2, length=9)["input_ids"]
+    square = torch.ones(9, 9, dtype=torch.bool).tril()[None, None].expand(2, 1, 9, 9)
+    for asked in ({"attention_mask": square}, {"output_attentions": True}):
+        cache = cache_of(model(ids, **asked, use_cache=True))
+        assert not any(isinstance(layer, WindowState) for layer in cache.layers)
+    with torch.enable_grad():
+        cache = cache_of(model(ids, use_cache=True))
+    assert not any(isinstance(layer, WindowState) for layer in cache.layers)
+    cache = cache_of(set_strength(model, 0.5)(ids, use_cache=True))
+    assert not any(isinstance(layer, WindowState) for layer in cache.layers)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        unpatch_model,
+        lambda model: set_strength(model, 0.5),
+        lambda model: set_strength(model, 0),
+        lambda model: patch_model(model, "window", window=W + 1, sinks=S),
+        lambda model: patch_model(model, "outeffhop"),
+    ],
+)
+@torch.no_grad()
+def test_a_cache_of_a_window_read_by_other_attention_is_refused(change: Any) -> None:
+    model, ids = model_of("gpt2"), zoo.inputs("gpt2", batch=2, length=9)["input_ids"]
+    cache = cache_of(model(ids[:, :-1], use_cache=True))
+    change(model)
+    with refused("the keys and values of a window alone", "start a new cache"):
+        model(ids[:, -1:], **with_cache(model, cache))
+
+
+@torch.no_grad()
+def test_what_a_cache_of_a_window_cannot_give() -> None:
+    model, ids = model_of("llama"), zoo.inputs("llama", batch=2, length=9)["input_ids"]
+    cache = cache_of(model(ids[:, :-1], use_cache=True))
+    for asked in ({"attention_mask": torch.ones(2, 1, 1, 9, dtype=torch.bool)}, {"output_attentions": True}):
+        with refused("no other keys to show or to mask", "from the first token on"):
+            model(ids[:, -1:], **asked, **with_cache(model, copy.deepcopy(cache)))
+    mask = torch.ones_like(ids)
+    mask[:, 1] = 0
+    with refused("hides or shows other earlier tokens", "start a new cache"):
+        model(ids[:, -1:], attention_mask=mask, **with_cache(model, cache))
+
+
+@pytest.mark.parametrize("asked", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"do_sample": True}], ids=str)
+@pytest.mark.parametrize("length", [4, 150])
+def test_ways_to_generate(asked: dict[str, Any], length: int) -> None:
+    model = model_of("llama", length=200)
+    model.generation_config.eos_token_id = model.config.vocab_size - 1  # some versions of transformers need an end
+    ids = zoo.inputs("llama", batch=1, length=7)["input_ids"].repeat(1, 30)[:, :length]
+    prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
+    found = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        plain = {name: value for name, value in asked.items() if use_cache or name != "prompt_lookup_num_tokens"}
+        found.append(model.generate(**prompt, use_cache=use_cache, **{"do_sample": False, **plain}))
+    assert torch.equal(found[0][:, : found[1].shape[1]], found[1])
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+@torch.no_grad()
+def test_first_tokens_are_those_of_each_row(family: str, strength: float) -> None:
+    """A padded row gives what it gives alone."""
+    length = 2 * W + 4
+    model = set_strength(model_of(family), strength)
+    side = padding_side(family)
+    batch = zoo.inputs(family, batch=2, length=length, padded=side)
+    real = batch["attention_mask"][0].bool()
+    alone = {"input_ids": batch["input_ids"][:1, real], "attention_mask": batch["attention_mask"][:1, real]}
+    if family in CAUSAL_FAMILIES:
+        for each in (batch, alone):
+            each["position_ids"] = (each["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    got, wanted = (zoo.output(model(**each)) for each in (batch, alone))
+    shown = got[0, real] if got.dim() == 3 else got[0]
+    assert distance(shown, wanted[0]) <= EXACT
+
+
+@torch.no_grad()
+def test_packed_texts_have_their_own_first_tokens() -> None:
+    """Under a mask of blocks, each text gives what it gives alone."""
+    model = model_of("llama")
+    ids = zoo.inputs("llama", batch=1, length=24)["input_ids"]
+    mask = torch.block_diag(torch.ones(10, 10), torch.ones(14, 14)).bool().tril()[None, None]
+    places = torch.cat([torch.arange(10), torch.arange(14)])[None]
+    got = model(input_ids=ids, attention_mask=mask, position_ids=places).logits
+    for part in (slice(0, 10), slice(10, 24)):
+        assert distance(got[:, part], model(input_ids=ids[:, part]).logits) <= EXACT
+
+
+SIZES = dict(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+SIZES |= dict(intermediate_size=16, sliding_window=4, pad_token_id=0, eos_token_id=None, bos_token_id=None)
+SIZES |= dict(layer_types=["sliding_attention", "full_attention"])
+SLIDING: dict[str, Any] = {  # Gemma 2 bounds its scores, so transformers gives it masks of numbers
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, use_sliding_window=True)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=8)),
+}
+
+
+@pytest.mark.parametrize("name", SLIDING)
+@torch.no_grad()
+def test_a_layer_with_a_smaller_window_of_its_own_stays(name: str) -> None:
+    """The model's own mask is a part of the window; the other layers keep the keys of a window, if masks allow it."""
+    torch.manual_seed(0)
+    stock = SLIDING[name]().double().eval()
+    ids = torch.arange(20)[None] % 32
+    model = patch_model(copy.deepcopy(stock), "window", window=4, sinks=0, layers=[0])
+    assert distance(model(ids).logits, stock(ids).logits) <= 1e-6  # norms round to fp32
+    model = patch_model(copy.deepcopy(stock), "window", window=6, sinks=1)
+    assert not torch.equal(model(ids).logits, stock(ids).logits)
+    wanted = model.generate(ids, use_cache=False, max_new_tokens=9, do_sample=False)
+    for cache in (None, DynamicCache()):
+        given = {} if cache is None else with_cache(model, cache)
+        out = model.generate(ids, **given, max_new_tokens=9, do_sample=False, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, wanted)
+        if cache is None:
+            kept = [isinstance(layer, WindowState) for layer in cache_of(out).layers]
+            assert kept == [False, name == "qwen2"]
+
+
+def test_tokens_without_one_order_are_refused() -> None:
+    config = transformers.SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[2], num_heads=[2], window_size=4)
+    with refused("SwinLayer cuts its tokens into windows", "window counts the places", "layers="):
+        patch_model(transformers.SwinForImageClassification(config), "window")
+
+
+def test_cross_attention_is_left_alone() -> None:
+    model = patch_model(zoo.build("bert_cross"), "window")
+    rows = {row.module: row.attention for row in describe(model).rows}
+    assert {name for path, name in rows.items() if "crossattention" in path} == {"softmax (stock)"}
+    assert {name for path, name in rows.items() if "crossattention" not in path} == {"window"}
+
+
+def test_options() -> None:
+    with refused("window must be at least 1, got 0"):
+        patch_model(fresh("bert"), "window", window=0)
+    with refused("sinks must be at least 0, got -1"):
+        patch_model(fresh("bert"), "window", sinks=-1)
+
+
+def test_it_composes_with_every_variant_that_has_scores() -> None:
+    scored = {name for name, cls in VARIANTS.items() if cls.places and not cls.replaces} - {"window"}
+    assert {"+".join(part for part in name.split("+") if part != "window") for name in LIMITED} - {""} == scored
+    assert "window" in list_variants()
+
+
+def test_what_describe_says() -> None:
+    model = model_of("llama")
+    assert {row.runs for row in describe(model).rows} == {"SDPA, in blocks of queries with the keys of their window"}
+    assert {row.runs for row in describe(set_strength(model, 0.5)).rows} == {"SDPA"}
+
+
+@torch.no_grad()
+def test_a_token_is_decoded_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a full window every key that is held for it is seen."""
+    model, ids = model_of("llama"), zoo.inputs("llama", batch=1, length=20)["input_ids"]
+    cache, masks, seen = DynamicCache(config=model.config), [], windows.Blocks.seen
+    monkeypatch.setattr(windows.Blocks, "seen", lambda *given: masks.append(seen(*given)) or masks[-1])
+    model(ids[:, :-1], **with_cache(model, cache))
+    model(ids[:, -1:], **with_cache(model, cache))
+    assert [mask is None for mask in masks] == [False, True], "once per pass"

@@ -1,0 +1,168 @@
+"""Blocks of queries with the keys of their window equal a masked reference in fp64, without a tensor of L x L."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.core.call import Call, Inputs
+from hf_attn_swap.core.masks import Masks
+from hf_attn_swap.kernels import windows
+from hf_attn_swap.kernels.windows import Span
+from hf_attn_swap.layer.compute import Places, reference
+from tests import zoo
+from tests.contract.harness import Recorder, fresh, perturb
+
+EXACT = 1e-12
+SHAPES = [(1, 2, 2, 10, 10), (2, 4, 2, 17, 17), (2, 4, 1, 5, 13), (1, 6, 3, 1, 9), (2, 2, 2, 12, 12)]  # B,H,G,Q,K
+PADDINGS = [None, "left", "right", "holes", "all"]
+
+
+def key_mask(padding: str | None, batch: int, keys: int) -> Tensor | None:
+    """Of the first row alone; "all" leaves it blind."""
+    if padding is None:
+        return None
+    mask = torch.ones(batch, keys, dtype=torch.bool)
+    hidden = {"left": slice(4), "right": slice(-4, None), "holes": slice(1, None, 3), "all": slice(None)}
+    mask[0, hidden[padding]] = False
+    return mask
+
+
+def seen(masks: Masks, batch: int, span: Span) -> Tensor:
+    """(B,1,Q,K) bool, one query and one key at a time."""
+    found = torch.zeros(batch, 1, masks.queries, masks.keys, dtype=torch.bool)
+    for b, query in itertools.product(range(batch), range(masks.queries)):
+        place = masks.keys - masks.queries + query
+        shown = [
+            key
+            for key in range(masks.keys)
+            if (masks.key_mask is None or masks.key_mask[b, key]) and (key <= place or not masks.causal)
+        ]
+        for rank, key in enumerate(shown):
+            found[b, 0, query, key] = abs(place - key) < span.window or rank < span.sinks
+    return found
+
+
+def slow(inputs: Inputs, span: Span) -> Tensor:
+    """The heads (B,Q,H,D) by a mask of queries and keys; a blind query reads zeros."""
+    groups = inputs.query.shape[1] // inputs.key.shape[1]
+    key, value = (each.repeat_interleave(groups, 1) for each in (inputs.key, inputs.value))
+    allowed = seen(inputs.masks, len(key), span)
+    exponentials = torch.exp(inputs.query @ key.mT * inputs.scaling) * allowed
+    total = exponentials.sum(-1, keepdim=True)
+    return (exponentials / total.where(total > 0, 1.0) @ value).transpose(1, 2)
+
+
+def cases(shape: tuple[int, ...], padding: str | None) -> Iterator[tuple[Inputs, Span]]:
+    batch, heads, groups, queries, keys = shape
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, 8, generator=generator, dtype=torch.float64).requires_grad_()
+
+    for window, sinks, causal in itertools.product((1, 2, 3, 7), (0, 1, 3, 20), (True, False)):
+        if queries < keys and not causal:
+            continue
+        hidden = key_mask(padding, batch, keys)
+        if hidden is None and causal and queries < keys:  # as the mask function makes it
+            hidden = torch.ones(batch, keys, dtype=torch.bool)
+        masks = Masks(
+            queries=queries, keys=keys, device=torch.device("cpu"), key_mask=hidden, causal=causal and queries > 1
+        )
+        tensors = drawn(batch, heads, queries), drawn(batch, groups, keys), drawn(batch, groups, keys)
+        yield Inputs(*tensors, scaling=0.3, masks=masks), Span(window, sinks)
+
+
+def assert_equal(inputs: Inputs, got: Tensor, wanted: Tensor) -> None:
+    """Heads and gradients."""
+    factors = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=wanted.dtype)
+    assert float((got - wanted).detach().abs().max()) <= EXACT
+    slopes = [torch.autograd.grad((heads * factors).sum(), inputs.three, retain_graph=True) for heads in (got, wanted)]
+    for one, other in zip(*slopes, strict=True):
+        assert float((one - other).abs().max()) <= EXACT * float(other.abs().max().clamp_min(1))
+
+
+@pytest.mark.parametrize("rows", [3, windows.ROWS])
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_and_mask_equal_one_key_at_a_time(
+    shape: tuple[int, ...], padding: str | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SDPA in blocks, by blocks as rows of a batch for any other form, and by the mask of queries and keys."""
+    monkeypatch.setattr(windows, "ROWS", rows)
+    for inputs, span in cases(shape, padding):
+        call = Call(x=inputs.query, start=shape[4] - shape[3])
+        assert windows.fits(inputs, call)
+        wanted = slow(inputs, span)
+        assert_equal(inputs, windows.attend(inputs, span), wanted)
+        blocks, inside = windows.folded(inputs, span)
+        assert_equal(inputs, windows.unfolded(blocks, reference(Places(), inside, call)[0]), wanted)
+        assert_equal(inputs, reference(Places(), windows.narrowed(inputs, span, call), call)[0], wanted)
+
+
+def test_what_blocks_do_not_compute() -> None:
+    """A mask of queries and keys, queries in the middle of a static cache, and tokens that see each other there."""
+    inputs, _ = next(cases((1, 2, 2, 5, 9), None))
+    place = Call(x=inputs.query, start=4)
+    assert windows.fits(inputs, place)
+    assert not windows.fits(inputs, Call(x=inputs.query, start=torch.tensor(4)))
+    assert not windows.fits(inputs, Call(x=inputs.query, start=2))
+    assert not windows.fits(inputs, Call(x=inputs.query))
+    given = Masks(queries=5, keys=9, device=torch.device("cpu"), given=torch.ones(1, 1, 5, 9, dtype=torch.bool))
+    free = Masks(queries=5, keys=9, device=torch.device("cpu"), key_mask=torch.ones(1, 9, dtype=torch.bool))
+    for masks in (given, free):
+        assert not windows.fits(Inputs(*inputs.three, scaling=1.0, masks=masks), place)
+
+
+LENGTH = 300
+MAKERS: dict[str, dict[str, Any]] = {"llama": {"max_position_embeddings": LENGTH}, "bert": {}}
+MAKERS["bert"] = {"max_position_embeddings": LENGTH}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("variant", ["window", "outeffhop+window", "sparsemax+window", "sink+window"])
+@pytest.mark.parametrize("family", MAKERS)
+def test_no_tensor_of_queries_and_keys(family: str, variant: str, padded: bool, grad: bool) -> None:
+    options = {"window": 9} if variant == "window" else {"window": {"window": 9}}
+    model = perturb(patch_model(fresh(family, torch.float32, **MAKERS[family]), variant, **options))
+    side = {"llama": "left", "bert": "right"}[family]
+    batch = zoo.inputs(family, batch=2, length=LENGTH, padded=side if padded else None)
+    with torch.set_grad_enabled(grad), Recorder() as seen:
+        out = zoo.output(model(**batch))
+        if grad:
+            out.sum().backward()
+    assert not [shape for shape in seen.shapes if sum(size >= LENGTH for size in shape) > 1]
+    with torch.no_grad(), Recorder() as seen:
+        model(**batch, output_attentions=True)
+    assert [shape for shape in seen.shapes if sum(size >= LENGTH for size in shape) > 1], (
+        "the weights are such a tensor"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_near_as_the_mask(dtype: torch.dtype) -> None:
+    for inputs, span in itertools.islice(cases(SHAPES[1], "left"), 8):
+        exact = slow(inputs, span)
+        half = Inputs(*(each.detach().to(dtype) for each in inputs.three), scaling=0.3, masks=inputs.masks)
+        call = Call(x=half.query, start=0)
+        blocks = windows.attend(half, span)
+        masked = reference(Places(), windows.narrowed(half, span, call), call)[0]
+        assert blocks.dtype == dtype
+        assert (blocks - exact).norm() <= 2 * (masked - exact).norm()
+
+
+def test_dropout_keeps_the_mean() -> None:
+    inputs, _ = next(cases((1, 2, 2, 10, 10), None))
+    dropping = Inputs(*(each.detach() for each in inputs.three), scaling=0.3, masks=inputs.masks, dropout=0.5)
+    torch.manual_seed(0)
+    drawn = torch.stack([windows.attend(dropping, Span(3, 1)) for _ in range(4000)])
+    wanted = windows.attend(inputs, Span(3, 1)).detach()
+    assert drawn.std(0).max() > 0.1
+    assert float((drawn.mean(0) - wanted).abs().max()) < 5 * float(drawn.std(0).max()) / 4000**0.5
