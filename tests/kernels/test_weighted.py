@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.functional import clip, entmax15, softmax_n, sparsemax
-from hf_attn_swap.kernels import blocks, weighted
+from hf_attn_swap.kernels import blocks, thresholds, weighted
 from hf_attn_swap.kernels.thresholds import entmax15_threshold, sparsemax_threshold
+from hf_attn_swap.kernels.weighing import Rule, Weighing
 from tests import zoo
 from tests.contract.harness import fresh
 
@@ -125,6 +126,15 @@ def test_dropout(rule: str, ends: tuple[float, float], block: int, monkeypatch: 
     assert torch.equal(got, in_blocks(q, k, v, None, True, how, 0.25, 5))
     assert not torch.equal(got, in_blocks(q, k, v, None, True, how, 0.25, 6))
     assert not in_blocks(q, k, v, None, True, how, 1.0, 5).any()
+
+
+@pytest.mark.parametrize(("rule", "clips"), [({}, False), ({"gamma": -0.1}, True), ({"zeta": 1.1}, True)])
+def test_weights_that_no_clip_changes_are_not_copied(rule: dict[str, float], clips: bool) -> None:
+    how, weights, grad = Weighing(Rule(**rule)), torch.rand(1, 1, 2, 3), torch.rand(1, 1, 2, 3)
+    assert how.clips is clips
+    assert (how.clipped(weights) is weights) is not clips
+    assert clips or how.clipped_back(weights, grad) is grad
+    assert how.kept(weights, 0) is None
 
 
 def test_the_seed_of_dropout_is_that_of_torch() -> None:
@@ -281,3 +291,13 @@ def test_thresholds_equal_the_sorted_form(kind: str, scale: float, keys: int, se
     torch.testing.assert_close(entmax, entmax15(scores), rtol=0, atol=near)
     for weights in (sparse, entmax):
         torch.testing.assert_close(weights.sum(-1), torch.ones(3, dtype=dtype), rtol=0, atol=10 * near)
+
+
+@pytest.mark.parametrize("find", [sparsemax_threshold, entmax15_threshold])
+def test_thresholds_are_there_after_a_few_steps(find: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong slope would find them too, but slowly."""
+    scores = torch.randn(200, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    centred = (scores - scores.amax(-1, keepdim=True)) / 2
+    wanted = find(centred)
+    monkeypatch.setattr(thresholds, "STEPS", 8)
+    torch.testing.assert_close(find(centred), wanted, rtol=EXACT, atol=EXACT)

@@ -3,14 +3,13 @@
     pip install cosmic-ray
     python tests/mutation/run.py mutants.sqlite --count 200              # samples, runs, prints; run again to go on
     python tests/mutation/run.py mutants.sqlite --report                 # what was caught, what survived, as diffs
-    python tests/mutation/run.py mutants.sqlite --again                  # the survivors, with the tests of today
     python tests/mutation/run.py other.sqlite --count 30 --only kernels  # files whose path holds this
     python tests/mutation/run.py mutants.sqlite --again                  # the survivors, with the tests of today
 
 Operators and session are cosmic-ray's. Places are drawn at random and then one fault of each, because a place may have
 a dozen. Faults that change annotations alone are no faults, and left out. A copy of the tree lies beside the session,
-and stays as it was when the session began; faults go into a copy of that. Each mutant runs in a fork of a process that
-has imported everything but the project.
+and stays as it was when the session began; `--again` brings the tests up to date. Faults go into a copy of that. Each
+mutant runs in a fork of a process that has imported everything but the project.
 """
 
 from __future__ import annotations
@@ -153,6 +152,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "kernels/twice.py": (SECOND_OF_SOFTMAX_N, ORDINARY),
     "kernels/weighing.py": (WEIGHTED, SECOND_OF_WEIGHTS),
     "kernels/weighted.py": (WEIGHTED, SECOND_OF_WEIGHTS),
+    "kernels/windows.py": (stage("kernels/test_windows.py"),),
     "text/typed.py": (ARGUMENTS, stage("cli/test_arguments.py")),
     "conversion/absorb.py": (ABSORB,),
     "conversion/adapters.py": (TEACHER, LEAVES),
@@ -189,6 +189,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/steps/absorb.py": (ABSORBED,),
     "conversion/steps/align.py": (STAGES,),
     "conversion/steps/integers.py": (BITS,),
+    "conversion/steps/relearn.py": (BITS,),
     "conversion/steps/smooth.py": (BITS,),
     "conversion/steps/stock.py": (BITS,),
     "conversion/target.py": (CALIBRATE,),
@@ -203,9 +204,9 @@ SCOPE = ("functional", "core", "layer", "kernels", "conversion", "training/metri
 
 
 def tests_of(path: Path) -> tuple[Stage, ...]:
-    """The stages of one file of the package, given from the package's root."""
+    """The stages of one file of the package, given from the package's root; none if the table lacks it."""
     folders = (f"{folder.as_posix()}/" for folder in path.parents)
-    return next(TESTS[name] for name in (path.as_posix(), *folders) if name in TESTS)
+    return next((TESTS[name] for name in (path.as_posix(), *folders) if name in TESTS), ())
 
 
 def sources(tree: Path) -> list[Path]:

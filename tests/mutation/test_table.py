@@ -13,7 +13,7 @@ def test_every_file_has_tests() -> None:
     found = run.sources(run.ROOT)
     assert len(found) > 50
     for path in found:
-        assert run.tests_of(path.relative_to(run.ROOT / run.PACKAGE))
+        assert run.tests_of(path.relative_to(run.ROOT / run.PACKAGE)), f"{path}: name its tests in TESTS"
 
 
 @pytest.mark.parametrize("name", run.TESTS)
