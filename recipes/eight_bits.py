@@ -64,8 +64,8 @@ def losses(model: Any, texts: list[list[Batch]]) -> Losses:
     return found
 
 
-def train(model: Any, ranges: list[Batch], given: argparse.Namespace) -> None:
-    """Let the model before the rounding teach the rounded one, on blocks that give no ranges."""
+def trained(model: Any, ranges: list[Batch], texts: list[list[Batch]], given: argparse.Namespace) -> Losses:
+    """The losses in 8 bits after the model before the rounding taught the rounded one, on blocks without ranges."""
     each = given.tokens // given.length // len(given.ranges)
     kinds = [
         rows_of(argparse.Namespace(**vars(given), data=path), given.rows + each)[given.rows :] for path in given.ranges
@@ -89,7 +89,7 @@ def train(model: Any, ranges: list[Batch], given: argparse.Namespace) -> None:
         trainer = DistillationTrainer(model, args, teacher=teacher, trainable=("vectors", "swap"), train_dataset=rows)
         with contextlib.redirect_stdout(sys.stderr):  # the table alone goes to the output
             trainer.train()
-    model.eval()
+        return losses(model.eval(), texts)
 
 
 def shown(name: str, ours: Losses, stock: Losses) -> str:
@@ -132,8 +132,7 @@ def main() -> None:
     print(smooth(model, ranges, given.alpha, progress=False), file=sys.stderr)
     print(shown("sink, smoothed, 8 bits", in_8_bits(), stock), flush=True)
     if given.tokens:
-        train(model, ranges, given)
-        print(shown("sink, smoothed, trained, 8 bits", in_8_bits(), stock), flush=True)
+        print(shown("sink, smoothed, trained, 8 bits", trained(model, ranges, texts, given), stock), flush=True)
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ class Swap(nn.Module):
 
     def at(self, place: str) -> Variant | None:
         """The variant that changes this place, or None."""
-        return next((variant for variant in self.variants if place in variant.places), None)
+        return next((variant for variant in self.variants if place in variant.changes), None)
 
     def places(self) -> Places:
         """The variants that change the steps between the scores and the heads."""

@@ -18,7 +18,7 @@ from hf_attn_swap.layer.head_order import MatchedHeads
 from hf_attn_swap.layer.neutral_start import SkipScale
 from hf_attn_swap.layer.registry import fit_options, parse, parse_options
 from hf_attn_swap.layer.swap import Argument, Phase, Swap, Wiring
-from hf_attn_swap.variants.base import VARIANTS
+from hf_attn_swap.variants.base import PLACES, VARIANTS
 from tests.contract.cells import PAIRS, SINGLES
 from tests.contract.harness import refused
 
@@ -39,7 +39,6 @@ WIRING = Wiring(
     dropout_path=None,
     folded_path=None,
 )
-PLACES = ("keys", "scores", "normalizer", "weights", "read", "write")
 
 
 def swap_of(name: str, strength: float = 1.0, **options: Any) -> Swap:
@@ -65,9 +64,9 @@ def test_what_it_says_of_its_variants(name: str) -> None:
     assert swap.further_keys == sum(variant.further_keys for variant in swap.variants)
     assert swap.replacement is (own[0] if classes[0].replaces else None)
     for place in PLACES:
-        assert swap.at(place) is next((each for each in swap.variants if place in each.places), None)
+        assert swap.at(place) is next((each for each in swap.variants if place in each.changes), None)
     found = swap.places()
-    in_order = (found.keys, found.carrier, found.normalizer, found.adjuster)
+    in_order = (found.keys, found.carrier, found.mask, found.normalizer, found.adjuster)
     for place, variant in zip(PLACES, in_order, strict=False):
         assert variant is next((each for each in swap.variants if place in each.changes), None)
     assert found.replacement is swap.replacement

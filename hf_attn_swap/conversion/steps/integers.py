@@ -9,6 +9,7 @@ from ...quantization.static import input_ranges, int8_static
 from ..bits import batches
 from ..engine import Part
 from ..state import State
+from .relearn import RANGES
 
 
 def integers(state: State) -> Iterator[Part]:
@@ -18,7 +19,9 @@ def integers(state: State) -> Iterator[Part]:
 
 
 def _round(state: State) -> None:
-    with evaluating(state.model):
-        ranges = input_ranges(state.model, batches(state))
+    ranges = {path: (low, high) for path, (low, high) in state.notes.get(RANGES, {}).items()}
+    if not ranges:
+        with evaluating(state.model):
+            ranges = input_ranges(state.model, batches(state))
     state.final = True
     int8_static(state.model, ranges)

@@ -20,7 +20,7 @@ from ...measuring.batches import evaluating
 from ...quantization.static import input_ranges
 from ...quantization.straight_through import straight_through
 from ...wiring.install import model_root
-from ..bits import batches, lost_in_bits
+from ..bits import batches
 from ..engine import Found, Part
 from ..lesson import exhausted
 from ..parts import VECTORS, part_of, vectors_of
@@ -28,7 +28,7 @@ from ..state import State
 from ..teacher import Teacher
 from .distil import train
 
-NAME = "distilled in 8 bits"
+NAME, RANGES = "distilled in 8 bits", "ranges"
 LEARNING_RATE = 1e-3  # measured on SmolLM2
 TRAINED = (VECTORS, "swap")
 
@@ -48,7 +48,7 @@ def may_train(state: State) -> bool:
 
 
 def _train(state: State) -> Found:
-    """Train, and keep what was learnt if less is lost in 8 bits."""
+    """Train, and keep what was learnt if less is lost in 8 bits. The ranges of the training stay those of the model."""
     state.budget.reserved = 0
     before, lost_before = state.snapshot(), state.record[-1].lost
     with evaluating(state.model):
@@ -60,10 +60,11 @@ def _train(state: State) -> Found:
     try:
         with straight_through(state.model, ranges):
             train(stage, state.budget.left, NAME, state)
+            lost = state.lost()
     finally:
         state.taught = None
-    lost = lost_in_bits(state)
     if lost.share < lost_before.share:
+        state.notes[RANGES] = {path: list(ends) for path, ends in ranges.items()}
         return Found(lost=lost)
     state.restore(before)
     return Found(f"{NAME}, taken back", lost_before)
