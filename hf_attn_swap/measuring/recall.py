@@ -113,8 +113,8 @@ class Passages:
         if not (possible := [each for each in distances if each <= longest]):
             raise ValueError(
                 f"a passage of {length} tokens and {min(distances)} tokens after it do not fit: the rows have "
-                f"{len(stream_L):,} tokens together, and the model has {positions}; bring more text, or measure smaller "
-                "distances."
+                f"{len(stream_L):,} tokens together, and the model has {positions}; bring more text, or measure "
+                "smaller distances."
             )
         places = [place * len(stream_L) // passages for place in range(passages)]
         texts = {each: torch.stack([_text(stream_L, place, length, each) for place in places]) for each in possible}

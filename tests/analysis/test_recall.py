@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -51,7 +51,7 @@ def test_against_a_plain_loop(name: str, variant: str | None) -> None:
         patch_model(model, variant, **tiny_options(variant))
     given = rows()
     found = recall(model, given, distances=(DISTANCE, 40), passages=3, length=LENGTH)
-    stream = sum(given, [])
+    stream = list(chain(*given))
     assert list(found.gains) == [DISTANCE, 40]
     for distance, gains in found.gains.items():
         wanted = [by_a_loop(model.eval(), stream, place, LENGTH, distance) for place in (0, 48, 96)]
