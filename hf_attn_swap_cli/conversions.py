@@ -38,6 +38,9 @@ def convert(
         str, typer.Option(help="Budget of the distillation, such as 300k (patches, for images).")
     ] = "300k",
     max_loss: Loss = None,
+    min_recall: Annotated[
+        str | None, typer.Option(help="Smallest recall of a language model, such as 97% of the stock model's.")
+    ] = None,
     layers: Annotated[str, typer.Option(help='Layers, such as "0-5,7"; auto takes all, or as many as fit.')] = "auto",
     keep: Annotated[float, typer.Option(help="Share of layers that keep their attention: the costliest.")] = 0.0,
     absorb: Annotated[
@@ -66,8 +69,9 @@ def convert(
     """Convert a model with little loss: swap, fit, distil from the model itself, measure, and save.
 
     Labels are not read. The folder gets the model, its tokenizer, a card, results.json and conversion.html. The same
-    command goes on with a conversion that was interrupted. If the loss is above --max-loss, nothing is saved and the
-    exit code is 1. On several GPUs: accelerate launch -m hf_attn_swap.cli convert, with the same arguments.
+    command goes on with a conversion that was interrupted. If the loss is above --max-loss, or recall below
+    --min-recall, nothing is saved and the exit code is 1. On several GPUs: accelerate launch -m hf_attn_swap.cli
+    convert, with the same arguments.
     """
     _run(**locals())
 
@@ -123,6 +127,7 @@ def _run(
     option: list[str] | None,
     push: str | None,
     token: str | None,
+    min_recall: str | None = None,
     **more: Any,
 ) -> None:
     """Convert a checkpoint, print the report, and publish the result if that was asked for."""
@@ -147,6 +152,7 @@ def _run(
         data_name=Path(data).stem if Path(data).exists() else data,
         tokens=parse_count(tokens),
         max_loss=parse_share(max_loss),
+        min_recall=parse_share(min_recall),
         layers="auto" if layers == "auto" else parse_layers(layers) or [],
         options=parse_options(option or [], composed="+" in variant),
         token=token,
@@ -159,7 +165,10 @@ def _run(
     for line in report.notes():
         print(line)
     if not saved:
-        why = f"the loss ({report.lost.measure}) is above the budget" if report.layers else "no layer fits the budget"
+        why = "no layer fits the budget"
+        if report.layers:
+            missed = f"the loss ({report.lost.measure}) is above the budget"
+            why = missed if report.min_recall is None else f"the budget of {report.budget} was missed"
         notify(f"nothing was saved: {why}; --keep-anyway saves a model with converted layers.")
         raise typer.Exit(MISSED)
     if push is not None:

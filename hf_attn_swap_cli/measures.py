@@ -15,6 +15,7 @@ from .options import AsJson, Columns, Config, Data, Device, Dtype, Model, Revisi
 if TYPE_CHECKING:
     from hf_attn_swap.analysis.cost import Cost
     from hf_attn_swap.analysis.outliers import Outliers
+    from hf_attn_swap.measuring.recall import Recall
     from hf_attn_swap.text.table import Table
 
 Label = Annotated[
@@ -50,6 +51,9 @@ def compare(
     bits: Annotated[
         bool, typer.Option("--in-8-bits", help="Measure too what each loses in 8 bits, as machines run them.")
     ] = False,
+    recalled: Annotated[
+        bool, typer.Option("--recall", help="Measure too what each recalls of a passage, by distance.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two saved models, such as a base and the model that was converted from it, on the same rows.
@@ -58,12 +62,15 @@ def compare(
     or, for a regression, Spearman's rank correlation with the labels. Below stand the time of a pass, the memory, and
     the outliers in the hidden states of both, on at most eight batches at equal distances. The models take turns, and
     the time is the median of nine passes. The peak of the memory is told on CUDA alone. The 8-bit ranges of
-    --in-8-bits come from as many more rows of the data, behind the ones that are measured.
+    --in-8-bits come from as many more rows of the data, behind the ones that are measured. --recall tells what a
+    passage of the rows gains when it is read again after 64, 200, 512 and 2048 tokens, as far as the rows and the
+    models are long enough.
     """
     from hf_attn_swap.analysis.cost import beside
     from hf_attn_swap.analysis.outliers import outliers
     from hf_attn_swap.conversion.outcome import in_words
     from hf_attn_swap.measuring.held_out import HeldOut
+    from hf_attn_swap.measuring.recall import recall
     from hf_attn_swap.quantization import lost_in_8_bits
     from hf_attn_swap.text.finite import finite
 
@@ -81,11 +88,14 @@ def compare(
     costs, ratio = beside(models[0], models[1], few)
     states = [outliers(model, few) for model in models]
     rounded = [lost_in_8_bits(model, ranges, held) for model in models] if bits else []
+    recalls = [recall(model, batches, progress=True) for model in models] if recalled else []
     if as_json:
         more = {"loss": found.share, "measure": found.measure, "time_ratio": ratio}
         both = dict(zip(("first", "second"), map(_figures, costs, states), strict=True))
         for figures, each in zip(both.values(), rounded, strict=False):
             figures["loss_in_8_bits"] = each.share
+        for figures, gains in zip(both.values(), recalls, strict=False):
+            figures["recall"] = gains.to_dict()
         print(json.dumps(finite({**found.to_dict(), **more, **both}), indent=1))
         return
     print(f"{second} beside {first}, {sum(map(_rows, batches))} rows of {data}")
@@ -95,6 +105,8 @@ def compare(
     if bits:
         own, other = map(in_words, rounded)
         print(f"In 8 bits, beside the first model in full precision: {own} lost by the first, {other} by the second.")
+    if recalls:
+        show(_recall_table(*recalls))
     if costs[0].peak_bytes is None:
         print("The memory of a pass is measured on CUDA alone; here it is the parameters' memory.")
 
@@ -232,6 +244,24 @@ def _show_largest(states: Sequence[Outliers | None], words: dict[int, str]) -> N
         if found is not None:
             layer = max(range(len(found.largest)), key=lambda place: found.largest[place].value)
             print(f"The largest activation of the {name}, after layer {layer}: {found.largest[layer].of(words)}")
+
+
+def _recall_table(first: Recall, second: Recall) -> Table:
+    """What both models recall, by distance."""
+    from hf_attn_swap.text.table import Table
+
+    rows = [
+        (
+            f"{each:,}",
+            *(f"{found.mean(each):.3f} ± {found.spread(each):.3f}" for found in (first, second)),
+            f"{second.mean(each) / first.mean(each):.1%}" if first.mean(each) > 0 else "-",
+        )
+        for each in first.gains
+        if each in second.gains
+    ]
+    passages = len(next(iter(first.gains.values())))
+    summary = f"Nats per token that a passage gains when it is read again: mean and spread of {passages} passages."
+    return Table(summary=summary, header=("tokens between", "first", "second", "ratio"), rows=rows)
 
 
 def _table(costs: Sequence[Cost], states: Sequence[Outliers | None], ratio: float) -> Table:

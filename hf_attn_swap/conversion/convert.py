@@ -34,6 +34,8 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from ..layer.registry import canonical_keys, parse
 from ..measuring.held_out import HeldOut
+from ..measuring.lost import predicts_next
+from ..measuring.recall import Passages
 from ..patch import unpatch_model
 from ..quantization.static import check_linears
 from ..variants.sink import Sink
@@ -47,6 +49,7 @@ from .lesson import rows_per_step
 from .losses import refuse_without_logits
 from .outcome import ConversionReport
 from .parts import EVERYTHING
+from .passages import passages_beyond, reach_of
 from .plan import plan_of
 from .rows import Rows
 from .sensitivity import Sensitivity
@@ -66,6 +69,7 @@ def convert(
     eval_data: Any = None,
     tokens: int = 300_000,
     max_loss: float | None = None,
+    min_recall: float | None = None,
     layers: Literal["auto"] | int | Iterable[int] = "auto",
     modules: str | None = None,
     keep: float = 0.0,
@@ -100,8 +104,12 @@ def convert(
             budget below one step trains nothing.
         max_loss: the largest loss, as a share (0.02 is 2 %) of what `Lost.share` names for this kind of model, such as
             perplexity. The conversion stops as soon as the loss is within this budget.
-        layers: the layers to convert: numbers, or "auto" for all; with `max_loss`, "auto" means as many as the budget
-            allows, the cheapest first.
+        min_recall: in a causal language model, the smallest recall as a share of the stock model's (0.97): what a
+            passage of 96 tokens gains when it is read again after 200 tokens, or after as many as a wider window has.
+            It is a budget as `max_loss` is; with both, both must be met. Recall is measured too, without a budget,
+            where a variant hides keys (a window, or linear attention).
+        layers: the layers to convert: numbers, or "auto" for all; with `max_loss` or `min_recall`, "auto" means as
+            many as the budget allows, the cheapest first.
         modules: convert only inside these modules, as in `patch_model`: "language_model" leaves the vision tower of a
             vision-language model as it is. `layers` then counts inside these modules.
         keep: the share of layers that keep their own attention: the costliest layers.
@@ -142,7 +150,7 @@ def convert(
     root = model_root(model)
     refuse_converted(model)
     refuse_adapters(model)
-    _check_numbers(max_loss, keep, tokens)
+    _check_numbers(max_loss, min_recall, keep, tokens)
     if bits is not None:
         _check_bits(root, bits)
     if teacher is not None:
@@ -155,6 +163,7 @@ def convert(
         layers=None if named == "auto" else named,
         modules=modules,
         max_loss=max_loss,
+        min_recall=min_recall,
         keep=keep,
         absorb=absorb,
         processor=processor,
@@ -174,18 +183,21 @@ def convert(
         folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
         args = args or TrainingArguments(output_dir=str(folder), report_to="none")
         settings = _settings(root, teacher, asked, tokens, train, held, args)
+        passages, why_not = _passages(root, asked, held)
         state = State(
             model=model,
             rows=train,
             args=args,
             folder=folder,
             journal=Journal(None if output_dir is None else folder, settings, writes=args.should_save),
-            held=_measured_on(held, teacher or model, asked, progress),
+            held=_measured_on(held, teacher or model, asked, passages, progress),
             teacher=teacher,
             request=asked,
             budget=Budget(left=tokens, reserved=_reserved(variant, tokens, bits)),
             progress=progress,
         )
+        if why_not is not None:
+            state.say(f"Recall was not measured: {why_not}")
         try:
             take(state, STEPS)
         except BaseException:
@@ -207,7 +219,7 @@ def refuse_converted(model: nn.Module) -> None:
             raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
 
 
-def _check_numbers(max_loss: Any, keep: Any, tokens: Any) -> None:
+def _check_numbers(max_loss: Any, min_recall: Any, keep: Any, tokens: Any) -> None:
     """Refuse numbers that are out of range, and texts such as "2%", which the command line alone reads.
 
     Raises:
@@ -215,6 +227,8 @@ def _check_numbers(max_loss: Any, keep: Any, tokens: Any) -> None:
     """
     if max_loss is not None and not (isinstance(max_loss, Real) and 0 < float(max_loss) <= 1):
         raise ValueError(f"max_loss is a share above 0 and at most 1 (0.02 is 2 %), got {max_loss!r}.")
+    if min_recall is not None and not (isinstance(min_recall, Real) and 0 < float(min_recall) <= 1):
+        raise ValueError(f"min_recall is a share above 0 and at most 1 (0.97 is 97 %), got {min_recall!r}.")
     if not (isinstance(keep, Real) and 0 <= float(keep) < 1):
         raise ValueError(f"keep is the share of layers that stay as they are, from 0 to below 1, got {keep!r}.")
     if not (isinstance(tokens, Integral) and int(tokens) >= 1):
@@ -263,6 +277,7 @@ def _settings(
         **({} if asked.modules is None else {"modules": asked.modules}),
         **({"bf16": True} if args.bf16 else {}),
         **({} if asked.bits is None else {"bits": asked.bits}),
+        **({} if asked.min_recall is None else {"min_recall": asked.min_recall}),
     }
 
 
@@ -273,16 +288,44 @@ def _reserved(variant: str, tokens: int, bits: int | None) -> int:
     return tokens if set(parse(variant)) <= {Softmax, Sink} else tokens // 2
 
 
-def _measured_on(held: Rows, against: nn.Module, asked: Asked, progress: bool) -> HeldOut:
-    """The held-out rows, and what the model that others are compared with gives on them."""
+def _passages(root: PreTrainedModel, asked: Asked, held: Rows) -> tuple[Passages | None, str | None]:
+    """The passages to measure recall on, where a budget or the variant asks for them; or why it cannot be measured.
+
+    Raises:
+        ValueError: there is a budget for recall, and it cannot be measured.
+    """
+    reach = reach_of(asked.variant, asked.options)
+    if asked.min_recall is None and (reach is None or not predicts_next(root)):
+        return None, None
+    try:
+        return passages_beyond(root, [held.rows[place] for place in range(len(held))], reach), None
+    except ValueError as problem:
+        if asked.min_recall is not None:
+            raise ValueError(f"min_recall: {problem}") from None
+        return None, str(problem)
+
+
+def _measured_on(held: Rows, against: nn.Module, asked: Asked, passages: Passages | None, progress: bool) -> HeldOut:
+    """The held-out rows, and what the model that others are compared with gives on them.
+
+    Raises:
+        ValueError: there is a budget for recall, and this model recalls nothing.
+    """
     last = asked.plan.last
-    return HeldOut(
+    found = HeldOut(
         against,
         held.batches(1 if asked.low_memory else rows_per_step(last, held)),
         head_trains=last.rank is None and last.trainable == (EVERYTHING,),
         as_it_is=True,
+        passages=passages,
         progress=progress,
     )
+    if asked.min_recall is not None and not (found.stock_recall is not None and found.stock_recall > 0):
+        raise ValueError(
+            f"min_recall: the stock model gains nothing when a passage is read again ({found.stock_recall:.3g} nats "
+            "per token), so there is no recall to keep; leave out min_recall."
+        )
+    return found
 
 
 def _report(root: PreTrainedModel, asked: Asked, state: State, held: Rows) -> ConversionReport:
@@ -295,6 +338,7 @@ def _report(root: PreTrainedModel, asked: Asked, state: State, held: Rows) -> Co
         said=tuple(state.notes.get("sentences", ())),
         kept=state.kept,
         max_loss=asked.max_loss,
+        min_recall=asked.min_recall,
         sensitivity=None if sensitivity is None else Sensitivity.from_dict(sensitivity),
         unit=state.rows.unit,
         held_out=len(held),

@@ -42,9 +42,10 @@ class StepRecord:
         """A record from its plain data."""
         return cls(**{**values, "layers": tuple(values["layers"]), "lost": Lost(**values["lost"])})
 
-    def cells(self) -> tuple[str, ...]:
-        """The row of the table, in the order of `HEADER`."""
+    def cells(self, *, recall: bool = False) -> tuple[str, ...]:
+        """The row of the table, in the order of `HEADER`, and then recall if it is asked for."""
         lost = self.lost
+        recalled = "-" if lost.recall is None else f"{lost.recall:.2f} of {lost.stock_recall:.2f}"
         return (
             self.name,
             str(len(self.layers)),
@@ -53,6 +54,7 @@ class StepRecord:
             "-" if lost.agreement is None else f"{lost.agreement:.1%}",
             f"{self.tokens:,}" if self.tokens else "-",
             f"{self.seconds / 60:.1f}",
+            *([recalled] if recall else []),
         )
 
 
@@ -72,6 +74,7 @@ class ConversionReport:
         said: what steps say of what they did, a sentence each.
         kept: why a layer kept its own attention, by the layer's number.
         max_loss: the budget, as a share; None without a budget.
+        min_recall: the budget for recall, as a share of the stock model's; None without one.
         sensitivity: what each layer alone costs; None if no layers had to be chosen.
         unit: what the tokens of a step count: "tokens", "patches" or "rows".
         held_out: the number of held-out rows that the loss was measured on.
@@ -88,6 +91,7 @@ class ConversionReport:
     said: tuple[str, ...]
     kept: dict[int, str]
     max_loss: float | None
+    min_recall: float | None
     sensitivity: Sensitivity | None
     unit: str
     held_out: int
@@ -115,15 +119,21 @@ class ConversionReport:
     @property
     def met(self) -> bool:
         """True if something was converted and the loss is within the budget. Without a budget, any loss is."""
-        return bool(self.layers) and (self.max_loss is None or self.lost.share <= self.max_loss)
+        return bool(self.layers) and self.lost.within(self.max_loss, self.min_recall)
+
+    @property
+    def budget(self) -> str:
+        """The budget in words; empty without one."""
+        words = [] if self.max_loss is None else [f"{self.max_loss:.2%}"]
+        return " and ".join(words + ([] if self.min_recall is None else [f"{self.min_recall:.0%} of recall"]))
 
     @property
     def summary(self) -> str:
         """The result in one sentence."""
         count = len(self.layers) + len(self.kept)
-        if not self.layers and self.max_loss is not None:
+        if not self.layers and self.budget:
             return (
-                f"{self.model}: no layer could run {self.variant} within the budget of {self.max_loss:.2%} "
+                f"{self.model}: no layer could run {self.variant} within the budget of {self.budget} "
                 f"({self.lost.measure}); the model is as it was."
             )
         words = (
@@ -132,14 +142,18 @@ class ConversionReport:
         )
         if self.steps[-1].name == UNDONE:
             words += "; the distillation diverged and was taken back: take a smaller learning rate, or more texts"
-        if self.max_loss is None:
+        if not self.budget:
             return f"{words}."
-        return f"{words} ({'within' if self.met else 'NOT within'} the budget of {self.max_loss:.2%})."
+        return f"{words} ({'within' if self.met else 'NOT within'} the budget of {self.budget})."
 
     def table(self) -> Table:
         """A row per step."""
-        header = tuple(self.unit if name == "tokens" else name for name in HEADER)
-        return Table(summary=self.summary, header=header, rows=[step.cells() for step in self.steps])
+        header = [self.unit if name == "tokens" else name for name in HEADER]
+        distance = self.lost.recall_distance
+        if distance is not None:
+            header.append(f"recall after {distance}")
+        rows = [step.cells(recall=distance is not None) for step in self.steps]
+        return Table(summary=self.summary, header=header, rows=rows)
 
     def reasons(self) -> list[str]:
         """Why layers kept their own attention: a sentence per reason."""
@@ -152,10 +166,11 @@ class ConversionReport:
 
     def advice(self) -> list[str]:
         """How to lose less: a sentence if the budget was missed, or if much was lost without a budget."""
-        if self.met and (self.max_loss is not None or self.lost.share < MUCH):
+        if self.met and (self.budget or self.lost.share < MUCH):
             return []
-        if self.max_loss is not None:
-            return ["To convert more layers, or to lose less, allow more tokens or a larger max_loss."]
+        if self.budget:
+            looser = "a larger max_loss" if self.min_recall is None else "a looser budget"
+            return [f"To convert more layers, or to lose less, allow more tokens or {looser}."]
         return [
             "To lose less, allow more tokens, bring data like those that the model will read, or convert fewer layers: "
             "keep=0.5 keeps the costliest half of the layers as they are, and max_loss=0.05 converts as many layers "

@@ -43,6 +43,16 @@ class Asked:
     low_memory: bool
     bits: int | None
     plan: Plan
+    min_recall: float | None = None
+
+    @property
+    def budgeted(self) -> bool:
+        """True if there is a budget for the loss, or for recall."""
+        return self.max_loss is not None or self.min_recall is not None
+
+    def allows(self, lost: Lost) -> bool:
+        """True if there is a budget, and a loss is within it."""
+        return self.budgeted and lost.within(self.max_loss, self.min_recall)
 
 
 @dataclass
@@ -156,7 +166,7 @@ class State:
     @property
     def within(self) -> bool:
         """True if the loss after the last step is within the budget of `convert`."""
-        return self.asked.max_loss is not None and self.record[-1].lost.share <= self.asked.max_loss
+        return self.asked.allows(self.record[-1].lost)
 
     def say(self, sentence: str) -> None:
         """Leave a sentence on what a step did, for the report."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..wiring.install import installation_of, model_root
 from .batches import LABELS, Batch, evaluating, forward, gives_numbers, without_labels
 from .head import last_hidden
 from .lost import Lost, Sums, predicts_next, refuse_changed
+from .recall import Passages
 
 FEW = 1024  # logits of so few classes are kept as they are
 
@@ -56,6 +57,7 @@ class HeldOut:
         batches: dicts of tensors as the model takes them, with or without labels.
         head_trains: True if the head of the stock model will change; its logits are then kept as they are.
         as_it_is: measure against the model as it is, with its swaps if it has some.
+        passages: texts of one distance, on which recall is measured as well.
         progress: show a progress bar.
 
     Raises:
@@ -69,11 +71,13 @@ class HeldOut:
         *,
         head_trains: bool = False,
         as_it_is: bool = False,
+        passages: Passages | None = None,
         progress: bool = True,
     ) -> None:
         self.kept: list[_Kept] = []
         self.causal = predicts_next(model)
         self.numbers = gives_numbers(model)
+        self.passages = passages
         root = model_root(model)
         self.head: nn.Module | None = root.get_output_embeddings()
         installation = None if as_it_is else installation_of(root)
@@ -85,6 +89,7 @@ class HeldOut:
             given = [batches] if isinstance(batches, Mapping) else list(batches)
             for batch in tqdm(given, desc="stock model", unit="batch", disable=not progress, leave=False):
                 self.kept.append(_keep(root, batch, None if head_trains else self.head, numbers=self.numbers))
+            self.stock_recall = None if passages is None else _recall(passages, model, progress=progress)
         if not self.kept:
             raise ValueError("there are no held-out rows to measure on.")
 
@@ -108,7 +113,7 @@ class HeldOut:
         for kept in self.kept:
             own = self._output(kept)
             sums.add(own, own, kept.batch, kept.labels)
-        return sums.result()
+        return self._with_recall(sums.result(), self.stock_recall)
 
     @torch.no_grad()
     def lost(self, model: nn.Module, *, progress: bool = False) -> Lost:
@@ -117,7 +122,15 @@ class HeldOut:
         with evaluating(model):
             for kept in tqdm(self.kept, desc="measure", unit="batch", disable=not progress, leave=False):
                 sums.add(forward(model, kept.batch), self._output(kept), kept.batch, kept.labels)
-        return sums.result()
+        recall = None if self.passages is None else _recall(self.passages, model, progress=progress)
+        return self._with_recall(sums.result(), recall)
+
+    def _with_recall(self, found: Lost, recall: float | None) -> Lost:
+        """The figures with a model's recall, if it was measured."""
+        if self.passages is None:
+            return found
+        (distance,) = self.passages.texts
+        return replace(found, recall=recall, stock_recall=self.stock_recall, recall_distance=distance)
 
     def _output(self, kept: _Kept) -> _Output:
         """What the model gave for a batch."""
@@ -128,6 +141,12 @@ class HeldOut:
         assert self.head is not None
         logits: Tensor = self.head(hidden_BLE.to(next(self.head.parameters()).device))
         return logits
+
+
+def _recall(passages: Passages, model: nn.Module, *, progress: bool) -> float:
+    """The mean gain at the one distance of the passages."""
+    (distance,) = passages.texts
+    return passages.measure(model, progress=progress).mean(distance)
 
 
 def _keep(root: Any, given: Batch, head: nn.Module | None, *, numbers: bool) -> _Kept:

@@ -54,6 +54,10 @@ class Lost:
         stock_correlation: the same for the stock model.
         correlation_margin: half of the 95 % interval of the difference of the two correlations, by a bootstrap of rows.
         per_token: True if a prediction belongs to a token, False if it belongs to a row.
+        recall: what a passage gains when it is read again, in nats per token (`measuring/recall.py`); causal language
+            models only, and only where it was asked for.
+        stock_recall: the same for the stock model.
+        recall_distance: the number of tokens between the two readings.
     """
 
     tokens: int
@@ -69,6 +73,9 @@ class Lost:
     stock_correlation: float | None = None
     correlation_margin: float | None = None
     per_token: bool = True
+    recall: float | None = None
+    stock_recall: float | None = None
+    recall_distance: int | None = None
 
     @property
     def share(self) -> float:
@@ -118,6 +125,19 @@ class Lost:
             return None
         return self.perplexity / self.stock_perplexity
 
+    @property
+    def recall_share(self) -> float | None:
+        """The recall as a share of the stock model's; NaN if the stock model recalls nothing."""
+        if self.recall is None or self.stock_recall is None:
+            return None
+        return self.recall / self.stock_recall if self.stock_recall > 0 else math.nan
+
+    def within(self, max_loss: float | None, min_recall: float | None) -> bool:
+        """True if `share` is at most `max_loss`, and `recall_share` at least `min_recall`; None is no budget."""
+        if min_recall is not None and not (self.recall_share is not None and self.recall_share >= min_recall):
+            return False
+        return max_loss is None or self.share <= max_loss
+
     def rows(self) -> Iterator[tuple[str, str]]:
         """The name and the text of every figure that exists."""
         if self.accuracy is not None and self.stock_accuracy is not None:
@@ -141,6 +161,9 @@ class Lost:
             yield "Same first choice as the stock model", f"{self.agreement:.1%}"
         if self.relative_error is not None:
             yield "Relative error of the outputs (0 is no loss)", f"{self.relative_error:.3g}"
+        if self.recall is not None and self.stock_recall is not None:
+            words = f"Recall after {self.recall_distance:,} tokens, nats per token (the stock model's)"
+            yield words, f"{self.recall:.3g} ({self.stock_recall:.3g})"
 
     def __str__(self) -> str:
         return "\n".join(f"{words}: {value}" for words, value in self.rows())
@@ -307,7 +330,7 @@ class Sums:
             return Lost(tokens=self.tokens, relative_error=sum(self.errors) / self.tokens)
         mean = self.divergence / self.tokens
         mean = 0.0 if mean < 0 else mean  # only rounding makes it negative
-        figures = {"divergence": mean, "agreement": self.same / self.tokens}
+        figures: dict[str, Any] = {"divergence": mean, "agreement": self.same / self.tokens}
         if self.labelled:
             figures |= {"accuracy": self.right / self.labelled, "stock_accuracy": self.stock_right / self.labelled}
             count = self.labelled + 2

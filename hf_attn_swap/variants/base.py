@@ -115,6 +115,18 @@ class Variant(nn.Module):
         """
         return options
 
+    @classmethod
+    def reach(cls, options: Any) -> int | None:
+        """How many of the last keys a query sees as keys of its own; None if it sees every key that it saw before.
+
+        By this number, a conversion knows that the model may recall less, and how far back it has to ask. A variant
+        at the place "mask" with a width overrides this method.
+
+        Args:
+            options: an instance of `Options`.
+        """
+        return 0 if cls.replaces or "mask" in cls.places else None
+
     @property
     def changes(self) -> tuple[str, ...]:
         """The places that the variant changes with these options. With "scores", scores travel between layers."""

@@ -57,5 +57,9 @@ class Window(Variant):
     Options = WindowOptions
     options: WindowOptions
 
+    @classmethod
+    def reach(cls, options: WindowOptions) -> int:
+        return options.window
+
     def span(self) -> Span:
         return Span(self.options.window, self.options.sinks)

@@ -13,10 +13,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import hf_attn_swap.analysis.cost as cost
 import hf_attn_swap.analysis.outliers as outliers
+from hf_attn_swap import patch_model
+from hf_attn_swap.measuring.recall import recall
 from hf_attn_swap.publish.converted import auto_class
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.text.typed import parse_count, parse_share
@@ -192,6 +200,54 @@ def test_compare_in_8_bits(command: Command, tiny_bert: Path, texts: Path) -> No
     assert "In 8 bits, beside the first model in full precision:" in printed
     assert "The largest activation of the second, after layer " in printed
     assert "no rows are left for the 8-bit ranges" in command(*words[:-2], "1000", "--in-8-bits").err
+
+
+@pytest.fixture
+def tiny_llama(tiny_bert: Path, tmp_path: Path) -> Path:
+    """Folder of a two-layer language model with the tokenizer of the classifier."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=512, initializer_range=0.5, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny-llama")
+    tokenizer.save_pretrained(tmp_path / "tiny-llama")
+    return tmp_path / "tiny-llama"
+
+
+def test_compare_recall_by_distance(
+    command: Command, tiny_llama: Path, tiny_bert: Path, texts: Path, tmp_path: Path
+) -> None:
+    """Of both models, on the rows that are measured, as far as they reach."""
+    windowed = patch_model(AutoModelForCausalLM.from_pretrained(tiny_llama), "window", window=4, sinks=1)
+    windowed.save_pretrained(tmp_path / "windowed")
+    data = tmp_path / "long.csv"
+    data.write_text(texts.read_text() + "\n".join(texts.read_text().splitlines()[1:] * 40) + "\n")
+    words = ("compare", tiny_llama, tmp_path / "windowed", "--data", data, "--rows", "8", "--length", "64", "--recall")
+    found = json.loads(command(*words, "--json").out)
+    stream = [word for line in data.read_text().splitlines()[1:] for word in line.split(",")[0].split()]
+    ids = AutoTokenizer.from_pretrained(tiny_llama).convert_tokens_to_ids(stream)[: 8 * 64]
+    for name, model in (("first", AutoModelForCausalLM.from_pretrained(tiny_llama)), ("second", windowed)):
+        wanted = recall(model, [ids], distances=(64, 200))
+        assert list(found[name]["recall"]) == ["64", "200"]  # 512 tokens more would not fit
+        for distance, figures in found[name]["recall"].items():
+            assert figures["gain"] == pytest.approx(wanted.mean(int(distance)), abs=1e-4)
+            assert figures["spread"] == pytest.approx(wanted.spread(int(distance)), abs=1e-4)
+            assert figures["passages"] == 8
+    assert found["first"]["recall"]["200"]["gain"] != pytest.approx(found["second"]["recall"]["200"]["gain"], abs=1e-3)
+    printed = command(*words).out
+    assert "tokens between  first" in printed
+    assert f"\n200             {found['first']['recall']['200']['gain']:.3f} ± " in printed
+    assert '"gain"' not in command(*words[:-1], "--json").out
+    assert "is no causal language model" in command("compare", tiny_bert, tiny_bert, "--data", texts, "--recall").err
+
+
+def test_a_budget_for_recall(command: Command, tiny_llama: Path, texts: Path, tmp_path: Path) -> None:
+    """These texts are too short for it."""
+    words = ("convert", tiny_llama, "window", tmp_path / "out", "--data", texts, "--length", "32", "--tokens", "1")
+    outcome = command(*words, "--min-recall", "97%")
+    assert outcome.code != 0
+    assert "min_recall: a passage of 96 tokens and 200 tokens after it do not fit" in outcome.err
+    assert "a share such as 2% or 0.02 was expected" in command(*words, "--min-recall", "nearly").err
 
 
 def test_compare_measures_costs_on_few_batches(

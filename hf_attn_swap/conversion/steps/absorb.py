@@ -79,7 +79,7 @@ def _choose(state: State) -> None:
         state.say(f"No sink was absorbed: {problem}")
     else:
         lost = measure(state)
-        enough = state.asked.max_loss is None or lost.share <= state.asked.max_loss  # else groups of layers are chosen
+        enough = not state.asked.budgeted or state.asked.allows(lost)  # else groups of layers are chosen
         if lost.share < swapped.share and enough:
             state.notes["sink"] = list(found.tokens)
             state.say(str(found))

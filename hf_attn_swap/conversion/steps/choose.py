@@ -20,7 +20,7 @@ def choose(state: State) -> Iterator[Part]:
 
 def _choose(state: State) -> None:
     asked, layers = state.asked, list(state.layers)
-    choosing = asked.layers is None and asked.max_loss is not None and not state.within
+    choosing = asked.layers is None and asked.budgeted and not state.within
     state.notes["choosing"] = choosing
     if not asked.keep and not choosing:
         state.notes["groups"] = [layers]

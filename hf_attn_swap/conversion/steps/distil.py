@@ -93,11 +93,11 @@ class StopWithin(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure at each quarter of the training steps."""
-        target = self.conversion.asked.max_loss
+        asked = self.conversion.asked
         every = max(1, state.max_steps // CHECKS)
-        if target is None or state.global_step % every or state.global_step >= state.max_steps:
+        if not asked.budgeted or state.global_step % every or state.global_step >= state.max_steps:
             return
-        if self.conversion.lost().share <= target:
+        if asked.allows(self.conversion.lost()):
             control.should_training_stop = True
             control.should_save = False  # a run that goes on from this very training step would not stop here
 

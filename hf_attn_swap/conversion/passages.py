@@ -1,0 +1,39 @@
+"""The passages on which a conversion measures recall: beyond the keys that a query of the converted model sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..layer.registry import build_options, parse, parse_options
+from ..measuring.recall import Passages
+
+DISTANCE = 200  # tokens between the two readings of a passage, unless a window is wider
+
+
+def reach_of(variant: str, options: Mapping[str, Any]) -> int | None:
+    """How many of the last keys a query sees with a variant or a composition; None if no key is hidden.
+
+    Args:
+        variant: the name.
+        options: as `patch_model` takes them.
+    """
+    classes = parse(variant)
+    given = parse_options(classes, options)
+    return least(cls.reach(build_options(cls, given[cls.name])) for cls in classes)
+
+
+def least(reaches: Iterable[int | None]) -> int | None:
+    """The smallest of some numbers, or None."""
+    return min((each for each in reaches if each is not None), default=None)
+
+
+def passages_beyond(model: nn.Module, rows: Iterable[Any], reach: int | None) -> Passages:
+    """Passages that are read again where a query no longer sees them.
+
+    Raises:
+        ValueError: as `recall`: the model is no causal language model, or the rows or the model are too short.
+    """
+    return Passages.of(model, rows, (max(DISTANCE, reach or 0),))

@@ -1,0 +1,210 @@
+"""Recall in a conversion: where it is measured, the layers that it keeps, the budget for it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_attn_swap import layer_sensitivity, patch_model
+from hf_attn_swap.conversion.journal import NAME
+from hf_attn_swap.conversion.outcome import ConversionReport
+from hf_attn_swap.conversion.passages import reach_of
+from hf_attn_swap.conversion.sensitivity import Sensitivity
+from hf_attn_swap.layer.registry import list_variants
+from hf_attn_swap.measuring.lost import Lost
+from hf_attn_swap.measuring.recall import Passages, Recall
+from hf_attn_swap.wiring.install import installation_of, model_root
+from tests.contract.harness import refused, swaps
+
+from .converting import converted, names, rows, same, stock, timeless, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
+WINDOW = {"window": 4, "sinks": 1}
+GAIN = 3.0  # of the stock model, in the place of a measured one
+
+
+def long() -> Any:
+    return stock("llama", max_position_embeddings=512)
+
+
+def text(count: int = 24, length: int = 64) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(5)
+    return [{"input_ids": torch.randint(4, 64, (length,), generator=generator)} for _ in range(count)]
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, place: int) -> list[int]:
+    """From now on, this layer alone recalls; the others lose a hundredth each. Gives the distances that are asked."""
+    asked: list[int] = []
+
+    def measure(self: Passages, model: Any, *, progress: bool = False) -> Recall:
+        (distance,) = self.texts
+        asked.append(distance)
+        found = installation_of(model_root(model))
+        running = [] if found is None else [layer.number for layer in found.layers() if layer.swap.strength > 0]
+        gain = GAIN - sum(0.9 * GAIN if number == place else 0.01 * GAIN for number in running)
+        return Recall(gains={distance: (gain, gain)})
+
+    monkeypatch.setattr(Passages, "measure", measure)
+    return asked
+
+
+@pytest.fixture(scope="module")
+def cheapest() -> int:
+    """The layer that costs least by KL."""
+    batch = {"input_ids": torch.stack([row["input_ids"] for row in text(3)])}  # 192 tokens: too few for recall
+    found = layer_sensitivity(patch_model(long(), "window", **WINDOW), batch, progress=False)
+    assert found.together.recall is None
+    assert "recall" not in str(found)
+    return found.order[0]
+
+
+def test_the_layer_that_recalls_stays(monkeypatch: pytest.MonkeyPatch, cheapest: int) -> None:
+    """It is the cheapest by KL."""
+    asked = planted(monkeypatch, cheapest)
+    report = converted(long(), "window", text(), keep=0.34, tokens=1, **WINDOW)
+    assert set(asked) == {200}
+    assert set(report.kept) == {cheapest}
+    assert report.sensitivity is not None
+    assert min(report.sensitivity.layers.values(), key=lambda lost: lost.cost) is report.sensitivity.layers[cheapest]
+    assert report.sensitivity.layers[cheapest].recall == pytest.approx(0.1 * GAIN)
+    first, last = str(report.sensitivity).splitlines()[2:4], str(report.sensitivity).splitlines()[4]
+    assert [line.split()[-1] for line in first] == ["0.03", "0.03"]
+    assert last.split() == [str(cheapest), f"{report.sensitivity.layers[cheapest].share:.3g}", "2.7"]
+    assert report.lost.recall == pytest.approx(0.98 * GAIN)
+    header, swapped, *_, chosen = str(report).splitlines()[1 : 2 + len(report.steps)]
+    assert header.endswith("recall after 200")
+    assert swapped.endswith("0.24 of 3.00")
+    assert chosen.endswith("2.94 of 3.00")
+    assert ConversionReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_the_order_is_by_the_sum_of_shares() -> None:
+    def lost(kl: float, recall: float | None) -> Lost:
+        return Lost(tokens=1, divergence=kl, recall=recall, stock_recall=None if recall is None else 2.0)
+
+    def order(*layers: Lost) -> tuple[int, ...]:
+        return Sensitivity(variant="window", layers=dict(enumerate(layers)), together=lost(0.1, 1.0)).order
+
+    # shares of KL 0.5, 0.3, 0.2, and of recall 0.1, 0.2, 0.7
+    assert order(lost(0.05, 1.9), lost(0.03, 1.8), lost(0.02, 1.3)) == (1, 0, 2)
+    assert order(lost(0.05, None), lost(0.03, None), lost(0.02, None)) == (2, 1, 0)
+    # what gains recall counts as no loss, so KL decides between the first two
+    assert order(lost(0.05, 2.0), lost(0.03, 2.9), lost(0.02, 1.3)) == (1, 0, 2)
+    assert order(lost(0.05, 2.9), lost(0.03, 2.0), lost(0.02, 2.1)) == (2, 1, 0)
+
+
+def test_where_recall_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In causal language models, where keys are hidden; and where a budget asks for it."""
+    asked = planted(monkeypatch, 0)
+    assert converted(long(), "simpletron_resl", text(), tokens=1).lost.stock_recall == GAIN
+    wide = converted(long(), "window", text(), tokens=1, window=250)
+    assert (wide.lost.recall_distance, asked[-1]) == (250, 250)
+    asked.clear()
+    report = converted(long(), "belief", text(), keep=0.34, tokens=1)
+    assert (report.lost.recall, asked) == (None, [])
+    assert "recall" not in str(report)
+    assert converted(stock("bert"), "simpletron_resl", rows("bert"), keep=0.34, tokens=1).lost.recall is None
+    assert not asked
+    assert converted(long(), "belief", text(), min_recall=0.1, tokens=1).lost.recall_distance == 200
+
+
+def test_texts_that_are_too_short_are_said() -> None:
+    report = converted(stock("llama"), "window", rows("llama"), tokens=1, **WINDOW)
+    assert report.lost.recall is None
+    assert "Recall was not measured: a passage of 96 tokens and 200 tokens after it do not fit: " in str(report)
+
+
+@pytest.mark.parametrize("layers", ["auto", [0, 1, 2]])
+def test_a_budget_for_recall(monkeypatch: pytest.MonkeyPatch, cheapest: int, layers: Any) -> None:
+    planted(monkeypatch, cheapest)
+    report = converted(long(), "window", text(), min_recall=0.97, layers=layers, tokens=1, **WINDOW)
+    if layers == "auto":
+        assert report.kept == {cheapest: "the loss would be above the budget"}
+        assert report.met
+        assert report.summary.endswith("(within the budget of 97% of recall).")
+        assert report.lost.recall_share == pytest.approx(0.98)
+    else:
+        assert not report.met
+        assert report.summary.endswith("(NOT within the budget of 97% of recall).")
+        assert report.advice() == ["To convert more layers, or to lose less, allow more tokens or a looser budget."]
+    assert converted(long(), "window", text(), min_recall=0.05, tokens=1, **WINDOW).met
+
+
+def test_both_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, 0)
+    both = {"min_recall": 0.05, "max_loss": 1.0}
+    report = converted(long(), "window", text(), **both, tokens=1, **WINDOW)
+    assert (names(report), report.met) == (["swap"], True)
+    assert "(within the budget of 100.00% and 5% of recall)" in report.summary
+    strict = converted(long(), "window", text(), **(both | {"max_loss": 1e-12}), tokens=1, **WINDOW)
+    assert (strict.met, strict.layers) == (False, ())
+    assert "no layer could run window within the budget of 0.00% and 5% of recall" in strict.summary
+
+
+def test_a_training_stops_within_the_budget_for_recall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recall comes back while a training runs: from its third measurement on, it is enough."""
+    seen: list[bool] = []
+
+    def measure(self: Passages, model: Any, *, progress: bool = False) -> Recall:
+        seen.append(model.training)
+        (distance,) = self.texts
+        return Recall(gains={distance: (GAIN if len(seen) in (1, *range(6, 99)) else 0.0,)})
+
+    monkeypatch.setattr(Passages, "measure", measure)
+    report = converted(long(), "window", text(), min_recall=0.9, layers=[0, 1, 2], tokens=4096, **WINDOW)
+    assert report.met
+    assert 0 < sum(step.tokens for step in report.steps) < 4096
+
+
+def test_a_conversion_goes_on_after_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(folder: Path | None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        model = long()
+        report = converted(model, "window", text(), keep=0.34, min_recall=0.01, output_dir=folder, tokens=1, **WINDOW)
+        return timeless(report), weights(model)
+
+    asked = planted(monkeypatch, 0)
+    wanted = run(tmp_path)
+    path = tmp_path / NAME
+    journal = json.loads(path.read_text())
+    keys = [entry["key"] for entry in journal["entries"]]
+    cut = keys.index("choose: work") + 1
+    assert cut < len(keys)
+    path.write_text(json.dumps(journal | {"entries": journal["entries"][:cut]}))
+    asked.clear()
+    found = run(tmp_path)
+    assert len(asked) == len(journal["entries"]) - cut + 1, "once for the stock model, and once after each step"
+    assert found[0] == wanted[0]
+    assert found[0]["sensitivity"]["together"]["recall"] is not None
+    assert same(found[1], wanted[1])
+    assert json.loads(path.read_text())["entries"][:cut] == journal["entries"][:cut]
+    with refused("holds another conversion (min_recall differ)"):
+        converted(long(), "window", text(), keep=0.34, min_recall=0.02, output_dir=tmp_path, tokens=1, **WINDOW)
+
+
+def test_how_far_a_variant_reaches() -> None:
+    for name in list_variants():
+        hides = name == "window" or name.startswith("simpletron")
+        assert (reach_of(name, {}) is not None) == hides, name
+    assert reach_of("window", {"window": 300}) == 300
+    assert reach_of("outeffhop+window", {"window": {"window": 7}}) == 7
+    assert reach_of("simpletron_resl", {}) == 0
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (0, 1.5, "97%"):
+        with refused("min_recall is a share above 0 and at most 1 (0.97 is 97 %)"):
+            converted(long(), "window", text(), min_recall=value, **WINDOW)
+    with refused("min_recall: recall is measured by the next token; BertForMaskedLM is no causal language model."):
+        converted(stock("bert"), "outeffhop", rows("bert"), min_recall=0.97)
+    with refused("min_recall: a passage of 96 tokens and 200 tokens after it do not fit"):
+        converted(stock("llama"), "window", rows("llama"), min_recall=0.97, **WINDOW)
+    monkeypatch.setattr(Passages, "measure", lambda self, model, progress: Recall(gains={200: (-0.1,)}))
+    model, before = long(), weights(long())
+    with refused("min_recall: the stock model gains nothing when a passage is read again (-0.1 nats per token)"):
+        converted(model, "window", text(), min_recall=0.97, **WINDOW)
+    assert same(weights(model), before)
+    assert not swaps(model)
