@@ -117,6 +117,7 @@ LEAVES = stage("conversion/test_convert_leaves.py", keyword="not compiled")
 RESUMED = stage("conversion/test_convert_resumed.py", keyword="killed_after or lost")
 ABSORBED = stage("conversion/test_convert_absorb.py")
 BITS = stage("conversion/test_convert_bits.py")
+RECALLED = stage("conversion/test_convert_recall.py")
 
 # By file, or by folder for files that are not named: the narrowest and fastest tests first, as the first failure ends.
 TESTS: dict[str, tuple[Stage, ...]] = {
@@ -159,7 +160,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/as_before.py": (LEAVES, REFUSED),
     "conversion/bits.py": (BITS,),
     "conversion/calibrate.py": (CALIBRATE, CUT),
-    "conversion/convert.py": (REFUSED, LEAVES, REPORTED),
+    "conversion/convert.py": (REFUSED, LEAVES, REPORTED, RECALLED),
     "conversion/cut.py": (CUT,),
     "conversion/distillation.py": (DISTIL, DISTIL_MORE, TEACHER),
     "conversion/dropout.py": (TRANSFER, DISTIL_MORE),
@@ -172,14 +173,15 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/merge.py": (MERGE,),
     "conversion/moments.py": (CALIBRATE,),
     "conversion/neutral.py": (NEUTRAL,),
-    "conversion/outcome.py": (REPORTED, CHOSEN, BITS),
+    "conversion/outcome.py": (REPORTED, CHOSEN, BITS, RECALLED),
     "conversion/parts.py": (TRANSFER, TEACHER),
+    "conversion/passages.py": (RECALLED,),
     "conversion/plan.py": (PLANNED, STAGES),
     "conversion/progress.py": (stage("conversion/test_progress.py"),),
     "conversion/report.py": (CALIBRATE, CUT),
     "conversion/rows.py": (ROWS,),
     "conversion/schedule.py": (stage("conversion/test_schedule.py", keyword="not sharded"),),
-    "conversion/sensitivity.py": (stage("conversion/test_sensitivity.py"),),
+    "conversion/sensitivity.py": (stage("conversion/test_sensitivity.py"), RECALLED),
     "conversion/smooth.py": (SMOOTH,),
     "conversion/snapshot.py": (stage("conversion/test_snapshot.py"), STEPS),
     "conversion/split.py": (LEAVES, REFUSED),
@@ -188,6 +190,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/steps/": (STEPS, SPENT, CHOSEN),
     "conversion/steps/absorb.py": (ABSORBED,),
     "conversion/steps/align.py": (STAGES,),
+    "conversion/steps/choose.py": (CHOSEN, RECALLED),
     "conversion/steps/integers.py": (BITS,),
     "conversion/steps/relearn.py": (BITS,),
     "conversion/steps/smooth.py": (BITS,),
