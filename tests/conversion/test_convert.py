@@ -153,7 +153,10 @@ def test_the_loss_is_measured_at_the_quarters_of_a_training(most: int, wanted: l
         measured.clear()
         found = []
         for number in range(1, most + 1):
-            asked, now = SimpleNamespace(max_loss=target), SimpleNamespace(global_step=number, max_steps=most)
+            asked = SimpleNamespace(
+                budgeted=target is not None, allows=lambda lost: target is not None and lost.share <= target
+            )
+            now = SimpleNamespace(global_step=number, max_steps=most)
             lost = partial(lambda step: measured.append(step) or SimpleNamespace(share=share), number)
             control = SimpleNamespace(should_training_stop=False, should_save=True)
             conversion: Any = SimpleNamespace(asked=asked, lost=lost)
