@@ -1,9 +1,8 @@
 """Step 9: the model in full precision teaches the model in 8 bits. Only if 8 bits were asked for, and tokens are left.
 
 The student computes with 8-bit inputs and weights, as it will run. What trains are the parameters of one dimension
-(norms, biases), and those of the variant, such as the pair of a sink. On SmolLM2 they bring as much as all weights,
-more on text of another kind, and take no memory. If it loses no less after the training, it gets its former values
-back.
+(norms, biases), and those of the variant, such as the pair of a sink: on SmolLM2 they bring about as much as all
+weights, and take no memory. If it loses no less after the training, it gets its former values back.
 docs/mathematics.md, section Quantisation to 8 bits.
 """
 
