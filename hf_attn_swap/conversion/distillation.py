@@ -46,8 +46,8 @@ class DistillationTrainer(TrainerWithoutLabels):
             `teacher` of an earlier trainer of this model goes on teaching what it taught before.
         losses: the weights of the losses.
         trainable: what trains: "all", "body" (all but the embeddings and the head), or any of "query", "key", "value",
-            "output" (projections) and "swap" (parameters of the variant and the calibration). None changes no
-            `requires_grad`: in the wrapper of PEFT, the adapters train.
+            "output" (projections), "swap" (parameters of the variant and the calibration) and "vectors" (norms and
+            biases of the body). None changes no `requires_grad`: in the wrapper of PEFT, the adapters train.
         kwargs: the other arguments of `Trainer`.
 
     Raises:
