@@ -70,7 +70,7 @@ def compare(
     from hf_attn_swap.analysis.outliers import outliers
     from hf_attn_swap.conversion.outcome import in_words
     from hf_attn_swap.measuring.held_out import HeldOut
-    from hf_attn_swap.measuring.recall import recall
+    from hf_attn_swap.measuring.recall import Passages
     from hf_attn_swap.quantization import lost_in_8_bits
     from hf_attn_swap.text.finite import finite
 
@@ -80,6 +80,7 @@ def compare(
     ranges = _batches(*where, None, config, split, rows, length, token=token, skipped=rows) if bits else []
     if bits and not ranges:
         raise ValueError("--in-8-bits: no rows are left for the 8-bit ranges; measure fewer with --rows.")
+    passages = Passages.of(models[0], batches) if recalled else None  # refused now, and not after the measurements
     held = HeldOut(models[0], batches, as_it_is=True)
     found = held.lost(models[1], progress=True)
     if label is not None and found.accuracy is None and found.correlation is None:
@@ -88,7 +89,7 @@ def compare(
     costs, ratio = beside(models[0], models[1], few)
     states = [outliers(model, few) for model in models]
     rounded = [lost_in_8_bits(model, ranges, held) for model in models] if bits else []
-    recalls = [recall(model, batches, progress=True) for model in models] if recalled else []
+    recalls = [] if passages is None else [passages.measure(model, progress=True) for model in models]
     if as_json:
         more = {"loss": found.share, "measure": found.measure, "time_ratio": ratio}
         both = dict(zip(("first", "second"), map(_figures, costs, states), strict=True))

@@ -133,7 +133,7 @@ def _texts(
 def words_of(tokenizer: Any, batches: Sequence[Batch]) -> dict[int, str]:
     """The text of every token of some batches, by its id."""
     ids = sorted({identity for batch in batches for identity in batch["input_ids"].flatten().tolist()})
-    return dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True))
+    return {identity: tokenizer.decode([identity]) for identity in ids}
 
 
 def _images(processor: Any, values: list[Any], size: int, shown: int, like: Tensor) -> Inputs:

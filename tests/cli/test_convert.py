@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.measuring.recall import recall
 from hf_attn_swap.publish.converted import auto_class
 from hf_attn_swap.publish.results import RunResult
+from hf_attn_swap.quantization import machine_w8a8
 from hf_attn_swap.text.typed import parse_count, parse_share
 from hf_attn_swap_cli import measures
 from tests.contract.harness import refused
@@ -189,19 +191,6 @@ def test_compare_says_what_was_lost(command: Command, tiny_bert: Path, texts: Pa
     assert "Same first choice as the stock model: 100.0%" in same.out
 
 
-def test_compare_in_8_bits(command: Command, tiny_bert: Path, texts: Path) -> None:
-    """Ranges come from other rows than those that are measured, and rounding costs something."""
-    words = ("compare", tiny_bert, tiny_bert, "--data", texts, "--rows", "10", "--in-8-bits")
-    found = json.loads(command(*words, "--json").out)
-    assert found["loss"] == 0
-    assert found["first"]["loss_in_8_bits"] == found["second"]["loss_in_8_bits"]
-    assert len(found["first"]["largest"]) == 2
-    printed = command(*words).out
-    assert "In 8 bits, beside the first model in full precision:" in printed
-    assert "The largest activation of the second, after layer " in printed
-    assert "no rows are left for the 8-bit ranges" in command(*words[:-2], "1000", "--in-8-bits").err
-
-
 @pytest.fixture
 def tiny_llama(tiny_bert: Path, tmp_path: Path) -> Path:
     """Folder of a two-layer language model with the tokenizer of the classifier."""
@@ -212,6 +201,37 @@ def tiny_llama(tiny_bert: Path, tmp_path: Path) -> Path:
     LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny-llama")
     tokenizer.save_pretrained(tmp_path / "tiny-llama")
     return tmp_path / "tiny-llama"
+
+
+def test_compare_in_8_bits(command: Command, tiny_llama: Path, texts: Path, tmp_path: Path) -> None:
+    """Each model beside the first in full precision, with ranges from the rows behind those that are measured."""
+    data = tmp_path / "long.csv"
+    data.write_text(texts.read_text() + "\n".join(texts.read_text().splitlines()[1:] * 10) + "\n")
+    patch_model(AutoModelForCausalLM.from_pretrained(tiny_llama), "belief").save_pretrained(tmp_path / "other")
+    words = ("compare", tiny_llama, tmp_path / "other", "--data", data, "--rows", "4", "--length", "16", "--in-8-bits")
+    found = json.loads(command(*words, "--json").out)
+    stream = [word for line in data.read_text().splitlines()[1:] for word in line.split(",")[0].split()]
+    ids = torch.tensor(AutoTokenizer.from_pretrained(tiny_llama).convert_tokens_to_ids(stream)[: 8 * 16]).view(8, 16)
+    stock = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
+    with torch.no_grad():
+        plain = float(stock(input_ids=ids[:4], labels=ids[:4]).loss)
+        for name, folder in (("first", tiny_llama), ("second", tmp_path / "other")):
+            model = AutoModelForCausalLM.from_pretrained(folder).eval()
+            with machine_w8a8(model, [{"input_ids": ids[4:]}]):
+                rounded = float(model(input_ids=ids[:4], labels=ids[:4]).loss)
+            assert found[name]["loss_in_8_bits"] == pytest.approx(math.exp(rounded - plain) - 1, rel=1e-3)
+            states = model(input_ids=ids[:4], output_hidden_states=True).hidden_states[1:]
+            assert [each["value"] for each in found[name]["largest"]] == pytest.approx(
+                [float(each.abs().max()) for each in states], rel=1e-4
+            )
+    assert abs(found["first"]["loss_in_8_bits"]) > 1e-4
+    printed = command(*words).out
+    assert (
+        f"{found['first']['loss_in_8_bits']:.2%} lost by the first, {found['second']['loss_in_8_bits']:.2%}" in printed
+    )
+    layer = max((0, 1), key=lambda number: found["second"]["largest"][number]["value"])
+    assert f"The largest activation of the second, after layer {layer}: " in printed
+    assert "no rows are left for the 8-bit ranges" in command(*words[:5], "--rows", "1000", "--in-8-bits").err
 
 
 def test_compare_recall_by_distance(

@@ -54,6 +54,12 @@ def test_a_stock_model_with_a_variant(command: Command, tiny_bert: Path, labelle
     assert html.count("data:image/png;base64,") == 6
     assert not re.findall(r"(?:src|href)=.(?!data:)", html), "the page must not need anything else"
     assert str(tmp_path / "report.html") in done.out
+    for label in ("unswapped", "modern_hopfield"):
+        largest = [layer["largest"] for layer in figures["recordings"][label]["layers"]]
+        assert len(largest) == 2
+        for each in largest:
+            name = AutoTokenizer.from_pretrained(tiny_bert).decode([each["token"]])
+            assert f"{each['value']:.3g}, token {each['place']} &#39;{name}&#39;" in html
 
 
 @pytest.mark.parametrize("fit", ["gain", "map"])

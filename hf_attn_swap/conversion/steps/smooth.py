@@ -12,7 +12,6 @@ from ..engine import Found, Part
 from ..parts import vectors_of
 from ..smooth import smooth as smooth_channels
 from ..state import State
-from .relearn import may_train
 
 
 def smooth(state: State) -> Iterator[Part]:
@@ -29,8 +28,7 @@ def _in_bits(state: State) -> Found:
 
 def _smoothed(before: float, state: State) -> Found | None:
     """Smooth the channels. If that loses more, the weights get their former scales."""
-    if may_train(state):  # the first values of what trains are those without the scales
-        state.keep(vectors_of(state.student))
+    state.keep(vectors_of(state.student))  # `relearn` trains them, and their first values are those without the scales
     try:
         found = smooth_channels(state.model, batches(state), progress=state.progress)
     except ValueError as problem:
