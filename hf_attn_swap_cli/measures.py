@@ -258,7 +258,6 @@ def _recall_table(first: Recall, second: Recall) -> Table:
             f"{second.mean(each) / first.mean(each):.1%}" if first.mean(each) > 0 else "-",
         )
         for each in first.gains
-        if each in second.gains
     ]
     passages = len(next(iter(first.gains.values())))
     summary = f"Nats per token that a passage gains when it is read again: mean and spread of {passages} passages."

@@ -51,7 +51,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=0, help="Tokens of a training with rounding.")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="Of this training.")
     parser.add_argument("--protocol", choices=PROTOCOLS, default="machine", help="What is rounded.")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.tokens and given.protocol != "machine":
+        parser.error("--tokens trains and measures as machines round; leave out --protocol.")
+    return given
 
 
 @torch.no_grad()

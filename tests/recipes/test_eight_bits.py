@@ -61,3 +61,14 @@ def test_the_table(protocol: str, tmp_path: Path, monkeypatch: Any, capsys: Any)
     with machine_w8a8(model, ranges), torch.no_grad():
         losses = [float(model(**row, labels=row["input_ids"]).loss) for row in blocks["one"]]
     assert found["smoothed, 8 bits"][0].startswith(f"{math.exp(sum(losses) / 3):.2f} = ")
+
+
+def test_the_papers_protocol_does_not_train(monkeypatch: Any, capsys: Any) -> None:
+    """Its rows would stand beside a row of another protocol."""
+    with pytest.raises(SystemExit):
+        recipe(
+            "eight_bits.py",
+            ["x", "--texts", "y", "--ranges", "z", "--tokens", "64", "--protocol", "papers"],
+            monkeypatch,
+        )
+    assert "leave out --protocol" in capsys.readouterr().err
