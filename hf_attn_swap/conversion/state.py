@@ -71,7 +71,7 @@ class Budget:
 
     @property
     def free(self) -> int:
-        """The tokens that any training may read."""
+        """The tokens that are left and not reserved."""
         return self.left - self.reserved
 
 

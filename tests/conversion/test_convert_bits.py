@@ -82,31 +82,42 @@ def test_a_model_without_free_channels_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert any(line.startswith("No channel was smoothed") for line in report.notes())
 
 
-def test_an_error_gives_the_stock_model_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Smoothed weights, and weights that a training changed."""
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("variant", ["softmax", "belief"])
+def test_an_error_gives_the_stock_model_back(variant: str, trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smoothed weights, weights that a training changed, and those that a training with rounding changed."""
     model = llama()
     before = {name: value.clone() for name, value in weights(model).items()}
+    real = rounding.train
 
-    def fails(*_: Any) -> None:
+    def fails(*given: Any) -> None:
+        if trained:
+            real(*given)
         raise RuntimeError("the end")
 
-    monkeypatch.setattr(integers, "input_ranges", fails)
+    monkeypatch.setattr(rounding, "train" if trained else "input_ranges", fails)
     with pytest.raises(RuntimeError, match="the end"):
-        in_bits(model, "belief", tokens=400, stages=[CALM])
+        in_bits(model, variant, tokens=400, stages=[CALM])
     after = weights(model)
     assert after.keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
-def test_a_killed_conversion_ends_in_the_same_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_a_killed_conversion_ends_in_the_same_integers(
+    tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the smoothing, and after a training with rounding on smoothed channels, which is not run again."""
     whole = llama()
-    told = in_bits(whole, output_dir=tmp_path / "whole")
+    told = in_bits(whole, tokens=tokens, output_dir=tmp_path / "whole")
     with monkeypatch.context() as killed:
-        killed.setattr(integers, "input_ranges", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        killed.setattr(integers, "int8_static", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            in_bits(llama(), output_dir=tmp_path / "killed")
-    again = in_bits(model := llama(), output_dir=tmp_path / "killed")
-    assert names(again) == names(told)
+            in_bits(llama(), tokens=tokens, output_dir=tmp_path / "killed")
+    monkeypatch.setattr(rounding, "train", lambda *_: pytest.fail("trained again"))
+    again = in_bits(model := llama(), tokens=tokens, output_dir=tmp_path / "killed")
+    assert timeless(again) == timeless(told)
+    assert any(name.startswith("distilled in 8 bits") for name in names(again)) is (tokens > 1)
     batch = batch_of("llama", torch.float32)
     assert torch.equal(forward(model, batch), forward(whole, batch))
 
