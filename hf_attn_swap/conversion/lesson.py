@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,15 @@ class Lesson:
     rows: Any
     args: TrainingArguments
     words: str = ""
+
+
+def without_secrets(args: TrainingArguments) -> TrainingArguments:
+    """The same arguments without tokens: a `Trainer` writes its arguments beside all weights that it saves.
+
+    The fields are those that `TrainingArguments.to_dict` hides, too.
+    """
+    secrets: dict[str, Any] = {each.name: None for each in fields(args) if each.name.endswith("_token")}
+    return replace(args, **secrets)
 
 
 def rows_per_step(stage: Distil, rows: Rows) -> int:
@@ -113,7 +122,7 @@ def _arguments(state: State, stage: Distil, name: str) -> TrainingArguments:
             "activation_checkpointing" if new else "gradient_checkpointing": True,
         }
     return replace(
-        state.args,
+        without_secrets(state.args),
         output_dir=str(state.folder / name.replace(" ", "-")),
         num_train_epochs=1,
         max_steps=-1,

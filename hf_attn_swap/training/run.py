@@ -30,7 +30,7 @@ from .. import patch_model
 from ..conversion import StrengthSchedule
 from ..conversion.engine import take
 from ..conversion.journal import Journal
-from ..conversion.lesson import last_whole_checkpoint
+from ..conversion.lesson import last_whole_checkpoint, without_secrets
 from ..conversion.parts import part_of
 from ..conversion.rows import Collator, ready_rows
 from ..conversion.stages import FineTune
@@ -98,7 +98,8 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     # What is published is the finished run with its card: Trainer would push every checkpoint, the control's too.
-    args = replace(training, output_dir=str(folder), seed=seed, push_to_hub=False)
+    # And it writes its arguments beside the weights, so they have no secrets.
+    args = without_secrets(replace(training, output_dir=str(folder), seed=seed, push_to_hub=False))
     tuned = Path(training.output_dir or "runs") / CONTROL / f"seed-{seed}" / TRAINED
     before, first, converted, sentences = _converted(task, model, conversion, args, settings, tuned)
     callbacks: list[TrainerCallback] = []
