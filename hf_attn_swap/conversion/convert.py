@@ -29,6 +29,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
+from accelerate.utils import is_compiled_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -93,7 +94,8 @@ def convert(
     conversion takes the place of these swaps.
 
     Args:
-        model: a stock model, as from_pretrained returns it.
+        model: a stock model, as from_pretrained returns it. What `torch.compile` made of it shares its weights; the
+            conversion runs the model inside, because hooks that measure would compile it again and again.
         variant: the name of the variant, or a composition such as "outeffhop+gated".
         data: texts, pairs of texts, images or rows that are ready, as in `as_rows`; labels are not read.
         processor: the tokenizer or image processor.
@@ -148,6 +150,8 @@ def convert(
             interruption of the last measurement, when the adapters are merged, it is the converted model.
     """
     root = model_root(model)
+    if is_compiled_module(model):
+        (model,) = model.children()
     refuse_converted(model)
     refuse_adapters(model)
     _check_numbers(max_loss, min_recall, keep, tokens)
