@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .app import Command, app, first_process, notify, show
-from .options import Columns, Config, Data, Device, Dtype, Options, Overwrite, Revision, Task, Token, columns
+from .app import Command, app, first_process, notify, show, told
+from .options import Columns, Config, Data, Device, Dtype, Options, Overwrite, Quiet, Revision, Task, Token, columns
 
 MISSED = 1  # the exit code of a conversion that missed its budget
 
@@ -65,13 +65,14 @@ def convert(
     push: Push = None,
     keep_anyway: Anyway = False,
     overwrite: Overwrite = False,
+    quiet: Quiet = False,
 ) -> None:
     """Convert a model with little loss: swap, fit, distil from the model itself, measure, and save.
 
     Labels are not read. The folder gets the model, its tokenizer, a card, results.json and conversion.html. The same
     command goes on with a conversion that was interrupted. If the loss is above --max-loss, or recall below
-    --min-recall, nothing is saved and the exit code is 1. On several GPUs: accelerate launch -m hf_attn_swap.cli
-    convert, with the same arguments.
+    --min-recall, nothing is saved and the exit code is 1. On several GPUs: accelerate launch --multi_gpu -m
+    hf_attn_swap_cli convert, with the same arguments; a training step of n processes then reads n times the rows.
     """
     _run(**locals())
 
@@ -102,11 +103,13 @@ def quantize(
     push: Push = None,
     keep_anyway: Anyway = False,
     overwrite: Overwrite = False,
+    quiet: Quiet = False,
 ) -> None:
     """Round a model to 8-bit integers with little loss: sink, smoothed channels, static ranges; measure, and save.
 
     Nothing is trained unless --tokens says so. The table has the loss of the stock model in the same 8 bits, and of
-    each step. The folder gets the model, its tokenizer, a card, results.json and conversion.html.
+    each step. The folder gets the model, its tokenizer, a card, results.json and conversion.html. On several GPUs:
+    accelerate launch --multi_gpu -m hf_attn_swap_cli quantize, with the same arguments.
     """
     _run(**locals(), layers="auto", bits=8)
 
@@ -127,6 +130,7 @@ def _run(
     option: list[str] | None,
     push: str | None,
     token: str | None,
+    quiet: bool,
     min_recall: str | None = None,
     **more: Any,
 ) -> None:
@@ -156,7 +160,8 @@ def _run(
         layers="auto" if layers == "auto" else parse_layers(layers) or [],
         options=parse_options(option or [], composed="+" in variant),
         token=token,
-        notify=notify,
+        notify=told(quiet),
+        quiet=quiet,
         **more,
     )
     if not first_process():

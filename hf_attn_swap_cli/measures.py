@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .app import Command, app, notify, show
-from .options import AsJson, Columns, Config, Data, Device, Dtype, Model, Revision, Split, Task, Token, columns
+from .app import Command, app, show, told
+from .options import AsJson, Columns, Config, Data, Device, Dtype, Model, Quiet, Revision, Split, Task, Token, columns
 
 if TYPE_CHECKING:
     from hf_attn_swap.analysis.cost import Cost
@@ -55,6 +55,7 @@ def compare(
         bool, typer.Option("--recall", help="Measure too what each recalls of a passage, by distance.")
     ] = False,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Compare two saved models, such as a base and the model that was converted from it, on the same rows.
 
@@ -74,7 +75,7 @@ def compare(
     from hf_attn_swap.quantization import lost_in_8_bits
     from hf_attn_swap.text.finite import finite
 
-    models = [_load(name, task, device=device, dtype=dtype, token=token) for name in (first, second)]
+    models = [_load(name, task, quiet, device=device, dtype=dtype, token=token) for name in (first, second)]
     where = (models[0], first, data, columns(column))
     batches = _batches(*where, label, config, split, rows, length, token=token)
     ranges = _batches(*where, None, config, split, rows, length, token=token, skipped=rows) if bits else []
@@ -128,12 +129,13 @@ def evaluate(
     revision: Revision = None,
     token: Token = None,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Measure one saved model: perplexity, a classifier's accuracy, or a regression's rank correlation (Spearman)."""
     from hf_attn_swap.measuring.held_out import HeldOut
     from hf_attn_swap.text.finite import finite
 
-    loaded = _load(model, task, device=device, dtype=dtype, revision=revision, token=token)
+    loaded = _load(model, task, quiet, device=device, dtype=dtype, revision=revision, token=token)
     batches = _batches(
         loaded, model, data, columns(column), label, config, split, rows, length, revision=revision, token=token
     )
@@ -148,11 +150,11 @@ def evaluate(
     print(json.dumps(finite(known)) if as_json else "\n".join(f"{name}: {value:.4g}" for name, value in known.items()))
 
 
-def _load(name: str, task: str | None, **where: Any) -> Any:
+def _load(name: str, task: str | None, quiet: bool, **where: Any) -> Any:
     """A saved model in evaluation mode."""
     from hf_attn_swap.publish.checkpoint import load_checkpoint
 
-    notify(f"loading {name}")
+    told(quiet)(f"loading {name}")
     return load_checkpoint(name, task, **where)
 
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .app import Command, app, console, notify, show
-from .options import AsJson, Dtype, Model, Options, Overwrite, Revision, Task, Token
+from .app import Command, app, console, notify, show, told
+from .options import AsJson, Dtype, Model, Options, Overwrite, Quiet, Revision, Task, Token
 
 
 @app.command(cls=Command)
@@ -98,6 +98,7 @@ def patch(
     revision: Revision = None,
     token: Token = None,
     overwrite: Overwrite = False,
+    quiet: Quiet = False,
 ) -> None:
     """Swap the attention and save, without any training: for a look inside, or to fine-tune. `convert` loses less."""
     from hf_attn_swap.publish.checkpoint import patch_checkpoint
@@ -116,7 +117,7 @@ def patch(
         revision=revision,
         token=token,
         overwrite=overwrite,
-        notify=notify,
+        notify=told(quiet),
     )
     if fresh:
         notify(f"note: not in the checkpoint, so newly initialised: {', '.join(fresh)}")

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .app import QUIET
+
 Model = Annotated[str, typer.Argument(help="Name on the Hub, or folder of a saved model, stock or converted.")]
 Options = Annotated[
     list[str] | None,
@@ -36,6 +38,8 @@ Config = Annotated[str | None, typer.Option(help="Configuration of the set, such
 Split = Annotated[str | None, typer.Option(help="Split of the set; the held-out split if left out.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")]
+
+Quiet = Annotated[bool, typer.Option(*QUIET, help="Show no progress: only the result, and errors.")]
 
 
 def columns(given: list[str] | None) -> list[str]:

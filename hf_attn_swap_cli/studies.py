@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .app import Command, app, notify
-from .options import Columns, Config, Data, Device, Dtype, Model, Options, Revision, Split, Task, Token, columns
+from .app import Command, app, told
+from .options import Columns, Config, Data, Device, Dtype, Model, Options, Quiet, Revision, Split, Task, Token, columns
 
 
 @app.command(cls=Command)
@@ -33,6 +33,7 @@ def demo(
     max_length: Annotated[int, typer.Option(help="Number of tokens that are kept of a sentence.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the sample and of the fine-tuning.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("attn-swap-demo"),
+    quiet: Quiet = False,  # read by `Command`
 ) -> None:
     """Fine-tune a pretrained BERT on real text, convert it to several attentions, compare them, save and reload one."""
     import transformers
@@ -89,6 +90,7 @@ def report(
         str | None, typer.Option(help="The stock model, to say what was lost; the model at strength 0 if left out.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write report.html and report.json into.")] = Path("report"),
+    quiet: Quiet = False,
 ) -> None:
     """Report what a swap does to a model, beside the unswapped model: outliers, similarity, entropy, attention maps."""
     from hf_attn_swap.analysis.comparison import compare
@@ -96,7 +98,9 @@ def report(
     from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint
     from hf_attn_swap.text.typed import parse_options
     from hf_attn_swap.training import load_rows
+    from hf_attn_swap.writing import check_writable, told_where
 
+    check_writable(out)
     chosen = parse_options(option or [], composed="+" in (variant or ""))
     names = columns(column)
     found = load_rows(data, config, split, names)
@@ -117,8 +121,9 @@ def report(
     if made.lost is not None:
         print(made.lost)
     for note in made.notes:
-        notify(f"note: {note}")
-    print(made.save(out))
+        told(quiet)(f"note: {note}")
+    with told_where(out):
+        print(made.save(out))
 
 
 @app.command(cls=Command)
@@ -137,6 +142,7 @@ def dynamics(
     from transformers import AutoModel, AutoTokenizer
 
     from hf_attn_swap.dynamics.figures import FIGURES, TRAINED, Settings
+    from hf_attn_swap.writing import check_writable, told_where
 
     if figure == "list":
         for name, draw in FIGURES.items():
@@ -152,6 +158,7 @@ def dynamics(
         raise ValueError(f"unknown figure {unknown[0]!r}; known: {', '.join(FIGURES)}.")
     if missing := [name for name in chosen if name in unusable]:
         raise ValueError(f"{missing[0]} needs {'--model' if model is None else '--text'}.")
+    check_writable(out)
     settings = Settings(
         seed=seed,
         layer=layer,
@@ -163,5 +170,6 @@ def dynamics(
     for name in chosen:
         drawn = FIGURES[name](settings)
         print(f"{name}: {drawn.says}")
-        for path in drawn.save(out, name):
-            print(f"  {path}")
+        with told_where(out):
+            for path in drawn.save(out, name):
+                print(f"  {path}")

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..conversion import calibrate
@@ -19,6 +18,7 @@ from ..measuring.batches import Batch
 from ..measuring.lost import lost
 from ..measuring.watched import watched
 from ..patch import need_installation, patch_model, set_strength
+from ..text.bar import bar
 from ..wiring.install import installation_of
 from .inputs import Inputs
 from .record import record
@@ -72,7 +72,7 @@ def compare(
         cost = None
         notes.append("What was lost is not told: the weights are no longer the stock model's; name the stock model.")
     else:
-        cost = lost(model, tqdm(inputs.batches, desc="what was lost", unit="batch"), stock=stock)
+        cost = lost(model, bar(inputs.batches, desc="what was lost", unit="batch"), stock=stock)
         if stock is None and swapped:
             notes.append("What was lost is told against the same weights; name the stock model if they were trained.")
     if inputs.rows == 1:
@@ -118,7 +118,7 @@ def _both(
 @torch.no_grad()
 def _run(model: PreTrainedModel, inputs: Inputs, label: str) -> tuple[Recording, Maps]:
     with record(model, sink_ids=inputs.sink_ids) as recording:
-        for batch in tqdm(inputs.batches, desc=f"record {label}", unit="batch"):
+        for batch in bar(inputs.batches, desc=f"record {label}", unit="batch"):
             model(**batch)
     return recording, _maps(model, inputs.sample, inputs.image is not None)
 

@@ -42,6 +42,7 @@ from ..quantization.static import check_linears
 from ..variants.sink import Sink
 from ..variants.softmax import Softmax
 from ..wiring.install import installation_of, model_root
+from ..writing import claimed, told_where
 from .adapters import refuse_adapters
 from .as_before import as_before
 from .engine import name_of, take
@@ -52,6 +53,7 @@ from .outcome import ConversionReport
 from .parts import EVERYTHING
 from .passages import passages_beyond, reach_of
 from .plan import plan_of
+from .processes import of_the_first, refuse_split_weights
 from .rows import Rows
 from .sensitivity import Sensitivity
 from .split import split, try_longest
@@ -145,9 +147,11 @@ def convert(
         (`modern_hopfield`), the swap stays at strength 0, since the converted layers above read what it carries.
 
     Raises:
-        ValueError: the model is already converted, the data do not fit the model, an argument is out of range, or the
-            folder holds another conversion. After an error the model is the stock model as it was; after an
-            interruption of the last measurement, when the adapters are merged, it is the converted model.
+        ValueError: the model is already converted, the data do not fit the model, an argument is out of range, the
+            folder holds another conversion, or another process writes into it. After an error the model is the stock
+            model as it was; after an interruption of the last measurement, when the adapters are merged, it is the
+            converted model.
+        OSError: the folder cannot be written.
     """
     root = model_root(model)
     if is_compiled_module(model):
@@ -180,12 +184,16 @@ def convert(
     with contextlib.ExitStack() as inside:
         for each in (model,) if teacher is None else (model, teacher):
             inside.enter_context(as_before(each))
+        folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
+        args = args or TrainingArguments(output_dir=str(folder), report_to="none")
+        refuse_split_weights(args, root)
+        if output_dir is not None:
+            inside.enter_context(claimed(folder, writes=args.should_save))
+            inside.enter_context(told_where(folder))
         train, held = split(root, data, eval_data, processor, length)
         output = try_longest(root, train)
         for stage in asked.plan.distil:
             refuse_without_logits(stage.losses, output)
-        folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
-        args = args or TrainingArguments(output_dir=str(folder), report_to="none")
         settings = _settings(root, teacher, asked, tokens, train, held, args)
         passages, why_not = _passages(root, asked, held)
         state = State(
@@ -193,7 +201,7 @@ def convert(
             rows=train,
             args=args,
             folder=folder,
-            journal=Journal(None if output_dir is None else folder, settings, writes=args.should_save),
+            journal=_journal(None if output_dir is None else folder, settings, args),
             held=_measured_on(held, teacher or model, asked, passages, progress),
             teacher=teacher,
             request=asked,
@@ -204,10 +212,31 @@ def convert(
             state.say(f"Recall was not measured: {why_not}")
         try:
             take(state, STEPS)
-        except BaseException:
-            state.undo()
+        except BaseException as error:
+            _undo(state, error)
             raise
     return _report(root, asked, state, held)
+
+
+def _journal(folder: Path | None, settings: dict[str, Any], args: TrainingArguments) -> Journal:
+    """The journal in a folder, which all processes read.
+
+    Raises:
+        ValueError: the folder holds another conversion, or the processes do not see the same folder.
+    """
+    found = Journal(folder, settings, writes=args.should_save)
+    if of_the_first(len(found.entries), args) != len(found.entries):
+        raise ValueError(f"{folder} holds other files for the first process; name a folder that all processes share.")
+    return found
+
+
+def _undo(state: State, error: BaseException) -> None:
+    """Make the model the stock model again after an error, which stays the error that is raised."""
+    try:
+        state.undo()
+    except Exception as problem:  # noqa: BLE001  # anything may be broken now, and the first error says why
+        if hasattr(error, "add_note"):  # since Python 3.11
+            error.add_note(f"The model could not be made the stock model again ({problem}); load it anew.")
 
 
 def refuse_converted(model: nn.Module) -> None:
@@ -280,6 +309,7 @@ def _settings(
         "length": train.length,
         **({} if asked.modules is None else {"modules": asked.modules}),
         **({"bf16": True} if args.bf16 else {}),
+        **({} if args.world_size == 1 else {"processes": args.world_size}),
         **({} if asked.bits is None else {"bits": asked.bits}),
         **({} if asked.min_recall is None else {"min_recall": asked.min_recall}),
     }
@@ -339,7 +369,7 @@ def _report(root: PreTrainedModel, asked: Asked, state: State, held: Rows) -> Co
         model=type(root).__name__,
         variant=state.variant,
         steps=tuple(state.record),
-        said=tuple(state.notes.get("sentences", ())),
+        said=(*state.notes.get("sentences", ()), *_together(state)),
         kept=state.kept,
         max_loss=asked.max_loss,
         min_recall=asked.min_recall,
@@ -348,10 +378,18 @@ def _report(root: PreTrainedModel, asked: Asked, state: State, held: Rows) -> Co
         held_out=len(held),
         row_length=state.rows.length,
         train_rows=len(state.rows),
-        rows_per_step=rows_per_step(last, state.rows),
+        rows_per_step=rows_per_step(last, state.rows, state.args.world_size),
         learning_rate=last.learning_rate,
         trained=state.changed,
     )
+
+
+def _together(state: State) -> list[str]:
+    """What several processes did together, if they trained: a sentence."""
+    count, rows = state.args.world_size, rows_per_step(state.asked.plan.last, state.rows)
+    if count == 1 or not any(step.tokens for step in state.record):
+        return []
+    return [f"{count} processes trained together, so a training step read {count} x {rows} rows."]
 
 
 def _ends(rows: Rows) -> list[Tensor]:

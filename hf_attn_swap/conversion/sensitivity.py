@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from tqdm.auto import tqdm
 
 from ..layer.registry import canonical_name
 from ..measuring.held_out import HeldOut
 from ..measuring.lost import Lost
 from ..patch import need_installation, set_strength
+from ..text.bar import bar
 from ..text.table import Table
 from .passages import least, passages_beyond
 
@@ -141,7 +141,7 @@ def layer_sensitivity(
     found: dict[int, Lost] = {}
     with installation.strengths_kept():
         set_strength(model, 0.0)
-        for index in tqdm(chosen, desc="sensitivity", unit="layer", disable=not progress):
+        for index in bar(chosen, desc="sensitivity", unit="layer", shown=progress):
             set_strength(model, 1.0, layers=[index])
             found[index] = held.lost(model)
             set_strength(model, 0.0, layers=[index])

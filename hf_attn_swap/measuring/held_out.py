@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from ..text.bar import bar
 from ..wiring.install import installation_of, model_root
 from .batches import LABELS, Batch, evaluating, forward, gives_numbers, without_labels
 from .head import last_hidden
@@ -87,7 +87,7 @@ class HeldOut:
             if installation is not None:
                 inside.enter_context(installation.stock())
             given = [batches] if isinstance(batches, Mapping) else list(batches)
-            for batch in tqdm(given, desc="stock model", unit="batch", disable=not progress, leave=False):
+            for batch in bar(given, desc="stock model", unit="batch", shown=progress, leave=False):
                 self.kept.append(_keep(root, batch, None if head_trains else self.head, numbers=self.numbers))
             self.stock_recall = None if passages is None else _recall(passages, model, progress=progress)
         if not self.kept:
@@ -120,7 +120,7 @@ class HeldOut:
         """Compare the model as it is now with the stock model, in evaluation mode."""
         sums = Sums(causal=self.causal, numbers=self.numbers)
         with evaluating(model):
-            for kept in tqdm(self.kept, desc="measure", unit="batch", disable=not progress, leave=False):
+            for kept in bar(self.kept, desc="measure", unit="batch", shown=progress, leave=False):
                 sums.add(forward(model, kept.batch), self._output(kept), kept.batch, kept.labels)
         recall = None if self.passages is None else _recall(self.passages, model, progress=progress)
         return self._with_recall(sums.result(), recall)

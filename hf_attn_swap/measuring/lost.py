@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from tqdm.auto import tqdm
 
 from ..patch import need_installation
+from ..text.bar import bar
 from ..wiring.install import Installation, model_root
 from .batches import Batch, as_batches, evaluating, forward, gives_numbers, read_by_decoder, token_mask
 from .divergence import divergence, relative_error
@@ -196,7 +196,7 @@ def lost(model: nn.Module, batches: Iterable[Any], *, stock: nn.Module | None = 
         beside = contextlib.nullcontext
     sums = Sums(causal=predicts_next(model), numbers=gives_numbers(model))
     with evaluating(model, stock):
-        for batch in tqdm(as_batches(batches), desc="compare", unit="batch", disable=not progress):
+        for batch in bar(as_batches(batches), desc="compare", unit="batch", shown=progress):
             with beside():
                 theirs = forward(stock or model, batch)
             sums.add(forward(model, batch), theirs, batch)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from ..text.bar import bar
 from ..text.table import Table
 from ..wiring.install import model_root
 from .batches import evaluating, forward
@@ -124,7 +124,7 @@ class Passages:
         """Let a model read the texts, in evaluation mode."""
         gains = {}
         with evaluating(model):
-            for distance, texts_NL in tqdm(self.texts.items(), desc="recall", disable=not progress, leave=False):
+            for distance, texts_NL in bar(self.texts.items(), desc="recall", shown=progress, leave=False):
                 gains[distance] = tuple(self._gains(model, texts_NL))
         return Recall(gains=gains)
 

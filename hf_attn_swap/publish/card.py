@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,9 +54,13 @@ def render(result: RunResult, repo_id: str | None = None, commands: Sequence[str
         ValueError: the package has no citation for a paper of the run.
     """
     environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=_escaped,
     )
-    environment.filters["cell"] = _cell
+    environment.filters |= {"cell": _cell, "code": _code, "as_it_is": AsItIs}
     recipe, _, loader = result.base.auto_class.rpartition(".")
     papers = dict.fromkeys(component.paper for swap in result.swaps for component in swap.components)
     processor = None
@@ -65,7 +70,7 @@ def render(result: RunResult, repo_id: str | None = None, commands: Sequence[str
         processor = "AutoTokenizer"
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         result=result,
-        metadata=card_data(result).to_yaml(),
+        metadata=AsItIs(card_data(result).to_yaml()),
         repo_id=repo_id or f"{PLACEHOLDER_OWNER}/{result.name}",
         swaps=[(swap, layers_text(swap, result.modules)) for swap in result.swaps],
         metrics=_comparison(result, "metrics"),
@@ -245,9 +250,23 @@ def _difference(ours: Metric, theirs: Metric, *, paired: bool) -> str:
     return number(statistics.fmean(each), statistics.stdev(each) if len(each) > 1 else None, sign=True)
 
 
+class AsItIs(str):
+    """Text of a card in which nothing is escaped: metadata, code, and what was rendered before."""
+
+
+def _escaped(value: Any) -> Any:
+    """A value of the template as text. A results.json may come from a stranger, and its text must not become HTML."""
+    return value.replace("<", "&lt;") if isinstance(value, str) and not isinstance(value, AsItIs) else value
+
+
+def _code(text: str) -> AsItIs:
+    """Text between two backticks, where nothing is HTML. It may not end there before its end."""
+    return AsItIs(text.replace("`", "'").rstrip("\\"))
+
+
 def _cell(text: str) -> str:
-    """Escape text for a cell of a Markdown table."""
-    return text.replace("|", "\\|")
+    """Escape text for a cell of a Markdown table. A backtick of its own would reach into the next cell."""
+    return re.sub(r"\\*\|", r"\\|", text).replace("`", "'")
 
 
 def _names(value: Any) -> bool:

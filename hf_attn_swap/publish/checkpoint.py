@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ..layer.registry import canonical_name, parse, parse_options
 from ..loading import read_block
 from ..patch import patch_model
 from ..saved import shim
+from ..writing import claimed, half_replaced, saved_whole, told_where
 
 # Files of tokenizers and processors. They are copied unchanged, so no tokenizer or processor class has to load.
 PREPROCESSOR_FILES = (
@@ -61,21 +64,26 @@ def patch_checkpoint(
         The names of the parameters that the checkpoint did not hold, such as those of a new task head.
 
     Raises:
-        ValueError: the class, variant, option, layer or dtype is unknown, or `out` is not an empty folder.
-        OSError: `source` cannot be read.
+        ValueError: the class, variant, option, layer or dtype is unknown, `out` is not an empty folder, or another
+            command writes into it.
+        OSError: `source` cannot be read, or `out` cannot be written.
     """
     refuse_full(out, overwrite, source)
     parse_options(parse(variant), options)  # checked before the weights load, which may take minutes
     check_dtype(dtype)
     hub = hub_arguments(revision, token)
     auto = model_class(read_config(source, **hub), task)
-    notify(f"loading {source} as {auto.__name__}")
-    model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
-    fresh = sorted(info["missing_keys"])
-    patch_model(model, variant, layers=layers, modules=modules, strength=strength, **options)
-    notify(f"saving in {out}")
-    model.save_pretrained(out)
-    copied = copy_preprocessor(source, out, **hub)
+    with claimed(out):
+        refuse_full(out, overwrite, source)  # again: another command may have ended in the meantime
+        notify(f"loading {source} as {auto.__name__}")
+        with damage_named(source, **hub):
+            model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
+        fresh = sorted(info["missing_keys"])
+        patch_model(model, variant, layers=layers, modules=modules, strength=strength, **options)
+        notify(f"saving in {out}")
+        with told_where(out), saved_whole(out) as folder:
+            model.save_pretrained(folder)
+            copied = copy_preprocessor(source, folder, **hub)
     words = ", ".join(copied) or "no tokenizer or image processor (the source has none)"
     notify(f"saved {canonical_name(variant)} with {words}")
     return fresh
@@ -90,7 +98,7 @@ def refuse_full(out: Path, overwrite: bool, source: str) -> None:
     """
     if out.exists() and out.resolve() == Path(source).resolve():
         raise ValueError(f"{out} is the folder of the model itself; name another one.")
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite and not half_replaced(out))):
         raise ValueError(f"{out} exists and is not an empty folder; name another one, or pass --overwrite.")
 
 
@@ -114,15 +122,51 @@ def load_checkpoint(
         token: of the Hub, for a private model.
 
     Raises:
-        ValueError: the class, device or dtype is unknown, or there is no such folder.
+        ValueError: the class, device or dtype is unknown, there is no such folder, or a file of weights is damaged.
         OSError: `source` cannot be read.
     """
     check_dtype(dtype)
     where = find_device(device)
     hub = hub_arguments(revision, token)
     auto = model_class(read_config(source, **hub), task)
-    model: PreTrainedModel = auto.from_pretrained(source, dtype=dtype, **hub).to(where).eval()
-    return model
+    with damage_named(source, **hub):
+        model = auto.from_pretrained(source, dtype=dtype, **hub)
+    ready: PreTrainedModel = model.to(where).eval()
+    return ready
+
+
+@contextlib.contextmanager
+def damage_named(source: str, **hub: Any) -> Iterator[None]:
+    """Inside, the error of damaged weights names their file.
+
+    Args:
+        source: the model that is loaded: name on the Hub, or folder.
+        hub: `revision` and `token`.
+
+    Raises:
+        ValueError: a safetensors file is damaged or incomplete.
+    """
+    try:
+        yield
+    except SafetensorError as problem:
+        raise ValueError(
+            f"{_damaged(source, **hub) or source}: the weights cannot be read ({problem}); the file is damaged or "
+            "incomplete: copy it or download it again."
+        ) from problem
+
+
+def _damaged(source: str, **hub: Any) -> Path | None:
+    """The first file of weights that cannot be opened."""
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(source, allow_patterns=["*.safetensors"], local_files_only=True, **hub))
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError:
+            return path
+    return None
 
 
 def processor_of(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) -> Any:

@@ -1,11 +1,13 @@
 """A tiny random BERT and a labelled text set on disk, a small demo on both, and a way to run one command."""
 
 import csv
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import datasets
 import huggingface_hub
 import pytest
 import torch
@@ -51,6 +53,9 @@ def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Outcom
     transformers.utils.logging.set_verbosity(verbosity[0])
     huggingface_hub.utils.logging.set_verbosity(verbosity[1])
     transformers.utils.logging.enable_progress_bar()
+    huggingface_hub.utils.enable_progress_bars()
+    os.environ.pop("HF_DATASETS_DISABLE_PROGRESS_BARS", None)
+    datasets.enable_progress_bars()
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,7 @@ class Component(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_names("name", [self.name])
         object.__setattr__(self, "name", canonical_name(self.name))
 
 
@@ -106,6 +107,7 @@ class DataSet(Record):
         super().__post_init__()
         self.check_repo_id("name")
         self.check(all(count > 0 for count in self.rows.values()), "rows", "counts above 0")
+        self.check_names("config, revision and rows", [self.config, self.revision, *self.rows])
         self.check(self.evaluated in self.rows, "evaluated", f"one of the splits in rows ({', '.join(self.rows)})")
 
 
@@ -116,6 +118,10 @@ class Metric(Record):
     name: str
     higher_is_better: bool
     values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_names("name", [self.name])
 
     @property
     def mean(self) -> float:

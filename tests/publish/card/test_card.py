@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 
 from hf_attn_swap import list_variants
 from hf_attn_swap.layer.registry import get_variant
@@ -260,3 +261,59 @@ def test_commands_stand_on_the_card_as_they_are_typed() -> None:
     assert console is not None
     assert console[1] == "# first the data\n$ python make.py '{\"a\": 1}'\n$ hf-attn-swap push x me/y\n"
     assert "```console" not in render(result())
+
+
+HTML = '<img src=x onerror="alert(1)">'
+HOSTILE = (HTML, f"a` {HTML} `b", f"a | {HTML}", f"\\| {HTML}", f"\\` {HTML}", f"a\\\\| ` {HTML} \\")
+
+
+def texts(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The place of every text in plain data, and of every key that a user chooses."""
+    if isinstance(value, str):
+        return [path]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, each in items for place in texts(each, (*path, key))]
+
+
+def changed(path: tuple[Any, ...], text: str) -> dict[str, Any]:
+    data = full()
+    data["data"]["config"], data["base"]["revision"] = "plain", "main"
+    inside: Any = data
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = f"{inside[path[-1]]} {text}"
+    return data
+
+
+@pytest.mark.parametrize("path", [*texts(full()), ("data", "config"), ("base", "revision")], ids=str)
+def test_no_text_of_a_stranger_becomes_html(path: tuple[Any, ...]) -> None:
+    """A results.json may come from anyone: its text is refused, or stands on the card as text."""
+    told = 0
+    for text in HOSTILE:
+        try:
+            card = render(RunResult.from_dict(changed(path, text)))
+        except ValueError as problem:
+            told += "img" in str(problem) or "must be" in str(problem)
+            continue
+        told += 1
+        head, body = card.split("---\n", 2)[1:]
+        page = MarkdownIt("commonmark").enable("table").render(body)
+        assert "<img" not in page, (text, page)
+        assert "<img" not in head
+        assert "<img" not in re.sub(r"`[^`\n]*`", "", body), "raw HTML outside of code"
+    assert told == len(HOSTILE)
+
+
+def test_no_key_of_a_stranger_becomes_html() -> None:
+    options = {"x` <img> `": f"` {HTML}"}
+    swaps = [{"components": [{**BELIEF, "options": options}], "layers": [0], "strength": 1.0}]
+    versions = {**full()["versions"], HTML: "1"}
+    card = render(result(swaps=swaps, versions=versions)).split("---\n", 2)[2]
+    assert "onerror" in card
+    assert "<img" not in MarkdownIt("commonmark").enable("table").render(card)
+    with pytest.raises(ValueError, match="must have names without < and >"):
+        result(data={**full()["data"], "rows": {HTML: 1, "test": 2}})
+
+
+def test_a_formula_stays_readable() -> None:
+    assert "`Y - (<Y, V> / <V, V>) V`" in render(result())
