@@ -29,6 +29,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
+from accelerate.utils import is_compiled_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -95,7 +96,8 @@ def convert(
     conversion takes the place of these swaps.
 
     Args:
-        model: a stock model, as from_pretrained returns it.
+        model: a stock model, as from_pretrained returns it. What `torch.compile` made of it shares its weights; the
+            conversion runs the model inside, because hooks that measure would compile it again and again.
         variant: the name of the variant, or a composition such as "outeffhop+gated".
         data: texts, pairs of texts, images or rows that are ready, as in `as_rows`; labels are not read.
         processor: the tokenizer or image processor.
@@ -152,6 +154,8 @@ def convert(
         OSError: the folder cannot be written.
     """
     root = model_root(model)
+    if is_compiled_module(model):
+        (model,) = model.children()
     refuse_converted(model)
     refuse_adapters(model)
     _check_numbers(max_loss, min_recall, keep, tokens)
