@@ -1,19 +1,18 @@
 """Reads no more of a user's data than is needed.
 
-Data that can be counted (a list, a `Dataset`) are read in places that lie evenly over all of them. Other data, such as
-an `IterableDataset`, are a stream: they are read from the first row on, and may have no end.
+Data that can be counted (a list, a `Dataset`) are read in random places. Other data, such as an `IterableDataset`, are
+a stream: they are read from the first row on, and may have no end.
 """
 
 from __future__ import annotations
 
-import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 SAMPLE = 256  # rows whose length tells how long the rows are
 MOST_ROWS = 2**18  # of data that can be counted
 LONG = 2**20  # letters: a longer text is read in parts
-GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def countable(data: Any) -> bool:
@@ -26,26 +25,30 @@ def sample(count: int) -> range:
     return range(0, count, max(1, count // SAMPLE))
 
 
-def spread(count: int) -> Iterator[int]:
-    """All numbers below `count`, each once, in an order of which every beginning lies evenly over all of them.
+def shuffled(count: int) -> Iterator[int]:
+    """All numbers below `count`, each once, in a random order that is always the same.
 
-    The steps have the length of the golden section.
+    What it takes grows with the numbers that are asked for, and not with `count`.
     """
-    step = max(1, round(GOLDEN * count))
-    while math.gcd(step, count) > 1:
-        step += 1
-    return (place * step % count for place in range(count))
+    draw = random.Random(0)
+    moved: dict[int, int] = {}  # the numbers at the places that are left, as in the shuffle of Fisher and Yates
+    for place in range(count):
+        other = draw.randrange(place, count)
+        number = moved.pop(place, place)
+        if other != place:
+            number, moved[other] = moved.get(other, other), number
+        yield number
 
 
 def runs(data: Any, size: int) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Rows as they are needed, each time with the number of the first: runs of neighbours in places that are spread.
+    """Rows as they are needed, each time with the number of the first: runs of neighbours in random places.
 
     A stream comes row by row, in its order.
     """
     if not countable(data):
         yield from ((number, [row]) for number, row in enumerate(data))
         return
-    for place in spread(-(-len(data) // size)):
+    for place in shuffled(-(-len(data) // size)):
         start, stop = place * size, min((place + 1) * size, len(data))
         yield start, data[start:stop] if isinstance(data, Sequence) else [data[i] for i in range(start, stop)]
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, default_data_collator
 from ..measuring.batches import LABELS, Batch, gives_numbers, is_label
 from ..measuring.lost import predicts_next
 from ..wiring.install import model_root
-from .reading import MOST_ROWS, countable, first_rows, parts_of, runs, sample, spread
+from .reading import MOST_ROWS, countable, first_rows, parts_of, runs, sample, shuffled
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 RUN = 4  # blocks of text that are read in one place
@@ -64,11 +64,11 @@ class Rows:
         return replace(self, rows=select(self.rows, indices))
 
     def at_most(self, size: float) -> Rows:
-        """The rows, or as many of them as have `size` tokens (patches, rows) together, spread evenly over all."""
+        """The rows, or as many of them as have `size` tokens (patches, rows) together, drawn at random."""
         count = max(1, math.ceil(size / (self.length or 1)))
         if count >= len(self):
             return self
-        return replace(self.some(sorted(itertools.islice(spread(len(self)), count))), whole=False)
+        return replace(self.some(sorted(itertools.islice(shuffled(len(self)), count))), whole=False)
 
     def longest(self) -> dict[str, Any]:
         """The longest of some rows."""
@@ -140,8 +140,8 @@ def as_rows(
     """Prepare the data of a conversion, and read no more of them than is needed.
 
     Rows of a sequence are made when a batch needs them. Only the joined text of a causal language model is made at
-    once: of places that are spread evenly, until it has `most` tokens. A stream is read from its first row on, and
-    what was read stays in memory. Of more than 262,144 rows of a sequence, so many are used, spread evenly.
+    once: of random places, until it has `most` tokens. A stream is read from its first row on, and what was read stays
+    in memory. Of more than 262,144 rows of a sequence, so many are drawn at random, always the same.
 
     Args:
         model: the model that will take the rows.
@@ -153,7 +153,7 @@ def as_rows(
             this length; for other models, a longer text is cut.
         most: the number of tokens of text, or of patches of images, that is enough; None reads all.
         most_rows: the number of rows of a stream that is enough, if they have neither tokens nor patches.
-        fewest: of a stream, at least so many rows are read.
+        fewest: at least so many rows are read of a stream, or of a text.
 
     Raises:
         ValueError: there are no rows, the data are of another kind than the model takes, a processor is missing, or
@@ -296,15 +296,13 @@ def _patches(root: PreTrainedModel, pixels: Any) -> float:
     return (pixels.shape[-2] // height) * (pixels.shape[-1] // width)
 
 
-def _taken(
-    data: Any, size_of: Callable[[Any], float], most: float | None, fewest: int
-) -> tuple[Any, bool]:
+def _taken(data: Any, size_of: Callable[[Any], float], most: float | None, fewest: int) -> tuple[Any, bool]:
     """The rows of a sequence, or the first rows of a stream; True if these are all."""
     if not countable(data):
         return first_rows(data, size_of, most or 0, fewest)
     if len(data) <= MOST_ROWS:
         return data, True
-    return select(data, sorted(itertools.islice(spread(len(data)), MOST_ROWS))), False
+    return select(data, sorted(itertools.islice(shuffled(len(data)), MOST_ROWS))), False
 
 
 def _check_ready(root: PreTrainedModel, first: Mapping[str, Any]) -> None:
@@ -398,13 +396,13 @@ def _texts(
 class _Blocks:
     """Token ids (N,L), a row each."""
 
-    ids_NL: Tensor
+    ids: Tensor
 
     def __len__(self) -> int:
-        return len(self.ids_NL)
+        return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self.ids_NL[index].tolist()}
+        return {"input_ids": self.ids[index].tolist()}
 
 
 def _blocks(data: Any, tokenizer: Any, length: int, most: float | None, fewest: int) -> tuple[_Blocks, bool]:

@@ -44,7 +44,7 @@ def split(
         tokens: the budget of the training, in tokens (patches of images).
         eval_tokens: what is read of `eval_data` at most, in tokens (patches of images, rows of other data); None is
             32,768 tokens or patches, or 256 rows.
-        fewest: of a stream, at least so many training rows are read.
+        fewest: at least so many training rows are read of a stream, or of a text.
 
     Raises:
         ValueError: there are no rows to hold out.

@@ -163,7 +163,9 @@ class DataArguments:
     )
     streaming: bool = field(
         default=False,
-        metadata={"help": "Read no more of the set than the samples; needs --max_train_samples and --max_eval_samples."},
+        metadata={
+            "help": "Read no more of the set than the samples; needs --max_train_samples and --max_eval_samples."
+        },
     )
     max_seq_length: int = field(default=128, metadata={"help": "Number of tokens that are kept of a row."})
     metrics: list[str] = field(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from ..conversion.rows import is_blank
 from .arguments import DataArguments
 
 READERS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+CLOSED = (".json", ".jsonl", ".parquet", ".txt")  # files that are closed after a part of them was read as a stream
 LARGE = 500_000_000  # bytes: larger data are read as a stream
 BUFFER = 1000  # rows among which a stream is shuffled
 MISSING = -1  # the label of a row whose true label is not public, in test splits on the Hub
@@ -94,7 +94,7 @@ def open_rows(
         usual: the splits that are looked for.
         stream: True reads a stream. None does so if the data are larger than 500 MB, or if the Hub does not say how
             large they are.
-        in_order: the first rows alone will be read. Files on this machine are then a stream, unless `stream` is False.
+        in_order: the first rows alone will be read; a file is then a stream also if it is small, except a table of CSV.
             Otherwise a stream of a set is shuffled among 1,000 rows, always in the same way; the lines of a text file
             keep their order.
 
@@ -103,7 +103,8 @@ def open_rows(
     """
     if stream is None:
         part = split is not None and "[" in split
-        stream = (in_order and not part and Path(source).exists()) or _is_large(source, config)
+        first = in_order and not part and Path(source).is_file() and Path(source).suffix in CLOSED
+        stream = first or _is_large(source, config)
     found = _rows(source, config, split, column, usual, stream=stream)
     if isinstance(found, IterableDataset) and not in_order and Path(source).suffix != ".txt":
         return found.shuffle(seed=0, buffer_size=BUFFER)
@@ -210,8 +211,8 @@ def _rows(
     part = split is not None and "[" in split
     if part and stream:
         raise ValueError(
-            f"{split!r} is a part of a split, which a stream does not have; name the whole split (no more of it is read "
-            "than is needed), or read no stream (--no-stream)."
+            f"{split!r} is a part of a split, which a stream does not have; name the whole split, of which no more is "
+            "read than is needed, or read no stream (--no-stream)."
         )
     if Path(source).is_file() or (Path(source).suffix in READERS and not Path(source).is_dir()):
         rows = _file(source, split or "train", stream=stream)
@@ -269,11 +270,16 @@ def _check_folder(source: str) -> None:
     folder = Path(source)
     if source.startswith((".", "/", "~")) and not folder.is_dir():
         raise ValueError(f"there is no folder {source!r}.")
-    if folder.is_dir() and glob.escape(os.path.abspath(folder)) != os.path.abspath(folder):
+    if folder.is_dir() and _exactly(folder) != str(folder.resolve()):
         raise ValueError(
-            f"the path {os.path.abspath(folder)!r} has one of the signs *, ? and [, which datasets takes for a pattern; "
+            f"the path {str(folder.resolve())!r} has one of the signs *, ? and [, which datasets takes for a pattern; "
             "rename the folder, or name a file."
         )
+
+
+def _exactly(path: Path) -> str:
+    """The pattern of this path alone."""
+    return glob.escape(str(path.resolve()))
 
 
 def _split(source: str, found: Any, name: str) -> Any:
@@ -291,9 +297,8 @@ def _file(path: str, split: str = "train", *, stream: bool = False) -> Any:
     if split.partition("[")[0] != "train":
         raise ValueError(f"the file {path!r} has no split {split!r}; it is all of train.")
     extra: dict[str, Any] = {"delimiter": "\t"} if suffix == ".tsv" else {}
-    exactly = glob.escape(os.path.abspath(path))  # datasets takes a path for a pattern
     try:
-        return load_dataset(READERS[suffix], data_files=exactly, split=split, streaming=stream, **extra)
+        return load_dataset(READERS[suffix], data_files=_exactly(Path(path)), split=split, streaming=stream, **extra)
     except Exception as problem:  # datasets raises many types, also for a file without rows, and its parsers raise more
         raise ValueError(f"{path!r} holds no rows, or cannot be read: {problem!r}") from problem
 

@@ -226,15 +226,16 @@ def test_a_large_set_on_the_hub_is_a_stream(
 @pytest.mark.parametrize("content", ["", "text\n", "other\nx\n"])
 def test_a_stream_without_rows_or_columns(content: str, tmp_path: Path) -> None:
     (tmp_path / "none.csv").write_text(content)
-    with pytest.raises(ValueError, match="the chosen split (is empty|holds no rows|has no column 'text')"):
+    with pytest.raises(ValueError, match=r"the chosen split (is empty|holds no rows|has no column 'text')"):
         open_rows(str(tmp_path / "none.csv"), None, None, "text", stream=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_values_of_rows(stream: bool, tmp_path: Path) -> None:
     """Pairs, labels, images, and rows with a blank."""
-    (tmp_path / "rows.csv").write_text("one,other,label\na,b,0\n ,c,1\nd,e,2\n")
-    rows = open_rows(str(tmp_path / "rows.csv"), None, None, ["one", "other"], stream=stream, in_order=True)
+    values = [{"one": one, "other": other, "label": place} for place, (one, other) in enumerate(("ab", " c", "de"))]
+    Dataset.from_list(values).to_parquet(str(tmp_path / "rows.parquet"))
+    rows = open_rows(str(tmp_path / "rows.parquet"), None, None, ["one", "other"], stream=stream, in_order=True)
     assert list(filled_rows(rows, ["one", "other"], "label")) == [(("a", "b"), 0), (("d", "e"), 2)]
     assert list(filled_rows(rows, ["one"])) == ["a", "d"]
     assert list(inputs_of(rows, ["one", "other"])) == [("a", "b"), (" ", "c"), ("d", "e")]
@@ -243,7 +244,8 @@ def test_values_of_rows(stream: bool, tmp_path: Path) -> None:
     features = Features({"image": Image(), "label": ClassLabel(names=["dark", "light"])})
     pictures = {"image": [PIL.Image.new("RGB", (3, 2), (shade, 0, 0)) for shade in (7, 9)], "label": [0, 1]}
     Dataset.from_dict(pictures, features=features).to_parquet(str(tmp_path / "train.parquet"))
-    found = inputs_of(open_rows(str(tmp_path), None, "train", "image", stream=stream, in_order=True), ["image"])
+    pictures_file = str(tmp_path / "train.parquet")
+    found = inputs_of(open_rows(pictures_file, None, "train", "image", stream=stream, in_order=True), ["image"])
     assert [image.convert("RGB").getpixel((0, 0))[0] for image in found] == [7, 9]
 
 
