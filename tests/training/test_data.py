@@ -223,11 +223,11 @@ def test_a_large_set_on_the_hub_is_a_stream(
         open_rows("me/set", None, "test", "text")
 
 
-@pytest.mark.parametrize("content", ["", "text\n", "other\nx\n"])
+@pytest.mark.parametrize("content", ["", '{"other": "x"}\n', "no JSON"])
 def test_a_stream_without_rows_or_columns(content: str, tmp_path: Path) -> None:
-    (tmp_path / "none.csv").write_text(content)
-    with pytest.raises(ValueError, match=r"the chosen split (is empty|holds no rows|has no column 'text')"):
-        open_rows(str(tmp_path / "none.csv"), None, None, "text", stream=True)
+    (tmp_path / "none.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=r"(is empty|holds no rows|has no column 'text')"):
+        open_rows(str(tmp_path / "none.jsonl"), None, None, "text", stream=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -251,7 +251,11 @@ def test_values_of_rows(stream: bool, tmp_path: Path) -> None:
 
 def test_splits_of_a_stream(tmp_path: Path) -> None:
     """No more is read than the samples; the same samples again."""
-    given = {"streaming": True, "max_train_samples": 5, "max_eval_samples": 4}
+    for name, count, seed in (("a", 8, 1), ("b", 6, 2)):  # datasets leaves a CSV file open
+        table = load_dataset("csv", data_files=str(write_rows(tmp_path / f"{name}.csv", count, seed)), split="train")
+        table.to_parquet(str(tmp_path / f"{name}.parquet"))
+    both = {"train_file": str(tmp_path / "a.parquet"), "test_file": str(tmp_path / "b.parquet")}
+    given = {"streaming": True, "max_train_samples": 5, "max_eval_samples": 4, **both}
     train, test, classes = load_splits(files(tmp_path, **given))
     assert (len(train), len(test), classes) == (5, 4, ["0", "1"])
     assert load_splits(files(tmp_path, **given))[0]["text"][:] == train["text"][:]
