@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .app import Command, app, first_process, notify, show, told
-from .options import Columns, Config, Data, Device, Dtype, Options, Overwrite, Quiet, Revision, Task, Token, columns
+from .options import (
+    Columns,
+    Config,
+    Data,
+    Device,
+    Dtype,
+    Options,
+    Overwrite,
+    Quiet,
+    Revision,
+    Stream,
+    Task,
+    Token,
+    columns,
+)
 
 MISSED = 1  # the exit code of a conversion that missed its budget
 
 Stock = Annotated[str, typer.Argument(help="Name on the Hub, or folder, of a stock model.")]
 Train = Annotated[str | None, typer.Option(help="Split to work on; train if left out.")]
 HeldOut = Annotated[str | None, typer.Option(help="Held-out data; a part of --data if left out.")]
+HeldOutTokens = Annotated[
+    str | None, typer.Option(help="What is read of --eval-data at most, such as 100k; 32,768 tokens if left out.")
+]
 Loss = Annotated[
     str | None, typer.Option(help="Largest loss, such as 2%: training stops within it, and a larger loss is not saved.")
 ]
@@ -33,7 +49,9 @@ def convert(
     column: Columns = None,
     config: Config = None,
     split: Train = None,
+    stream: Stream = None,
     eval_data: HeldOut = None,
+    eval_tokens: HeldOutTokens = None,
     tokens: Annotated[
         str, typer.Option(help="Budget of the distillation, such as 300k (patches, for images).")
     ] = "300k",
@@ -88,7 +106,9 @@ def quantize(
     column: Columns = None,
     config: Config = None,
     split: Train = None,
+    stream: Stream = None,
     eval_data: HeldOut = None,
+    eval_tokens: HeldOutTokens = None,
     tokens: Annotated[
         str, typer.Option(help="Budget of a training with rounding (half of it goes to --variant), such as 20k.")
     ] = "1",
@@ -121,6 +141,8 @@ def _run(
     out: Path,
     data: str,
     eval_data: str | None,
+    eval_tokens: str | None,
+    stream: bool | None,
     column: list[str] | None,
     config: str | None,
     split: str | None,
@@ -138,15 +160,15 @@ def _run(
     from hf_attn_swap.publish.converted import convert_checkpoint
     from hf_attn_swap.publish.hub import push_folder
     from hf_attn_swap.text.typed import parse_count, parse_layers, parse_options, parse_share
-    from hf_attn_swap.training.data import inputs_of, load_rows
+    from hf_attn_swap.training.data import inputs_of, open_rows
 
     names = columns(column)
 
-    def read() -> tuple[Sequence[Any], Sequence[Any] | None]:
-        train = inputs_of(load_rows(data, config, split, names, ("train",)), names)
+    def read() -> tuple[Any, Any]:
+        train = inputs_of(open_rows(data, config, split, names, ("train",), stream=stream), names)
         if eval_data is None:
             return train, None
-        return train, inputs_of(load_rows(eval_data, config, None, names), names)
+        return train, inputs_of(open_rows(eval_data, config, None, names, stream=stream), names)
 
     report, saved = convert_checkpoint(
         model,
@@ -155,6 +177,7 @@ def _run(
         read,
         data_name=Path(data).stem if Path(data).exists() else data,
         tokens=parse_count(tokens),
+        eval_tokens=None if eval_tokens is None else parse_count(eval_tokens),
         max_loss=parse_share(max_loss),
         min_recall=parse_share(min_recall),
         layers="auto" if layers == "auto" else parse_layers(layers) or [],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -10,7 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .app import Command, app, show, told
-from .options import AsJson, Columns, Config, Data, Device, Dtype, Model, Quiet, Revision, Split, Task, Token, columns
+from .options import (
+    AsJson,
+    Columns,
+    Config,
+    Data,
+    Device,
+    Dtype,
+    Model,
+    Quiet,
+    Revision,
+    Split,
+    Stream,
+    Task,
+    Token,
+    columns,
+)
 
 if TYPE_CHECKING:
     from hf_attn_swap.analysis.cost import Cost
@@ -42,6 +58,7 @@ def compare(
     label: Label = None,
     config: Config = None,
     split: Split = None,
+    stream: Stream = None,
     rows: RowCount = 64,
     length: Length = 512,
     task: Task = None,
@@ -77,8 +94,8 @@ def compare(
 
     models = [_load(name, task, quiet, device=device, dtype=dtype, token=token) for name in (first, second)]
     where = (models[0], first, data, columns(column))
-    batches = _batches(*where, label, config, split, rows, length, token=token)
-    ranges = _batches(*where, None, config, split, rows, length, token=token, skipped=rows) if bits else []
+    batches = _batches(*where, label, config, split, stream, rows, length, token=token)
+    ranges = _batches(*where, None, config, split, stream, rows, length, token=token, skipped=rows) if bits else []
     if bits and not ranges:
         raise ValueError("--in-8-bits: no rows are left for the 8-bit ranges; measure fewer with --rows.")
     passages = Passages.of(models[0], batches) if recalled else None  # refused now, and not after the measurements
@@ -121,6 +138,7 @@ def evaluate(
     label: Label = None,
     config: Config = None,
     split: Split = None,
+    stream: Stream = None,
     rows: RowCount = 64,
     length: Length = 512,
     task: Task = None,
@@ -137,7 +155,7 @@ def evaluate(
 
     loaded = _load(model, task, quiet, device=device, dtype=dtype, revision=revision, token=token)
     batches = _batches(
-        loaded, model, data, columns(column), label, config, split, rows, length, revision=revision, token=token
+        loaded, model, data, columns(column), label, config, split, stream, rows, length, revision=revision, token=token
     )
     found = HeldOut(loaded, batches, as_it_is=True).itself()
     figures = {"perplexity": found.perplexity, "accuracy": found.accuracy, "spearmanr": found.correlation}
@@ -166,6 +184,7 @@ def _batches(
     label: str | None,
     config: str | None,
     split: str | None,
+    stream: bool | None,
     rows: int,
     length: int,
     *,
@@ -173,23 +192,30 @@ def _batches(
     token: str | None = None,
     skipped: int = 0,
 ) -> list[dict[str, Any]]:
-    """The first rows of the data, behind the skipped ones, as the model takes them, in batches."""
+    """The first rows of the data, behind the skipped ones, as the model takes them, in batches. No more is read."""
     from hf_attn_swap.conversion.rows import as_rows
+    from hf_attn_swap.measuring.lost import predicts_next
     from hf_attn_swap.publish.checkpoint import hub_arguments, processor_of
-    from hf_attn_swap.training.data import filled_rows, inputs_of, load_rows
+    from hf_attn_swap.training.data import column_names, filled_rows, open_rows
 
-    found = load_rows(data, config, split, names)
-    if label is not None and label not in found.column_names:
-        raise ValueError(f"the data have no column {label!r}; they have {', '.join(found.column_names)}.")
-    filled = filled_rows(found, names)
+    found = open_rows(data, config, split, names, stream=stream, in_order=True)
+    if label is not None and label not in (there := column_names(found)):
+        raise ValueError(f"the data have no column {label!r}; they have {', '.join(there)}.")
+    joined = predicts_next(model)
+    if label is not None and joined:
+        raise ValueError("a language model has no use for --label: its rows are blocks of joined text.")
     processor = processor_of(model, name, hub_arguments(revision, token))
-    prepared = as_rows(model, inputs_of(filled, names), processor, length=length)
-    chosen = [prepared.rows[place] for place in range(skipped, min(skipped + rows, len(prepared)))]
+    count = skipped + rows
+    given: Any = filled_rows(found, names, label)
+    labels: list[Any] = []
+    if not joined:
+        given = list(itertools.islice(given, count))
     if label is not None:
-        if len(prepared) != len(filled):
-            raise ValueError("a language model has no use for --label: its rows are blocks of joined text.")
-        for row, value in zip(chosen, filled[label], strict=False):
-            row["labels"] = value
+        given, labels = map(list, zip(*given, strict=True))
+    prepared = as_rows(model, given, processor, length=length, most=count * length)
+    chosen = [prepared.rows[place] for place in range(skipped, min(count, len(prepared)))]
+    for row, value in zip(chosen, labels, strict=False):
+        row["labels"] = value
     batches = list(replace(prepared, rows=chosen).batches(8))
     if label is not None:
         _check_labels(batches, label, model.config.num_labels)

@@ -36,6 +36,13 @@ Columns = Annotated[
 ]
 Config = Annotated[str | None, typer.Option(help="Configuration of the set, such as a GLUE task.")]
 Split = Annotated[str | None, typer.Option(help="Split of the set; the held-out split if left out.")]
+Stream = Annotated[
+    bool | None,
+    typer.Option(
+        "--stream/--no-stream",
+        help="Read no more of the data than is needed, without a copy on this machine; if left out, above 500 MB.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")]
 

@@ -8,7 +8,22 @@ from typing import Annotated
 import typer
 
 from .app import Command, app, told
-from .options import Columns, Config, Data, Device, Dtype, Model, Options, Quiet, Revision, Split, Task, Token, columns
+from .options import (
+    Columns,
+    Config,
+    Data,
+    Device,
+    Dtype,
+    Model,
+    Options,
+    Quiet,
+    Revision,
+    Split,
+    Stream,
+    Task,
+    Token,
+    columns,
+)
 
 
 @app.command(cls=Command)
@@ -76,6 +91,7 @@ def report(
     column: Columns = None,
     config: Config = None,
     split: Split = None,
+    stream: Stream = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows, from the first.")] = 64,
     show: Annotated[int, typer.Option(help="Row whose attention is drawn, from 0.")] = 0,
     max_length: Annotated[int, typer.Option(min=2, help="Number of tokens that are kept of a row.")] = 128,
@@ -97,13 +113,13 @@ def report(
     from hf_attn_swap.analysis.inputs import prepare
     from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint
     from hf_attn_swap.text.typed import parse_options
-    from hf_attn_swap.training import load_rows
+    from hf_attn_swap.training.data import open_rows
     from hf_attn_swap.writing import check_writable, told_where
 
     check_writable(out)
     chosen = parse_options(option or [], composed="+" in (variant or ""))
     names = columns(column)
-    found = load_rows(data, config, split, names)
+    found = open_rows(data, config, split, names, stream=stream, in_order=True)
     loaded = load_checkpoint(model, task, device=device, dtype=dtype, revision=revision, token=token)
     inputs = prepare(
         loaded,

@@ -70,6 +70,7 @@ def convert(
     *,
     processor: Any = None,
     eval_data: Any = None,
+    eval_tokens: int | None = None,
     tokens: int = 300_000,
     max_loss: float | None = None,
     min_recall: float | None = None,
@@ -99,11 +100,14 @@ def convert(
         model: a stock model, as from_pretrained returns it. What `torch.compile` made of it shares its weights; the
             conversion runs the model inside, because hooks that measure would compile it again and again.
         variant: the name of the variant, or a composition such as "outeffhop+gated".
-        data: texts, pairs of texts, images or rows that are ready, as in `as_rows`; labels are not read.
+        data: texts, pairs of texts, images or rows that are ready, as a sequence or as a stream that may have no end,
+            such as an `IterableDataset`; see `as_rows`. No more is read than the budget needs. Labels are not read.
         processor: the tokenizer or image processor.
         eval_data: held-out data of the same kind, to measure on. None takes a twentieth of `data` (at least 8 rows,
             and at most some 8,000 tokens or patches), which the conversion then does not see. If held-out rows have
             labels, a classifier's accuracy is the measure, or the rank correlation of a regression.
+        eval_tokens: how much of `eval_data` is measured on at most: tokens of text, patches of images, or rows of other
+            data. None is 32,768 tokens or patches, or 256 rows.
         tokens: the budget of the distillation, in tokens of text; in patches, for images; in rows, for other data. A
             budget below one step trains nothing.
         max_loss: the largest loss, as a share (0.02 is 2 %) of what `Lost.share` names for this kind of model, such as
@@ -158,7 +162,7 @@ def convert(
         (model,) = model.children()
     refuse_converted(model)
     refuse_adapters(model)
-    _check_numbers(max_loss, min_recall, keep, tokens)
+    _check_numbers(max_loss, min_recall, keep, tokens, eval_tokens)
     if bits is not None:
         _check_bits(root, bits)
     if teacher is not None:
@@ -190,7 +194,16 @@ def convert(
         if output_dir is not None:
             inside.enter_context(claimed(folder, writes=args.should_save))
             inside.enter_context(told_where(folder))
-        train, held = split(root, data, eval_data, processor, length)
+        train, held = split(
+            root,
+            data,
+            eval_data,
+            processor,
+            length,
+            tokens=tokens,
+            eval_tokens=eval_tokens,
+            fewest=0 if asked.plan.calibrate is None else asked.plan.calibrate.rows,
+        )
         output = try_longest(root, train)
         for stage in asked.plan.distil:
             refuse_without_logits(stage.losses, output)
@@ -208,6 +221,11 @@ def convert(
             budget=Budget(left=tokens, reserved=_reserved(variant, tokens, bits)),
             progress=progress,
         )
+        if eval_data is not None and not held.whole:
+            state.say(
+                f"The loss was measured on {len(held):,} rows, a part of the held-out data; a larger eval_tokens takes "
+                "more of them."
+            )
         if why_not is not None:
             state.say(f"Recall was not measured: {why_not}")
         try:
@@ -252,7 +270,7 @@ def refuse_converted(model: nn.Module) -> None:
             raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
 
 
-def _check_numbers(max_loss: Any, min_recall: Any, keep: Any, tokens: Any) -> None:
+def _check_numbers(max_loss: Any, min_recall: Any, keep: Any, tokens: Any, eval_tokens: Any) -> None:
     """Refuse numbers that are out of range, and texts such as "2%", which the command line alone reads.
 
     Raises:
@@ -266,6 +284,8 @@ def _check_numbers(max_loss: Any, min_recall: Any, keep: Any, tokens: Any) -> No
         raise ValueError(f"keep is the share of layers that stay as they are, from 0 to below 1, got {keep!r}.")
     if not (isinstance(tokens, Integral) and int(tokens) >= 1):
         raise ValueError(f"tokens must be a whole number of at least 1, such as 300_000, got {tokens!r}.")
+    if eval_tokens is not None and not (isinstance(eval_tokens, Integral) and int(eval_tokens) >= 1):
+        raise ValueError(f"eval_tokens must be a whole number of at least 1, such as 32_768, got {eval_tokens!r}.")
 
 
 def _check_bits(root: PreTrainedModel, bits: Any) -> None:

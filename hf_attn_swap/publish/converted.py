@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def convert_checkpoint(
     source: str,
     variant: str,
     out: Path,
-    data: Callable[[], tuple[Sequence[Any], Sequence[Any] | None]],
+    data: Callable[[], tuple[Any, Any]],
     *,
     data_name: str,
     options: dict[str, Any],
@@ -75,7 +75,8 @@ def convert_checkpoint(
         source: name on the Hub, or folder, of a stock model.
         variant: the name of the variant.
         out: the folder for the result.
-        data: gives the rows to convert on and the held-out rows; called after everything else was checked.
+        data: gives the rows to convert on and the held-out rows or None, as `convert` takes them; called after
+            everything else was checked.
         data_name: the name of the data for the card.
         options: the options of the variant.
         task: the AutoModel class; None takes the class that saved the model.

@@ -30,6 +30,7 @@ from hf_attn_swap.publish.converted import auto_class
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.quantization import machine_w8a8
 from hf_attn_swap.text.typed import parse_count, parse_share
+from hf_attn_swap.training import data as data_module
 from hf_attn_swap_cli import measures
 from tests.contract.harness import refused
 
@@ -464,3 +465,43 @@ def test_quantize_within_a_budget(command: Command, tiny_bert: Path, texts: Path
     outcome = command(*words)
     assert outcome.code == 1
     assert not out.exists()
+
+
+def test_measures_read_the_rows_that_they_need(
+    command: Command, tiny_bert: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are; a language model, as many texts as its blocks have tokens of."""
+    data = tmp_path / "many.csv"
+    data.write_text("\n".join(["text,label", *(f"the film was {word},0" for word in WORDS * 500)]) + "\n")
+    read: list[Any] = []
+    monkeypatch.setattr(data_module, "is_blank", lambda value: read.append(value) or False)
+    words = ("--data", data, "--rows", "8", "--device", "cpu")
+    for model, more, most in (
+        (tiny_bert, (), 8),
+        (tiny_bert, ("--label", "label"), 8),
+        (tiny_llama, ("--length", "8"), 64),
+    ):
+        read.clear()
+        assert command("compare", model, model, *words, *more).code == 0
+        assert 8 <= len(read) <= most
+    read.clear()
+    assert command("evaluate", tiny_bert, *words, "--label", "label").code == 0
+    assert len(read) == 8
+
+
+def test_convert_a_stream(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
+    data = tmp_path / "texts.jsonl"  # datasets leaves a CSV file open
+    lines = (line.partition(",")[0] for line in texts.read_text().splitlines()[1:])
+    data.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    words = ("--data", data, "--tokens", "200", "--device", "cpu", "--eval-data", data, "--eval-tokens", "50")
+    assert command("convert", tiny_bert, "belief", tmp_path / "out", *words, "--stream").code == 0
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert report["train_rows"] == len(WORDS) ** 2
+    assert report["held_out"] < 15
+    assert "a part of the held-out data" in report["said"][0]
+    split = command("convert", tiny_bert, "belief", tmp_path / "no", *words, "--stream", "--split", "train[:50%]")
+    assert (split.code, "which a stream does not have" in split.err) == (2, True)
+    part = command("convert", tiny_bert, "belief", tmp_path / "part", *words, "--split", "train[:50%]")
+    assert part.code == 0
+    report = json.loads((tmp_path / "part" / "conversion.json").read_text())
+    assert report["train_rows"] == len(WORDS) ** 2 // 2
