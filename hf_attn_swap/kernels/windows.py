@@ -10,11 +10,14 @@ F first key (sink).
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from .. import functional
 from ..core.call import Call, Inputs
@@ -268,12 +271,42 @@ ALL = Held()
 def attend(inputs: Inputs, span: Span, held: Held = ALL) -> Tensor:
     """Compute ordinary attention in a window, in blocks: the heads (B,Q,H,D).
 
+    The blocks hold each key about three times, and their mask in the dtype of the numbers. A backward pass makes them
+    again: to keep them would take more memory than ordinary attention takes.
+
     Args:
         inputs: the tensors and the masks, for which `fits` is True. With `held`, key and value are the last ones, and
             the masks are those of all keys.
         span: how far a query sees.
         held: what a cache holds of the earlier keys.
     """
+
+    def heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _attended(replace(inputs, query=query, key=key, value=value), span, held)
+
+    if not torch.is_grad_enabled() or not any(each.requires_grad for each in inputs.three):
+        return heads(*inputs.three)
+    drops = inputs.dropout > 0
+    found: Tensor = checkpoint(
+        heads, *inputs.three, use_reentrant=False, preserve_rng_state=drops, context_fn=_same_kernels
+    )
+    return found
+
+
+def _same_kernels() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For `checkpoint`: the second computation chooses among the kernels that are allowed now, in the first one."""
+    backends = torch.backends.cuda
+    allowed = {
+        SDPBackend.FLASH_ATTENTION: backends.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: backends.mem_efficient_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: backends.cudnn_sdp_enabled(),
+        SDPBackend.MATH: backends.math_sdp_enabled(),
+    }
+    return nullcontext(), sdpa_kernel([kernel for kernel, may in allowed.items() if may])
+
+
+def _attended(inputs: Inputs, span: Span, held: Held) -> Tensor:
+    """As `attend`."""
     blocks, query, key, value, seen = _parts(inputs, span, held)
     batch, heads = query.shape[:2]
     groups = key.shape[1]
