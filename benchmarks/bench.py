@@ -41,6 +41,7 @@ WARM_UPS = 3  # rounds that do not count: a compiler may compile again in the se
 class Options:
     """What to measure. `compile` needs torch 2.13 or newer, and no fewer `warm_ups`. Only this script sets `child`.
 
+    `clock` is "wall" or "processor": the time of the processor, for one thread on a machine with other work.
     `history` is a folder: the ratios are also kept there, see `bench_history.py`.
     """
 
@@ -53,6 +54,7 @@ class Options:
     rounds: int = 30
     warm_ups: int = WARM_UPS
     threads: int = 2
+    clock: str = "wall"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: str = "float32"
     compile: bool = False
@@ -96,7 +98,7 @@ def measure(model: str, shape: str, names: list[str], options: Options, bar: Any
         times: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(-options.warm_ups, options.rounds):
             for name in random.sample(names, len(names)):
-                taken = bench_models.seconds(models[name], words(name, given), kind, caches[name])
+                taken = bench_models.seconds(models[name], words(name, given), kind, caches[name], options.clock)
                 times[name] += [taken] if turn >= 0 else []
                 bar.update()
         for row in rows:

@@ -251,18 +251,18 @@ def firsts_of(masks: Masks, span: Span) -> Firsts | None:
 
 
 def _parts(inputs: Inputs, span: Span, held: Held) -> tuple[Blocks, Tensor, Tensor, Tensor, Tensor | None]:
-    """The blocks; their queries (B,H,N,R,D), keys and values (B,G,N,F + C,D), and what they see, as `Blocks.seen`."""
+    """The blocks; their queries (B,N,H,R,D), keys and values (B,N,G,F + C,D), and what they see, as `Blocks.seen`."""
     masks = inputs.masks
     blocks, firsts = Blocks.of(masks, span), firsts_of(masks, span)
     seen = masks.once(("blocks", blocks, span), lambda: blocks.seen(masks, firsts, span.window))
-    near = [blocks.of_keys(each, held.before) for each in (inputs.key, inputs.value)]
+    near = [blocks.of_keys(each, held.before).transpose(1, 2) for each in (inputs.key, inputs.value)]
     if firsts is not None:
         first = held.first(firsts, inputs.key, inputs.value)
         near = [
-            torch.cat([one[:, :, None].expand(-1, -1, blocks.count, -1, -1), other], 3)
+            torch.cat([one[:, None].expand(-1, blocks.count, -1, -1, -1), other], 3)
             for one, other in zip(first, near, strict=True)
         ]
-    return blocks, blocks.of_queries(inputs.query), near[0], near[1], seen
+    return blocks, blocks.of_queries(inputs.query).transpose(1, 2), near[0], near[1], seen
 
 
 ALL = Held()
@@ -308,16 +308,15 @@ def _same_kernels() -> tuple[AbstractContextManager[None], AbstractContextManage
 def _attended(inputs: Inputs, span: Span, held: Held) -> Tensor:
     """As `attend`."""
     blocks, query, key, value, seen = _parts(inputs, span, held)
-    batch, heads = query.shape[:2]
-    groups = key.shape[1]
+    batch, _, heads, rows, width = query.shape
+    groups = key.shape[2]
+    share = heads // groups
     # The heads of a group are rows of one block, so that no key is copied for each of them.
-    grouped = query.view(batch, groups, -1, *query.shape[2:]).movedim(3, 1)  # (B,N,G,H/G,R,D)
-    share, rows = grouped.shape[3:5]
+    query = query.reshape(-1, groups, share * rows, width)
+    key, value = key.flatten(0, 1), value.flatten(0, 1)
     mask = None
     if seen is not None:
         mask = _per_row(seen, batch)[:, None, None].expand(-1, 1, share, -1, -1).flatten(2, 3)
-    query = grouped.flatten(3, 4).flatten(0, 1)
-    key, value = (each.transpose(1, 2).flatten(0, 1) for each in (key, value))
     read = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=inputs.dropout, scale=inputs.scaling
     )
@@ -332,7 +331,7 @@ def folded(inputs: Inputs, span: Span, held: Held = ALL) -> tuple[Blocks, Inputs
     """
     blocks, query, key, value, seen = _parts(inputs, span, held)
     masks, batch = inputs.masks, query.shape[0]
-    query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    query, key, value = (each.flatten(0, 1) for each in (query, key, value))
     given = None
     if seen is not None:
         given = masks.once(("folded", blocks, span, batch), lambda: _per_row(seen, batch)[:, None])
