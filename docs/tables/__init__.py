@@ -23,6 +23,7 @@ from .conversions import (
     hybrid_table,
     layers_table,
 )
+from .eight_bits import eight_bits_table, largest_table
 from .memory import bags_table, recall_table
 from .names import canonical_label
 from .papers import claims_table
@@ -144,6 +145,8 @@ TABLES = {
     "hybrid": hybrid_table,
     "rank": rank_table,
     "outliers": outlier_table,
+    "eight-bits": eight_bits_table,
+    "eight-bits-largest": largest_table,
     "reports": report_table,
     "dynamics-cost": cost_table,
     "recall": recall_table,
