@@ -77,6 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--label", default="label", help="The column of labels, for classifiers.")
     parser.add_argument("--length", type=int, default=512, help="Tokens per block, or at most per row of a classifier.")
     parser.add_argument("--rows", type=int, default=8, help="Blocks or rows of each file.")
+    parser.add_argument("--range-rows", type=int, help="The same for files of --ranges; without it, --rows.")
     parser.add_argument("--batch", type=int, default=1, help="Rows of a classifier at once.")
     parser.add_argument("--token", help="The text whose last token is the sink, as in as_patched.py.")
     parser.add_argument("--alpha", type=float, help="Of the smoothing; without it, a search for each place.")
@@ -85,7 +86,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--protocol", choices=PROTOCOLS, default="machine", help="What is rounded.")
     parser.add_argument("--figures", type=Path, help="A file for the figures, as JSON.")
     parser.add_argument("--name", help="The model's name in this file.")
-    return parser.parse_args()
+    given = parser.parse_args()
+    given.range_rows = given.range_rows or given.rows
+    return given
 
 
 @dataclass(kw_only=True)
@@ -138,20 +141,20 @@ def _values(logits: torch.Tensor, row: Batch) -> list[float]:
     return losses
 
 
-def labelled(given: argparse.Namespace, path: str) -> list[Batch]:
+def labelled(given: argparse.Namespace, path: str, count: int) -> list[Batch]:
     """The first rows of a file with their labels, in batches.
 
     Raises:
         ValueError: the file has fewer rows.
     """
     data = Dataset.from_parquet(path)
-    if len(data) < given.rows:
-        raise ValueError(f"{path} has {len(data)} rows, but {given.rows} are needed.")
+    if len(data) < count:
+        raise ValueError(f"{path} has {len(data)} rows, but {count} are needed.")
     words = isinstance(data[0][given.column], str)
     processor = (AutoTokenizer if words else AutoImageProcessor).from_pretrained(given.model)
     found = []
-    for start in range(0, given.rows, given.batch):
-        some = data[start : min(start + given.batch, given.rows)]
+    for start in range(0, count, given.batch):
+        some = data[start : min(start + given.batch, count)]
         if words:
             batch = processor(
                 list(some[given.column]), truncation=True, max_length=given.length, padding=True, return_tensors="pt"
@@ -166,7 +169,8 @@ def trained(model: Any, ranges: list[Batch], texts: list[list[Batch]], given: ar
     """What the model in 8 bits gives after the model before the rounding taught it, on blocks without ranges."""
     each = given.tokens // given.length // len(given.ranges)
     kinds = [
-        rows_of(argparse.Namespace(**vars(given), data=path), given.rows + each)[given.rows :] for path in given.ranges
+        rows_of(argparse.Namespace(**vars(given), data=path), given.range_rows + each)[given.range_rows :]
+        for path in given.ranges
     ]
     rows = [{"input_ids": row["input_ids"][0]} for several in zip(*kinds, strict=True) for row in several]
     teacher = copy.deepcopy(model)
@@ -246,7 +250,7 @@ class Table:
 
     def _write(self, path: Path) -> None:
         about = {"name": self.given.name or Path(self.given.model).name, "metric": self.metric, "versions": versions()}
-        for name in ("protocol", "length", "rows", "batch", "tokens"):
+        for name in ("protocol", "length", "rows", "range_rows", "batch", "tokens"):
             about[name] = getattr(self.given, name)
         about["ranges"] = list(map(short, self.given.ranges))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -302,11 +306,12 @@ def main() -> None:
     if hasattr(model.config, "attn_swap"):
         unpatch_model(model)  # the control of a study has a swap that computes what the stock model computes
 
-    def read(path: str) -> list[Batch]:
-        return rows_of(argparse.Namespace(**vars(given), data=path), given.rows) if causal else labelled(given, path)
+    def read(path: str, count: int) -> list[Batch]:
+        return rows_of(argparse.Namespace(**vars(given), data=path), count) if causal else labelled(given, path, count)
 
-    texts = [read(path) for path in given.texts]
-    ranges = [row for rows in zip(*map(read, given.ranges), strict=True) for row in rows]  # held out: of every file
+    texts = [read(path, given.rows) for path in given.texts]
+    several = [read(path, given.range_rows) for path in given.ranges]
+    ranges = [row for rows in zip(*several, strict=True) for row in rows]  # held-out rows come from every file
 
     def in_8_bits() -> Measured:
         with PROTOCOLS[given.protocol](model, ranges):
