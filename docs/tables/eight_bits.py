@@ -11,7 +11,8 @@ from hf_attn_swap.text.table import markdown
 
 RECORDS = Path(__file__).parents[2] / "recipes" / "figures"
 PROTOCOLS = {"machine": "machines", "papers": "papers"}
-STATES = ("stock", "smoothed", "sink", "sink, smoothed", "sink, smoothed, trained")
+STATES = ("stock", "smoothed", "sink", "sink, smoothed")
+TRAINED = ("sink, smoothed, trained", "sink, trained")  # a study has one of the two
 FULL = ("stock, full precision", "sink, full precision")
 
 
@@ -22,10 +23,11 @@ def eight_bits_table(paths: Iterable[Path] | None = None) -> str:
         for text, (value, *_) in study["runs"][FULL[0]]["figures"].items():
             accuracy = study["metric"] == "accuracy"
             stock = f"{100 * value:.1f}" if accuracy else f"{value:.2f}"
-            runs = (study["runs"].get(f"{state}, 8 bits") for state in STATES)
+            last = [state for state in TRAINED if f"{state}, 8 bits" in study["runs"]] or TRAINED[:1]
+            runs = (study["runs"].get(f"{state}, 8 bits") for state in (*STATES, last[0]))
             cells = ("–" if run is None else _cost(run["figures"][text], accuracy) for run in runs)
             rows.append((study["name"], text, PROTOCOLS[study["protocol"]], stock, *cells))
-    return markdown(("model", "text", "as", "full precision", *STATES), rows)
+    return markdown(("model", "text", "as", "full precision", *STATES, "trained"), rows)
 
 
 def largest_table(paths: Iterable[Path] | None = None) -> str:

@@ -134,7 +134,7 @@ def test_what_eight_bits_cost(tmp_path: Path) -> None:
     rounded = {"figures": {"a/test": [0.88, -0.02, -0.031, 0.001]}, "largest": top}
     runs = {"stock, full precision": stock, "stock, 8 bits": rounded}
     lost = {"figures": {"b/test": [27.5, 281285.2, 1.25, 1.5]}, "largest": top | {"value": 2.5, "word": None}}
-    more = {"stock, full precision": lost, "sink, full precision": lost, "sink, 8 bits": lost}
+    more = {"stock, full precision": lost, "sink, full precision": lost, "sink, 8 bits": lost, "sink, trained, 8 bits": lost}
     studies = [
         {"name": "one", "metric": "accuracy", "protocol": "machine", "runs": runs},
         {"name": "two", "metric": "perplexity", "protocol": "papers", "runs": more},
@@ -143,8 +143,8 @@ def test_what_eight_bits_cost(tmp_path: Path) -> None:
     for path, study in zip(paths, studies, strict=True):
         path.write_text(json.dumps(study))
     assert cells(eight_bits_table(paths)) == [
-        ["one", "a/test", "machines", "90.0", "-2.0 (-3.1 to +0.1)", "–", "–", "–", "–"],
-        ["two", "b/test", "papers", "27.50", "–", "–", "281,285 (1.250–1.500)", "–", "–"],
+        ["one", "a/test", "machines", "90.0", "-2.0 (-3.1 to +0.1)", *["–"] * 4],
+        ["two", "b/test", "papers", "27.50", "–", "–", "281,285 (1.250–1.500)", "–", "281,285 (1.250–1.500)"],
     ]
     assert cells(largest_table(paths)) == [
         ["one", "a/test", "1,234, token 3 `'\\n'`, `1.norm`", "–"],
