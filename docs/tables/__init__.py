@@ -24,6 +24,7 @@ from .conversions import (
     embeddings_table,
     layers_table,
 )
+from .eight_bits import eight_bits_table, largest_table
 from .memory import bags_table, recall_table
 from .names import canonical_label
 from .papers import claims_table
@@ -154,6 +155,8 @@ TABLES = {
     "hybrid": decoding_table,
     "rank": rank_table,
     "outliers": outlier_table,
+    "eight-bits": eight_bits_table,
+    "eight-bits-largest": largest_table,
     "reports": report_table,
     "dynamics-cost": cost_table,
     "recall": recall_table,
