@@ -34,6 +34,7 @@ TAG = "hf-attn-swap"
 VARIANT_TAG = "attn-swap:"
 SCRATCH_TAG = "from-scratch"
 PLACEHOLDER_OWNER = "your-name"
+RECALL = "recall_after_"  # begins the name of a metric; the number of tokens follows
 COMMANDS_FILE = "commands.txt"
 COLUMNS = (
     *("run", "base model", "attention", "layers", "strength", "data", "metric"),
@@ -74,6 +75,7 @@ def render(result: RunResult, repo_id: str | None = None, commands: Sequence[str
         repo_id=repo_id or f"{PLACEHOLDER_OWNER}/{result.name}",
         swaps=[(swap, layers_text(swap, result.modules)) for swap in result.swaps],
         metrics=_comparison(result, "metrics"),
+        recalled=[each.name for each in result.converted.metrics if each.name.startswith(RECALL)],
         outliers=_comparison(result, "outliers"),
         processor=processor,
         scratch=result.base.relation == SCRATCH,

@@ -20,7 +20,7 @@ from ..conversion.processes import refuse_split_weights
 from ..layer.calibration import FITS
 from ..layer.registry import parse, parse_options
 from ..writing import beside, claimed, saved_whole, told_where
-from .card import render
+from .card import RECALL, render
 from .checkpoint import (
     check_dtype,
     copy_preprocessor,
@@ -183,6 +183,7 @@ def results(
         ("kl_to_pretrained", False, lost.divergence, 0.0),
         ("agreement", True, lost.agreement, 1.0),
         ("relative_error", False, lost.relative_error, 0.0),
+        (f"{RECALL}{lost.recall_distance}", True, lost.recall, lost.stock_recall),
     ):
         if ours is not None and theirs is not None:
             converted.append(Metric(name=metric, higher_is_better=higher, values=(ours,)))
