@@ -37,11 +37,12 @@ from ..layer.registry import canonical_keys, parse
 from ..measuring.held_out import HeldOut
 from ..measuring.lost import predicts_next
 from ..measuring.recall import Passages
-from ..patch import unpatch_model
+from ..patch import choose_layers, swappable, unpatch_model
 from ..quantization.static import check_linears
+from ..text.typed import refuse_name
 from ..variants.sink import Sink
 from ..variants.softmax import Softmax
-from ..wiring.install import installation_of, model_root
+from ..wiring.install import Installation, Record, installation_of, model_root
 from ..writing import claimed, told_where
 from .adapters import refuse_adapters
 from .as_before import as_before
@@ -162,6 +163,7 @@ def convert(
         (model,) = model.children()
     refuse_converted(model)
     refuse_adapters(model)
+    refuse_name(processor, "processor")
     _check_numbers(max_loss, min_recall, keep, tokens, eval_tokens)
     if bits is not None:
         _check_bits(root, bits)
@@ -183,8 +185,10 @@ def convert(
         bits=bits,
         plan=plan_of(root, variant, stages, low_memory=low_memory),
     )
-    if installation_of(root) is not None:
-        unpatch_model(model)  # the control `softmax`
+    control = installation_of(root)
+    choose_layers(swappable(control or Installation(root, Record())), asked.layers, modules)  # refused before all else
+    if control is not None:
+        unpatch_model(model)
     with contextlib.ExitStack() as inside:
         for each in (model,) if teacher is None else (model, teacher):
             inside.enter_context(as_before(each))
