@@ -48,7 +48,7 @@ def test_no_table_is_cut(site: Path) -> None:
 
 
 def cut_tables(site: Path) -> tuple[int, list[tuple[str, int, int, int]]]:
-    """How many tables the site has, and those wider than their box: page, which one, its width, the width of the box."""
+    """How many tables the site has, and those wider than their box: page, which one, its width, that of the box."""
     from playwright.sync_api import sync_playwright
 
     count, cut = 0, []
