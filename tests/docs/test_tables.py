@@ -45,7 +45,7 @@ def test_tasks_and_their_means(model: str) -> None:
         task = record["study"].removeprefix(f"{model}-")
         name = record["converted"]["metrics"][0]["name"]
         converted, control = (100 * mean_of(record[which], name) for which in ("converted", "control"))
-        _, _, metric, ours, theirs, difference, seeds = rows.pop((task, attention(record)))
+        _, _, difference, ours, theirs, metric, seeds = rows.pop((task, attention(record)))
         assert (metric, seeds) == (name, str(len(record["converted"]["seeds"])))
         assert float(ours.split()[0]) == pytest.approx(converted, abs=0.005)
         assert float(theirs.split()[0]) == pytest.approx(control, abs=0.005)
@@ -55,7 +55,7 @@ def test_tasks_and_their_means(model: str) -> None:
         if len(values) == 1:
             continue
         row = rows.pop((f"mean of {len(values)}", name))
-        assert float(row[5]) == pytest.approx(fmean(values), abs=0.005)
+        assert float(row[2]) == pytest.approx(fmean(values), abs=0.005)
     assert not rows
 
 
@@ -72,8 +72,8 @@ def test_perplexities(studies: tuple[str, ...]) -> None:
         row = rows[record["study"].partition("-")[0], attention(record)]
         before, ours = (mean_of(record["converted"], name) for name in ("perplexity_before", "perplexity"))
         control = mean_of(record["control"], "perplexity")
-        assert float(row[2].replace(",", "")) == pytest.approx(before, abs=0.005)
-        assert [float(cell) for cell in row[3:]] == pytest.approx([ours, control, ours / control], abs=0.0005)
+        assert float(row[5].replace(",", "")) == pytest.approx(before, abs=0.005)
+        assert [float(cell) for cell in row[2:5]] == pytest.approx([ours / control, ours, control], abs=0.0005)
 
 
 def test_groups_within_a_budget() -> None:
@@ -102,10 +102,10 @@ def test_a_control_beside_what_it_became(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"runs": runs}))
     assert cells(compared_table(record)) == [
-        ["`belief`", "0", "1,000", "88.00%", "90.00%", "-2.00 ± 1.00", "0.250"],
-        ["`belief`", "1", "2,000, --bf16", "91.00%", "90.00%", "+1.00 ± 1.00", "0.250"],
-        ["`belief`", "mean of 2", "", "", "", "-0.50, standard deviation 2.12", ""],
-        ["`gated`", "0", "1,000", "90.00%", "90.00%", "+0.00 ± 1.00", "0.250"],
+        ["`belief`", "0", "-2.00 ± 1.00", "88.00%", "90.00%", "1,000", "0.250"],
+        ["`belief`", "1", "+1.00 ± 1.00", "91.00%", "90.00%", "2,000, --bf16", "0.250"],
+        ["`belief`", "mean of 2", "-0.50, standard deviation 2.12", "", "", "", ""],
+        ["`gated`", "0", "+0.00 ± 1.00", "90.00%", "90.00%", "1,000", "0.250"],
     ]
 
 
@@ -115,7 +115,7 @@ def test_a_regression_by_the_number_of_converted_layers(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"runs": [run | {"compare": compare}]}))
     assert cells(compared_table(record)) == [
-        ["STS-B, `belief`, 4 of 6 layers", "0", "1,000, --bf16", "50.00", "62.50", "-12.50 ± 3.12", "-"]
+        ["STS-B, `belief`, 4 of 6 layers", "0", "-12.50 ± 3.12", "50.00", "62.50", "1,000, --bf16", "-"]
     ]
 
 
