@@ -25,6 +25,7 @@ from .conversions import (
 )
 from .memory import bags_table, recall_table
 from .names import canonical_label
+from .overview import results_table
 from .papers import claims_table
 from .runs import conversion_table, perplexities_table, published_table, recorded, scratch_table, tasks_table
 from .speed import compile_table, decode_table, lra_table, operator_table, serving_table, speed_table, weighted_table
@@ -126,6 +127,7 @@ TABLES = {
     "variants": variants_table,
     "published": published_table,
     "conversion": conversion_table,
+    "results": results_table,
     "scratch": scratch_table,
     "papers": lambda: claims_table({run.name: run for run in recorded()}),
     "curve": curve_table,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 
 from docs.tables.conversions import BUDGET, HYBRIDS, NEWS, PHOTOS, SENTENCES, budget_table, compared_table
+from docs.tables.overview import STUDIES, results_table
 from docs.tables.runs import CARDS, RECORDS, perplexities_table, tasks_table
+
+NO_LINK = re.compile(r"\]\([^)]*\)")
 
 
 def cells(table: str) -> list[list[str]]:
@@ -73,6 +77,28 @@ def test_perplexities(studies: tuple[str, ...]) -> None:
         control = mean_of(record["control"], "perplexity")
         assert float(row[5].replace(",", "")) == pytest.approx(before, abs=0.005)
         assert [float(cell) for cell in row[2:5]] == pytest.approx([ours / control, ours, control], abs=0.0005)
+
+
+def test_the_results_on_one_screen_are_those_of_the_records() -> None:
+    """Each figure has a link to its record, and says what the record says."""
+    rows = {row[0]: row[1:] for row in cells(results_table())}
+    assert 10 < len(rows) < 25
+    figures = [
+        figure
+        for row in rows.values()
+        for cell in row
+        for figure in re.findall(r"[+-]?\d+\.\d+", NO_LINK.sub("", cell))
+    ]
+    linked = re.findall(r"\[([+-]?\d+\.\d+)(?: ×)?\]\((?:model_cards/|https://github.com/)", results_table())
+    assert figures == linked
+    for record in records("smollm2-distilled"):
+        ratio = mean_of(record["converted"], "perplexity") / mean_of(record["control"], "perplexity")
+        assert f"[{ratio:.3f} ×](model_cards/{record['name']}/README.md)" in " ".join(
+            rows[STUDIES["smollm2-distilled"]]
+        )
+    assert rows["MiniLM, SST-2, more texts"][3].startswith("[-1.2]")
+    for path in re.findall(r"\((model_cards/[^)]+)\)|/blob/main/([^)]+)\)", results_table()):
+        assert (CARDS.parent / (path[0] or path[1])).is_file()
 
 
 def test_groups_within_a_budget() -> None:
