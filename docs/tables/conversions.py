@@ -31,6 +31,7 @@ HYBRIDS = ROOT / "recipes" / "figures" / "compare-minilm-glue-layers.json"
 PHOTOS = ROOT / "recipes" / "figures" / "compare-vit-s-cifar10.json"
 BUDGET = ROOT / "recipes" / "figures" / "convert-smollm2-belief.json"
 DECODE = ROOT / "benchmarks" / "figures" / "bench-decode-hybrid.json"
+DECODE_WINDOW = ROOT / "benchmarks" / "figures" / "bench-decode-window.json"
 
 
 def curve_table(record: Path = CURVE) -> str:
@@ -125,16 +126,16 @@ def budget_table(record: Path = BUDGET) -> str:
     return markdown(header, lines)
 
 
-def hybrid_table() -> str:
-    """Decoding with a hybrid of softmax and linear layers: `benchmarks/bench_decode.py`."""
-    rows = _read(DECODE)["rows"]
+def decoding_table(record: Path = DECODE, name: str = "the hybrid") -> str:
+    """Decoding with a swapped model beside the stock one: `benchmarks/bench_decode.py`."""
+    rows = _read(record)["rows"]
     lines = []
-    for stock, hybrid in zip(rows[::2], rows[1::2], strict=True):
-        low, high = hybrid["decode_95"]
-        ratio = f"{hybrid['decode']:.2f} [{low:.2f}, {high:.2f}]"
-        caches = (f"{row['cache_mb']:.1f} MB" for row in (stock, hybrid))
+    for stock, swapped in zip(rows[::2], rows[1::2], strict=True):
+        low, high = swapped["decode_95"]
+        ratio = f"{swapped['decode']:.2f} [{low:.2f}, {high:.2f}]"
+        caches = (f"{row['cache_mb']:.1f} MB" for row in (stock, swapped))
         lines.append((f"{stock['context']:,}", ratio, *caches))
-    return markdown(("context", "a token, stock = 1", "cache of the stock model", "cache of the hybrid"), lines)
+    return markdown(("context", "a token, stock = 1", "cache of the stock model", f"cache of {name}"), lines)
 
 
 def _read(path: Path) -> Any:

@@ -37,11 +37,12 @@ from ..layer.registry import canonical_keys, parse
 from ..measuring.held_out import HeldOut
 from ..measuring.lost import predicts_next
 from ..measuring.recall import Passages
-from ..patch import unpatch_model
+from ..patch import choose_layers, swappable, unpatch_model
 from ..quantization.static import check_linears
+from ..text.typed import refuse_name
 from ..variants.sink import Sink
 from ..variants.softmax import Softmax
-from ..wiring.install import installation_of, model_root
+from ..wiring.install import Installation, Record, installation_of, model_root
 from ..writing import claimed, told_where
 from .adapters import refuse_adapters
 from .as_before import as_before
@@ -70,6 +71,7 @@ def convert(
     *,
     processor: Any = None,
     eval_data: Any = None,
+    eval_tokens: int | None = None,
     tokens: int = 300_000,
     max_loss: float | None = None,
     min_recall: float | None = None,
@@ -99,11 +101,14 @@ def convert(
         model: a stock model, as from_pretrained returns it. What `torch.compile` made of it shares its weights; the
             conversion runs the model inside, because hooks that measure would compile it again and again.
         variant: the name of the variant, or a composition such as "outeffhop+gated".
-        data: texts, pairs of texts, images or rows that are ready, as in `as_rows`; labels are not read.
+        data: texts, pairs of texts, images or rows that are ready, as a sequence or as a stream that may have no end,
+            such as an `IterableDataset`; see `as_rows`. No more is read than the budget needs. Labels are not read.
         processor: the tokenizer or image processor.
         eval_data: held-out data of the same kind, to measure on. None takes a twentieth of `data` (at least 8 rows,
             and at most some 8,000 tokens or patches), which the conversion then does not see. If held-out rows have
             labels, a classifier's accuracy is the measure, or the rank correlation of a regression.
+        eval_tokens: how much of `eval_data` is measured on at most: tokens of text, patches of images, or rows of other
+            data. None is 32,768 tokens or patches, or 256 rows.
         tokens: the budget of the distillation, in tokens of text; in patches, for images; in rows, for other data. A
             budget below one step trains nothing.
         max_loss: the largest loss, as a share (0.02 is 2 %) of what `Lost.share` names for this kind of model, such as
@@ -158,7 +163,8 @@ def convert(
         (model,) = model.children()
     refuse_converted(model)
     refuse_adapters(model)
-    _check_numbers(max_loss, min_recall, keep, tokens)
+    refuse_name(processor, "processor")
+    _check_numbers(max_loss, min_recall, keep, tokens, eval_tokens)
     if bits is not None:
         _check_bits(root, bits)
     if teacher is not None:
@@ -179,8 +185,10 @@ def convert(
         bits=bits,
         plan=plan_of(root, variant, stages, low_memory=low_memory),
     )
-    if installation_of(root) is not None:
-        unpatch_model(model)  # the control `softmax`
+    control = installation_of(root)
+    choose_layers(swappable(control or Installation(root, Record())), asked.layers, modules)  # refused before all else
+    if control is not None:
+        unpatch_model(model)
     with contextlib.ExitStack() as inside:
         for each in (model,) if teacher is None else (model, teacher):
             inside.enter_context(as_before(each))
@@ -190,7 +198,16 @@ def convert(
         if output_dir is not None:
             inside.enter_context(claimed(folder, writes=args.should_save))
             inside.enter_context(told_where(folder))
-        train, held = split(root, data, eval_data, processor, length)
+        train, held = split(
+            root,
+            data,
+            eval_data,
+            processor,
+            length,
+            tokens=tokens,
+            eval_tokens=eval_tokens,
+            fewest=0 if asked.plan.calibrate is None else asked.plan.calibrate.rows,
+        )
         output = try_longest(root, train)
         for stage in asked.plan.distil:
             refuse_without_logits(stage.losses, output)
@@ -208,6 +225,11 @@ def convert(
             budget=Budget(left=tokens, reserved=_reserved(variant, tokens, bits)),
             progress=progress,
         )
+        if eval_data is not None and not held.whole:
+            state.say(
+                f"The loss was measured on {len(held):,} rows, a part of the held-out data; a larger eval_tokens takes "
+                "more of them."
+            )
         if why_not is not None:
             state.say(f"Recall was not measured: {why_not}")
         try:
@@ -252,7 +274,7 @@ def refuse_converted(model: nn.Module) -> None:
             raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
 
 
-def _check_numbers(max_loss: Any, min_recall: Any, keep: Any, tokens: Any) -> None:
+def _check_numbers(max_loss: Any, min_recall: Any, keep: Any, tokens: Any, eval_tokens: Any) -> None:
     """Refuse numbers that are out of range, and texts such as "2%", which the command line alone reads.
 
     Raises:
@@ -266,6 +288,8 @@ def _check_numbers(max_loss: Any, min_recall: Any, keep: Any, tokens: Any) -> No
         raise ValueError(f"keep is the share of layers that stay as they are, from 0 to below 1, got {keep!r}.")
     if not (isinstance(tokens, Integral) and int(tokens) >= 1):
         raise ValueError(f"tokens must be a whole number of at least 1, such as 300_000, got {tokens!r}.")
+    if eval_tokens is not None and not (isinstance(eval_tokens, Integral) and int(eval_tokens) >= 1):
+        raise ValueError(f"eval_tokens must be a whole number of at least 1, such as 32_768, got {eval_tokens!r}.")
 
 
 def _check_bits(root: PreTrainedModel, bits: Any) -> None:

@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import nn
 from transformers import TrainingArguments
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .teacher import is_sharded
 
@@ -28,6 +27,12 @@ def of_the_first(value: T, args: TrainingArguments) -> T:
     return held[0]
 
 
+def zero_3(args: TrainingArguments) -> bool:
+    """True if DeepSpeed splits the weights over processes."""
+    plugin = getattr(args, "deepspeed_plugin", None)
+    return plugin is not None and plugin.zero_stage == 3
+
+
 def refuse_split_weights(args: TrainingArguments, model: nn.Module | None = None) -> None:
     """Refuse what splits the weights over processes: the steps of a conversion read and write whole weights.
 
@@ -35,10 +40,12 @@ def refuse_split_weights(args: TrainingArguments, model: nn.Module | None = None
         ValueError: FSDP or DeepSpeed ZeRO-3 is on, or the model is split already.
     """
     by = None
-    if args.fsdp or _launched_with_fsdp() or (model is not None and is_sharded(model)):
+    if args.fsdp or _launched_with_fsdp():
         by = "FSDP"
-    elif is_deepspeed_zero3_enabled():
+    elif zero_3(args):
         by = "DeepSpeed ZeRO-3"
+    elif model is not None and is_sharded(model):
+        by = "FSDP or DeepSpeed ZeRO-3"
     if by is not None:
         raise ValueError(
             f"convert works on whole weights, and {by} splits them over processes; start it with accelerate launch "

@@ -98,8 +98,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kilobytes", [8, 120, 300, 700, 1100])
+@pytest.mark.parametrize(("every", "kilobytes"), [(1, 8), (1, 40), (1, 120), (1, 400), (100, 460)])
 def test_a_full_disk(
+    every: int,
     kilobytes: int,
     command: Command,
     tiny_bert: Path,
@@ -108,8 +109,8 @@ def test_a_full_disk(
     wanted: dict[str, torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At the first part of the work, at checkpoints, and at the result: one line that names the folder."""
-    monkeypatch.setattr(lesson, "SAVE_EVERY", 1)
+    """At the first part of the work, at the first and the second checkpoint, and at the result."""
+    monkeypatch.setattr(lesson, "SAVE_EVERY", every)  # training steps between two checkpoints
     out, ballast = disk / "out", disk / "ballast"
     free = os.statvfs(disk)
     ballast.write_bytes(b"x" * (free.f_bavail * free.f_frsize - 1024 * kilobytes))
@@ -120,6 +121,7 @@ def test_a_full_disk(
     assert f"{out}" in error[0]
     assert "Make room; the same command then goes on." in error[0]
     assert not out.exists()
+    assert ("saving in" in told.err) == (every == 100)
     ballast.unlink()
     assert command(*words(tiny_bert, out, texts)).code == 0
     assert same(out, wanted)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from docs.tables.conversions import BUDGET, HYBRIDS, NEWS, PHOTOS, SENTENCES, budget_table, compared_table
+from docs.tables.eight_bits import eight_bits_table, largest_table
 from docs.tables.overview import STUDIES, results_table
 from docs.tables.runs import CARDS, RECORDS, perplexities_table, tasks_table
 
@@ -150,3 +151,33 @@ def test_differences_are_those_of_both_figures(record: Path) -> None:
         found = run["compare"]
         measure = "accuracy" if "accuracy" in found else "correlation"
         assert found[f"stock_{measure}"] - found[measure] == pytest.approx(found["loss"])
+
+
+def test_what_eight_bits_cost(tmp_path: Path) -> None:
+    """Points for accuracies, ratios for perplexities, and a state that a model does not have."""
+    top = {"value": 1234.5, "place": 3, "token": 7, "word": "\n", "norm": "1.norm"}
+    stock = {"figures": {"a/test": [0.9, 0, 0, 0]}, "largest": top}
+    rounded = {"figures": {"a/test": [0.88, -0.02, -0.031, 0.001]}, "largest": top}
+    runs = {"stock, full precision": stock, "stock, 8 bits": rounded}
+    lost = {"figures": {"b/test": [27.5, 281285.2, 1.25, 1.5]}, "largest": top | {"value": 2.5, "word": None}}
+    more = {
+        "stock, full precision": lost,
+        "sink, full precision": lost,
+        "sink, 8 bits": lost,
+        "sink, trained, 8 bits": lost,
+    }
+    studies = [
+        {"name": "one", "metric": "accuracy", "protocol": "machine", "runs": runs},
+        {"name": "two", "metric": "perplexity", "protocol": "papers", "runs": more},
+    ]
+    paths = [tmp_path / f"{study['name']}.json" for study in studies]
+    for path, study in zip(paths, studies, strict=True):
+        path.write_text(json.dumps(study))
+    assert cells(eight_bits_table(paths)) == [
+        ["one", "a/test", "machines", "90.0", "-2.0 (-3.1 to +0.1)", *["–"] * 4],
+        ["two", "b/test", "papers", "27.50", "–", "–", "281,285 (1.250–1.500)", "–", "281,285 (1.250–1.500)"],
+    ]
+    assert cells(largest_table(paths)) == [
+        ["one", "a/test", "1,234, token 3 `'\\n'`, `1.norm`", "–"],
+        ["two", "b/test", "2.5, token 3, `1.norm`", "2.5, token 3, `1.norm`"],
+    ]
