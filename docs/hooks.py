@@ -29,6 +29,7 @@ MARKER = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
 CARD_LINK = re.compile(r"\]\(model_cards/([^/)]+)/README\.md\)")
 RECORD_LINK = re.compile(r"\]\(model_cards/runs/([^/)]+)/results\.json\)")
 # Sections of a card that speak of a model which somebody can load. A record of a run has no such model.
+PICTURE = re.compile(r"(!\[[^\]]*\]\()([^)#]+)\.png\)")
 # Pages with wide tables: their contents list stands below the title, and the place at the right belongs to the tables.
 WIDE = re.compile(r"(?:results|variants)/.*|models/published\.md|guides/elsewhere\.md|architectures\.md")
 HEADING = re.compile(r"^```.*?^```|^## ([^\n]+)$", re.MULTILINE | re.DOTALL)
@@ -68,10 +69,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     text = MARKER.sub(lambda found: site_table(found[1]), markdown)
     text = CARD_LINK.sub(rf"]({top}/cards/\1.md)", text)
     text = RECORD_LINK.sub(rf"]({top}/records/\1.md)", text)
+    text = PICTURE.sub(lambda found: _for_both_schemes(found, page.file.src_uri), text)
     if not WIDE.fullmatch(page.file.src_uri):
         return text
     page.meta["hide"] = ["toc"]
     return with_contents(text)
+
+
+def _for_both_schemes(picture: re.Match[str], page: str) -> str:
+    """The picture, or, if there is one NAME-dark.png beside it, each of the two where its colours fit."""
+    start, path = picture[1], picture[2]
+    if not (ROOT / "docs" / posixpath.dirname(page) / f"{path}-dark.png").is_file():
+        return picture[0]
+    return f"{start}{path}.png#only-light){start}{path}-dark.png#only-dark)"
 
 
 def with_contents(text: str) -> str:

@@ -27,6 +27,7 @@ from .conversions import (
 from .eight_bits import eight_bits_table, largest_table
 from .memory import bags_table, recall_table
 from .names import canonical_label
+from .overview import results_table
 from .papers import claims_table
 from .runs import conversion_table, perplexities_table, published_table, recorded, scratch_table, tasks_table
 from .speed import (
@@ -137,6 +138,7 @@ TABLES = {
     "variants": variants_table,
     "published": published_table,
     "conversion": conversion_table,
+    "results": results_table,
     "scratch": scratch_table,
     "papers": lambda: claims_table({run.name: run for run in recorded()}),
     "curve": curve_table,

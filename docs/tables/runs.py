@@ -116,10 +116,14 @@ def _what(run: RunResult) -> list[str]:
     return [_attention(run), data, f"[{run.base.name.split('/')[-1]}]({HUB}/{run.base.name})"]
 
 
-def _link(run: RunResult) -> str:
-    """The name, which leads to the card or to the record. `docs/hooks.py` makes it lead to the page of the site."""
+def link(run: RunResult) -> str:
+    """Where the card or the record is. `docs/hooks.py` makes a link to it lead to the page of the site."""
     path = f"{run.name}/README.md" if has_card(run) else f"{RECORDS.name}/{run.name}/{RESULTS_FILE}"
-    return f"[{run.name}]({CARDS.name}/{path})"
+    return f"{CARDS.name}/{path}"
+
+
+def _link(run: RunResult) -> str:
+    return f"[{run.name}]({link(run)})"
 
 
 def _attention(run: RunResult) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,7 +12,10 @@ import pytest
 
 from docs.tables.conversions import BUDGET, HYBRIDS, NEWS, PHOTOS, SENTENCES, budget_table, compared_table
 from docs.tables.eight_bits import eight_bits_table, largest_table
+from docs.tables.overview import STUDIES, results_table
 from docs.tables.runs import CARDS, RECORDS, perplexities_table, tasks_table
+
+NO_LINK = re.compile(r"\]\([^)]*\)")
 
 
 def cells(table: str) -> list[list[str]]:
@@ -76,6 +80,28 @@ def test_perplexities(studies: tuple[str, ...]) -> None:
         assert [float(cell) for cell in row[2:5]] == pytest.approx([ours / control, ours, control], abs=0.0005)
 
 
+def test_the_results_on_one_screen_are_those_of_the_records() -> None:
+    """Each figure has a link to its record, and says what the record says."""
+    rows = {row[0]: row[1:] for row in cells(results_table())}
+    assert 10 < len(rows) < 25
+    figures = [
+        figure
+        for row in rows.values()
+        for cell in row
+        for figure in re.findall(r"[+-]?\d+\.\d+", NO_LINK.sub("", cell))
+    ]
+    linked = re.findall(r"\[([+-]?\d+\.\d+)(?: ×)?\]\((?:model_cards/|https://github.com/)", results_table())
+    assert figures == linked
+    for record in records("smollm2-distilled"):
+        ratio = mean_of(record["converted"], "perplexity") / mean_of(record["control"], "perplexity")
+        assert f"[{ratio:.3f} ×](model_cards/{record['name']}/README.md)" in " ".join(
+            rows[STUDIES["smollm2-distilled"]]
+        )
+    assert rows["MiniLM, SST-2, more texts"][3].startswith("[-1.2]")
+    for path in re.findall(r"\((model_cards/[^)]+)\)|/blob/main/([^)]+)\)", results_table()):
+        assert (CARDS.parent / (path[0] or path[1])).is_file()
+
+
 def test_groups_within_a_budget() -> None:
     """All tokens of the conversion are in the table, and its last loss is that of the last step."""
     steps = json.loads(BUDGET.read_text("utf-8"))["steps"]
@@ -134,7 +160,12 @@ def test_what_eight_bits_cost(tmp_path: Path) -> None:
     rounded = {"figures": {"a/test": [0.88, -0.02, -0.031, 0.001]}, "largest": top}
     runs = {"stock, full precision": stock, "stock, 8 bits": rounded}
     lost = {"figures": {"b/test": [27.5, 281285.2, 1.25, 1.5]}, "largest": top | {"value": 2.5, "word": None}}
-    more = {"stock, full precision": lost, "sink, full precision": lost, "sink, 8 bits": lost, "sink, trained, 8 bits": lost}
+    more = {
+        "stock, full precision": lost,
+        "sink, full precision": lost,
+        "sink, 8 bits": lost,
+        "sink, trained, 8 bits": lost,
+    }
     studies = [
         {"name": "one", "metric": "accuracy", "protocol": "machine", "runs": runs},
         {"name": "two", "metric": "perplexity", "protocol": "papers", "runs": more},
