@@ -30,7 +30,6 @@ from bench_models import KINDS, MODELS
 
 import hf_attn_swap
 from hf_attn_swap import list_variants, patch_model
-from hf_attn_swap.text.table import markdown
 
 NOW, AGAIN, THEN = "this tree", "this tree again", "commit"
 
@@ -139,6 +138,8 @@ def measure(workers: dict[str, Worker], what: tuple[str, str, str], given: argpa
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
+    from hf_attn_swap.text.table import markdown  # here, because an older tree, which never prints, may lack it
+
     kinds = [kind for kind in KINDS if any(kind in row for row in rows)]
     lines = []
     for row in rows:

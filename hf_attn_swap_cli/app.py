@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 WIDE = 160  # columns of a table of Rich that is written to a file or a pipe
 USAGE_ERROR = 2
 INTERRUPTED = 130
+QUIET = ("--quiet", "-q")
 
 app = typer.Typer(
     name="hf-attn-swap",
@@ -35,9 +38,15 @@ class Command(TyperCommand):
     """A command that quietens the libraries before it runs, and not before its help, which loads no library."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        _quiet()
-        return super().invoke(ctx)
+        """Run the command. With the option `quiet`, it shows no bar."""
+        from hf_attn_swap.text.bar import hidden, visible
+
+        quiet = ctx.params.get("quiet") or any(
+            word in QUIET for word in ctx.args
+        )  # a recipe's words are no parameters of ours
+        with hidden() if quiet else contextlib.nullcontext():
+            _quiet(bars=visible())
+            return super().invoke(ctx)
 
 
 def main() -> None:
@@ -101,6 +110,11 @@ def notify(message: str) -> None:
         print(message, file=sys.stderr)
 
 
+def told(quiet: bool) -> Callable[[str], None]:
+    """`notify` for what a command is doing; with the option `quiet`, a function that says nothing."""
+    return (lambda message: None) if quiet else notify
+
+
 def columns() -> int | None:
     """The width of the terminal, or of the variable COLUMNS; None for a file or a pipe."""
     if "COLUMNS" not in os.environ and not sys.stdout.isatty():
@@ -133,12 +147,18 @@ def show(table: Table) -> None:
     console().print(folded)
 
 
-def _quiet() -> None:
-    """Hide the messages of the libraries, and print each warning of this package in one line."""
+def _quiet(*, bars: bool) -> None:
+    """Hide the messages of the libraries, and their bars; print each warning of this package in one line."""
     import huggingface_hub
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     huggingface_hub.utils.logging.set_verbosity_error()
+    if not bars:
+        transformers.utils.logging.disable_progress_bar()
+        huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]  # public, but not in its __all__
+        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # datasets reads it when it is imported, which takes time
+        if "datasets" in sys.modules:
+            sys.modules["datasets"].disable_progress_bars()
     warnings.filterwarnings("ignore", module=r"(transformers|torch|huggingface_hub|accelerate)\b")
     warnings.showwarning = lambda message, *_, **__: notify(f"warning: {message}")

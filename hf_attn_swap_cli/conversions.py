@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .app import Command, app, first_process, notify, show
-from .options import Columns, Config, Data, Device, Dtype, Options, Overwrite, Revision, Task, Token, columns
+from .app import Command, app, first_process, notify, show, told
+from .options import (
+    LENGTH,
+    Columns,
+    Config,
+    Data,
+    Device,
+    Dtype,
+    Options,
+    Overwrite,
+    Quiet,
+    Revision,
+    Stream,
+    Task,
+    Token,
+    Tokenizer,
+    columns,
+)
 
 MISSED = 1  # the exit code of a conversion that missed its budget
 
 Stock = Annotated[str, typer.Argument(help="Name on the Hub, or folder, of a stock model.")]
 Train = Annotated[str | None, typer.Option(help="Split to work on; train if left out.")]
 HeldOut = Annotated[str | None, typer.Option(help="Held-out data; a part of --data if left out.")]
+HeldOutTokens = Annotated[
+    str | None, typer.Option(help="What is read of --eval-data at most, such as 100k; 32,768 tokens if left out.")
+]
 Loss = Annotated[
     str | None, typer.Option(help="Largest loss, such as 2%: training stops within it, and a larger loss is not saved.")
 ]
 Length = Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")]
 Push = Annotated[str | None, typer.Option(help="Publish the result there, such as me/smollm2-belief.")]
 Anyway = Annotated[bool, typer.Option("--keep-anyway", help="Save the model, too, if its loss is above the budget.")]
+Base = Annotated[
+    str | None, typer.Option("--base-model", help="Name of the model on the Hub, for the card, if MODEL is a folder.")
+]
 
 
 @app.command(cls=Command)
@@ -33,7 +54,9 @@ def convert(
     column: Columns = None,
     config: Config = None,
     split: Train = None,
+    stream: Stream = None,
     eval_data: HeldOut = None,
+    eval_tokens: HeldOutTokens = None,
     tokens: Annotated[
         str, typer.Option(help="Budget of the distillation, such as 300k (patches, for images).")
     ] = "300k",
@@ -47,7 +70,7 @@ def convert(
         bool, typer.Option("--absorb/--no-absorb", help="Try one token as a sink, in a causal language model.")
     ] = True,
     option: Options = None,
-    length: Length = 256,
+    length: Length = LENGTH,
     low_memory: Annotated[
         bool, typer.Option("--low-memory", help="Slower, with less memory: adapters, and one row at a time.")
     ] = False,
@@ -58,20 +81,23 @@ def convert(
         ),
     ] = False,
     task: Task = None,
+    tokenizer: Tokenizer = None,
     device: Device = None,
     dtype: Dtype = "auto",
     revision: Revision = None,
     token: Token = None,
+    base_model: Base = None,
     push: Push = None,
     keep_anyway: Anyway = False,
     overwrite: Overwrite = False,
+    quiet: Quiet = False,
 ) -> None:
     """Convert a model with little loss: swap, fit, distil from the model itself, measure, and save.
 
     Labels are not read. The folder gets the model, its tokenizer, a card, results.json and conversion.html. The same
     command goes on with a conversion that was interrupted. If the loss is above --max-loss, or recall below
-    --min-recall, nothing is saved and the exit code is 1. On several GPUs: accelerate launch -m hf_attn_swap.cli
-    convert, with the same arguments.
+    --min-recall, nothing is saved and the exit code is 1. On several GPUs: accelerate launch --multi_gpu -m
+    hf_attn_swap_cli convert, with the same arguments; a training step of n processes then reads n times the rows.
     """
     _run(**locals())
 
@@ -87,7 +113,9 @@ def quantize(
     column: Columns = None,
     config: Config = None,
     split: Train = None,
+    stream: Stream = None,
     eval_data: HeldOut = None,
+    eval_tokens: HeldOutTokens = None,
     tokens: Annotated[
         str, typer.Option(help="Budget of a training with rounding (half of it goes to --variant), such as 20k.")
     ] = "1",
@@ -95,18 +123,22 @@ def quantize(
     option: Options = None,
     length: Length = 512,
     task: Task = None,
+    tokenizer: Tokenizer = None,
     device: Device = None,
     dtype: Dtype = "float32",
     revision: Revision = None,
     token: Token = None,
+    base_model: Base = None,
     push: Push = None,
     keep_anyway: Anyway = False,
     overwrite: Overwrite = False,
+    quiet: Quiet = False,
 ) -> None:
     """Round a model to 8-bit integers with little loss: sink, smoothed channels, static ranges; measure, and save.
 
     Nothing is trained unless --tokens says so. The table has the loss of the stock model in the same 8 bits, and of
-    each step. The folder gets the model, its tokenizer, a card, results.json and conversion.html.
+    each step. The folder gets the model, its tokenizer, a card, results.json and conversion.html. On several GPUs:
+    accelerate launch --multi_gpu -m hf_attn_swap_cli quantize, with the same arguments.
     """
     _run(**locals(), layers="auto", bits=8)
 
@@ -118,6 +150,8 @@ def _run(
     out: Path,
     data: str,
     eval_data: str | None,
+    eval_tokens: str | None,
+    stream: bool | None,
     column: list[str] | None,
     config: str | None,
     split: str | None,
@@ -127,6 +161,7 @@ def _run(
     option: list[str] | None,
     push: str | None,
     token: str | None,
+    quiet: bool,
     min_recall: str | None = None,
     **more: Any,
 ) -> None:
@@ -134,15 +169,15 @@ def _run(
     from hf_attn_swap.publish.converted import convert_checkpoint
     from hf_attn_swap.publish.hub import push_folder
     from hf_attn_swap.text.typed import parse_count, parse_layers, parse_options, parse_share
-    from hf_attn_swap.training.data import inputs_of, load_rows
+    from hf_attn_swap.training.data import inputs_of, open_rows
 
     names = columns(column)
 
-    def read() -> tuple[Sequence[Any], Sequence[Any] | None]:
-        train = inputs_of(load_rows(data, config, split, names, ("train",)), names)
+    def read() -> tuple[Any, Any]:
+        train = inputs_of(open_rows(data, config, split, names, ("train",), stream=stream), names)
         if eval_data is None:
             return train, None
-        return train, inputs_of(load_rows(eval_data, config, None, names), names)
+        return train, inputs_of(open_rows(eval_data, config, None, names, stream=stream), names)
 
     report, saved = convert_checkpoint(
         model,
@@ -151,12 +186,14 @@ def _run(
         read,
         data_name=Path(data).stem if Path(data).exists() else data,
         tokens=parse_count(tokens),
+        eval_tokens=None if eval_tokens is None else parse_count(eval_tokens),
         max_loss=parse_share(max_loss),
         min_recall=parse_share(min_recall),
         layers="auto" if layers == "auto" else parse_layers(layers) or [],
         options=parse_options(option or [], composed="+" in variant),
         token=token,
-        notify=notify,
+        notify=told(quiet),
+        quiet=quiet,
         **more,
     )
     if not first_process():

@@ -7,8 +7,26 @@ from typing import Annotated
 
 import typer
 
-from .app import Command, app, notify
-from .options import Columns, Config, Data, Device, Dtype, Model, Options, Revision, Split, Task, Token, columns
+from .app import Command, app, told
+from .options import (
+    LENGTH,
+    Columns,
+    Config,
+    Data,
+    Device,
+    Dtype,
+    Length,
+    Model,
+    Options,
+    Quiet,
+    Revision,
+    Split,
+    Stream,
+    Task,
+    Token,
+    Tokenizer,
+    columns,
+)
 
 
 @app.command(cls=Command)
@@ -33,6 +51,7 @@ def demo(
     max_length: Annotated[int, typer.Option(help="Number of tokens that are kept of a sentence.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the sample and of the fine-tuning.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("attn-swap-demo"),
+    quiet: Quiet = False,  # read by `Command`
 ) -> None:
     """Fine-tune a pretrained BERT on real text, convert it to several attentions, compare them, save and reload one."""
     import transformers
@@ -75,50 +94,64 @@ def report(
     column: Columns = None,
     config: Config = None,
     split: Split = None,
+    stream: Stream = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows, from the first.")] = 64,
     show: Annotated[int, typer.Option(help="Row whose attention is drawn, from 0.")] = 0,
-    max_length: Annotated[int, typer.Option(min=2, help="Number of tokens that are kept of a row.")] = 128,
+    length: Length = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Number of rows per batch.")] = 16,
     task: Task = None,
     device: Device = None,
     dtype: Dtype = "auto",
     revision: Revision = None,
     token: Token = None,
-    processor: Annotated[str | None, typer.Option(help="Tokenizer or image processor, if not the model's.")] = None,
+    tokenizer: Tokenizer = None,
     base: Annotated[
         str | None, typer.Option(help="The stock model, to say what was lost; the model at strength 0 if left out.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write report.html and report.json into.")] = Path("report"),
+    quiet: Quiet = False,
 ) -> None:
     """Report what a swap does to a model, beside the unswapped model: outliers, similarity, entropy, attention maps."""
     from hf_attn_swap.analysis.comparison import compare
     from hf_attn_swap.analysis.inputs import prepare
-    from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint
+    from hf_attn_swap.measuring.lost import predicts_next
+    from hf_attn_swap.measuring.positions import beyond_conversion, check_length, longest_row, usual_length
+    from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint, other_processor, row_length
     from hf_attn_swap.text.typed import parse_options
-    from hf_attn_swap.training import load_rows
+    from hf_attn_swap.training.data import open_rows
+    from hf_attn_swap.writing import check_writable, told_where
 
+    check_writable(out)
     chosen = parse_options(option or [], composed="+" in (variant or ""))
     names = columns(column)
-    found = load_rows(data, config, split, names)
+    found = open_rows(data, config, split, names, stream=stream, in_order=True)
     loaded = load_checkpoint(model, task, device=device, dtype=dtype, revision=revision, token=token)
+    if tokenizer is not None:
+        other_processor(loaded, tokenizer, hub_arguments(None, token))  # refused now, if it has other tokens
     inputs = prepare(
         loaded,
-        processor or model,
+        tokenizer or model,
         found,
         names,
         limit=rows,
         batch_size=batch_size,
-        max_length=max_length,
+        max_length=length or usual_length([loaded], LENGTH),
         shown=show,
-        hub=hub_arguments(revision if processor is None else None, token),
+        hub=hub_arguments(revision if tokenizer is None else None, token),
     )
+    longest = longest_row(inputs.batches)
+    check_length(loaded, longest)
+    converted_on = row_length(loaded, model, hub_arguments(revision, token)) if predicts_next(loaded) else None
+    warning = beyond_conversion(model, converted_on, longest)
     stock = None if base is None else load_checkpoint(base, task, device=device, dtype=dtype, token=token)
-    made = compare(loaded, inputs, Path(data).name, variant, fit=calibrate, stock=stock, **chosen)
+    notes = [] if warning is None else [warning]
+    made = compare(loaded, inputs, Path(data).name, variant, fit=calibrate, stock=stock, notes=notes, **chosen)
     if made.lost is not None:
         print(made.lost)
     for note in made.notes:
-        notify(f"note: {note}")
-    print(made.save(out))
+        told(quiet)(f"note: {note}")
+    with told_where(out):
+        print(made.save(out))
 
 
 @app.command(cls=Command)
@@ -137,6 +170,7 @@ def dynamics(
     from transformers import AutoModel, AutoTokenizer
 
     from hf_attn_swap.dynamics.figures import FIGURES, TRAINED, Settings
+    from hf_attn_swap.writing import check_writable, told_where
 
     if figure == "list":
         for name, draw in FIGURES.items():
@@ -152,6 +186,7 @@ def dynamics(
         raise ValueError(f"unknown figure {unknown[0]!r}; known: {', '.join(FIGURES)}.")
     if missing := [name for name in chosen if name in unusable]:
         raise ValueError(f"{missing[0]} needs {'--model' if model is None else '--text'}.")
+    check_writable(out)
     settings = Settings(
         seed=seed,
         layer=layer,
@@ -163,5 +198,6 @@ def dynamics(
     for name in chosen:
         drawn = FIGURES[name](settings)
         print(f"{name}: {drawn.says}")
-        for path in drawn.save(out, name):
-            print(f"  {path}")
+        with told_where(out):
+            for path in drawn.save(out, name):
+                print(f"  {path}")

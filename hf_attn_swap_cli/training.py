@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import Command, app, show
+from .app import QUIET, Command, app, show
 
 AS_GIVEN = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
@@ -24,8 +24,9 @@ def recipes(
 
     After the recipe stand a configuration that ships or a YAML file, and options, which win over the file:
     hf-attn-swap train text-classification ag_news --variant belief. The options are the recipe's own and those of
-    transformers' TrainingArguments; --help after the recipe shows them. On several GPUs: accelerate launch -m
-    hf_attn_swap_cli train, with the same arguments.
+    transformers' TrainingArguments; --help after the recipe shows them. --quiet, or -q, shows no progress. On several
+    GPUs: accelerate launch --multi_gpu -m hf_attn_swap_cli train, with the same arguments; a step of n processes then
+    reads n times the rows.
     """
     if listed:
         _list()
@@ -52,8 +53,9 @@ def language_modeling(context: typer.Context) -> None:
 
 
 def _run(recipe: str, arguments: list[str]) -> None:
-    """Run a recipe, which reads the arguments itself."""
-    importlib.import_module(f"hf_attn_swap.training.recipes.{recipe}").main(arguments)
+    """Run a recipe, which reads the arguments itself, but for --quiet."""
+    words = [word for word in arguments if word not in QUIET]
+    importlib.import_module(f"hf_attn_swap.training.recipes.{recipe}").main(words)
 
 
 def _list() -> None:

@@ -5,11 +5,11 @@ Axes: H head, Q query, K key.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..conversion import calibrate
@@ -19,6 +19,7 @@ from ..measuring.batches import Batch
 from ..measuring.lost import lost
 from ..measuring.watched import watched
 from ..patch import need_installation, patch_model, set_strength
+from ..text.bar import bar
 from ..wiring.install import installation_of
 from .inputs import Inputs
 from .record import record
@@ -37,6 +38,7 @@ def compare(
     *,
     fit: str | None = None,
     stock: PreTrainedModel | None = None,
+    notes: Sequence[str] = (),
     **options: Any,
 ) -> Report:
     """Record a model without and with its swap.
@@ -51,6 +53,7 @@ def compare(
         fit: "gain" or "map" calibrates on the rows before the second recording.
         stock: the model from before the swap, for what was lost. None takes the swapped model at strength 0, which is
             the same model as long as no weight was trained.
+        notes: more sentences that a reader of the report should know.
         options: options of the variant.
 
     Raises:
@@ -64,22 +67,23 @@ def compare(
         raise ValueError("this model is not swapped; name a variant to compare it with.")
     if variant is not None:
         parse_options(parse(variant), options)  # checked before the recording, which takes a while
-    found, notes = _both(model.eval(), inputs, variant, fit, options)
+    found, more = _both(model.eval(), inputs, variant, fit, options)
+    told = [*notes, *more]
     label = list(found)[-1]
     if stock is None and (
         BEFORE not in found or any(layer.swap.retrained for layer in need_installation(model).layers())
     ):
         cost = None
-        notes.append("What was lost is not told: the weights are no longer the stock model's; name the stock model.")
+        told.append("What was lost is not told: the weights are no longer the stock model's; name the stock model.")
     else:
-        cost = lost(model, tqdm(inputs.batches, desc="what was lost", unit="batch"), stock=stock)
+        cost = lost(model, bar(inputs.batches, desc="what was lost", unit="batch"), stock=stock)
         if stock is None and swapped:
-            notes.append("What was lost is told against the same weights; name the stock model if they were trained.")
+            told.append("What was lost is told against the same weights; name the stock model if they were trained.")
     if inputs.rows == 1:
-        notes.append("A single row: its figures have no spread, and another row may look different.")
+        told.append("A single row: its figures have no spread, and another row may look different.")
     maps = {name: maps for name, (_, maps) in found.items() if maps}
     if not maps:
-        notes.append("This architecture does not hand out attention weights, so there are no maps.")
+        told.append("This architecture does not hand out attention weights, so there are no maps.")
     return Report(
         title=f"{label} in {type(model).__name__}",
         lost=cost,
@@ -88,7 +92,7 @@ def compare(
         recordings={name: recording for name, (recording, _) in found.items()},
         maps=maps,
         inputs=inputs,
-        notes=tuple(notes),
+        notes=tuple(told),
     )
 
 
@@ -118,7 +122,7 @@ def _both(
 @torch.no_grad()
 def _run(model: PreTrainedModel, inputs: Inputs, label: str) -> tuple[Recording, Maps]:
     with record(model, sink_ids=inputs.sink_ids) as recording:
-        for batch in tqdm(inputs.batches, desc=f"record {label}", unit="batch"):
+        for batch in bar(inputs.batches, desc=f"record {label}", unit="batch"):
             model(**batch)
     return recording, _maps(model, inputs.sample, inputs.image is not None)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -47,12 +47,12 @@ class Inputs:
 def prepare(
     model: PreTrainedModel,
     source: str,
-    rows: Dataset,
+    rows: Dataset | IterableDataset,
     columns: Sequence[str],
     *,
     limit: int = 64,
     batch_size: int = 16,
-    max_length: int = 128,
+    max_length: int = 256,
     shown: int = 0,
     shown_tokens: int = 32,
     hub: Mapping[str, Any] | None = None,
@@ -62,7 +62,7 @@ def prepare(
     Args:
         model: the model; its main input says whether it takes text or images.
         source: name or folder of the tokenizer or image processor.
-        rows: the data set.
+        rows: the data set, or a stream of one.
         columns: the name of the column that holds the text or the image, or of the two that hold pairs of texts.
         limit: the number of rows to take, from the first. Rows with a blank text are left out and do not count.
         batch_size: number of rows per batch.
@@ -77,7 +77,8 @@ def prepare(
     """
     if model.main_input_name not in ("input_ids", "pixel_values"):
         raise ValueError(f"a report is for models of text or images; this one takes {model.main_input_name}.")
-    filled = (row for row in zip(*(rows[name] for name in columns), strict=True) if not any(map(is_blank, row)))
+    every = (tuple(row[name] for name in columns) for row in rows.select_columns(list(dict.fromkeys(columns))))
+    filled = (row for row in every if not any(map(is_blank, row)))
     values = list(itertools.islice(filled, limit))
     if not values:
         raise ValueError(f"column {' or '.join(map(repr, columns))} holds no text: every row is blank.")
@@ -86,10 +87,7 @@ def prepare(
     images = model.main_input_name == "pixel_values"
     if images and len(columns) > 1:
         raise ValueError("this model takes images; name one column.")
-    try:
-        processor = processor_of(model, source, hub or {})
-    except ValueError as problem:
-        raise ValueError(f"{problem} Name one that fits with --processor.") from problem
+    processor = processor_of(model, source, hub or {})
     like = next(model.parameters())
     if images:
         return _images(processor, [row[0] for row in values], batch_size, shown, like)

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..core.call import NORMALIZED, Call
 from ..layer.calibration import Calibration, check_fit
@@ -34,6 +33,7 @@ from ..layer.registry import parse, parse_options
 from ..layer.swap import Phase
 from ..measuring.batches import Batch, as_batches, forward, read_by, refuse_other_tokens, token_mask
 from ..patch import build_swap, need_installation
+from ..text.bar import bar
 from ..wiring.install import Installation
 from .cut import Share
 from .heads import first_rows, match_heads
@@ -136,7 +136,7 @@ def _fit(
     lengths: list[Tensor] = []
     with _source_in_place(model, installation, targets):
         cores = [target.site.core for target in targets]
-        for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress):
+        for batch in bar(batches, desc="calibrate", unit="batch", shown=progress):
             refuse_other_tokens(installation.root, cores, batch)
             with contextlib.ExitStack() as hooked:
                 for fitting in fittings:

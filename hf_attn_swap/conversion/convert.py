@@ -29,6 +29,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
+from accelerate.utils import is_compiled_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -36,11 +37,13 @@ from ..layer.registry import canonical_keys, parse
 from ..measuring.held_out import HeldOut
 from ..measuring.lost import predicts_next
 from ..measuring.recall import Passages
-from ..patch import unpatch_model
+from ..patch import choose_layers, swappable, unpatch_model
 from ..quantization.static import check_linears
+from ..text.typed import refuse_name
 from ..variants.sink import Sink
 from ..variants.softmax import Softmax
-from ..wiring.install import installation_of, model_root
+from ..wiring.install import Installation, Record, installation_of, model_root
+from ..writing import claimed, told_where
 from .adapters import refuse_adapters
 from .as_before import as_before
 from .engine import name_of, take
@@ -51,6 +54,7 @@ from .outcome import ConversionReport
 from .parts import EVERYTHING
 from .passages import passages_beyond, reach_of
 from .plan import plan_of
+from .processes import of_the_first, refuse_split_weights
 from .rows import Rows
 from .sensitivity import Sensitivity
 from .split import split, try_longest
@@ -67,6 +71,7 @@ def convert(
     *,
     processor: Any = None,
     eval_data: Any = None,
+    eval_tokens: int | None = None,
     tokens: int = 300_000,
     max_loss: float | None = None,
     min_recall: float | None = None,
@@ -93,13 +98,17 @@ def convert(
     conversion takes the place of these swaps.
 
     Args:
-        model: a stock model, as from_pretrained returns it.
+        model: a stock model, as from_pretrained returns it. What `torch.compile` made of it shares its weights; the
+            conversion runs the model inside, because hooks that measure would compile it again and again.
         variant: the name of the variant, or a composition such as "outeffhop+gated".
-        data: texts, pairs of texts, images or rows that are ready, as in `as_rows`; labels are not read.
+        data: texts, pairs of texts, images or rows that are ready, as a sequence or as a stream that may have no end,
+            such as an `IterableDataset`; see `as_rows`. No more is read than the budget needs. Labels are not read.
         processor: the tokenizer or image processor.
         eval_data: held-out data of the same kind, to measure on. None takes a twentieth of `data` (at least 8 rows,
             and at most some 8,000 tokens or patches), which the conversion then does not see. If held-out rows have
             labels, a classifier's accuracy is the measure, or the rank correlation of a regression.
+        eval_tokens: how much of `eval_data` is measured on at most: tokens of text, patches of images, or rows of other
+            data. None is 32,768 tokens or patches, or 256 rows.
         tokens: the budget of the distillation, in tokens of text; in patches, for images; in rows, for other data. A
             budget below one step trains nothing.
         max_loss: the largest loss, as a share (0.02 is 2 %) of what `Lost.share` names for this kind of model, such as
@@ -143,14 +152,19 @@ def convert(
         (`modern_hopfield`), the swap stays at strength 0, since the converted layers above read what it carries.
 
     Raises:
-        ValueError: the model is already converted, the data do not fit the model, an argument is out of range, or the
-            folder holds another conversion. After an error the model is the stock model as it was; after an
-            interruption of the last measurement, when the adapters are merged, it is the converted model.
+        ValueError: the model is already converted, the data do not fit the model, an argument is out of range, the
+            folder holds another conversion, or another process writes into it. After an error the model is the stock
+            model as it was; after an interruption of the last measurement, when the adapters are merged, it is the
+            converted model.
+        OSError: the folder cannot be written.
     """
     root = model_root(model)
+    if is_compiled_module(model):
+        (model,) = model.children()
     refuse_converted(model)
     refuse_adapters(model)
-    _check_numbers(max_loss, min_recall, keep, tokens)
+    refuse_name(processor, "processor")
+    _check_numbers(max_loss, min_recall, keep, tokens, eval_tokens)
     if bits is not None:
         _check_bits(root, bits)
     if teacher is not None:
@@ -171,17 +185,32 @@ def convert(
         bits=bits,
         plan=plan_of(root, variant, stages, low_memory=low_memory),
     )
-    if installation_of(root) is not None:
-        unpatch_model(model)  # the control `softmax`
+    control = installation_of(root)
+    choose_layers(swappable(control or Installation(root, Record())), asked.layers, modules)  # refused before all else
+    if control is not None:
+        unpatch_model(model)
     with contextlib.ExitStack() as inside:
         for each in (model,) if teacher is None else (model, teacher):
             inside.enter_context(as_before(each))
-        train, held = split(root, data, eval_data, processor, length)
+        folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
+        args = args or TrainingArguments(output_dir=str(folder), report_to="none")
+        refuse_split_weights(args, root)
+        if output_dir is not None:
+            inside.enter_context(claimed(folder, writes=args.should_save))
+            inside.enter_context(told_where(folder))
+        train, held = split(
+            root,
+            data,
+            eval_data,
+            processor,
+            length,
+            tokens=tokens,
+            eval_tokens=eval_tokens,
+            fewest=0 if asked.plan.calibrate is None else asked.plan.calibrate.rows,
+        )
         output = try_longest(root, train)
         for stage in asked.plan.distil:
             refuse_without_logits(stage.losses, output)
-        folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
-        args = args or TrainingArguments(output_dir=str(folder), report_to="none")
         settings = _settings(root, teacher, asked, tokens, train, held, args)
         passages, why_not = _passages(root, asked, held)
         state = State(
@@ -189,21 +218,47 @@ def convert(
             rows=train,
             args=args,
             folder=folder,
-            journal=Journal(None if output_dir is None else folder, settings, writes=args.should_save),
+            journal=_journal(None if output_dir is None else folder, settings, args),
             held=_measured_on(held, teacher or model, asked, passages, progress),
             teacher=teacher,
             request=asked,
             budget=Budget(left=tokens, reserved=_reserved(variant, tokens, bits)),
             progress=progress,
         )
+        if eval_data is not None and not held.whole:
+            state.say(
+                f"The loss was measured on {len(held):,} rows, a part of the held-out data; a larger eval_tokens takes "
+                "more of them."
+            )
         if why_not is not None:
             state.say(f"Recall was not measured: {why_not}")
         try:
             take(state, STEPS)
-        except BaseException:
-            state.undo()
+        except BaseException as error:
+            _undo(state, error)
             raise
     return _report(root, asked, state, held)
+
+
+def _journal(folder: Path | None, settings: dict[str, Any], args: TrainingArguments) -> Journal:
+    """The journal in a folder, which all processes read.
+
+    Raises:
+        ValueError: the folder holds another conversion, or the processes do not see the same folder.
+    """
+    found = Journal(folder, settings, writes=args.should_save)
+    if of_the_first(len(found.entries), args) != len(found.entries):
+        raise ValueError(f"{folder} holds other files for the first process; name a folder that all processes share.")
+    return found
+
+
+def _undo(state: State, error: BaseException) -> None:
+    """Make the model the stock model again after an error, which stays the error that is raised."""
+    try:
+        state.undo()
+    except Exception as problem:  # noqa: BLE001  # anything may be broken now, and the first error says why
+        if hasattr(error, "add_note"):  # since Python 3.11
+            error.add_note(f"The model could not be made the stock model again ({problem}); load it anew.")
 
 
 def refuse_converted(model: nn.Module) -> None:
@@ -219,7 +274,7 @@ def refuse_converted(model: nn.Module) -> None:
             raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
 
 
-def _check_numbers(max_loss: Any, min_recall: Any, keep: Any, tokens: Any) -> None:
+def _check_numbers(max_loss: Any, min_recall: Any, keep: Any, tokens: Any, eval_tokens: Any) -> None:
     """Refuse numbers that are out of range, and texts such as "2%", which the command line alone reads.
 
     Raises:
@@ -233,6 +288,8 @@ def _check_numbers(max_loss: Any, min_recall: Any, keep: Any, tokens: Any) -> No
         raise ValueError(f"keep is the share of layers that stay as they are, from 0 to below 1, got {keep!r}.")
     if not (isinstance(tokens, Integral) and int(tokens) >= 1):
         raise ValueError(f"tokens must be a whole number of at least 1, such as 300_000, got {tokens!r}.")
+    if eval_tokens is not None and not (isinstance(eval_tokens, Integral) and int(eval_tokens) >= 1):
+        raise ValueError(f"eval_tokens must be a whole number of at least 1, such as 32_768, got {eval_tokens!r}.")
 
 
 def _check_bits(root: PreTrainedModel, bits: Any) -> None:
@@ -276,6 +333,7 @@ def _settings(
         "length": train.length,
         **({} if asked.modules is None else {"modules": asked.modules}),
         **({"bf16": True} if args.bf16 else {}),
+        **({} if args.world_size == 1 else {"processes": args.world_size}),
         **({} if asked.bits is None else {"bits": asked.bits}),
         **({} if asked.min_recall is None else {"min_recall": asked.min_recall}),
     }
@@ -335,7 +393,7 @@ def _report(root: PreTrainedModel, asked: Asked, state: State, held: Rows) -> Co
         model=type(root).__name__,
         variant=state.variant,
         steps=tuple(state.record),
-        said=tuple(state.notes.get("sentences", ())),
+        said=(*state.notes.get("sentences", ()), *_together(state)),
         kept=state.kept,
         max_loss=asked.max_loss,
         min_recall=asked.min_recall,
@@ -344,10 +402,18 @@ def _report(root: PreTrainedModel, asked: Asked, state: State, held: Rows) -> Co
         held_out=len(held),
         row_length=state.rows.length,
         train_rows=len(state.rows),
-        rows_per_step=rows_per_step(last, state.rows),
+        rows_per_step=rows_per_step(last, state.rows, state.args.world_size),
         learning_rate=last.learning_rate,
         trained=state.changed,
     )
+
+
+def _together(state: State) -> list[str]:
+    """What several processes did together, if they trained: a sentence."""
+    count, rows = state.args.world_size, rows_per_step(state.asked.plan.last, state.rows)
+    if count == 1 or not any(step.tokens for step in state.record):
+        return []
+    return [f"{count} processes trained together, so a training step read {count} x {rows} rows."]
 
 
 def _ends(rows: Rows) -> list[Tensor]:

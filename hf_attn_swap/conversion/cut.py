@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..core.call import NORMALIZED
 from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, token_mask
 from ..measuring.watched import watched
 from ..patch import need_installation
+from ..text.bar import bar
 
 GAMMAS = tuple(-digit * 10.0**power for power in (-1, -2, -3, -4, -5, -6) for digit in (5, 2, 1))
 SHARE = 0.01
@@ -83,7 +83,7 @@ def cut_shares(
         raise ValueError(f"gamma must be at most 0, got {wrong}.")
     with evaluating(model), watched(model) as root:
         counted = {layer: _Counted(gammas) for layer in need_installation(root).layers()}
-        for batch in tqdm(as_batches(batches), desc="measure", unit="batch", disable=not progress):
+        for batch in bar(as_batches(batches), desc="measure", unit="batch", shown=progress):
             with contextlib.ExitStack() as hooked:
                 for layer, each in counted.items():
                     hook = each.hook(read_by(layer.site.core, batch))

@@ -27,7 +27,8 @@ from ..patch import need_installation
 from ..wiring.install import Installation
 from .losses import LAYERS, LOGITS, SPLIT, STATES, Comparison, Losses, Pass
 from .parts import choose_trainable
-from .teacher import Teacher, is_sharded, note_retrained
+from .processes import zero_3
+from .teacher import Teacher, is_sharded, note_retrained, refuse_frozen_copies
 from .trainer import TrainerWithoutLabels
 from .transfer import layer_errors, without_cache
 
@@ -82,6 +83,7 @@ class DistillationTrainer(TrainerWithoutLabels):
         if args.include_num_input_tokens_seen == "no" and installation.root.main_input_name == "input_ids":
             args.include_num_input_tokens_seen = "all"
         super().__init__(model, args, parts_named=bool(trainable), **kwargs)
+        refuse_frozen_copies(bool(self.teacher.frozen) and (self.is_fsdp_enabled or zero_3(args)))
         self.split_head: bool | None = None  # True once the logits are known to be the head's output on hidden states
 
     def compute_loss(

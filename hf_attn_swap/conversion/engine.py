@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from ..measuring.lost import Lost
 from .outcome import StepRecord, in_words
+from .processes import of_the_first
 from .state import State
 
 Step = Callable[[State], Any]
@@ -97,6 +98,7 @@ def _worked(state: State, part: Part) -> Found | None:
         state.read(known["left"], journal.load(part.name))
         return None if known["found"] is None else Found(known["found"]["name"], _lost(known["found"]["lost"]))
     found = part.run(state)
+    state.notes = of_the_first(state.notes, state.args)  # what the steps choose
     if journal.folder is not None:
         left, tensors = state.written()
         journal.save(part.name, tensors)
@@ -124,4 +126,4 @@ def _measure(state: State, part: Part, found: Found, *, tokens: int, start: floa
 
 
 def _lost(values: dict[str, Any] | None) -> Lost | None:
-    return None if values is None else Lost(**values)
+    return None if values is None else Lost.from_dict(values)

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..core.call import Call, Inputs, heads_in_order
 from ..layer.head_order import MatchedHeads
@@ -30,6 +29,7 @@ from ..layer.registry import parse, parse_options
 from ..layer.swap import Swap
 from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
 from ..patch import build_swap, need_installation
+from ..text.bar import bar
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
 
@@ -197,7 +197,7 @@ def _scores(
     plain = softmax_swaps(installation)
     with evaluating(model), installation.temporarily(plain):
         cores = [layer.site.core for layer in layers]
-        for batch in tqdm(first_rows(batches), desc="match heads", unit="batch", disable=not progress):
+        for batch in bar(first_rows(batches), desc="match heads", unit="batch", shown=progress):
             refuse_other_tokens(installation.root, cores, batch)
             with contextlib.ExitStack() as hooked:
                 for layer, kept in found.items():

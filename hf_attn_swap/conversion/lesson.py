@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +35,35 @@ class Lesson:
     words: str = ""
 
 
-def rows_per_step(stage: Distil, rows: Rows) -> int:
-    """The rows of a training step of `convert`."""
-    return stage.batch or max(1, round(FEW_TOKENS / (rows.length or FEW_TOKENS)))
+def without_secrets(args: TrainingArguments) -> TrainingArguments:
+    """The same arguments without tokens: a `Trainer` writes its arguments beside all weights that it saves.
+
+    The fields are those that `TrainingArguments.to_dict` hides, too.
+    """
+    secrets: dict[str, Any] = {each.name: None for each in fields(args) if each.name.endswith("_token")}
+    return replace(args, **secrets)
+
+
+def rows_per_step(stage: Distil, rows: Rows, processes: int = 1) -> int:
+    """The rows of a training step of `convert`. Each process reads as many as one alone would."""
+    return processes * (stage.batch or max(1, round(FEW_TOKENS / (rows.length or FEW_TOKENS))))
 
 
 def exhausted(state: State, *, whole: bool = False) -> bool:
     """True if what is free of the budget, or the whole of what is left, is less than one training step."""
     left = state.budget.left if whole else state.budget.free
-    return left < (state.rows.length or 1) * rows_per_step(state.asked.plan.last, state.rows)
+    return left < (state.rows.length or 1) * _step(state, state.asked.plan.last)
 
 
 def share_of_budget(state: State, stage: Distil, tokens: int, name: str) -> Lesson:
-    """The next rows of `convert`'s fixed order, of at most so many tokens, once."""
+    """The next rows of `convert`'s fixed order, of at most so many tokens, once.
+
+    Several processes read whole steps: of a last step that lacks rows, one of them would read rows twice.
+    """
     count = max(1, int(min(tokens, state.budget.free) / (state.rows.length or 1)))
-    order = state.rows.order(rows_per_step(state.asked.plan.last, state.rows))
+    if state.args.world_size > 1 and count > (step := _step(state, stage)):
+        count -= count % step
+    order = state.rows.order(_step(state, state.asked.plan.last))
     chosen = list(itertools.islice(order, state.budget.read, state.budget.read + count))
     return Lesson(state.rows.some(chosen).rows, _arguments(state, stage, name))
 
@@ -101,6 +115,11 @@ def last_whole_checkpoint(folder: Path) -> str | None:
     return None
 
 
+def _step(state: State, stage: Distil) -> int:
+    """The rows of a training step of all processes together."""
+    return rows_per_step(stage, state.rows, state.args.world_size)
+
+
 def _arguments(state: State, stage: Distil, name: str) -> TrainingArguments:
     """The arguments of one training of `convert`."""
     rows = rows_per_step(stage, state.rows)
@@ -113,7 +132,7 @@ def _arguments(state: State, stage: Distil, name: str) -> TrainingArguments:
             "activation_checkpointing" if new else "gradient_checkpointing": True,
         }
     return replace(
-        state.args,
+        without_secrets(state.args),
         output_dir=str(state.folder / name.replace(" ", "-")),
         num_train_epochs=1,
         max_steps=-1,
@@ -131,7 +150,7 @@ def _arguments(state: State, stage: Distil, name: str) -> TrainingArguments:
         eval_strategy="no",
         eval_on_start=False,
         load_best_model_at_end=False,
-        logging_strategy="steps" if state.progress else "no",
+        logging_strategy="steps",  # the same in all processes, whichever of them shows its progress: logging gathers
         logging_steps=10,
         disable_tqdm=not state.progress,
         dataloader_pin_memory=torch.cuda.is_available(),

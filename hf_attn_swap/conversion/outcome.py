@@ -40,7 +40,7 @@ class StepRecord:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StepRecord:
         """A record from its plain data."""
-        return cls(**{**values, "layers": tuple(values["layers"]), "lost": Lost(**values["lost"])})
+        return cls(**{**values, "layers": tuple(values["layers"]), "lost": Lost.from_dict(values["lost"])})
 
     def cells(self, *, recall: bool = False) -> tuple[str, ...]:
         """The row of the table, in the order of `HEADER`, and then recall if it is asked for."""
@@ -80,7 +80,7 @@ class ConversionReport:
         held_out: the number of held-out rows that the loss was measured on.
         row_length: the mean number of tokens, or of patches, of a training row; 0 for other data.
         train_rows: the number of training rows.
-        rows_per_step: the number of rows of a training step.
+        rows_per_step: the number of rows of a training step, of all processes together.
         learning_rate: the highest learning rate.
         trained: True if a training is in the weights, and was not taken back.
     """

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, Trainer
 
+from ..text.bar import visible
+
 
 class Bar(ProgressCallback):
     """The bar of a `Trainer`, with the loss beside the bar in place of printed lines.
@@ -44,5 +46,5 @@ def quiet(trainer: Trainer, name: str, *, shown: bool) -> None:
     """Replace the lines that a `Trainer` prints by one bar, or by nothing."""
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    if shown:
+    if shown and visible():
         trainer.add_callback(Bar(name))

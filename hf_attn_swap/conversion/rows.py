@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from statistics import fmean
@@ -21,11 +23,16 @@ from transformers import PreTrainedModel, default_data_collator
 from ..measuring.batches import LABELS, Batch, gives_numbers, is_label
 from ..measuring.lost import predicts_next
 from ..wiring.install import model_root
+from .reading import MOST_ROWS, countable, first_rows, parts_of, runs, sample, shuffled
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
-SAMPLE = 256  # rows whose length tells how long the rows are
+RUN = 4  # blocks of text that are read in one place
+LETTERS = 4  # of a token, roughly
+NEIGHBOURS = 64  # texts that are read in one place, if each is a row
 WINDOW = 50  # batches whose rows are sorted by length
 TOKENS, PATCHES, ROWS = "tokens", "patches", "rows"
+BLANK = "every text is blank."
+NO_ROWS = "there are no rows to convert on."
 UNEQUAL = "the rows have different lengths; pass the tokenizer as processor, which pads them."
 
 
@@ -39,6 +46,7 @@ class Rows:
         length: the mean number of tokens of a row, or of patches of an image; 0 if the rows hold neither.
         unit: what `length` counts: "tokens", "patches" or, if it is 0, "rows".
         padded: True if rows have different lengths.
+        whole: True if these are all rows of the user's data.
     """
 
     rows: Any
@@ -46,6 +54,7 @@ class Rows:
     length: float
     unit: str = TOKENS
     padded: bool = False
+    whole: bool = True
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -53,6 +62,13 @@ class Rows:
     def some(self, indices: Sequence[int]) -> Rows:
         """Some of the rows."""
         return replace(self, rows=select(self.rows, indices))
+
+    def at_most(self, size: float) -> Rows:
+        """The rows, or as many of them as have `size` tokens (patches, rows) together, drawn at random."""
+        count = max(1, math.ceil(size / (self.length or 1)))
+        if count >= len(self):
+            return self
+        return replace(self.some(sorted(itertools.islice(shuffled(len(self)), count))), whole=False)
 
     def longest(self) -> dict[str, Any]:
         """The longest of some rows."""
@@ -94,11 +110,6 @@ class Rows:
             yield from itertools.chain(*(batches[place] for place in order), *rest)
 
 
-def sample(count: int) -> range:
-    """The numbers of some rows, spread evenly over `count` rows."""
-    return range(0, count, max(1, count // SAMPLE))
-
-
 def ready_rows(rows: Any, collate: Collator) -> Rows:
     """The rows of a recipe, which has its own way to make batches of them. Their length is not counted."""
     return Rows(
@@ -116,16 +127,33 @@ def select(rows: Any, indices: Sequence[int]) -> Any:
     return rows.select(indices) if hasattr(rows, "select") else Subset(rows, list(indices))
 
 
-def as_rows(model: nn.Module, data: Any, processor: Any = None, *, length: int = 512) -> Rows:
-    """Prepare the data of a conversion.
+def as_rows(
+    model: nn.Module,
+    data: Any,
+    processor: Any = None,
+    *,
+    length: int = 512,
+    most: float | None = None,
+    most_rows: int = 1024,
+    fewest: int = 0,
+) -> Rows:
+    """Prepare the data of a conversion, and read no more of them than is needed.
+
+    Rows of a sequence are made when a batch needs them. Only the joined text of a causal language model is made at
+    once: of random places, until it has `most` tokens. A stream is read from its first row on, and what was read stays
+    in memory. Of more than 262,144 rows of a sequence, so many are drawn at random, always the same.
 
     Args:
         model: the model that will take the rows.
         data: texts, pairs of texts (for a classifier of two texts), images (PIL), or rows that are ready: mappings with
-            `input_ids` or `pixel_values`, without a batch axis, such as a tokenised `Dataset`.
+            `input_ids` or `pixel_values`, without a batch axis, such as a tokenised `Dataset`. They are a sequence; or,
+            with `most`, a stream, such as an `IterableDataset` or a generator, which may have no end.
         processor: the tokenizer or image processor; not needed for rows of one length that are ready.
         length: the number of tokens of a row. For a causal language model, the texts are joined and cut into blocks of
             this length; for other models, a longer text is cut.
+        most: the number of tokens of text, or of patches of images, that is enough; None reads all.
+        most_rows: the number of rows of a stream that is enough, if they have neither tokens nor patches.
+        fewest: at least so many rows are read of a stream, or of a text.
 
     Raises:
         ValueError: there are no rows, the data are of another kind than the model takes, a processor is missing, or
@@ -134,37 +162,69 @@ def as_rows(model: nn.Module, data: Any, processor: Any = None, *, length: int =
     root = model_root(model)
     if hasattr(data, "iloc") and hasattr(data, "tolist"):  # a column of pandas counts by its index, not by its place
         data = data.tolist()
-    if (
-        isinstance(data, (str, Mapping))
-        or hasattr(data, "iloc")
-        or not hasattr(data, "__len__")
-        or not hasattr(data, "__getitem__")
-    ):
+    if not _is_sequence(data) and (most is None or not _is_stream(data)):
         raise ValueError(
             f"data must be a sequence of texts, images or rows that are ready, got {type(data).__name__}; a file is "
             "read by datasets.load_dataset, and hf-attn-swap convert reads one by --data."
         )
-    if not len(data):
-        raise ValueError("there are no rows to convert on.")
-    first = next((row for row in (data[number] for number in range(len(data))) if row is not None), None)
-    if isinstance(first, Mapping):
-        rows = _ready(root, data, first)
-    elif first is None or isinstance(first, str) or _is_pair(first):
-        rows = _texts(root, data, processor, length)
-    elif hasattr(first, "convert"):
-        rows = _images(root, data, processor)
-    else:
-        raise ValueError(f"a row must be a text, a pair of texts, an image or a mapping, got {type(first).__name__}.")
+    first, data = _peeked(data)
     names = frozenset(name for name in inspect.signature(root.forward).parameters if not is_label(name))
     collate = _Collate(names=names, pads=processor, numbers=gives_numbers(root))
+    rows: Any
+    if first is None or isinstance(first, str) or _is_pair(first):
+        _check_texts(root, processor)
+        if predicts_next(root):
+            rows, whole = _blocks(data, processor, length, most, fewest)
+        else:
+            rows, whole = _texts(data, _is_pair(first), processor, length, most, fewest)
+    elif isinstance(first, Mapping):
+        _check_ready(root, first)
+        each = 0 if countable(data) else _patches(root, collate([dict(first)]).get("pixel_values"))
+        enough = most if each or _length(first) else most_rows
+        rows, whole = _taken(data, lambda row: _length(row) or each or 1, enough, fewest)
+    elif hasattr(first, "convert"):
+        _check_images(root, data, processor)
+        each = 0 if countable(data) else _patches(root, collate([_Images([first], processor)[0]])["pixel_values"])
+        images, whole = _taken(data, lambda _: each or 1, most if each else most_rows, fewest)
+        rows = _Images(images, processor)
+    else:
+        raise ValueError(f"a row must be a text, a pair of texts, an image or a mapping, got {type(first).__name__}.")
     some = [rows[index] for index in sample(len(rows))]
     lengths = [_length(row) for row in some]
     if len(set(lengths)) > 1 and processor is None:
         raise ValueError(UNEQUAL)
     if any(lengths):
-        return Rows(rows=rows, collate=collate, length=fmean(lengths), padded=len(set(lengths)) > 1)
+        return Rows(rows=rows, collate=collate, length=fmean(lengths), padded=len(set(lengths)) > 1, whole=whole)
     patches = _patches(root, collate([dict(some[0])]).get("pixel_values"))
-    return Rows(rows=rows, collate=collate, length=patches, unit=PATCHES if patches else ROWS)
+    return Rows(rows=rows, collate=collate, length=patches, unit=PATCHES if patches else ROWS, whole=whole)
+
+
+def _is_sequence(data: Any) -> bool:
+    return countable(data) and not isinstance(data, (str, Mapping)) and not hasattr(data, "iloc")
+
+
+def _is_stream(data: Any) -> bool:
+    return isinstance(data, Iterable) and not isinstance(data, (str, Mapping)) and not hasattr(data, "iloc")
+
+
+def _peeked(data: Any) -> tuple[Any, Any]:
+    """The first row that is not None, and the data with it; None if every row is.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    if countable(data):
+        if not len(data):
+            raise ValueError(NO_ROWS)
+        return next((row for row in (data[number] for number in range(len(data))) if row is not None), None), data
+    rows, seen = iter(data), []
+    for row in rows:
+        seen.append(row)
+        if row is not None:
+            return row, itertools.chain(seen, rows)
+    if not seen:
+        raise ValueError(NO_ROWS)
+    return None, seen
 
 
 @dataclass(frozen=True)
@@ -236,13 +296,21 @@ def _patches(root: PreTrainedModel, pixels: Any) -> float:
     return (pixels.shape[-2] // height) * (pixels.shape[-1] // width)
 
 
-def _ready(root: PreTrainedModel, data: Any, first: Mapping[str, Any]) -> Any:
+def _taken(data: Any, size_of: Callable[[Any], float], most: float | None, fewest: int) -> tuple[Any, bool]:
+    """The rows of a sequence, or the first rows of a stream; True if these are all."""
+    if not countable(data):
+        return first_rows(data, size_of, most or 0, fewest)
+    if len(data) <= MOST_ROWS:
+        return data, True
+    return select(data, sorted(itertools.islice(shuffled(len(data)), MOST_ROWS))), False
+
+
+def _check_ready(root: PreTrainedModel, first: Mapping[str, Any]) -> None:
     if root.main_input_name not in first:
         raise ValueError(
             f"{type(root).__name__} takes {root.main_input_name}, but the rows have {', '.join(sorted(first))}; pass "
             "the texts or images themselves, such as data['text'], with the tokenizer or image processor as processor."
         )
-    return data
 
 
 def _is_pair(row: Any) -> bool:
@@ -254,50 +322,134 @@ def _is_text(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
-def _filled(texts: Sequence[Any]) -> list[tuple[str, ...]]:
-    """The texts of every row, one or two, without the rows that have a blank text or none."""
-    paired = any(map(_is_pair, texts))
-    filled = []
-    for number, row in enumerate(texts):
-        if not (_is_pair(row) if paired else _is_text(row)):
-            kind = "pair of texts" if paired else "text"
-            raise ValueError(f"row {number} is no {kind}, as other rows are, but {row!r:.60}.")
-        parts = tuple(row) if paired else (row,)
-        if not any(map(is_blank, parts)):
-            filled.append(parts)
-    return filled
+def _parts(number: int, row: Any, *, paired: bool) -> tuple[str, ...] | None:
+    """The texts of a row, one or two; None if one of them is blank or missing.
+
+    Raises:
+        ValueError: the row is of another kind.
+    """
+    if not (_is_pair(row) if paired else _is_text(row)):
+        kind = "pair of texts" if paired else "text"
+        raise ValueError(f"row {number} is no {kind}, as other rows are, but {row!r:.60}.")
+    parts = tuple(row) if paired else (row,)
+    return None if any(map(is_blank, parts)) else parts
 
 
-def _texts(root: PreTrainedModel, texts: Sequence[Any], tokenizer: Any, length: int) -> list[dict[str, Any]]:
-    """Blocks of tokens for a causal language model, a row per text or per pair of texts for any other model."""
+def _check_texts(root: PreTrainedModel, tokenizer: Any) -> None:
     if root.main_input_name != "input_ids":
         raise ValueError(f"{type(root).__name__} takes {root.main_input_name}, but the data are texts.")
     if tokenizer is None:
         raise ValueError("texts need a tokenizer; pass it as processor=AutoTokenizer.from_pretrained(...).")
-    filled = _filled(texts)
-    if not filled:
-        raise ValueError("every text is blank.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if not predicts_next(root):
-        return [dict(tokenizer(*pair, truncation=True, max_length=length)) for pair in filled]
-    if any(len(pair) > 1 for pair in filled):
-        raise ValueError("a causal language model takes texts; pairs of texts are for a classifier of two texts.")
-    stream = [i for (text,) in filled for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-    blocks = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
-    if len(blocks) < 2:
-        raise ValueError(
-            f"the texts have {len(stream):,} tokens, less than two blocks of {length}; bring more text or a smaller "
-            "length."
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """A row per text, or per pair of texts, made when it is read."""
+
+    texts: Any
+    numbers: Sequence[int]
+    tokenizer: Any
+    length: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.texts[self.numbers[index]]
+        return self.encoded((row,) if isinstance(row, str) else row)
+
+    def encoded(self, parts: Sequence[str]) -> dict[str, Any]:
+        """The tokens of one text, or of two."""
+        return dict(self.tokenizer(*parts, truncation=True, max_length=self.length))
+
+
+def _texts(
+    data: Any, paired: bool, tokenizer: Any, length: int, most: float | None, fewest: int
+) -> tuple[_Texts, bool]:
+    """A row per text, or per pair of texts, without those that have a blank one; True if these are all."""
+    filled = (
+        (number, row)
+        for start, some in runs(data, NEIGHBOURS)
+        for number, row in enumerate(some, start)
+        if _parts(number, row, paired=paired) is not None
+    )
+    made = _Texts(data, [], tokenizer, length)
+    if countable(data):
+        numbers = sorted(number for number, _ in itertools.islice(filled, MOST_ROWS))
+        made, whole = replace(made, numbers=numbers), len(data) <= MOST_ROWS
+    else:
+        texts, whole = first_rows(
+            (_parts(number, row, paired=paired) or () for number, row in filled),
+            lambda parts: _length(made.encoded(parts)),
+            most or 0,
+            fewest,
         )
-    return [{"input_ids": block} for block in blocks]
+        made = replace(made, texts=texts, numbers=range(len(texts)))
+    if not len(made):
+        raise ValueError(BLANK)
+    return made, whole
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Token ids (N,L), a row each."""
+
+    ids: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.ids[index].tolist()}
+
+
+def _blocks(data: Any, tokenizer: Any, length: int, most: float | None, fewest: int) -> tuple[_Blocks, bool]:
+    """The texts, joined and cut into blocks of tokens, and True if these are all."""
+    enough = math.inf if most is None else max(most, 2 * length, fewest * length)
+    read: dict[int, array[int]] = {}
+    total = 0
+    for start, ids in _tokens(data, tokenizer, length):
+        read.setdefault(start, array("i")).extend(ids)
+        total += len(ids)
+        if total >= enough:
+            break
+    if not read:
+        raise ValueError(BLANK)
+    if total < 2 * length:
+        raise ValueError(
+            f"the texts have {total:,} tokens, less than two blocks of {length}; bring more text or a smaller length."
+        )
+    joined = array("i")
+    for start in sorted(read):
+        joined += read[start]
+    ids_L = torch.frombuffer(joined, dtype=torch.int32)
+    return _Blocks(ids_L[: total // length * length].reshape(-1, length)), total < enough
+
+
+def _tokens(data: Any, tokenizer: Any, length: int) -> Iterator[tuple[int, list[int]]]:
+    """The tokens of the texts as they are read, with the number of the text at which the reading began."""
+    size = 1
+    if countable(data):
+        letters = [len(text) for text in (data[number] for number in sample(len(data))) if isinstance(text, str)]
+        size = math.ceil(RUN * LETTERS * length / max(1.0, fmean(letters or [1])))
+    for start, some in runs(data, size):
+        for number, row in enumerate(some, start):
+            if _is_pair(row):
+                raise ValueError(
+                    "a causal language model takes texts; pairs of texts are for a classifier of two texts."
+                )
+            for text in _parts(number, row, paired=False) or ():
+                for part in parts_of(text):
+                    yield start, tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 @dataclass(frozen=True)
 class _Images:
-    """The pixels (3,S,S) of images, made when they are read: all of them at once can be more than the memory holds."""
+    """The pixels (3,S,S) of images, made when they are read."""
 
-    images: Sequence[Any]
+    images: Any
     processor: Any
 
     def __len__(self) -> int:
@@ -314,7 +466,7 @@ def _check_image(index: int, image: Any) -> None:
         raise ValueError(f"row {index} is no image, as other rows are, but {image!r:.60}.")
 
 
-def _images(root: PreTrainedModel, images: Sequence[Any], processor: Any) -> _Images:
+def _check_images(root: PreTrainedModel, images: Any, processor: Any) -> None:
     if root.main_input_name != "pixel_values":
         raise ValueError(f"{type(root).__name__} takes {root.main_input_name}, but the data are images.")
     if processor is None:
@@ -322,7 +474,6 @@ def _images(root: PreTrainedModel, images: Sequence[Any], processor: Any) -> _Im
     if isinstance(images, (list, tuple)):  # a column of a `Dataset` would decode all of its images
         for index, image in enumerate(images):
             _check_image(index, image)
-    return _Images(images, processor)
 
 
 def is_blank(value: Any) -> bool:

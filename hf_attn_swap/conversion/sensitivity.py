@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from tqdm.auto import tqdm
 
 from ..layer.registry import canonical_name
 from ..measuring.held_out import HeldOut
 from ..measuring.lost import Lost
 from ..patch import need_installation, set_strength
+from ..text.bar import bar
 from ..text.table import Table
 from .passages import least, passages_beyond
 
@@ -77,9 +77,9 @@ class Sensitivity:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sensitivity:
         """The figures from their plain data, also after JSON."""
-        layers = {int(index): Lost(**lost) for index, lost in values["layers"].items()}
+        layers = {int(index): Lost.from_dict(lost) for index, lost in values["layers"].items()}
         variant = ", ".join(map(canonical_name, values["variant"].split(", ")))
-        return cls(variant=variant, layers=layers, together=Lost(**values["together"]))
+        return cls(variant=variant, layers=layers, together=Lost.from_dict(values["together"]))
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data."""
@@ -141,7 +141,7 @@ def layer_sensitivity(
     found: dict[int, Lost] = {}
     with installation.strengths_kept():
         set_strength(model, 0.0)
-        for index in tqdm(chosen, desc="sensitivity", unit="layer", disable=not progress):
+        for index in bar(chosen, desc="sensitivity", unit="layer", shown=progress):
             set_strength(model, 1.0, layers=[index])
             found[index] = held.lost(model)
             set_strength(model, 0.0, layers=[index])

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..layer.smoothing import LARGEST_POWER, Pair, Smoothing, axes, relative, scale_, scaled
 from ..measuring.batches import MASKS, Batch, as_batches, evaluating, forward, read_by
 from ..patch import need_installation
 from ..quantization.places import quantizable
 from ..quantization.points import Point, rounded_rows
+from ..text.bar import bar
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
 from .gauge import Gauge, gauges, in_common, is_matrix
@@ -90,9 +90,9 @@ def smooth(model: nn.Module, batches: Iterable[Any], alpha: float | None = None,
     fitted = [row for row in rows if not any(row is each for each in held)]
     with evaluating(model), torch.no_grad(), _anew(installation):
         places = _places(installation, rows[0])
-        for row in tqdm(fitted, desc="channels", unit="batch", disable=not progress, leave=False):
+        for row in bar(fitted, desc="channels", unit="batch", shown=progress, leave=False):
             _run(installation.root, row, {name: place.see for name, place in places.items()}, places)
-        for row in tqdm(held, desc="alphas", unit="batch", disable=not progress, leave=False):
+        for row in bar(held, desc="alphas", unit="batch", shown=progress, leave=False):
             _run(installation.root, row, {name: place.compare for name, place in places.items()}, places)
         _write(installation, list(places.values()), rows[0], alpha)
     return Smoothed(

@@ -8,30 +8,67 @@ import torch
 from transformers import PreTrainedModel
 
 from ..measuring.batches import evaluating, forward, without_labels
-from .rows import Rows, as_rows
+from .reading import countable
+from .rows import ROWS, Rows, as_rows
 
 FEWEST_HELD = 8  # rows that the loss is measured on
 HELD_TOKENS = 8192  # tokens or patches that the loss is measured on, if there are many rows
 HELD_ROWS = 64  # the same, for data that have neither
+EVAL_TOKENS = 32_768  # tokens or patches of held-out data of the user's own
+EVAL_ROWS = 256  # the same, for data that have neither
+POOL = 2**18  # tokens that are read of texts that can be counted, also for a small budget
+FEWEST_TOKENS, FEWEST_ROWS = 32_768, 256  # that are read of a stream, also for a small budget: a calibration reads them
 
 
-def split(root: PreTrainedModel, data: Any, eval_data: Any, processor: Any, length: int) -> tuple[Rows, Rows]:
+def split(
+    root: PreTrainedModel,
+    data: Any,
+    eval_data: Any,
+    processor: Any,
+    length: int,
+    *,
+    tokens: int,
+    eval_tokens: int | None = None,
+    fewest: int = 0,
+) -> tuple[Rows, Rows]:
     """The training rows and the held-out rows. Without held-out data, a twentieth of the data is held out.
+
+    Of a stream, or of a long text, no more is read than these rows.
+
+    Args:
+        root: the model.
+        data: as in `as_rows`.
+        eval_data: held-out data of the same kind, or None.
+        processor: as in `as_rows`.
+        length: the number of tokens of a row.
+        tokens: the budget of the training, in tokens (patches of images).
+        eval_tokens: what is read of `eval_data` at most, in tokens (patches of images, rows of other data); None is
+            32,768 tokens or patches, or 256 rows.
+        fewest: at least so many training rows are read of a stream, or of a text.
 
     Raises:
         ValueError: there are no rows to hold out.
     """
-    rows = as_rows(root, data, processor, length=length)
+    most = HELD_TOKENS + max(tokens, POOL if countable(data) else FEWEST_TOKENS)
+    rows = as_rows(root, data, processor, length=length, most=most, fewest=HELD_ROWS + max(fewest, FEWEST_ROWS))
     if eval_data is not None:
-        return rows, as_rows(root, eval_data, processor, length=length)
+        return rows, _measured_on(root, eval_data, processor, length, eval_tokens)
     enough = round(HELD_TOKENS / rows.length) if rows.length else HELD_ROWS
-    count = max(FEWEST_HELD, min(enough, len(rows) // 20))
+    count = max(FEWEST_HELD, min(enough, len(rows) // 20) if rows.whole else enough)
     if len(rows) < 2 * count:
         count = len(rows) // 2
     if not count:
         raise ValueError("a single row cannot be both trained and measured on; bring more data.")
     shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
     return rows.some(sorted(shuffled[count:])), rows.some(sorted(shuffled[:count]))
+
+
+def _measured_on(root: PreTrainedModel, data: Any, processor: Any, length: int, tokens: int | None) -> Rows:
+    """Held-out rows of the user's own, as many as are measured on."""
+    some = EVAL_ROWS if tokens is None else tokens
+    most = EVAL_TOKENS if tokens is None else tokens
+    rows = as_rows(root, data, processor, length=length, most=most, most_rows=some, fewest=1)
+    return rows.at_most(some if rows.unit == ROWS else most)
 
 
 def try_longest(root: PreTrainedModel, rows: Rows) -> Any:

@@ -23,6 +23,7 @@ from .distillation import merge_adapters
 from .journal import Journal
 from .outcome import StepRecord
 from .plan import Plan
+from .processes import of_the_first
 from .rows import Rows
 from .snapshot import Snapshot, copied, given_back, put, taken
 from .teacher import Teacher
@@ -158,10 +159,11 @@ class State:
     # -- What is lost --------------------------------------------------------------------------------------------------
 
     def lost(self) -> Lost:
-        """What the model loses on the held-out rows, as it is."""
+        """What the model loses on the held-out rows, as it is; of several processes, what the first has measured."""
         assert self.held is not None
         with own_precision(self.student):
-            return self.held.lost(self.student, progress=self.progress)
+            found = self.held.lost(self.student, progress=self.progress)
+        return of_the_first(found, self.args)
 
     @property
     def within(self) -> bool:

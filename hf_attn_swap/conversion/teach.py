@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
+from ..text.bar import silent
 from .distillation import DistillationTrainer
 from .lesson import Lesson, last_whole_checkpoint
 from .parts import choose_trainable
@@ -61,6 +62,8 @@ def teach(
             **given,
         )
     _keep_what_trains(state)
+    if silent():
+        trainer.remove_callback(PrinterCallback)
     prepare(trainer)
     trainer.train(resume_from_checkpoint=last_whole_checkpoint(Path(trainer.args.output_dir or ".")))
     state.changed = True

@@ -16,6 +16,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
@@ -88,7 +89,7 @@ class Teacher:
             return self.model(**batch)
         with need_installation(self.root).stock(), evaluating(unwrapped), _without_adapters(unwrapped):
             if self.frozen:
-                _refuse_sharded(unwrapped)
+                refuse_frozen_copies(is_sharded(unwrapped))
                 return functional_call(unwrapped, self.frozen, (), batch)
             return student(**batch)
 
@@ -114,22 +115,25 @@ def note_retrained(installation: Installation, retrained: bool = True) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """True if the weights are split over processes. Classes tell it too: FSDP gathers some weights between passes."""
+    """True if the weights are split over processes. Classes tell it too: FSDP gathers some weights between passes.
+
+    DeepSpeed ZeRO-3 marks the parameters that it has split.
+    """
     classes = {base.__name__ for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
-    split = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    split = any(isinstance(each, DTensor) or hasattr(each, "ds_id") for each in model.parameters())
     return split or not classes.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
 
 
-def _refuse_sharded(model: nn.Module) -> None:
+def refuse_frozen_copies(sharded: bool) -> None:
     """Refuse weights that are split over processes: FSDP puts them back in the place of the frozen copies.
 
     Raises:
-        ValueError: a weight is split.
+        ValueError: the weights are split.
     """
-    if is_sharded(model):
+    if sharded:
         raise ValueError(
-            "frozen copies cannot take the place of sharded weights (FSDP), so the teacher would change with the "
-            "student; train adapters (PEFT), or pass another model as teacher."
+            "frozen copies cannot take the place of sharded weights (FSDP, DeepSpeed ZeRO-3), so the teacher would "
+            "change with the student; train adapters (PEFT), or pass another model as teacher."
         )
 
 

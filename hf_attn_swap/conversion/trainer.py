@@ -11,12 +11,13 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Trainer, TrainingArguments
 
 from ..patch import need_installation
 from .dropout import checkpointed_layers_without_dropout, switch_off_dropout
-from .teacher import is_sharded, note_retrained, trains_the_original
+from .teacher import note_retrained, trains_the_original
 
 BESIDE = "beside_adapters.safetensors"  # in a checkpoint: what trains and is no adapter
 
@@ -54,6 +55,7 @@ class TrainerWithoutLabels(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`. The swaps note if strength 0 is no longer the original model, in checkpoints too."""
+        self._refuse_flat_parameters()
         if not trains_the_original(cast(nn.Module, self.model)):
             return self._train(*args, **kwargs)
         before = note_retrained(need_installation(self.root))
@@ -68,15 +70,30 @@ class TrainerWithoutLabels(Trainer):
         with checkpointed_layers_without_dropout(cast(nn.Module, self.model)):
             return super().train(*args, **kwargs)
 
+    def _refuse_flat_parameters(self) -> None:
+        """Refuse version 1 of FSDP where adapters and other parameters train: it keeps them in one flat tensor.
+
+        Raises:
+            ValueError: it is on.
+        """
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if getattr(plugin, "fsdp_version", None) == 1 and self._beside_adapters():
+            raise ValueError(
+                "checkpoints of adapters under version 1 of FSDP lack what trains beside them, such as gates; take "
+                "version 2 (fsdp_version: 2)."
+            )
+
     def _switch_off_dropout(self, model: nn.Module) -> None:
         switch_off_dropout(self.accelerator.unwrap_model(model), swaps_warn=not self.parts_named)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in `Trainer`, with what trains beside adapters: PEFT saves its adapters alone."""
-        super()._save(output_dir, state_dict)
-        folder = Path(output_dir or self.args.output_dir or ".")
-        if self.args.should_save and (beside := self._beside_adapters()):
-            save_file({name: each.detach().cpu().contiguous() for name, each in beside.items()}, folder / BESIDE)
+        super().save_model(output_dir, _internal_call)
+        whole = {name: _whole(each).detach().cpu() for name, each in self._beside_adapters().items()}
+        if self.args.should_save and whole:
+            folder = Path(output_dir or self.args.output_dir or ".")
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file({name: each.contiguous() for name, each in whole.items()}, folder / BESIDE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """As in `Trainer`, with what trains beside adapters."""
@@ -90,17 +107,25 @@ class TrainerWithoutLabels(Trainer):
             self._load_beside_adapters(self.state.best_model_checkpoint)
 
     def _load_beside_adapters(self, checkpoint: str) -> None:
-        path = Path(checkpoint) / BESIDE
-        if path.exists():
-            beside = self._beside_adapters()
-            with torch.no_grad():
-                for name, value in load_file(path).items():
-                    beside[name].copy_(value)
+        beside, path = self._beside_adapters(), Path(checkpoint) / BESIDE
+        if not beside:
+            return
+        if not path.exists():
+            raise ValueError(
+                f"{checkpoint} has no {BESIDE}, which holds {next(iter(beside))} and others that train beside the "
+                "adapters; remove this checkpoint, or start again."
+            )
+        with torch.no_grad():
+            for name, value in load_file(path).items():
+                beside[name].copy_(_placed(value, beside[name]))
 
     def _beside_adapters(self) -> dict[str, nn.Parameter]:
-        """What trains in a model with PEFT's adapters and is no adapter: the variant's own parameters."""
+        """What trains in a model with PEFT's adapters and is no adapter: the variant's own parameters.
+
+        DeepSpeed keeps them itself: its checkpoints have all that trains.
+        """
         model = self.accelerator.unwrap_model(self.model)
-        if not isinstance(model, PeftModel) or is_sharded(model):
+        if not isinstance(model, PeftModel) or self.is_deepspeed_enabled:
             return {}
         adapters = {
             id(parameter)
@@ -110,3 +135,15 @@ class TrainerWithoutLabels(Trainer):
         }
         named = model.named_parameters()
         return {name: each for name, each in named if each.requires_grad and id(each) not in adapters}
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """All numbers of a parameter that FSDP2 may have split. Every process has to come here."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _placed(value: Tensor, parameter: Tensor) -> Tensor:
+    """A value split over processes as a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)

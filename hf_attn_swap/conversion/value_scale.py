@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..core.call import Call
 from ..layer.value_scale import LARGEST_SCALE, ValueScale
 from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
 from ..patch import need_installation
+from ..text.bar import bar
 from ..wiring.home import home
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
@@ -94,7 +94,7 @@ def scale_values(model: nn.Module, batches: Iterable[Any], *, progress: bool = T
         )
     seen = _watch(model, installation, projecting, batches)
     found = {}
-    for layer in tqdm(projecting, desc="scale values", unit="layer", disable=not progress):
+    for layer in bar(projecting, desc="scale values", unit="layer", shown=progress):
         found[layer.number] = solve(*seen.pop(layer).joined())
     for layer in projecting:
         squares, _, _ = found[layer.number]

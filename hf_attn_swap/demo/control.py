@@ -11,7 +11,6 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
@@ -24,6 +23,7 @@ from transformers import (
 from .. import unpatch_model
 from ..conversion.progress import Bar
 from ..measuring.batches import evaluating, forward, without_labels
+from ..text.bar import bar
 from ..training import ConversionArguments, ModelArguments, Outcome, Task, run
 from ..training.run import TRAINED
 from .data import Rows, Sentences
@@ -67,7 +67,7 @@ class Bench:
         with evaluating(model):
             found = [
                 forward(model, without_labels(batch)).logits.float().cpu()
-                for batch in tqdm(loader, desc=name, unit="batch", leave=False)
+                for batch in bar(loader, desc=name, unit="batch", leave=False)
             ]
         return torch.cat(found)
 

@@ -21,6 +21,7 @@ from ..conversion.convert import convert
 from ..layer.registry import parse
 from ..publish.results import versions
 from ..training import Outcome
+from ..writing import check_writable, saved_whole, told_where
 from .control import Bench
 from .data import load_sentences, model_source, require_packages
 from .options import DemoOptions
@@ -46,6 +47,7 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     for name in options.variants:
         parse(name)
     sentences = load_sentences(options)
+    check_writable(options.out)
     source = model_source(options)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
     _prepare_folder(options.out)
@@ -105,8 +107,9 @@ def _prepare_folder(out: Path) -> None:
 def save_and_reload(bench: Bench, model: PreTrainedModel, logits: Tensor) -> dict[str, Any]:
     """Save the model, load it by a plain AutoModel class, and compare the logits of all held-out sentences."""
     folder = bench.options.out / MODEL_FOLDER
-    model.save_pretrained(folder)
-    bench.tokenizer.save_pretrained(folder)
+    with told_where(folder), saved_whole(folder) as part:
+        model.save_pretrained(part)
+        bench.tokenizer.save_pretrained(part)
     again = AutoModelForSequenceClassification.from_pretrained(folder)
     found = bench.logits(again, "reloaded")
     difference = float((found - logits).abs().max())

@@ -1,7 +1,7 @@
 """Held-out rows on which a conversion is measured again and again, beside what the stock model gives on them.
 
 The stock model runs once. Of a large vocabulary, its last hidden states are kept in place of its logits, as long as the
-logits are the head's output on them. The head of the stock model must then not change.
+logits are the head's output on them. The head of the stock model must then not change, or a copy of it is kept.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from ..text.bar import bar
 from ..wiring.install import installation_of, model_root
 from .batches import LABELS, Batch, evaluating, forward, gives_numbers, without_labels
 from .head import last_hidden
@@ -55,7 +55,7 @@ class HeldOut:
     Args:
         model: the model that others are measured against; a patched model counts at strength 0, unless `as_it_is`.
         batches: dicts of tensors as the model takes them, with or without labels.
-        head_trains: True if the head of the stock model will change; its logits are then kept as they are.
+        head_trains: True if the head of the stock model will change; a copy of it then computes the logits.
         as_it_is: measure against the model as it is, with its swaps if it has some.
         passages: texts of one distance, on which recall is measured as well.
         progress: show a progress bar.
@@ -80,6 +80,8 @@ class HeldOut:
         self.passages = passages
         root = model_root(model)
         self.head: nn.Module | None = root.get_output_embeddings()
+        if head_trains and self.head is not None:
+            self.head = copy.deepcopy(self.head).requires_grad_(False)
         installation = None if as_it_is else installation_of(root)
         if installation is not None:
             refuse_changed(installation, "make HeldOut of the stock model, or say as_it_is=True")
@@ -87,8 +89,8 @@ class HeldOut:
             if installation is not None:
                 inside.enter_context(installation.stock())
             given = [batches] if isinstance(batches, Mapping) else list(batches)
-            for batch in tqdm(given, desc="stock model", unit="batch", disable=not progress, leave=False):
-                self.kept.append(_keep(root, batch, None if head_trains else self.head, numbers=self.numbers))
+            for batch in bar(given, desc="stock model", unit="batch", shown=progress, leave=False):
+                self.kept.append(_keep(root, batch, self.head, numbers=self.numbers))
             self.stock_recall = None if passages is None else _recall(passages, model, progress=progress)
         if not self.kept:
             raise ValueError("there are no held-out rows to measure on.")
@@ -120,7 +122,7 @@ class HeldOut:
         """Compare the model as it is now with the stock model, in evaluation mode."""
         sums = Sums(causal=self.causal, numbers=self.numbers)
         with evaluating(model):
-            for kept in tqdm(self.kept, desc="measure", unit="batch", disable=not progress, leave=False):
+            for kept in bar(self.kept, desc="measure", unit="batch", shown=progress, leave=False):
                 sums.add(forward(model, kept.batch), self._output(kept), kept.batch, kept.labels)
         recall = None if self.passages is None else _recall(self.passages, model, progress=progress)
         return self._with_recall(sums.result(), recall)

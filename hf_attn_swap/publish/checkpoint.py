@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ..layer.registry import canonical_name, parse, parse_options
 from ..loading import read_block
+from ..measuring.head import names_head
 from ..patch import patch_model
 from ..saved import shim
+from ..writing import claimed, half_replaced, saved_whole, told_where
+from .results import RESULTS_FILE, RunResult
 
 # Files of tokenizers and processors. They are copied unchanged, so no tokenizer or processor class has to load.
 PREPROCESSOR_FILES = (
@@ -35,6 +40,7 @@ PREPROCESSOR_FILES = (
     "vocab.*",
 )
 MODULE_FILES = ("[0-9]*_*/*.json", "[0-9]*_*/*.safetensors")  # the modules of sentence-transformers, such as a pooling
+CONVERSION_FILE = "conversion.json"  # the report of a conversion, beside the weights
 PREFIX = "AutoModelFor"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -61,21 +67,26 @@ def patch_checkpoint(
         The names of the parameters that the checkpoint did not hold, such as those of a new task head.
 
     Raises:
-        ValueError: the class, variant, option, layer or dtype is unknown, or `out` is not an empty folder.
-        OSError: `source` cannot be read.
+        ValueError: the class, variant, option, layer or dtype is unknown, `out` is not an empty folder, or another
+            command writes into it.
+        OSError: `source` cannot be read, or `out` cannot be written.
     """
     refuse_full(out, overwrite, source)
     parse_options(parse(variant), options)  # checked before the weights load, which may take minutes
     check_dtype(dtype)
     hub = hub_arguments(revision, token)
     auto = model_class(read_config(source, **hub), task)
-    notify(f"loading {source} as {auto.__name__}")
-    model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
-    fresh = sorted(info["missing_keys"])
-    patch_model(model, variant, layers=layers, modules=modules, strength=strength, **options)
-    notify(f"saving in {out}")
-    model.save_pretrained(out)
-    copied = copy_preprocessor(source, out, **hub)
+    with claimed(out):
+        refuse_full(out, overwrite, source)  # again: another command may have ended in the meantime
+        notify(f"loading {source} as {auto.__name__}")
+        with damage_named(source, **hub):
+            model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
+        fresh = sorted(info["missing_keys"])
+        patch_model(model, variant, layers=layers, modules=modules, strength=strength, **options)
+        notify(f"saving in {out}")
+        with told_where(out), saved_whole(out) as folder:
+            model.save_pretrained(folder)
+            copied = copy_preprocessor(source, folder, **hub)
     words = ", ".join(copied) or "no tokenizer or image processor (the source has none)"
     notify(f"saved {canonical_name(variant)} with {words}")
     return fresh
@@ -90,7 +101,7 @@ def refuse_full(out: Path, overwrite: bool, source: str) -> None:
     """
     if out.exists() and out.resolve() == Path(source).resolve():
         raise ValueError(f"{out} is the folder of the model itself; name another one.")
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite and not half_replaced(out))):
         raise ValueError(f"{out} exists and is not an empty folder; name another one, or pass --overwrite.")
 
 
@@ -114,15 +125,71 @@ def load_checkpoint(
         token: of the Hub, for a private model.
 
     Raises:
-        ValueError: the class, device or dtype is unknown, or there is no such folder.
+        ValueError: the class, device or dtype is unknown, there is no such folder, a file of weights is damaged, or
+            the checkpoint has no head for the class.
         OSError: `source` cannot be read.
     """
     check_dtype(dtype)
     where = find_device(device)
     hub = hub_arguments(revision, token)
     auto = model_class(read_config(source, **hub), task)
-    model: PreTrainedModel = auto.from_pretrained(source, dtype=dtype, **hub).to(where).eval()
-    return model
+    with damage_named(source, **hub):
+        model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
+    refuse_fresh_head(source, auto, info["missing_keys"])
+    ready: PreTrainedModel = model.to(where).eval()
+    return ready
+
+
+def refuse_fresh_head(source: str, auto: Any, missing: Iterable[str]) -> None:
+    """Refuse a class with a head whose weights transformers made anew.
+
+    Args:
+        source: the checkpoint.
+        auto: the class that loaded it.
+        missing: the names of the weights that the checkpoint does not hold.
+
+    Raises:
+        ValueError: the class has a head, and weights are missing.
+    """
+    if (fresh := sorted(missing)) and names_head(auto.__name__):
+        raise ValueError(
+            f"{source} has no weights for {', '.join(fresh[:3])}: {auto.__name__} would run with random ones, and what "
+            "it gives would say nothing; fine-tune the model first, or choose another class with --task."
+        )
+
+
+@contextlib.contextmanager
+def damage_named(source: str, **hub: Any) -> Iterator[None]:
+    """Inside, the error of damaged weights names their file.
+
+    Args:
+        source: the model that is loaded: name on the Hub, or folder.
+        hub: `revision` and `token`.
+
+    Raises:
+        ValueError: a safetensors file is damaged or incomplete.
+    """
+    try:
+        yield
+    except SafetensorError as problem:
+        raise ValueError(
+            f"{_damaged(source, **hub) or source}: the weights cannot be read ({problem}); the file is damaged or "
+            "incomplete: copy it or download it again."
+        ) from problem
+
+
+def _damaged(source: str, **hub: Any) -> Path | None:
+    """The first file of weights that cannot be opened."""
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(source, allow_patterns=["*.safetensors"], local_files_only=True, **hub))
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError:
+            return path
+    return None
 
 
 def processor_of(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) -> Any:
@@ -133,7 +200,8 @@ def processor_of(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) ->
     """
     images = model.main_input_name == "pixel_values"
     auto: Any = AutoImageProcessor if images else AutoTokenizer
-    missing = f"{source!r} has no {'image processor' if images else 'tokenizer'} that can be loaded."
+    kind, option = ("image processor", "--processor") if images else ("tokenizer", "--tokenizer")
+    missing = f"{source!r} has no {kind} that can be loaded; name one with {option}."
     try:
         found = auto.from_pretrained(source, **hub)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
@@ -141,6 +209,45 @@ def processor_of(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) ->
     if not images and len(found) <= len(found.all_special_ids):  # transformers makes up an empty tokenizer
         raise ValueError(missing)
     return found
+
+
+def other_processor(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) -> Any:
+    """The tokenizer or image processor of another checkpoint than the model's own.
+
+    Raises:
+        ValueError: the checkpoint has none, or its tokenizer has tokens that the model does not know.
+    """
+    found = processor_of(model, source, hub)
+    known = getattr(model.config.get_text_config(), "vocab_size", None)
+    if model.main_input_name == "input_ids" and known is not None and len(found) > known:
+        raise ValueError(
+            f"the tokenizer of {source!r} has {len(found):,} tokens, and the model knows {known:,}; name the tokenizer "
+            "that the model was made with."
+        )
+    return found
+
+
+def row_length(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) -> int | None:
+    """The number of tokens of the rows that a checkpoint was converted with, as the record beside its weights says.
+
+    Args:
+        model: the loaded checkpoint.
+        source: its name on the Hub, or its folder.
+        hub: `revision` and `token`.
+
+    Returns:
+        None for a stock model, and for a model without a record that can be read.
+    """
+    if getattr(model.config, "attn_swap", None) is None:
+        return None
+    folder = Path(source)
+    with contextlib.suppress(OSError, ValueError):
+        if not folder.is_dir():
+            folder = Path(snapshot_download(source, allow_patterns=[RESULTS_FILE, CONVERSION_FILE], **hub))
+        return RunResult.load(folder / RESULTS_FILE).budget.sequence_length
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return round(json.loads((folder / CONVERSION_FILE).read_text(encoding="utf-8"))["row_length"]) or None
+    return None
 
 
 def hub_arguments(revision: str | None, token: str | None) -> dict[str, Any]:

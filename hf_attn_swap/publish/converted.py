@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,24 @@ import transformers
 from transformers import PreTrainedModel, TrainingArguments
 
 from ..conversion.convert import convert, refuse_converted
+from ..conversion.journal import NAME
 from ..conversion.outcome import ConversionReport
+from ..conversion.processes import refuse_split_weights
 from ..layer.calibration import FITS
 from ..layer.registry import parse, parse_options
-from .card import render
+from ..writing import beside, claimed, saved_whole, told_where
+from .card import RECALL, render
 from .checkpoint import (
     check_dtype,
     copy_preprocessor,
+    damage_named,
     find_device,
     hub_arguments,
     model_class,
+    other_processor,
     processor_of,
     read_config,
+    refuse_fresh_head,
     refuse_full,
 )
 from .results import RESULTS_FILE, BaseModel, Budget, DataSet, Measured, Metric, RunResult, read_swaps, versions
@@ -46,10 +52,12 @@ def convert_checkpoint(
     source: str,
     variant: str,
     out: Path,
-    data: Callable[[], tuple[Sequence[Any], Sequence[Any] | None]],
+    data: Callable[[], tuple[Any, Any]],
     *,
     data_name: str,
     options: dict[str, Any],
+    base_model: str | None = None,
+    tokenizer: str | None = None,
     task: str | None = None,
     device: str | None = None,
     dtype: str = "auto",
@@ -59,6 +67,7 @@ def convert_checkpoint(
     keep_anyway: bool = False,
     overwrite: bool = False,
     notify: Callable[[str], None],
+    quiet: bool = False,
     **arguments: Any,
 ) -> tuple[ConversionReport, bool]:
     """Load the model `source`, convert it, and save it in `out` unless the budget was missed.
@@ -70,9 +79,12 @@ def convert_checkpoint(
         source: name on the Hub, or folder, of a stock model.
         variant: the name of the variant.
         out: the folder for the result.
-        data: gives the rows to convert on and the held-out rows; called after everything else was checked.
+        data: gives the rows to convert on and the held-out rows or None, as `convert` takes them; called after
+            everything else was checked.
         data_name: the name of the data for the card.
         options: the options of the variant.
+        base_model: the name of the model on the Hub, for the card, if `source` is a folder.
+        tokenizer: name on the Hub, or folder, of the tokenizer or image processor; None takes those of `source`.
         task: the AutoModel class; None takes the class that saved the model.
         device: such as "cpu" or "cuda"; None takes CUDA if there is one, and each process its own device.
         dtype: the precision of the weights; "auto" is that of the checkpoint.
@@ -82,69 +94,78 @@ def convert_checkpoint(
         keep_anyway: save a model whose loss is above the budget, too.
         overwrite: write into a folder that is not empty.
         notify: receives a line before each step.
+        quiet: show no progress.
         arguments: more arguments of `convert`, such as tokens, max_loss, layers, length and bits.
 
     Returns:
         The report, and True if the model was saved.
 
     Raises:
-        ValueError: the class, variant, option, layer or device is unknown, the data do not fit, or `out` is not an
-            empty folder.
-        OSError: `source` cannot be read.
+        ValueError: the class, variant, option, layer or device is unknown, the data do not fit, `out` is not an empty
+            folder, or another command writes into it.
+        OSError: `source` cannot be read, or `out` cannot be written.
     """
-    refuse_full(out, overwrite, source)
+    if base_model is not None:
+        _base(source, base_model, revision)  # refused now, and not after the conversion
+    _refuse_full(out, overwrite, source)
     parse_options(parse(variant), options)
     check_dtype(dtype)
     where = find_device(device)
-    hub = hub_arguments(revision, token)
+    hub, own = hub_arguments(revision, token), hub_arguments(None, token)
     auto = model_class(read_config(source, **hub), task)
-    rows, held = data()
-    notify(f"loading {source} as {auto.__name__}")
-    model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
-    if fresh := sorted(info["missing_keys"]):
-        if "For" in auto.__name__:
-            raise ValueError(
-                f"{source} has no weights for {', '.join(fresh[:3])}, so there is no head to keep as it was; fine-tune "
-                "the model first, or choose another class with --task."
-            )
-        notify(f"note: not in the checkpoint, so newly initialised: {', '.join(fresh)}")
-    try:
-        refuse_converted(model)
-    except ValueError:
-        raise ValueError(f"{source} is converted already; convert the stock model.") from None
-    work = out.with_name(out.name + WORK)
+    work = beside(out, WORK)
     training = _training(work, on_cpu=where == "cpu", bf16=bf16)
-    model.to(training.device if device is None else where)
-    report = convert(
-        model,
-        variant,
-        rows,
-        processor=processor_of(model, source, hub),
-        eval_data=held,
-        output_dir=work,
-        args=training,
-        progress=training.should_save,
-        **arguments,
-        **options,
-    )
-    if not report.layers or not (report.met or keep_anyway):
-        return report, False
-    if not training.should_save:
-        return report, True
-    notify(f"saving in {out}")
-    model.save_pretrained(out)
-    copy_preprocessor(source, out, **hub)
-    report.save(out)
-    base = BaseModel(
-        name=_identifier(Path(source).name) if Path(source).is_dir() else source,
-        revision=revision,
-        relation="finetune" if arguments.get("bits") is None else "quantized",
-        auto_class=auto_class(type(model).__name__),
-    )
-    record = results(report, model, base, _identifier(out.name).lower(), _identifier(data_name), training)
-    record.save(out / RESULTS_FILE)
-    (out / "README.md").write_text(render(record), encoding="utf-8")
-    shutil.rmtree(work, ignore_errors=True)
+    refuse_split_weights(training)
+    if training.world_size > 1:
+        notify(f"{training.world_size} processes: a training step reads {training.world_size} times the rows of one")
+    with claimed(out, writes=training.should_save):
+        if training.should_save:
+            _refuse_full(out, overwrite, source)  # again: another command may have ended in the meantime
+        rows, held = data()
+        notify(f"loading {source} as {auto.__name__}")
+        with damage_named(source, **hub):
+            model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
+        refuse_fresh_head(source, auto, info["missing_keys"])
+        if fresh := sorted(info["missing_keys"]):
+            notify(f"note: not in the checkpoint, so newly initialised: {', '.join(fresh)}")
+        try:
+            refuse_converted(model)
+        except ValueError:
+            raise ValueError(f"{source} is converted already; convert the stock model.") from None
+        model.to(training.device if device is None else where)
+        with told_where(out):
+            report = convert(
+                model,
+                variant,
+                rows,
+                processor=processor_of(model, source, hub)
+                if tokenizer is None
+                else other_processor(model, tokenizer, own),
+                eval_data=held,
+                output_dir=work,
+                args=training,
+                progress=training.should_save and not quiet,
+                **arguments,
+                **options,
+            )
+            if not report.layers or not (report.met or keep_anyway):
+                return report, False
+            if not training.should_save:
+                return report, True
+            notify(f"saving in {out}")
+            relation = "finetune" if arguments.get("bits") is None else "quantized"
+            base = _base(source, base_model, revision, relation, auto_class(type(model).__name__))
+            record = results(report, model, base, _identifier(out.name).lower(), _identifier(data_name), training)
+            with saved_whole(out) as folder:
+                model.save_pretrained(folder)
+                copy_preprocessor(source, folder, **hub)
+                if tokenizer is not None:
+                    copy_preprocessor(tokenizer, folder, **own)
+                report.save(folder)
+                record.save(folder / RESULTS_FILE)
+                (folder / "README.md").write_text(render(record), encoding="utf-8")
+        (work / NAME).unlink(missing_ok=True)  # first: from now on the result is not made again
+        shutil.rmtree(work, ignore_errors=True)
     return report, True
 
 
@@ -156,7 +177,7 @@ def results(
     data_name: str,
     training: TrainingArguments,
 ) -> RunResult:
-    """The record of a conversion for the card: the converted model beside the stock model."""
+    """The record of a conversion for the card: the converted model beside the base model as it is."""
     modules, swaps = read_swaps(model.config.attn_swap)
     lost = report.lost
     converted, stock = [], []
@@ -167,6 +188,7 @@ def results(
         ("kl_to_pretrained", False, lost.divergence, 0.0),
         ("agreement", True, lost.agreement, 1.0),
         ("relative_error", False, lost.relative_error, 0.0),
+        (f"{RECALL}{lost.recall_distance}", True, lost.recall, lost.stock_recall),
     ):
         if ours is not None and theirs is not None:
             converted.append(Metric(name=metric, higher_is_better=higher, values=(ours,)))
@@ -193,7 +215,8 @@ def results(
             evaluated="held_out",
         ),
         converted=Measured(seeds=(0,), metrics=tuple(converted), outliers=None, wall_seconds=seconds),
-        control=Measured(seeds=(0,), metrics=tuple(stock), outliers=None, wall_seconds=0.0),
+        control=None,
+        stock=Measured(seeds=(0,), metrics=tuple(stock), outliers=None, wall_seconds=0.0),
         difference=None,
         cost=None,
         budget=Budget(
@@ -204,7 +227,7 @@ def results(
             optimizer=str(getattr(training.optim, "value", training.optim)),
         ),
         versions=versions(),
-        hardware=f"{training.device.type} {platform.machine()}",
+        hardware=_hardware(training),
         wall_seconds=seconds,
         intended_use="As the base model; the attention is another one.",
         limits=("The loss was measured on a few held-out rows of the same data; other data can lose more.",),
@@ -213,10 +236,40 @@ def results(
     )
 
 
+def _base(
+    source: str, named: str | None, revision: str | None, relation: str = "finetune", kind: str = "AutoModel"
+) -> BaseModel:
+    """The base model for the card. The name of a folder is no name on the Hub, unless the user gives one.
+
+    Raises:
+        ValueError: the given name cannot be a name on the Hub.
+    """
+    folder = Path(source).is_dir()
+    name = named or (_identifier(Path(source).name) if folder else source)
+    return BaseModel(
+        name=name,
+        revision=revision,
+        relation=relation,
+        auto_class=kind,
+        on_hub=named is not None or not folder,
+    )
+
+
+def _refuse_full(out: Path, overwrite: bool, source: str) -> None:
+    """As `refuse_full`, unless a run of the same conversion was killed while it saved."""
+    refuse_full(out, overwrite or (beside(out, WORK) / NAME).exists(), source)
+
+
 def _training(work: Path, *, on_cpu: bool, bf16: bool) -> TrainingArguments:
     """The arguments of the training. They also connect the processes, if there are several."""
     backend = "gloo" if on_cpu and "WORLD_SIZE" in os.environ else None
     return TrainingArguments(output_dir=str(work), report_to="none", use_cpu=on_cpu, bf16=bf16, ddp_backend=backend)
+
+
+def _hardware(training: TrainingArguments) -> str:
+    """The kind of the machine, and the number of processes if there are several."""
+    one = f"{training.device.type} {platform.machine()}"
+    return one if training.world_size == 1 else f"{training.world_size} x {one}"
 
 
 def auto_class(kind: str) -> str:

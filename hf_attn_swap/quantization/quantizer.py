@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..layer.swap import Phase, Swap
 from ..measuring.batches import as_batches, forward
 from ..measuring.watched import watched
+from ..text.bar import bar
 from .places import is_matmul
 from .points import MOMENTUM, Point, Quantized
 from .straight_through import train_rounded
@@ -37,7 +37,7 @@ def quantized(
     with watched(model) as root, contextlib.ExitStack() as stack:
         placed = quantizer(root)
         placed.place(stack)
-        for batch in tqdm(as_batches(batches), desc="8-bit ranges", unit="batch", leave=False):
+        for batch in bar(as_batches(batches), desc="8-bit ranges", unit="batch", leave=False):
             forward(root, batch)
         placed.fitting = False
         yield Quantized(tuple(placed.points.values()), placed.covered())

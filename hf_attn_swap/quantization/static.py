@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..measuring.batches import as_batches, forward
+from ..text.bar import bar
 from ..wiring.install import model_root
 from .checkpoint import describe, replace
 from .linear import WIDEST, Int8Linear
@@ -57,7 +57,7 @@ def input_ranges(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> dict
     with contextlib.ExitStack() as hooked:
         for path, linear in linears.items():
             hooked.callback(linear.register_forward_pre_hook(_notes_ends(seen[path])).remove)
-        for batch in tqdm(as_batches(batches), desc="8-bit ranges", unit="batch", leave=False):
+        for batch in bar(as_batches(batches), desc="8-bit ranges", unit="batch", leave=False):
             forward(root, batch)
             for path, ends in seen.items():
                 if ends:

@@ -82,6 +82,11 @@ class ModelArguments:
         return self.base_model_card_name or path.name
 
     @property
+    def on_hub(self) -> bool:
+        """False if the name on the card is only the name of a folder."""
+        return self.base_model_card_name is not None or not Path(self.model_name_or_path).is_dir()
+
+    @property
     def run_name(self) -> str:
         """The name of the run and of its folder."""
         return (self.label or self.variant).replace("+", "-").replace("_", "-")
@@ -161,6 +166,12 @@ class DataArguments:
     max_eval_samples: int | None = field(
         default=None, metadata={"help": "Number of held-out rows, from the first; all if left out."}
     )
+    streaming: bool = field(
+        default=False,
+        metadata={
+            "help": "Read no more of the set than the samples; needs --max_train_samples and --max_eval_samples."
+        },
+    )
     max_seq_length: int = field(default=128, metadata={"help": "Number of tokens that are kept of a row."})
     metrics: list[str] = field(
         default_factory=lambda: ["accuracy"], metadata={"help": "Metrics; the first is the headline."}
@@ -177,6 +188,8 @@ class DataArguments:
             raise ValueError("name the data by --dataset_name, or by --train_file and --test_file.")
         if (self.train_file is None) != (self.test_file is None):
             raise ValueError("--train_file and --test_file go together.")
+        if self.streaming and (self.max_train_samples is None or self.max_eval_samples is None):
+            raise ValueError("a stream may have no end: --streaming needs --max_train_samples and --max_eval_samples.")
 
     @property
     def input_columns(self) -> list[str]:
@@ -186,7 +199,9 @@ class DataArguments:
     @property
     def settings(self) -> dict[str, Any]:
         """All arguments on which the metrics depend: everything but the names for the card."""
-        return {name: value for name, value in vars(self).items() if not name.endswith("_card_name")}
+        usual = {"streaming": False}  # a later argument is not in the records of earlier runs
+        names = [name for name in vars(self) if not name.endswith("_card_name")]
+        return {name: getattr(self, name) for name in names if usual.get(name, ...) != getattr(self, name)}
 
     @property
     def published_name(self) -> str:

@@ -13,6 +13,8 @@ from transformers import TrainingArguments
 
 from ..publish.hub import push_folder
 from ..publish.results import RESULTS_FILE, RunResult
+from ..text.bar import visible
+from ..writing import check_writable
 from .arguments import CONTROL, ConversionArguments, DataArguments, ModelArguments, TextDataArguments, parse
 from .publish import About, publish
 from .run import TRAINED, Task, run
@@ -50,6 +52,7 @@ def compare(
     try:
         if training.push_to_hub and training.hub_model_id is None:
             raise ValueError("--push_to_hub needs --hub_model_id, the name on the Hub, such as me/bert-belief.")
+        check_writable(Path(training.output_dir or "runs"))
         task = build()
         plain = ConversionArguments(freeze=conversion.freeze)
         controls = [run(task, control, plain, training, seed) for seed in model.seeds]
@@ -98,6 +101,7 @@ def launch(
         classes, argv, recipe=recipe, about=sys.modules[build.__module__].__doc__
     )
     training.remove_unused_columns = training.remove_unused_columns and not keep_columns
+    training.disable_tqdm = training.disable_tqdm or not visible()
     compare(lambda: build(model, rows, mine), about(mine), model, rows, conversion, training)
 
 

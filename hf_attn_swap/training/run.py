@@ -30,15 +30,18 @@ from .. import patch_model
 from ..conversion import StrengthSchedule
 from ..conversion.engine import take
 from ..conversion.journal import Journal
-from ..conversion.lesson import last_whole_checkpoint
+from ..conversion.lesson import last_whole_checkpoint, without_secrets
 from ..conversion.parts import part_of
 from ..conversion.rows import Collator, ready_rows
 from ..conversion.stages import FineTune
 from ..conversion.state import State
 from ..conversion.steps import steps_of
 from ..patch import set_strength, unpatch_model
+from ..publish.checkpoint import damage_named
 from ..publish.results import versions
+from ..text.bar import silent, visible
 from ..text.typed import parse_layers
+from ..writing import claimed, saved_whole, told_where
 from .arguments import CONTROL, DTYPES, ConversionArguments, ModelArguments
 from .metrics import scores
 from .outcome import Outcome, hardware
@@ -89,16 +92,34 @@ def run(
     The control is softmax without a conversion, and is trained with the same arguments.
 
     Raises:
-        ValueError: the folder holds a run with other settings, or the conversion does not fit the model.
+        ValueError: the folder holds a run with other settings, another process trains in it, or the conversion does not
+            fit the model.
+        OSError: the folder cannot be written.
     """
     folder = Path(training.output_dir or "runs") / model.run_name / f"seed-{seed}"
     settings = _settings(task, model, conversion, training)
     if (done := Outcome.find(folder, settings)) is not None:
         return done
+    with claimed(folder, writes=training.process_index == 0), told_where(folder):
+        done = Outcome.find(folder, settings)  # again: another process may have ended in the meantime
+        return done or _run(task, model, conversion, training, seed, folder, settings)
+
+
+def _run(
+    task: Task,
+    model: ModelArguments,
+    conversion: ConversionArguments,
+    training: TrainingArguments,
+    seed: int,
+    folder: Path,
+    settings: dict[str, Any],
+) -> Outcome:
+    """Train and measure the model of one seed in a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     # What is published is the finished run with its card: Trainer would push every checkpoint, the control's too.
-    args = replace(training, output_dir=str(folder), seed=seed, push_to_hub=False)
+    # And it writes its arguments beside the weights, so they have no secrets.
+    args = without_secrets(replace(training, output_dir=str(folder), seed=seed, push_to_hub=False))
     tuned = Path(training.output_dir or "runs") / CONTROL / f"seed-{seed}" / TRAINED
     before, first, converted, sentences = _converted(task, model, conversion, args, settings, tuned)
     callbacks: list[TrainerCallback] = []
@@ -109,8 +130,9 @@ def run(
     _freeze(converted, conversion.freeze)
     trainer = Trainer(converted, args, task.collate, train_dataset=task.train, callbacks=callbacks)
     trainer.model_accepts_loss_kwargs &= not task.mean_loss
-    if task.progress is not None:
+    if task.progress is not None or silent():
         trainer.remove_callback(PrinterCallback)
+    if task.progress is not None and visible():
         trainer.add_callback(task.progress)
     if isinstance(conversion.plan[-1], FineTune) and (args.num_train_epochs or args.max_steps > 0):
         sentences.append(_budget(task, args))
@@ -154,7 +176,8 @@ def _converted(
         converted model, and one sentence per conversion step.
     """
     set_seed(args.seed)
-    stock = task.load()
+    with damage_named(model.model_name_or_path):
+        stock = task.load()
     before = _count(stock)
     sentences: list[str] = []
     stages = list(conversion.plan)
@@ -199,14 +222,16 @@ def _freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
 
 def _keep(trainer: Trainer, task: Task, folder: Path, outcome: Outcome) -> None:
     """Save the trained model and its outcome, and remove the files that were only there to resume the run."""
-    trainer.save_model(str(folder / TRAINED))
-    if not trainer.is_world_process_zero():
-        return
-    if task.processor is not None:
-        task.processor.save_pretrained(folder / TRAINED)
-    for path in (*folder.glob("checkpoint-*"), *folder.glob(f"{STAGE}*"), folder / CONVERTED):
-        shutil.rmtree(path, ignore_errors=True)
-    outcome.save(folder)
+    first = trainer.is_world_process_zero()
+    with saved_whole(folder / TRAINED, writes=first) as part:
+        trainer.save_model(str(part))
+        if task.processor is not None and first:
+            task.processor.save_pretrained(part)
+    if first:
+        for path in (*folder.glob("checkpoint-*"), *folder.glob(f"{STAGE}*"), folder / CONVERTED):
+            shutil.rmtree(path, ignore_errors=True)
+        outcome.save(folder)
+    trainer.accelerator.wait_for_everyone()  # the next run may start from this model
 
 
 def _settings(

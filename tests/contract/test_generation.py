@@ -10,7 +10,7 @@ import torch
 from hf_attn_swap.caches import cache_of, with_cache
 from tests.harness.generation import NEW, PROMPT, assert_equal_generation, model_of, prompt_of
 
-from .cells import COMPOSED, OPTIONS, WIDE, Cell, over
+from .cells import COMPOSED, OPTIONS, WIDE, Cell, over, over_half
 from .harness import CAUSAL_FAMILIES, TOLERANCE, distance
 
 
@@ -20,13 +20,13 @@ def test_dynamic_cache(family: str, cell: Cell, padded: str | None) -> None:
     assert_equal_generation(model_of(family, cell), prompt_of(family, padded), {})
 
 
-@over(WIDE, CAUSAL_FAMILIES)
+@over_half(WIDE, CAUSAL_FAMILIES)
 @pytest.mark.parametrize("padded", [None, "left"])
 def test_static_cache(family: str, cell: Cell, padded: str | None) -> None:
     assert_equal_generation(model_of(family, cell), prompt_of(family, padded), {"cache_implementation": "static"})
 
 
-@over(WIDE, CAUSAL_FAMILIES)
+@over_half(WIDE, CAUSAL_FAMILIES)
 def test_beam_search(family: str, cell: Cell) -> None:
     """Beams are reordered in the cache; the row of a token's own value must move with it."""
     assert_equal_generation(model_of(family, cell), prompt_of(family, "left"), {}, num_beams=3)
@@ -46,7 +46,7 @@ def test_in_between(family: str, cell: Cell, cache: dict[str, Any]) -> None:
     assert_equal_generation(model_of(family, cell, strength=0.5), prompt_of(family, "left"), cache)
 
 
-@over(WIDE + COMPOSED, CAUSAL_FAMILIES)
+@over_half(WIDE + COMPOSED, CAUSAL_FAMILIES)
 def test_in_chunks(family: str, cell: Cell) -> None:
     """Several tokens at once onto a cache that holds some: the queries are the last rows."""
     model, prompt = model_of(family, cell), prompt_of(family)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests import zoo
 
-from .cells import COMPOSED, FAMILY_NAMES, GRID, WIDE, Cell, over, over_in_turn, swap_in
+from .cells import COMPOSED, FAMILY_NAMES, GRID, WIDE, Cell, over, over_half, over_in_turn, swap_in
 from .harness import CAUSAL_FAMILIES, TEXT_FAMILIES, TOLERANCE, batch_of, distance, fresh, perturb
 
 STRENGTHS = (1.0, 0.5)
@@ -65,7 +65,7 @@ def test_padding_and_batch(family: str, cell: Cell, side: str) -> None:
         close(results[2], torch.cat(alone))
 
 
-@over(WIDE + COMPOSED, TEXT_FAMILIES)
+@over_half(WIDE + COMPOSED, TEXT_FAMILIES)
 def test_padding_and_batch_in_between(family: str, cell: Cell) -> None:
     model, rows = model_of(family, cell, 0.5), rows_of(family)
     alone = [outputs(model, row[None], torch.ones_like(row)[None])[0] for row in rows]
@@ -98,7 +98,7 @@ def test_the_future_has_no_influence(family: str, cell: Cell, strength: float) -
             assert not torch.allclose(got[:, seen:], wanted[:, seen:])
 
 
-@over(WIDE + COMPOSED, CAUSAL_FAMILIES)
+@over_half(WIDE + COMPOSED, CAUSAL_FAMILIES)
 def test_no_gradient_from_the_past_to_the_future(family: str, cell: Cell) -> None:
     model = model_of(family, cell, 1.0)
     embedded = model.get_input_embeddings()(batch_of(family)["input_ids"]).detach().requires_grad_()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests import reference, zoo
 
-from .cells import COMPOSED, FAMILY_NAMES, GRID, WIDE, Cell, is_linear, over, over_in_turn, swap_in
+from .cells import COMPOSED, FAMILY_NAMES, GRID, WIDE, Cell, is_linear, over, over_half, over_in_turn, swap_in
 from .harness import (
     BATCH,
     CAUSAL_FAMILIES,
@@ -51,7 +51,7 @@ class Shown(nn.Module):
         return type(out)(logits=zoo.output(out)[self.real])
 
 
-@over(GRID, TEXT_FAMILIES)
+@over_half(GRID, TEXT_FAMILIES)
 def test_plain_masks_given_in_four_dimensions(family: str, cell: Cell) -> None:
     """The same mask as 2-D, as 4-D bool, as 4-D float, and per head: the same outputs and gradients."""
     model, batch = model_of(family, cell), batch_of(family, padded=padding_side(family))
@@ -92,7 +92,7 @@ def test_any_bool_mask(family: str, cell: Cell) -> None:
     equals_slow(family, cell, 1.0, drawn_mask(family))
 
 
-@over(WIDE + COMPOSED, TEXT_FAMILIES)
+@over_half(WIDE + COMPOSED, TEXT_FAMILIES)
 def test_any_float_mask_in_between(family: str, cell: Cell) -> None:
     """Finite entries are a bias on the scores, and are not carried; without scores there is no place for them."""
     mask = additive(drawn_mask(family))

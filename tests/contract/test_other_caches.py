@@ -13,7 +13,7 @@ from transformers.cache_utils import QuantizedLayer
 from hf_attn_swap.caches import with_cache
 from tests.harness.generation import assert_equal_generation, model_of, prompt_of
 
-from .cells import WIDE, Cell, over
+from .cells import WIDE, Cell, over, over_half
 from .harness import CAUSAL_FAMILIES
 
 
@@ -43,7 +43,7 @@ class Away(DynamicCache):
         return given
 
 
-@over(WIDE, CAUSAL_FAMILIES)
+@over_half(WIDE, CAUSAL_FAMILIES)
 @pytest.mark.parametrize("padded", [None, "left"])
 def test_quantised(family: str, cell: Cell, padded: str | None) -> None:
     """Of the prompt's end and the new tokens, some are in the quantised part and some beside it."""
@@ -54,7 +54,7 @@ def test_quantised(family: str, cell: Cell, padded: str | None) -> None:
     assert Kept.calls - before > 2 * model.config.num_hidden_layers  # of keys and values: more than the prompt's
 
 
-@over(WIDE, CAUSAL_FAMILIES)
+@over_half(WIDE, CAUSAL_FAMILIES)
 def test_offloaded(family: str, cell: Cell) -> None:
     model = model_of(family, cell)
     before = Away.moves

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_attn_swap import describe, patch_model, set_strength
 from hf_attn_swap.variants.base import VARIANTS
 
-from .cells import FAMILY_NAMES, GRID, SINGLES, Cell, over, over_in_turn, swap_in
+from .cells import FAMILY_NAMES, GRID, SINGLES, Cell, over_half, over_in_turn, swap_in
 from .harness import (
     Gradients,
     assert_identical,
@@ -62,7 +62,7 @@ def test_zero_without_the_shortcut(family: str, cell: Cell, dtype: torch.dtype) 
     assert_same(run(model, batch_of(family, dtype, side)), stock(family, dtype, side is not None))
 
 
-@over(GRID)
+@over_half(GRID)
 def test_small_strengths_differ_in_proportion(family: str, cell: Cell) -> None:
     """At s = 1e-3 the difference is of order s, in values and gradients: twice s, twice the difference."""
     batch = batch_of(family, padded=padding_side(family))

@@ -12,12 +12,12 @@ import torch
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from tests.harness.places import each_place
 
-from .cells import COMPOSED, FAMILY_NAMES, OPTION_CELLS, WIDE, Cell, label, over, swap_in
+from .cells import COMPOSED, FAMILY_NAMES, OPTION_CELLS, WIDE, Cell, label, over_half, swap_in
 from .harness import assert_identical, batch_of, forward, fresh, padding_side, perturb, run, swaps
 from .stock_again import anatomy, assert_stock_again, attentions, tensors
 
 
-@over(WIDE + COMPOSED)
+@over_half(WIDE + COMPOSED)
 def test_unpatch_is_bit_exact(family: str, cell: Cell) -> None:
     model, batch = fresh(family), batch_of(family, padded=padding_side(family))
     config, text = model.config, model.config.to_json_string()

@@ -29,6 +29,7 @@ from .cells import (
     choices,
     label,
     over,
+    over_half,
     over_in_turn,
     shown,
     swap_in,
@@ -92,7 +93,7 @@ def test_full_strength(family: str, cell: Cell) -> None:
     assert_equals_slow(family, cell, 1.0, padded=True)
 
 
-@over(WIDE + OPTIONS + COMPOSED)
+@over_half(WIDE + OPTIONS + COMPOSED)
 def test_in_between(family: str, cell: Cell) -> None:
     assert_equals_slow(family, cell, 0.5, padded=True)
 
@@ -144,7 +145,7 @@ def test_every_string_option_has_its_effect(pair: tuple[Cell, Cell], strength: f
     assert max(moved) > 1e-3
 
 
-@over(GRID)
+@over_half(GRID)
 def test_differs_from_stock(family: str, cell: Cell) -> None:
     batch = batch_of(family)
     wanted, wanted_slope = run_all(fresh(family), batch)

@@ -496,7 +496,10 @@ def test_stages_that_cannot_be(sentence: str) -> None:
     assert same(weights(model), before)
 
 
-@pytest.mark.parametrize("variant", ["belief", "modern_hopfield", "simpletron_resl"])
+@pytest.mark.parametrize(
+    "variant",
+    ["modern_hopfield", *(pytest.param(name, marks=pytest.mark.slow) for name in ("belief", "simpletron_resl"))],
+)
 def test_low_memory(variant: str) -> None:
     """The steps have the same number of rows, one at a time; adapters train; the loss moves as before."""
     data = rows("llama", 40)
@@ -629,6 +632,12 @@ def test_the_report_as_text_html_and_json(tmp_path: Path) -> None:
         ({"layers": [7]}, "7"),
         ({"layers": "first"}, "layers must be whole numbers such as [0, 3] or range(6), got 'first'."),
         ({"layers": []}, "layers must be whole numbers"),
+        ({"layers": [7], "data": []}, "7"),  # before the data are looked at
+        (
+            {"processor": "bert-base-uncased"},
+            "processor must be a loaded tokenizer or image processor, got the name 'bert-base-uncased'; pass "
+            "AutoTokenizer.from_pretrained('bert-base-uncased'), or AutoImageProcessor for images.",
+        ),
         ({"data": []}, "there are no rows to convert on."),
         ({"eval_data": []}, "there are no rows"),
         ({"data": rows("bert", 1)}, "a single row cannot be both trained and measured on; bring more data."),

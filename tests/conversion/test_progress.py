@@ -39,10 +39,11 @@ def test_rows_that_are_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own.words == ["loss 2"]
 
 
-@pytest.mark.parametrize("shown", [True, False])
-def test_one_bar_in_place_of_all_lines(shown: bool) -> None:
+@pytest.mark.parametrize(("shown", "seen"), [(True, True), (False, True), (True, False)])
+def test_one_bar_in_place_of_all_lines(shown: bool, seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "visible", lambda: seen)
     removed, added = [], []
     trainer: Any = SimpleNamespace(remove_callback=removed.append, add_callback=added.append)
     quiet(trainer, "align 1", shown=shown)
     assert set(removed) == {PrinterCallback, ProgressCallback}
-    assert [each.name for each in added] == (["align 1"] if shown else [])
+    assert [each.name for each in added] == (["align 1"] if shown and seen else [])

@@ -193,7 +193,7 @@ def generated() -> Iterator[int]:
         ("bert", [(" ", "a")], Words(), "every text is blank"),
         ("bert", [("a", "b"), ("c", "d", "e")], Words(), "row 1 is no pair of texts, as other rows are, but ('c', "),
         ("bert", [("a", "b"), "c"], Words(), "row 1 is no pair of texts, as other rows are, but 'c'"),
-        ("bert", ["a", ("b", "c")], Words(), "row 0 is no pair of texts, as other rows are, but 'a'"),
+        ("bert", ["a", ("b", "c")], Words(), "row 1 is no text, as other rows are, but ('b', 'c')"),
         ("bert", [None, None], Words(), "every text is blank"),
         ("bert", ["a", 3], Words(), "row 1 is no text, as other rows are, but 3"),
         ("llama", [("ab", "cd")], Words(), "pairs of texts are for a classifier of two texts"),

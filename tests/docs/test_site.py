@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from docs.tables.captions import captioned
 from docs.tables.families import families_table
 from docs.tables.runs import CARDS, RECORDS, cards, has_card, published_table, recorded
 from docs.tables.seeds import LEGEND, MARK, with_marks
@@ -47,6 +48,26 @@ def test_runs_of_one_seed_are_marked() -> None:
     table = "| run | seeds |\n|---|---|\n| a | 1 |\n| b | 13 |"
     assert with_marks(table) == f"| run | seeds |\n|---|---|\n| a | 1 {MARK} |\n| b | 13 |\n\n{LEGEND}"
     assert with_marks("| b | 13 |") == "| b | 13 |"
+
+
+def test_what_is_equal_in_every_row_stands_above() -> None:
+    table = (
+        "| run | difference | metric | seeds |\n|---|---|---|---|\n| a | 0 | F1 | 1 † |\n| b | 0 | F1 | 1 † |\n\nLegend"
+    )
+    made = "| run | difference |\n| --- | --- |\n| a | 0 |\n| b | 0 |"
+    assert captioned(table) == f"In every row: metric F1, seeds 1 †.\n\n{made}\n\nLegend"
+    for as_it_is in ("| run | seeds |\n|---|---|\n| a | 1 |", "| a | b |\n|---|---|\n| x | 1 |\n| y \\| z | 2 |"):
+        assert captioned(as_it_is) == as_it_is
+
+
+def test_a_wide_page_lists_its_sections_below_its_title() -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra docs)")
+    from docs.hooks import on_page_markdown
+
+    page = _Page()
+    made = on_page_markdown("# Title\n\nText.\n\n## One `a`\n\n```text\n## no heading\n```\n\n## Two, b\n", page)
+    assert made.startswith("# Title\n\nOn this page: [One `a`](#one-a) · [Two, b](#two-b)\n{ .contents }\n\nText.")
+    assert page.meta == {"hide": ["toc"]}
 
 
 def test_every_variant_is_in_the_table_and_leads_to_its_page() -> None:
@@ -121,6 +142,9 @@ class _Page:
 
     class file:  # noqa: N801
         src_uri = "results/conversion.md"
+
+    def __init__(self) -> None:
+        self.meta: dict[str, object] = {}
 
 
 def test_no_page_is_a_copy_of_a_table_of_results() -> None:

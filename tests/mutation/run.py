@@ -177,6 +177,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/parts.py": (TRANSFER, TEACHER),
     "conversion/passages.py": (RECALLED,),
     "conversion/plan.py": (PLANNED, STAGES),
+    "conversion/processes.py": (stage("conversion/test_processes.py"),),
     "conversion/progress.py": (stage("conversion/test_progress.py"),),
     "conversion/report.py": (CALIBRATE, CUT),
     "conversion/rows.py": (ROWS,),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import PIL.Image
 import pytest
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import ClassLabel, Dataset, Features, Image, IterableDataset, Value, load_dataset
 
 from hf_attn_swap.training import TextDataArguments, load_rows, load_splits
+from hf_attn_swap.training import data as data_module
+from hf_attn_swap.training.data import filled_rows, inputs_of, open_rows
 
 from .conftest import write_rows
 
@@ -137,3 +141,128 @@ def test_the_usual_split(tmp_path: Path) -> None:
     (tmp_path / "train.parquet").unlink()
     (tmp_path / "more.parquet").unlink()
     assert load_rows(str(tmp_path), None, None, "text", ("train",))["text"][:] == ["test"]
+
+
+# -- Paths, parts of a split, and streams ------------------------------------------------------------------------------
+
+
+def test_a_path_is_never_a_pattern(tmp_path: Path) -> None:
+    """As a pattern, "a [1].txt" is the other file."""
+    for name in ("a 1.txt", "a [1].txt", "b*.txt", "bb.txt", "c?.txt", "cc.txt"):
+        (tmp_path / name).write_text(f"{name}\n")
+    for name in ("a [1].txt", "b*.txt", "c?.txt"):
+        for stream in (False, True):
+            found = open_rows(str(tmp_path / name), None, None, "text", stream=stream)
+            assert [row["text"] for row in found] == [name]
+
+
+def test_a_folder_that_would_be_a_pattern_is_refused(tmp_path: Path) -> None:
+    for name in ("set 1", "set [1]"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.txt").write_text(f"{name}\n")
+    with pytest.raises(ValueError, match="which datasets takes for a pattern; rename the folder, or name a file"):
+        load_rows(str(tmp_path / "set [1]"), None, None, "text")
+    assert load_rows(str(tmp_path / "set [1]" / "train.txt"), None, None, "text")["text"][:] == ["set [1]"]
+
+
+def hundred(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"text": "row {number}"}}\n' for number in range(100)))
+    return path
+
+
+def test_a_part_of_a_split(tmp_path: Path) -> None:
+    path = hundred(tmp_path)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(path.read_text())
+    for source in (path, folder):
+        assert load_rows(str(source), None, "train[:10%]", "text")["text"][:] == [f"row {each}" for each in range(10)]
+        assert len(open_rows(str(source), None, "train[90:]", "text", in_order=True)) == 10  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="is a part of a split, which a stream does not have; name the whole"):
+            open_rows(str(source), None, "train[:10%]", "text", stream=True)
+    with pytest.raises(ValueError, match=re.escape("no split 'test[:10%]'; it is all of train")):
+        load_rows(str(path), None, "test[:10%]", "text")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_rows(str(folder), None, "more[:10%]", "text")
+
+
+def test_a_stream_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small files are read as ever; large ones as a stream, among whose rows it is shuffled, always in the same way."""
+    path = str(hundred(tmp_path))
+    assert isinstance(open_rows(path, None, None, "text"), Dataset)
+    first = open_rows(path, None, None, "text", in_order=True)
+    assert isinstance(first, IterableDataset)
+    assert [row["text"] for row in first.take(3)] == ["row 0", "row 1", "row 2"]
+    monkeypatch.setattr(data_module, "LARGE", 1000)
+    shuffled = [inputs_of(open_rows(path, None, None, "text"), ["text"]) for _ in range(2)]
+    assert list(shuffled[0]) == list(shuffled[1])
+    assert list(shuffled[0]) != sorted(shuffled[0]) == sorted(f"row {each}" for each in range(100))
+    (tmp_path / "lines.txt").write_text("".join(f"line {each}\n" for each in range(100, 300)))
+    lines = inputs_of(open_rows(str(tmp_path / "lines.txt"), None, None, "text"), ["text"])
+    assert list(lines) == [f"line {each}" for each in range(100, 300)], "lines of one text"
+    assert isinstance(open_rows(path, None, None, "text", stream=False), Dataset)
+
+
+@pytest.mark.parametrize(("size", "streams"), [(1000, False), (10**9, True), (None, True)])
+def test_a_large_set_on_the_hub_is_a_stream(
+    size: int | None, streams: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So is one whose size the Hub does not say."""
+    path = str(hundred(tmp_path))
+    info = SimpleNamespace(info=SimpleNamespace(download_size=size))
+    monkeypatch.setattr(data_module, "load_dataset_builder", lambda *_: info)
+
+    def load(source: str, config: str | None, streaming: bool = False) -> Any:
+        assert source == "me/set"
+        return load_dataset("json", data_files={"train": path}, streaming=streaming)
+
+    monkeypatch.setattr(data_module, "load_dataset", load)
+    assert isinstance(open_rows("me/set", None, None, "text"), IterableDataset) == streams
+    with pytest.raises(ValueError, match="has no split 'test'; it has train"):
+        open_rows("me/set", None, "test", "text")
+
+
+@pytest.mark.parametrize("content", ["", '{"other": "x"}\n', "no JSON"])
+def test_a_stream_without_rows_or_columns(content: str, tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=r"(is empty|holds no rows|has no column 'text')"):
+        open_rows(str(tmp_path / "none.jsonl"), None, None, "text", stream=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_values_of_rows(stream: bool, tmp_path: Path) -> None:
+    """Pairs, labels, images, and rows with a blank."""
+    values = [{"one": one, "other": other, "label": place} for place, (one, other) in enumerate(("ab", " c", "de"))]
+    Dataset.from_list(values).to_parquet(str(tmp_path / "rows.parquet"))
+    rows = open_rows(str(tmp_path / "rows.parquet"), None, None, ["one", "other"], stream=stream, in_order=True)
+    assert list(filled_rows(rows, ["one", "other"], "label")) == [(("a", "b"), 0), (("d", "e"), 2)]
+    assert list(filled_rows(rows, ["one"])) == ["a", "d"]
+    assert list(inputs_of(rows, ["one", "other"])) == [("a", "b"), (" ", "c"), ("d", "e")]
+    with pytest.raises(ValueError, match="every row of column 'one' is blank"):
+        list(filled_rows(rows.filter(lambda row: row["one"] == " "), ["one"]))
+    features = Features({"image": Image(), "label": ClassLabel(names=["dark", "light"])})
+    pictures = {"image": [PIL.Image.new("RGB", (3, 2), (shade, 0, 0)) for shade in (7, 9)], "label": [0, 1]}
+    Dataset.from_dict(pictures, features=features).to_parquet(str(tmp_path / "train.parquet"))
+    pictures_file = str(tmp_path / "train.parquet")
+    found = inputs_of(open_rows(pictures_file, None, "train", "image", stream=stream, in_order=True), ["image"])
+    assert [image.convert("RGB").getpixel((0, 0))[0] for image in found] == [7, 9]
+
+
+def test_splits_of_a_stream(tmp_path: Path) -> None:
+    """No more is read than the samples; the same samples again."""
+    for name, count, seed in (("a", 8, 1), ("b", 6, 2)):  # datasets leaves a CSV file open
+        table = load_dataset("csv", data_files=str(write_rows(tmp_path / f"{name}.csv", count, seed)), split="train")
+        table.to_parquet(str(tmp_path / f"{name}.parquet"))
+    both = {"train_file": str(tmp_path / "a.parquet"), "test_file": str(tmp_path / "b.parquet")}
+    given = {"streaming": True, "max_train_samples": 5, "max_eval_samples": 4, **both}
+    train, test, classes = load_splits(files(tmp_path, **given))
+    assert (len(train), len(test), classes) == (5, 4, ["0", "1"])
+    assert load_splits(files(tmp_path, **given))[0]["text"][:] == train["text"][:]
+    assert test["text"][:] == load_splits(files(tmp_path, max_eval_samples=4))[1]["text"][:]
+    with pytest.raises(ValueError, match="max_train_samples is 100, but the training split has 8 rows"):
+        load_splits(files(tmp_path, **(given | {"max_train_samples": 100})))
+    with pytest.raises(ValueError, match="--streaming needs --max_train_samples and --max_eval_samples"):
+        files(tmp_path, streaming=True)
+    assert "streaming" not in files(tmp_path).settings
+    assert files(tmp_path, **given).settings["streaming"] is True

@@ -34,7 +34,7 @@ def calibrated(stage: Calibrate, name: str) -> Step:
 
     def run(state: State) -> None:
         batches = _batches(state.rows, stage.rows, state.args.train_batch_size)
-        report = _calibrate(state, batches, stage.fit, stage, scale=True, progress=True)
+        report = _calibrate(state, batches, stage.fit, stage, scale=True, progress=state.progress)
         state.say(f"Calibrated: {report.summary()}{_starts(state)}")
 
     run.__name__ = name

@@ -13,6 +13,8 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from transformers import PreTrainedModel
 
 from ...saved import shim
+from ...text.typed import refuse_name
+from ...writing import WEIGHTS
 from ..card import bare_card, render
 from ..checkpoint import saved_block
 from ..results import RESULTS_FILE, AppliedSwap, RunResult, read_swaps
@@ -20,8 +22,6 @@ from ..results import RESULTS_FILE, AppliedSwap, RunResult, read_swaps
 CARD = "README.md"
 # The files of a folder that are published: weights as safetensors, and files that cannot hold programs.
 PUBLISHED = ("*.safetensors", "*.json", "*.jinja", "*.md", "*.model", "*.spm", "*.tiktoken", "*.txt", "bpe.codes")
-# Files of weights. Those of an earlier push are deleted, because they must not stay beside the new weights.
-WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
 
 
 class Saved(Protocol):
@@ -60,6 +60,8 @@ def push(
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"push takes a transformers model, got {type(model).__name__}; merge or unwrap it first.")
+    if tokenizer is not None:
+        refuse_name(tokenizer, "tokenizer")
     if getattr(model.config, "attn_swap", None) is None:
         raise ValueError("this model's attention is not swapped; call patch_model first, or model.push_to_hub.")
     with tempfile.TemporaryDirectory() as folder:

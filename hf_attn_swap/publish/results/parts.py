@@ -24,12 +24,14 @@ class BaseModel(Record):
             "scratch". "scratch" means that only the architecture was used, at sizes that `conversion` states.
         auto_class: the class of transformers that loads the published model, such as
             "AutoModelForSequenceClassification"; or a class of a recipe with the recipe's file, such as "lra.Matcher".
+        on_hub: False if `name` is only the name of a folder; the card then has no link to it.
     """
 
     name: str
     revision: str | None
     relation: str
     auto_class: str
+    on_hub: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +58,7 @@ class Component(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_names("name", [self.name])
         object.__setattr__(self, "name", canonical_name(self.name))
 
 
@@ -106,6 +109,7 @@ class DataSet(Record):
         super().__post_init__()
         self.check_repo_id("name")
         self.check(all(count > 0 for count in self.rows.values()), "rows", "counts above 0")
+        self.check_names("config, revision and rows", [self.config, self.revision, *self.rows])
         self.check(self.evaluated in self.rows, "evaluated", f"one of the splits in rows ({', '.join(self.rows)})")
 
 
@@ -116,6 +120,10 @@ class Metric(Record):
     name: str
     higher_is_better: bool
     values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_names("name", [self.name])
 
     @property
     def mean(self) -> float:

@@ -10,6 +10,7 @@ import math
 import types
 import typing
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -48,6 +49,16 @@ class Record:
         """
         if not holds:
             raise ValueError(f"{field} must be {wanted}, got {getattr(self, field)!r}.")
+
+    def check_names(self, field: str, names: Iterable[str | None]) -> None:
+        """Refuse names of the metadata of a card that look like HTML: YAML keeps them as they are.
+
+        Raises:
+            ValueError: a name has < or >.
+        """
+        for name in names:
+            if name is not None and not {"<", ">"}.isdisjoint(name):
+                raise ValueError(f"{field} must have names without < and >, got {name!r}.")
 
     def check_repo_id(self, field: str) -> None:
         """Refuse a field whose value cannot be a name on the Hub.

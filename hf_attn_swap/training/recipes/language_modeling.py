@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -35,6 +34,7 @@ from transformers import (
 )
 
 from ...analysis import lost
+from ...text.bar import bar
 from .. import (
     About,
     ModelArguments,
@@ -116,7 +116,7 @@ def predict(trainer: Any, test: Dataset, shift: int) -> tuple[list[float], list[
     """The mean loss of every held-out block, and zeros."""
     model = trainer.model.eval()
     losses: list[float] = []
-    for batch in tqdm(trainer.get_test_dataloader(test), desc="perplexity", unit="batch", leave=False):
+    for batch in bar(trainer.get_test_dataloader(test), desc="perplexity", unit="batch", leave=False):
         labels = batch["labels"]
         logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
         end = logits.shape[1] - shift

@@ -1,0 +1,211 @@
+"""Results are written by one process at a time, whole or not at all, and errors say where."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+from hf_attn_swap import writing
+from hf_attn_swap.writing import beside, check_writable, claimed, half_replaced, saved_whole, told_where
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def fill(folder: Path, *files: str) -> None:
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"new {name}")
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    with claimed(out):
+        with pytest.raises(ValueError, match=r"another process writes into .*out; wait until it ends"), claimed(out):
+            pass
+        with claimed(out, writes=False), claimed(tmp_path / "other"):
+            pass
+    with claimed(out):
+        pass
+    assert names(tmp_path) == ["new"], "no lock stays"
+
+
+def test_the_lock_of_a_process_that_was_killed_is_open(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from hf_attn_swap.writing import claimed\n"
+        "with claimed(Path(sys.argv[1])): os._exit(9)"
+    )
+    root = Path(writing.__file__).parents[1]
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False, cwd=root)
+    assert ended.returncode == 9
+    assert names(tmp_path) == ["out.lock"]
+    with claimed(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == []
+
+
+def test_a_lock_that_was_removed_between_opening_and_locking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, path = writing.FileLock.acquire, tmp_path / "out.lock"
+    seen = []
+
+    def acquire(self: writing.FileLock) -> None:
+        real(self)
+        seen.append(path.exists())
+        if len(seen) == 1:
+            path.unlink()
+
+    monkeypatch.setattr(writing.FileLock, "acquire", acquire)
+    with claimed(tmp_path / "out"):
+        assert seen == [True, True]
+        assert path.exists()
+
+
+@pytest.mark.parametrize("there", [None, "empty", "empty and here"])
+def test_a_result_takes_its_place(there: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    if there is not None:
+        out.mkdir()
+    if there == "empty and here":
+        monkeypatch.chdir(out)
+        out = Path()
+    with saved_whole(out) as part:
+        fill(part, "config.json", "1_Pooling/config.json", "model.safetensors")
+        assert not (out / "config.json").exists()
+        assert part.parent == tmp_path
+    assert names(tmp_path / "out") == ["1_Pooling", "1_Pooling/config.json", "config.json", "model.safetensors"]
+    assert names(tmp_path)[0] == "out"
+    assert not [name for name in names(tmp_path) if "." in name.partition("/")[0]], "nothing stays beside it"
+
+
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="config"), saved_whole(tmp_path / "out") as part:
+        (part / "config.json" / "new").write_text("")
+    assert names(tmp_path) == []
+
+
+def test_a_process_that_only_joins_writes_nothing(tmp_path: Path) -> None:
+    with saved_whole(tmp_path / "out", writes=False) as part:
+        assert part == beside(tmp_path / "out", writing.SAVING)
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_is_full_keeps_its_other_files(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name in (
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        ".git/HEAD",
+        "mine",
+    ):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("old")
+    with saved_whole(out) as part:
+        fill(part, "config.json", "model.safetensors")
+        assert (out / "config.json").read_text() == "old"
+    assert names(out) == [".git", ".git/HEAD", "config.json", "mine", "model.safetensors"]
+    assert (out / "config.json").read_text() == "new config.json"
+    assert names(tmp_path)[0] == "out"
+
+
+@pytest.mark.parametrize("moves", range(3))
+def test_killed_while_files_are_replaced(moves: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder does not load, and may be written again; the next result takes its place."""
+    out, real, done = tmp_path / "out", writing.shutil.move, []
+    fill(out, "config.json", "model.safetensors", "mine")
+
+    def move(*given: Path) -> None:
+        if len(done) == moves:
+            raise KeyboardInterrupt
+        done.append(real(*given))
+
+    with monkeypatch.context() as inside:
+        inside.setattr(writing.shutil, "move", move)
+        with pytest.raises(KeyboardInterrupt), saved_whole(out) as part:
+            fill(part, "config.json", "model.safetensors", "tokenizer.json")
+    assert half_replaced(out)
+    assert not (out / "config.json").exists()
+    with saved_whole(out) as part:
+        fill(part, "config.json", "model.safetensors")
+    assert not half_replaced(out)
+    assert {"config.json", "mine", "model.safetensors"} <= set(names(out))
+
+
+@pytest.mark.parametrize("path", ["file/out", "file", "file/a/b"])
+def test_a_folder_that_cannot_be_made(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=rf"{path} cannot be written \(.*file: Not a directory\); name another folder"):
+        check_writable(tmp_path / path)
+    with pytest.raises(OSError, match="cannot be written"), claimed(tmp_path / "file" / "out"):
+        pass
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match=r"out cannot be written \(.*: Permission denied\)"):
+        check_writable(tmp_path / "out")
+    tmp_path.chmod(0o700)
+
+
+def test_a_check_leaves_nothing(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
+        RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed"),
+    ],
+    ids=str,
+)
+def test_a_full_disk(problem: Exception, tmp_path: Path) -> None:
+    with (
+        pytest.raises(
+            OSError, match=r"/out cannot be written: .*\. Make room; the same command then goes on\."
+        ) as told,
+        told_where(tmp_path / "out"),
+        told_where(tmp_path / "out"),
+    ):
+        raise problem
+    assert str(told.value).count("cannot be written") == 1
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [OSError(errno.ENOENT, "No such file"), RuntimeError("shapes"), SafetensorError("HeaderTooLarge"), KeyError()],
+)
+def test_other_errors_stay(problem: Exception, tmp_path: Path) -> None:
+    with pytest.raises(type(problem)) as told, told_where(tmp_path):
+        raise problem
+    assert told.value is problem
+
+
+def test_threads_of_one_process(tmp_path: Path) -> None:
+    refused = []
+
+    def second() -> None:
+        try:
+            with claimed(tmp_path / "out"):
+                pass
+        except ValueError as problem:
+            refused.append(problem)
+
+    with claimed(tmp_path / "out"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    assert len(refused) == 1
