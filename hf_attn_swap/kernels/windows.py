@@ -297,10 +297,10 @@ def _same_kernels() -> tuple[AbstractContextManager[None], AbstractContextManage
     """For `checkpoint`: the second computation chooses among the kernels that are allowed now, in the first one."""
     backends = torch.backends.cuda
     allowed = {
-        SDPBackend.FLASH_ATTENTION: backends.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: backends.mem_efficient_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: backends.cudnn_sdp_enabled(),
-        SDPBackend.MATH: backends.math_sdp_enabled(),
+        SDPBackend.FLASH_ATTENTION: backends.flash_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's
+        SDPBackend.EFFICIENT_ATTENTION: backends.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's
+        SDPBackend.CUDNN_ATTENTION: backends.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's
+        SDPBackend.MATH: backends.math_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's
     }
     return nullcontext(), sdpa_kernel([kernel for kernel, may in allowed.items() if may])
 
