@@ -196,7 +196,7 @@ def convert(
         args = args or TrainingArguments(output_dir=str(folder), report_to="none")
         refuse_split_weights(args, root)
         if output_dir is not None:
-            inside.enter_context(claimed(folder, writes=args.should_save))
+            inside.enter_context(claimed(folder, writes=args.should_save, inside=True))
             inside.enter_context(told_where(folder))
         train, held = split(
             root,
