@@ -39,8 +39,9 @@ WARM_UPS = 3  # rounds that do not count: a compiler may compile again in the se
 
 @dataclass
 class Options:
-    """What to measure. `compile` needs torch 2.13 or newer. Only this script itself sets `child`.
+    """What to measure. `compile` needs torch 2.13 or newer, and no fewer `warm_ups`. Only this script sets `child`.
 
+    `clock` is "wall" or "processor": the time of the processor, for one thread on a machine with other work.
     `history` is a folder: the ratios are also kept there, see `bench_history.py`.
     """
 
@@ -51,7 +52,9 @@ class Options:
     layers: int = 2
     width: int = 768
     rounds: int = 30
+    warm_ups: int = WARM_UPS
     threads: int = 2
+    clock: str = "wall"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: str = "float32"
     compile: bool = False
@@ -93,9 +96,9 @@ def measure(model: str, shape: str, names: list[str], options: Options, bar: Any
     for kind in bench_models.kinds_of(model, options.kinds):
         caches = {name: bench_models.filled(models[name], given) if kind == "decode" else None for name in names}
         times: dict[str, list[float]] = {name: [] for name in names}
-        for turn in range(-WARM_UPS, options.rounds):
+        for turn in range(-options.warm_ups, options.rounds):
             for name in random.sample(names, len(names)):
-                taken = bench_models.seconds(models[name], words(name, given), kind, caches[name])
+                taken = bench_models.seconds(models[name], words(name, given), kind, caches[name], options.clock)
                 times[name] += [taken] if turn >= 0 else []
                 bar.update()
         for row in rows:
@@ -151,7 +154,7 @@ def run(options: Options) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     cells = [(model, shape) for model in options.models.split(",") for shape in options.shapes.split(",")]
     rounds = sum(len(bench_models.kinds_of(model, options.kinds)) for model, _ in cells)
     rows: list[dict[str, Any]] = []
-    passes = rounds * (WARM_UPS + options.rounds) * len(names) * (1 + options.compile)
+    passes = rounds * (options.warm_ups + options.rounds) * len(names) * (1 + options.compile)
     with tqdm(total=passes, unit="pass") as bar:
         for model, shape in cells:
             rows += measure(model, shape, names, options, bar)

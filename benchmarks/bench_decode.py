@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from bench_figures import cell, summary, write
+from bench_models import CLOCKS
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
@@ -48,6 +48,7 @@ class Options:
     batch: int = 1
     rounds: int = 15
     threads: int = 2
+    clock: str = field(default="wall", metadata={"help": '"processor" for one thread on a machine with other work.'})
     dtype: str = "float32"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     out: str = "bench-decode.json"
@@ -63,14 +64,14 @@ def load(name: str, options: Options) -> Any:
     return model
 
 
-def seconds(model: Any, ids: Tensor, cache: Any) -> float:
+def seconds(model: Any, ids: Tensor, cache: Any, clock: str) -> float:
     """Seconds of one pass that extends the cache."""
-    words = with_cache(model, cache)
-    start = time.perf_counter()
+    words, now = with_cache(model, cache), CLOCKS[clock]
+    start = now()
     model(input_ids=ids, **words, use_cache=True, logits_to_keep=1)
     if ids.is_cuda:
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return now() - start
 
 
 def megabytes(cache: Any) -> float:
@@ -113,7 +114,7 @@ def main() -> None:
         for turn in tqdm(range(-2, options.rounds), desc=f"context {context}", unit="token"):
             ids = torch.randint(0, vocabulary, (options.batch, 1), device=options.device)
             for name in random.sample(NAMES, len(NAMES)):
-                taken = seconds(models[name], ids, caches[name])
+                taken = seconds(models[name], ids, caches[name], options.clock)
                 times[name] += [taken] if turn >= 0 else []
             read += 1
         for name in NAMES:

@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site: generated pages, tables in the place of their markers, links to runs.
+"""What MkDocs calls while it builds the site: generated pages, tables, links to runs, and contents lists.
 
 A page asks for a table by a line of its own, `<!-- table: NAME -->`. The names are those of `OF_THE_SITE` below, and of
 `TABLES` in docs/tables.
@@ -11,10 +11,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from markdown.extensions.toc import slugify
 from mkdocs.structure.files import File, Files
 
 from docs.tables import TABLES
 from docs.tables.families import families_table
+from docs.tables.matrix import matrix_table
 from docs.tables.papers import claims_table
 from docs.tables.runs import CARDS, RECORDS, recorded
 from docs.tables.seeds import LEGEND, MARK, figures, with_marks
@@ -28,6 +30,10 @@ MARKER = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
 CARD_LINK = re.compile(r"\]\(model_cards/([^/)]+)/README\.md\)")
 RECORD_LINK = re.compile(r"\]\(model_cards/runs/([^/)]+)/results\.json\)")
 # Sections of a card that speak of a model which somebody can load. A record of a run has no such model.
+PICTURE = re.compile(r"(!\[[^\]]*\]\()([^)#]+)\.png\)")
+# Pages with wide tables: their contents list stands below the title, and the place at the right belongs to the tables.
+WIDE = re.compile(r"(?:results|variants)/.*|models/(?:published|matrix)\.md|guides/elsewhere\.md|architectures\.md")
+HEADING = re.compile(r"^```.*?^```|^## ([^\n]+)$", re.MULTILINE | re.DOTALL)
 OF_A_MODEL = ("Load it", "Intended use", "Citation")
 
 
@@ -59,11 +65,34 @@ def generated_pages() -> dict[str, str]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put tables in the place of their markers, and let links to cards and records lead to their pages."""
+    """Put tables instead of their markers, and let links to cards and records lead to their pages."""
     top = posixpath.relpath(".", posixpath.dirname(page.file.src_uri) or ".")
     text = MARKER.sub(lambda found: site_table(found[1]), markdown)
     text = CARD_LINK.sub(rf"]({top}/cards/\1.md)", text)
-    return RECORD_LINK.sub(rf"]({top}/records/\1.md)", text)
+    text = RECORD_LINK.sub(rf"]({top}/records/\1.md)", text)
+    text = PICTURE.sub(lambda found: _for_both_schemes(found, page.file.src_uri), text)
+    if not WIDE.fullmatch(page.file.src_uri):
+        return text
+    page.meta["hide"] = ["toc"]
+    return with_contents(text)
+
+
+def _for_both_schemes(picture: re.Match[str], page: str) -> str:
+    """The picture, or, if there is one NAME-dark.png beside it, each of the two where its colours fit."""
+    start, path = picture[1], picture[2]
+    if not (ROOT / "docs" / posixpath.dirname(page) / f"{path}-dark.png").is_file():
+        return picture[0]
+    return f"{start}{path}.png#only-light){start}{path}-dark.png#only-dark)"
+
+
+def with_contents(text: str) -> str:
+    """A page with a list of its sections below its title, if it has at least two."""
+    titles = [title for title in HEADING.findall(text) if title]
+    links = [f"[{title}](#{slugify(title, '-')})" for title in titles]
+    title, line, rest = text.partition("\n")
+    if len(links) < 2 or not title.startswith("# "):
+        return text
+    return f"{title}{line}\nOn this page: {' · '.join(links)}\n{{ .contents }}\n{rest}"
 
 
 def site_table(name: str) -> str:
@@ -85,7 +114,12 @@ def _claims() -> str:
 
 
 OF_RUNS = ("published", "conversion", "scratch", "glue")  # their last column counts seeds
-OF_THE_SITE = {"families": families_table, "papers": _claims, "variants": names_table}
+OF_THE_SITE = {
+    "families": families_table,
+    "matrix": lambda: figures(matrix_table()),
+    "papers": _claims,
+    "variants": names_table,
+}
 
 
 def record_page(path: Path) -> str:

@@ -9,6 +9,7 @@ import typer
 
 from .app import Command, app, first_process, notify, show, told
 from .options import (
+    LENGTH,
     Columns,
     Config,
     Data,
@@ -21,6 +22,7 @@ from .options import (
     Stream,
     Task,
     Token,
+    Tokenizer,
     columns,
 )
 
@@ -38,6 +40,9 @@ Loss = Annotated[
 Length = Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")]
 Push = Annotated[str | None, typer.Option(help="Publish the result there, such as me/smollm2-belief.")]
 Anyway = Annotated[bool, typer.Option("--keep-anyway", help="Save the model, too, if its loss is above the budget.")]
+Base = Annotated[
+    str | None, typer.Option("--base-model", help="Name of the model on the Hub, for the card, if MODEL is a folder.")
+]
 
 
 @app.command(cls=Command)
@@ -65,7 +70,7 @@ def convert(
         bool, typer.Option("--absorb/--no-absorb", help="Try one token as a sink, in a causal language model.")
     ] = True,
     option: Options = None,
-    length: Length = 256,
+    length: Length = LENGTH,
     low_memory: Annotated[
         bool, typer.Option("--low-memory", help="Slower, with less memory: adapters, and one row at a time.")
     ] = False,
@@ -76,10 +81,12 @@ def convert(
         ),
     ] = False,
     task: Task = None,
+    tokenizer: Tokenizer = None,
     device: Device = None,
     dtype: Dtype = "auto",
     revision: Revision = None,
     token: Token = None,
+    base_model: Base = None,
     push: Push = None,
     keep_anyway: Anyway = False,
     overwrite: Overwrite = False,
@@ -116,10 +123,12 @@ def quantize(
     option: Options = None,
     length: Length = 512,
     task: Task = None,
+    tokenizer: Tokenizer = None,
     device: Device = None,
     dtype: Dtype = "float32",
     revision: Revision = None,
     token: Token = None,
+    base_model: Base = None,
     push: Push = None,
     keep_anyway: Anyway = False,
     overwrite: Overwrite = False,

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .app import Command, app, show, told
+from .app import Command, app, notify, show, told
 from .options import (
+    LENGTH,
     AsJson,
     Columns,
     Config,
     Data,
     Device,
     Dtype,
+    Length,
     Model,
     Quiet,
     Revision,
@@ -25,6 +28,7 @@ from .options import (
     Stream,
     Task,
     Token,
+    Tokenizer,
     columns,
 )
 
@@ -38,7 +42,7 @@ Label = Annotated[
     str | None, typer.Option(help="Column of the class (or the number, of a regression), for the metric.")
 ]
 RowCount = Annotated[int, typer.Option(min=1, help="Number of rows, or blocks of text, from the first.")]
-Length = Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")]
+NAMES = ("first", "second")  # of the two models
 FEW = 8  # batches at most that are timed, and searched for outliers
 ROWS = (  # the rows of the table that `compare` prints: words, name of the figure, unit
     ("milliseconds per batch", "milliseconds", 1),
@@ -60,7 +64,8 @@ def compare(
     split: Split = None,
     stream: Stream = None,
     rows: RowCount = 64,
-    length: Length = 512,
+    length: Length = None,
+    tokenizer: Tokenizer = None,
     task: Task = None,
     device: Device = None,
     dtype: Dtype = "auto",
@@ -71,61 +76,82 @@ def compare(
     recalled: Annotated[
         bool, typer.Option("--recall", help="Measure too what each recalls of a passage, by distance.")
     ] = False,
+    hidden: Annotated[
+        bool, typer.Option("--needle", help="Measure too which hidden numbers, and which pairs of tokens, each finds.")
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Compare two saved models, such as a base and the model that was converted from it, on the same rows.
 
     The first model is the one that the second is measured against: KL, equal first choices, and perplexity, accuracy
-    or, for a regression, Spearman's rank correlation with the labels. Below stand the time of a pass, the memory, and
-    the outliers in the hidden states of both, on at most eight batches at equal distances. The models take turns, and
-    the time is the median of nine passes. The peak of the memory is told on CUDA alone. The 8-bit ranges of
-    --in-8-bits come from as many more rows of the data, behind the ones that are measured. --recall tells what a
-    passage of the rows gains when it is read again after 64, 200, 512 and 2048 tokens, as far as the rows and the
-    models are long enough.
+    or, for a regression, Spearman's rank correlation with the labels; for a language model, the loss by position. A
+    line warns if the rows are longer than those of the conversion. Below stand the time of a pass, the memory, and
+    the outliers in the hidden states of both, on at most eight batches at equal distances. The models take turns on a
+    batch, nine times, and the times are those of the turn with the median ratio. The peak of the memory is told on
+    CUDA alone. The 8-bit ranges of --in-8-bits come from as many more rows of the data, behind the ones that are
+    measured. --recall tells what a passage of the rows gains when it is read again after 64, 200, 512 and 2048 tokens,
+    as far as the rows and the models are long enough. --needle hides numbers in texts of 256, 1024 and 4096 tokens of
+    the rows, at five depths, and asks for their digits; and it asks for the second tokens of 16, 64 and 256 pairs of
+    tokens that were read once.
     """
     from hf_attn_swap.analysis.cost import beside
+    from hf_attn_swap.analysis.inputs import words_of
     from hf_attn_swap.analysis.outliers import outliers
     from hf_attn_swap.conversion.outcome import in_words
     from hf_attn_swap.measuring.held_out import HeldOut
-    from hf_attn_swap.measuring.recall import Passages
+    from hf_attn_swap.measuring.positions import check_length, longest_row, position_table, usual_length
+    from hf_attn_swap.publish.checkpoint import hub_arguments
     from hf_attn_swap.quantization import lost_in_8_bits
     from hf_attn_swap.text.finite import finite
 
     models = [_load(name, task, quiet, device=device, dtype=dtype, token=token) for name in (first, second)]
-    where = (models[0], first, data, columns(column))
-    batches = _batches(*where, label, config, split, stream, rows, length, token=token)
-    ranges = _batches(*where, None, config, split, stream, rows, length, token=token, skipped=rows) if bits else []
+    processor = _processor(models[0], first, tokenizer, None, token)
+    _check_vocabularies(models, (first, second), processor, token)
+    where = (models[0], processor, data, columns(column))
+    size = length or usual_length(models, LENGTH)
+    batches = _batches(*where, label, config, split, stream, rows, size)
+    ranges = _batches(*where, None, config, split, stream, rows, size, skipped=rows) if bits else []
     if bits and not ranges:
         raise ValueError("--in-8-bits: no rows are left for the 8-bit ranges; measure fewer with --rows.")
-    passages = Passages.of(models[0], batches) if recalled else None  # refused now, and not after the measurements
+    longest = longest_row(batches)
+    for each in models:
+        check_length(each, longest)
+    context = _context(models, processor, batches, recalled=recalled, hidden=hidden)  # refused now, if at all
     held = HeldOut(models[0], batches, as_it_is=True)
     found = held.lost(models[1], progress=True)
     if label is not None and found.accuracy is None and found.correlation is None:
         raise ValueError(f"--label {label}: this model's outputs are not compared with labels; leave out --label.")
+    read = max([longest, *(texts.longest for texts, _ in context.values())])
+    _warn_of_length(models, (first, second), read, hub_arguments(None, token))
     few = [kept.batch for kept in held.part(FEW).kept]
     costs, ratio = beside(models[0], models[1], few)
     states = [outliers(model, few) for model in models]
     rounded = [lost_in_8_bits(model, ranges, held) for model in models] if bits else []
-    recalls = [] if passages is None else [passages.measure(model, progress=True) for model in models]
+    recalled_by = {
+        name: [texts.measure(model, progress=True) for model in models] for name, (texts, _) in context.items()
+    }
     if as_json:
         more = {"loss": found.share, "measure": found.measure, "time_ratio": ratio}
-        both = dict(zip(("first", "second"), map(_figures, costs, states), strict=True))
+        both = dict(zip(NAMES, map(_figures, costs, states), strict=True))
         for figures, each in zip(both.values(), rounded, strict=False):
             figures["loss_in_8_bits"] = each.share
-        for figures, gains in zip(both.values(), recalls, strict=False):
-            figures["recall"] = gains.to_dict()
+        for name, results in recalled_by.items():
+            for figures, result in zip(both.values(), results, strict=True):
+                figures[name] = result.to_dict()
         print(json.dumps(finite({**found.to_dict(), **more, **both}), indent=1))
         return
     print(f"{second} beside {first}, {sum(map(_rows, batches))} rows of {data}")
     print(found)
+    if len(found.by_position) > 1:
+        show(position_table(found.by_position, NAMES))
     show(_table(costs, states, ratio))
-    _show_largest(states, _words(models[0], first, few, token))
+    _show_largest(states, words_of(processor, few) if models[0].main_input_name == "input_ids" else {})
     if bits:
         own, other = map(in_words, rounded)
         print(f"In 8 bits, beside the first model in full precision: {own} lost by the first, {other} by the second.")
-    if recalls:
-        show(_recall_table(*recalls))
+    for name, results in recalled_by.items():
+        show(context[name][1](dict(zip(NAMES, results, strict=True))))
     if costs[0].peak_bytes is None:
         print("The memory of a pass is measured on CUDA alone; here it is the parameters' memory.")
 
@@ -140,7 +166,8 @@ def evaluate(
     split: Split = None,
     stream: Stream = None,
     rows: RowCount = 64,
-    length: Length = 512,
+    length: Length = None,
+    tokenizer: Tokenizer = None,
     task: Task = None,
     device: Device = None,
     dtype: Dtype = "auto",
@@ -150,13 +177,25 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Measure one saved model: perplexity, a classifier's accuracy, or a regression's rank correlation (Spearman)."""
+    from hf_attn_swap.measuring.head import names_head
     from hf_attn_swap.measuring.held_out import HeldOut
+    from hf_attn_swap.measuring.positions import check_length, longest_row, usual_length
+    from hf_attn_swap.publish.checkpoint import hub_arguments
     from hf_attn_swap.text.finite import finite
 
     loaded = _load(model, task, quiet, device=device, dtype=dtype, revision=revision, token=token)
-    batches = _batches(
-        loaded, model, data, columns(column), label, config, split, stream, rows, length, revision=revision, token=token
-    )
+    if not names_head(type(loaded).__name__):
+        raise ValueError(
+            f"{model} is a {type(loaded).__name__}, which has no head, so it predicts nothing that could be "
+            "right or wrong; name a class that the checkpoint has a head for with --task, or "
+            "compare its hidden states with those of another model (hf-attn-swap compare)."
+        )
+    processor = _processor(loaded, model, tokenizer, revision, token)
+    size = length or usual_length([loaded], LENGTH)
+    batches = _batches(loaded, processor, data, columns(column), label, config, split, stream, rows, size)
+    longest = longest_row(batches)
+    check_length(loaded, longest)
+    _warn_of_length([loaded], [model], longest, hub_arguments(revision, token))
     found = HeldOut(loaded, batches, as_it_is=True).itself()
     figures = {"perplexity": found.perplexity, "accuracy": found.accuracy, "spearmanr": found.correlation}
     known = {name: value for name, value in figures.items() if value is not None}
@@ -176,9 +215,45 @@ def _load(name: str, task: str | None, quiet: bool, **where: Any) -> Any:
     return load_checkpoint(name, task, **where)
 
 
+def _processor(model: Any, name: str, other: str | None, revision: str | None, token: str | None) -> Any:
+    """The tokenizer or image processor that the user names, or that of the model."""
+    from hf_attn_swap.publish.checkpoint import hub_arguments, other_processor, processor_of
+
+    if other is not None:
+        return other_processor(model, other, hub_arguments(None, token))
+    return processor_of(model, name, hub_arguments(revision, token))
+
+
+def _check_vocabularies(models: Sequence[Any], names: tuple[str, str], tokenizer: Any, token: str | None) -> None:
+    """Refuse two models of text that read the same token ids as different tokens.
+
+    Raises:
+        ValueError: the tokenizer of the second model has other ids for tokens of the first, or it has no tokenizer and
+            another number of tokens.
+    """
+    from hf_attn_swap.publish.checkpoint import hub_arguments, processor_of
+
+    if any(model.main_input_name != "input_ids" for model in models):
+        return
+    sizes = [model.config.get_text_config().vocab_size for model in models]
+    alike = sizes[0] == sizes[1]
+    try:
+        other = processor_of(models[1], names[1], hub_arguments(None, token)).get_vocab()
+    except ValueError:  # it has no tokenizer
+        pass
+    else:
+        alike = all(other.get(word) == place for word, place in tokenizer.get_vocab().items())
+        sizes = [len(tokenizer), len(other)]
+    if not alike:
+        raise ValueError(
+            f"{names[0]} and {names[1]} have different vocabularies, of {sizes[0]:,} and {sizes[1]:,} tokens: the same "
+            "row would be another text to each of them. Compare models that have the same tokenizer."
+        )
+
+
 def _batches(
     model: Any,
-    name: str,
+    processor: Any,
     data: str,
     names: list[str],
     label: str | None,
@@ -188,14 +263,11 @@ def _batches(
     rows: int,
     length: int,
     *,
-    revision: str | None = None,
-    token: str | None = None,
     skipped: int = 0,
 ) -> list[dict[str, Any]]:
     """The first rows of the data, behind the skipped ones, as the model takes them, in batches. No more is read."""
     from hf_attn_swap.conversion.rows import as_rows
     from hf_attn_swap.measuring.lost import predicts_next
-    from hf_attn_swap.publish.checkpoint import hub_arguments, processor_of
     from hf_attn_swap.training.data import column_names, filled_rows, open_rows
 
     found = open_rows(data, config, split, names, stream=stream, in_order=True)
@@ -204,7 +276,6 @@ def _batches(
     joined = predicts_next(model)
     if label is not None and joined:
         raise ValueError("a language model has no use for --label: its rows are blocks of joined text.")
-    processor = processor_of(model, name, hub_arguments(revision, token))
     count = skipped + rows
     given: Any = filled_rows(found, names, label)
     labels: list[Any] = []
@@ -244,6 +315,38 @@ def _check_labels(batches: Sequence[dict[str, Any]], label: str, classes: int) -
         )
 
 
+def _context(
+    models: Sequence[Any], processor: Any, batches: Sequence[dict[str, Any]], *, recalled: bool, hidden: bool
+) -> dict[str, tuple[Any, Callable[[Mapping[str, Any]], Table]]]:
+    """The texts of the measures of long context that were asked for, and how what models find in them is shown."""
+    from hf_attn_swap.measuring.key_values import PairTexts, key_value_table
+    from hf_attn_swap.measuring.needle import Haystacks, needle_table
+    from hf_attn_swap.measuring.positions import max_positions
+    from hf_attn_swap.measuring.recall import Passages
+
+    shortest = min(models, key=lambda model: max_positions(model) or math.inf)
+    found: dict[str, tuple[Any, Callable[[Mapping[str, Any]], Table]]] = {}
+    if recalled:
+        found["recall"] = (Passages.of(shortest, batches), _recall_table)
+    if hidden:
+        found["needle"] = (Haystacks.of(shortest, batches, processor), needle_table)
+        found["key_values"] = (PairTexts.of(shortest, batches, processor), key_value_table)
+    return found
+
+
+def _warn_of_length(models: Sequence[Any], names: Sequence[str], longest: int, hub: dict[str, Any]) -> None:
+    """Say which language models were converted with shorter rows than these texts."""
+    from hf_attn_swap.measuring.lost import predicts_next
+    from hf_attn_swap.measuring.positions import beyond_conversion
+    from hf_attn_swap.publish.checkpoint import row_length
+
+    for model, name in zip(models, names, strict=True):
+        if predicts_next(model):
+            warning = beyond_conversion(name, row_length(model, name, hub), longest)
+            if warning is not None:
+                notify(f"warning: {warning}")
+
+
 def _rows(batch: dict[str, Any]) -> int:
     """The number of rows of a batch."""
     return len(next(iter(batch.values())))
@@ -257,28 +360,19 @@ def _figures(cost: Cost, found: Outliers | None) -> dict[str, Any]:
     return {**asdict(cost), **{name: finite(measured.get(name)) for name in ("kurtosis", "max_inf_norm", "largest")}}
 
 
-def _words(model: Any, name: str, batches: Sequence[dict[str, Any]], token: str | None) -> dict[int, str]:
-    """The texts of the tokens of some batches, by their ids; none for a model of images."""
-    from hf_attn_swap.analysis.inputs import words_of
-    from hf_attn_swap.publish.checkpoint import hub_arguments, processor_of
-
-    if model.main_input_name != "input_ids":
-        return {}
-    return words_of(processor_of(model, name, hub_arguments(None, token)), batches)
-
-
 def _show_largest(states: Sequence[Outliers | None], words: dict[int, str]) -> None:
     """Print the largest activation of each model, its layer and its token."""
-    for name, found in zip(("first", "second"), states, strict=True):
+    for name, found in zip(NAMES, states, strict=True):
         if found is not None:
             layer = max(range(len(found.largest)), key=lambda place: found.largest[place].value)
             print(f"The largest activation of the {name}, after layer {layer}: {found.largest[layer].of(words)}")
 
 
-def _recall_table(first: Recall, second: Recall) -> Table:
+def _recall_table(by_name: Mapping[str, Recall]) -> Table:
     """What both models recall, by distance."""
     from hf_attn_swap.text.table import Table
 
+    first, second = by_name.values()
     rows = [
         (
             f"{each:,}",
@@ -289,7 +383,7 @@ def _recall_table(first: Recall, second: Recall) -> Table:
     ]
     passages = len(next(iter(first.gains.values())))
     summary = f"Nats per token that a passage gains when it is read again: mean and spread of {passages} passages."
-    return Table(summary=summary, header=("tokens between", "first", "second", "ratio"), rows=rows)
+    return Table(summary=summary, header=("tokens between", *by_name, "ratio"), rows=rows)
 
 
 def _table(costs: Sequence[Cost], states: Sequence[Outliers | None], ratio: float) -> Table:

@@ -13,6 +13,8 @@ import typer
 from .app import Command, app, console, notify, show, told
 from .options import AsJson, Dtype, Model, Options, Overwrite, Quiet, Revision, Task, Token
 
+Layers = Annotated[str | None, typer.Option(help='Self-attention layers to swap, such as "0-5,7"; all if left out.')]
+
 
 @app.command(cls=Command)
 def variants(
@@ -86,9 +88,7 @@ def patch(
     ],
     out: Annotated[Path, typer.Argument(help="Folder for the result.")],
     strength: Annotated[float, typer.Option(help="0 is the pretrained model, 1 the paper's formula.")] = 1.0,
-    layers: Annotated[
-        str | None, typer.Option(help='Self-attention layers to swap, such as "0-5,7"; all if left out.')
-    ] = None,
+    layers: Layers = None,
     modules: Annotated[
         str | None, typer.Option(help='Only inside these modules, as "language_model"; --layers counts inside them.')
     ] = None,
@@ -126,6 +126,11 @@ def patch(
 @app.command(name="describe", cls=Command)
 def describe_command(
     model: Model,
+    variant: Annotated[
+        str | None, typer.Option(help="Describe a stock model as if this variant were swapped in, as for `patch`.")
+    ] = None,
+    layers: Layers = None,
+    option: Options = None,
     task: Task = None,
     revision: Revision = None,
     token: Token = None,
@@ -133,20 +138,29 @@ def describe_command(
 ) -> None:
     """Say what is swapped in a saved model, or what could be swapped in a stock model.
 
-    The command reads the config and no weights.
+    The command reads the config and no weights. With --variant it says what `patch` would do: which layers run what,
+    with which options, and how many parameters come in; or why it refuses.
     """
-    from hf_attn_swap import describe
+    from hf_attn_swap import describe, patch_model
     from hf_attn_swap.publish.checkpoint import skeleton
+    from hf_attn_swap.text.typed import parse_layers, parse_options
 
     notify(f"reading the config of {model}")
-    description = describe(skeleton(model, task, revision=revision, token=token))
+    found = skeleton(model, task, revision=revision, token=token)
+    if variant is None and (layers is not None or option):
+        raise ValueError("--layers and --option say where and how the variant runs; name it with --variant.")
+    if variant is not None:
+        if getattr(found.config, "attn_swap", None) is not None:
+            raise ValueError(f"{model} is converted already; without --variant, describe says what runs in it.")
+        patch_model(found, variant, layers=parse_layers(layers), **parse_options(option or [], composed="+" in variant))
+    description = describe(found)
     if as_json:
         print(json.dumps(description.to_dict(), indent=2))
         return
     show(description.table())
-    layers = [row.layer for row in description.rows if row.layer is not None]
-    if layers and all(row.strength is None for row in description.rows):
-        print(f"Layers 0 to {layers[-1]} can be swapped: hf-attn-swap patch {model} VARIANT OUT")
+    numbers = [row.layer for row in description.rows if row.layer is not None]
+    if numbers and all(row.strength is None for row in description.rows):
+        print(f"Layers 0 to {numbers[-1]} can be swapped: hf-attn-swap patch {model} VARIANT OUT")
 
 
 @app.command(name="shim", cls=Command)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -43,6 +43,15 @@ Stream = Annotated[
         help="Read no more of the data than is needed, without a copy on this machine; if left out, above 500 MB.",
     ),
 ]
+LENGTH = 256  # tokens of a row, for every command that joins or cuts texts, unless the model has fewer positions
+Length = Annotated[
+    int | None,
+    typer.Option("--length", "--max-length", min=2, help=f"Number of tokens of a row; {LENGTH} if left out."),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option("--tokenizer", "--processor", help="Tokenizer or image processor, if the model's folder has none."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")]
 
@@ -58,9 +67,3 @@ def columns(given: list[str] | None) -> list[str]:
     if given is not None and len(given) > 2:
         raise ValueError(f"--column names one column, or the two of pairs of texts, not {len(given)}.")
     return given or ["text"]
-
-
-def hub(revision: str | None, token: str | None) -> dict[str, Any]:
-    """What the Hub is told: the options that the user gave."""
-    given = {"revision": revision, "token": token}
-    return {name: value for name, value in given.items() if value is not None}

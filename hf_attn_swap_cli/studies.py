@@ -9,11 +9,13 @@ import typer
 
 from .app import Command, app, told
 from .options import (
+    LENGTH,
     Columns,
     Config,
     Data,
     Device,
     Dtype,
+    Length,
     Model,
     Options,
     Quiet,
@@ -22,6 +24,7 @@ from .options import (
     Stream,
     Task,
     Token,
+    Tokenizer,
     columns,
 )
 
@@ -94,14 +97,14 @@ def report(
     stream: Stream = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows, from the first.")] = 64,
     show: Annotated[int, typer.Option(help="Row whose attention is drawn, from 0.")] = 0,
-    max_length: Annotated[int, typer.Option(min=2, help="Number of tokens that are kept of a row.")] = 128,
+    length: Length = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Number of rows per batch.")] = 16,
     task: Task = None,
     device: Device = None,
     dtype: Dtype = "auto",
     revision: Revision = None,
     token: Token = None,
-    processor: Annotated[str | None, typer.Option(help="Tokenizer or image processor, if not the model's.")] = None,
+    tokenizer: Tokenizer = None,
     base: Annotated[
         str | None, typer.Option(help="The stock model, to say what was lost; the model at strength 0 if left out.")
     ] = None,
@@ -111,7 +114,9 @@ def report(
     """Report what a swap does to a model, beside the unswapped model: outliers, similarity, entropy, attention maps."""
     from hf_attn_swap.analysis.comparison import compare
     from hf_attn_swap.analysis.inputs import prepare
-    from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint
+    from hf_attn_swap.measuring.lost import predicts_next
+    from hf_attn_swap.measuring.positions import beyond_conversion, check_length, longest_row, usual_length
+    from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint, other_processor, row_length
     from hf_attn_swap.text.typed import parse_options
     from hf_attn_swap.training.data import open_rows
     from hf_attn_swap.writing import check_writable, told_where
@@ -121,19 +126,26 @@ def report(
     names = columns(column)
     found = open_rows(data, config, split, names, stream=stream, in_order=True)
     loaded = load_checkpoint(model, task, device=device, dtype=dtype, revision=revision, token=token)
+    if tokenizer is not None:
+        other_processor(loaded, tokenizer, hub_arguments(None, token))  # refused now, if it has other tokens
     inputs = prepare(
         loaded,
-        processor or model,
+        tokenizer or model,
         found,
         names,
         limit=rows,
         batch_size=batch_size,
-        max_length=max_length,
+        max_length=length or usual_length([loaded], LENGTH),
         shown=show,
-        hub=hub_arguments(revision if processor is None else None, token),
+        hub=hub_arguments(revision if tokenizer is None else None, token),
     )
+    longest = longest_row(inputs.batches)
+    check_length(loaded, longest)
+    converted_on = row_length(loaded, model, hub_arguments(revision, token)) if predicts_next(loaded) else None
+    warning = beyond_conversion(model, converted_on, longest)
     stock = None if base is None else load_checkpoint(base, task, device=device, dtype=dtype, token=token)
-    made = compare(loaded, inputs, Path(data).name, variant, fit=calibrate, stock=stock, **chosen)
+    notes = [] if warning is None else [warning]
+    made = compare(loaded, inputs, Path(data).name, variant, fit=calibrate, stock=stock, notes=notes, **chosen)
     if made.lost is not None:
         print(made.lost)
     for note in made.notes:

@@ -21,6 +21,7 @@ import argparse
 import copy
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion import absorb_sink, calibrate, cut_shares, scale_values
-from hf_attn_swap.conversion.absorb import Absorbed
+from hf_attn_swap.conversion import calibrate, cut_shares, scale_values
+from hf_attn_swap.conversion.absorb import TEXTS, Absorbed, absorb_rows
 from hf_attn_swap.layer.registry import canonical_name
 from hf_attn_swap.text.table import markdown, markdown_row
 
@@ -54,7 +55,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--token",
-        help="The text whose last token is the sink; without it, the next rows decide. '\\n' is a line break.",
+        help="The text whose last token is the sink ('\\n' is a line break), or its number where the data are ids; "
+        "without it, the next rows decide.",
     )
     parser.add_argument(
         "--try", dest="tried", nargs="+", type=json.loads, default=[], help="A variant with its options."
@@ -103,13 +105,29 @@ def result(found: list[torch.Tensor], stock: list[torch.Tensor], rows: list[Batc
 
 
 def absorbed(model: Any, rows: list[Batch], given: argparse.Namespace) -> Absorbed:
-    """Absorb a sink from rows of token ids."""
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
-    texts = [tokenizer.decode(row["input_ids"][0]) for row in rows]
+    """Absorb a sink from rows of tokens. A column of token ids needs no tokenizer."""
+    ids = isinstance(Dataset.from_parquet(given.data)[0][given.column], list)
+    tokenizer = Ids(model.config) if ids else AutoTokenizer.from_pretrained(given.model)
     tokens = None
     if given.token is not None:
-        tokens = tokenizer(given.token.replace("\\n", "\n"), add_special_tokens=False)["input_ids"][-1:]
-    return absorb_sink(model, tokenizer, texts, tokens=tokens)
+        tokens = tokenizer(given.token.replace("\\n", "\n"), add_special_tokens=False).input_ids[-1:]
+    return absorb_rows(model, tokenizer, [row["input_ids"] for row in rows[:TEXTS]], tokens=tokens)
+
+
+class Ids:
+    """In the place of a tokenizer, where data are token ids: a text is a number, and special tokens are the model's."""
+
+    def __init__(self, config: Any) -> None:
+        ends = (config.bos_token_id, config.eos_token_id)
+        self.all_special_ids = [token for token in ends if isinstance(token, int)]
+
+    def __call__(self, text: str, **_: Any) -> SimpleNamespace:
+        """The number that a text is, as `input_ids`; none if it is another text."""
+        return SimpleNamespace(input_ids=[int(text)] if text.isdecimal() else [])
+
+    def decode(self, ids: list[int]) -> str:
+        """The numbers."""
+        return " ".join(map(str, ids))
 
 
 def shown(name: str, shares: list[float], value: float) -> str:

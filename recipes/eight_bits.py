@@ -1,14 +1,27 @@
-r"""What 8 bits cost a pretrained causal language model as machines run them: with a sink, smoothed, both, neither.
+r"""What 8 bits cost a pretrained model as it is, with smoothed channels, with a sink, and with both.
 
     python recipes/eight_bits.py MODEL --ranges data/wikitext-2/validation.parquet data/ag_news/train.parquet \
         --texts data/wikitext-2/test.parquet data/tinyshakespeare/test.parquet data/imdb/test.parquet
+    python recipes/eight_bits.py runs/ag_news/softmax/seed-0/model --ranges data/ag_news/train.parquet \
+        --texts data/ag_news/test.parquet --length 32 --rows 1000 --batch 32
+    python recipes/eight_bits.py runs/cifar10/softmax/seed-0/model --ranges data/cifar10/train.parquet \
+        --texts data/cifar10/test.parquet --column img --rows 500 --batch 32
 
-Nothing is trained, unless `--tokens` says so: then the model in full precision, with the sink, teaches the rounded
-model (its norms and its sink train), on the blocks of `--ranges` behind those that give the ranges. `--rows` blocks of
-`--length` tokens of each file of `--ranges` choose the sink's token (unless `--token` names it), the scales of the
-channels and the 8-bit ranges. The first `--rows` blocks of each file of `--texts` are measured. The table has
-perplexities, and their ratios to the stock model in full precision with a paired 95 % interval (bootstrap of blocks of
-64 tokens).
+A causal language model reads `--rows` blocks of `--length` tokens of each file, and is measured by perplexity. A
+classifier of texts or images reads the first `--rows` rows with their labels, and is measured by accuracy. The files of
+`--ranges` choose the sink's token (unless `--token` names it), the scales of the channels and the 8-bit ranges. Those
+of `--texts` are measured. `--protocol machine` rounds what integer kernels read, `--protocol papers` every sum and
+output.
+
+Nothing is trained, unless `--tokens` says so: then a language model in full precision, with the sink, teaches the
+rounded model (its norms and its sink train), on the blocks of `--ranges` behind those that give the ranges. By the
+papers' protocol it trains without smoothed channels: a weight has one step there, which uneven columns make coarse.
+
+The table has the metric, beside it its ratio (of perplexities) or its difference (of accuracies, in points) to the
+stock model in full precision with a paired 95 % interval (bootstrap of blocks of 64 tokens, or of rows), and the
+largest number that any norm reads, its token and the norm: the residual stream, before a norm of post-norm models
+shrinks it. Tokens are counted from 0: [CLS] or the class token is token 0, and token n of an image is its patch n.
+`--figures` writes the same into a file.
 """
 
 from __future__ import annotations
@@ -16,25 +29,45 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import json
 import sys
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from as_patched import Batch, absorbed, rows_of  # as_patched.py lies beside this recipe
+from datasets import Dataset
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainingArguments,
+)
 
 from hf_attn_swap import patch_model, unpatch_model
+from hf_attn_swap.analysis.largest import Largest
 from hf_attn_swap.conversion import DistillationTrainer, smooth
+from hf_attn_swap.layer.smoothing import Smoothing
+from hf_attn_swap.measuring.batches import token_mask, without_labels
+from hf_attn_swap.patch import need_installation
+from hf_attn_swap.publish.results import versions
 from hf_attn_swap.quantization import fake_w8a8, input_ranges, machine_w8a8, straight_through
+from hf_attn_swap.quantization.places import is_norm
 from hf_attn_swap.text.table import markdown, markdown_row
 from hf_attn_swap.training.metrics import FUNCTIONS, paired_interval
 
 BLOCK = 64  # tokens that a bootstrap draws together
 PROTOCOLS = {"machine": machine_w8a8, "papers": fake_w8a8}
-Losses = list[list[float]]  # of each text, token by token
+CLASSIFIERS = {
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+    "ForImageClassification": AutoModelForImageClassification,
+}
 
 
 def parse() -> argparse.Namespace:
@@ -43,39 +76,112 @@ def parse() -> argparse.Namespace:
     parser.add_argument("model", help="Name on the Hub, or folder.")
     parser.add_argument("--texts", nargs="+", required=True, help="Parquet files that are measured.")
     parser.add_argument("--ranges", nargs="+", required=True, help="Parquet files that choose ranges and scales.")
-    parser.add_argument("--column", default="text", help="The column of texts or token ids.")
-    parser.add_argument("--length", type=int, default=512, help="Tokens per block.")
-    parser.add_argument("--rows", type=int, default=8, help="Blocks of each file.")
-    parser.add_argument("--token", help="The text whose last token is the sink. '\\n' is a line break.")
+    parser.add_argument("--column", default="text", help="The column of texts, token ids or images.")
+    parser.add_argument("--label", default="label", help="The column of labels, for classifiers.")
+    parser.add_argument("--length", type=int, default=512, help="Tokens per block, or at most per row of a classifier.")
+    parser.add_argument("--rows", type=int, default=8, help="Blocks or rows of each file.")
+    parser.add_argument("--range-rows", type=int, help="The same for files of --ranges; without it, --rows.")
+    parser.add_argument("--batch", type=int, default=1, help="Rows of a classifier at once.")
+    parser.add_argument("--token", help="The text whose last token is the sink, as in as_patched.py.")
     parser.add_argument("--alpha", type=float, help="Of the smoothing; without it, a search for each place.")
     parser.add_argument("--tokens", type=int, default=0, help="Tokens of a training with rounding.")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="Of this training.")
     parser.add_argument("--protocol", choices=PROTOCOLS, default="machine", help="What is rounded.")
+    parser.add_argument("--figures", type=Path, help="A file for the figures, as JSON.")
+    parser.add_argument("--name", help="The model's name in this file.")
     given = parser.parse_args()
-    if given.tokens and given.protocol != "machine":
-        parser.error("--tokens trains and measures as machines round; leave out --protocol.")
+    given.range_rows = given.range_rows or given.rows
     return given
 
 
+@dataclass(kw_only=True)
+class Measured:
+    """What a model gives on the files that are measured.
+
+    Attributes:
+        values: of each file, the losses of its tokens, or for a classifier 1 for each row that is right and 0 else.
+        largest: the largest number that a norm reads.
+        norm: the path of this norm.
+    """
+
+    values: list[list[float]]
+    largest: Largest
+    norm: str
+
+
 @torch.no_grad()
-def losses(model: Any, texts: list[list[Batch]]) -> Losses:
-    """The losses of all predicted tokens, text by text."""
-    found = []
-    for rows in texts:
-        each = [cross_entropy(model(**row)[0][0, :-1], row["input_ids"][0, 1:], reduction="none") for row in rows]
-        found.append(torch.cat(each).tolist())
+def measure(model: Any, texts: list[list[Batch]]) -> Measured:
+    """Run the model on all files."""
+    found = Measured(values=[], largest=Largest(), norm="")
+    now: Batch = {}
+
+    def watch(path: str) -> Any:
+        def hook(norm: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            if args[0].dim() == 3:  # norms of queries and keys read heads
+                largest = found.largest.or_larger(args[0], token_mask(now, args[0]), now.get("input_ids"))
+                if largest is not found.largest:
+                    found.largest, found.norm = largest, path
+
+        return hook
+
+    with contextlib.ExitStack() as hooked:
+        for path, norm in model.named_modules():
+            if is_norm(norm):
+                hooked.callback(norm.register_forward_pre_hook(watch(path)).remove)
+        for rows in texts:
+            values: list[float] = []
+            for now in rows:
+                values += _values(model(**without_labels(now)).logits, now)
+            found.values.append(values)
     return found
 
 
-def trained(model: Any, ranges: list[Batch], texts: list[list[Batch]], given: argparse.Namespace) -> Losses:
-    """The losses in 8 bits after the model before the rounding taught the rounded one, on blocks without ranges."""
+def _values(logits: torch.Tensor, row: Batch) -> list[float]:
+    """The losses of the next tokens, or whether the classes are right."""
+    if "labels" in row:
+        return [float(right) for right in logits.argmax(-1) == row["labels"]]
+    losses: list[float] = cross_entropy(logits[0, :-1], row["input_ids"][0, 1:], reduction="none").tolist()
+    return losses
+
+
+def labelled(given: argparse.Namespace, path: str, count: int) -> list[Batch]:
+    """The first rows of a file with their labels, in batches.
+
+    Raises:
+        ValueError: the file has fewer rows.
+    """
+    data = Dataset.from_parquet(path)
+    if len(data) < count:
+        raise ValueError(f"{path} has {len(data)} rows, but {count} are needed.")
+    words = isinstance(data[0][given.column], str)
+    processor = (AutoTokenizer if words else AutoImageProcessor).from_pretrained(given.model)
+    found = []
+    for start in range(0, count, given.batch):
+        some = data[start : min(start + given.batch, count)]
+        if words:
+            batch = processor(
+                list(some[given.column]), truncation=True, max_length=given.length, padding=True, return_tensors="pt"
+            )
+        else:
+            batch = processor([image.convert("RGB") for image in some[given.column]], return_tensors="pt")
+        found.append({**batch, "labels": torch.tensor(some[given.label])})
+    return found
+
+
+def trained(model: Any, ranges: list[Batch], texts: list[list[Batch]], given: argparse.Namespace) -> Measured:
+    """What the model in 8 bits gives after the model before the rounding taught it, on blocks without ranges."""
     each = given.tokens // given.length // len(given.ranges)
     kinds = [
-        rows_of(argparse.Namespace(**vars(given), data=path), given.rows + each)[given.rows :] for path in given.ranges
+        rows_of(argparse.Namespace(**vars(given), data=path), given.range_rows + each)[given.range_rows :]
+        for path in given.ranges
     ]
     rows = [{"input_ids": row["input_ids"][0]} for several in zip(*kinds, strict=True) for row in several]
     teacher = copy.deepcopy(model)
-    with tempfile.TemporaryDirectory() as folder, straight_through(model, input_ranges(model, ranges)):
+    if given.protocol == "machine":
+        rounding: Any = straight_through(model, input_ranges(model, ranges))
+    else:
+        rounding = fake_w8a8(model, ranges, gradients=True)
+    with tempfile.TemporaryDirectory() as folder, rounding:
         args = TrainingArguments(
             output_dir=folder,
             per_device_train_batch_size=1,
@@ -92,50 +198,148 @@ def trained(model: Any, ranges: list[Batch], texts: list[list[Batch]], given: ar
         trainer = DistillationTrainer(model, args, teacher=teacher, trainable=("vectors", "swap"), train_dataset=rows)
         with contextlib.redirect_stdout(sys.stderr):  # the table alone goes to the output
             trainer.train()
-        return losses(model.eval(), texts)
+        return measure(model.eval(), texts)
 
 
-def shown(name: str, ours: Losses, stock: Losses) -> str:
-    """One row of the table, in Markdown."""
-    cells = []
-    for own, other in zip(ours, stock, strict=True):
-        difference = [one - two for one, two in zip(own, other, strict=True)]
+class Table:
+    """Prints one row for each state of the model, and keeps the figures for a file.
+
+    Args:
+        given: the arguments.
+        stock: what the stock model gives in full precision.
+        words: tokens by their ids.
+        metric: "perplexity" or "accuracy".
+    """
+
+    def __init__(self, given: argparse.Namespace, stock: Measured, words: dict[int, str], metric: str) -> None:
+        self.given = given
+        self.names = [short(path) for path in given.texts]
+        self.stock = stock
+        self.words = words
+        self.metric = metric
+        self.runs: dict[str, Any] = {}
+        print(markdown(("", *self.names, "largest input of a norm"), []))
+
+    def add(self, name: str, ours: Measured) -> None:
+        """Print a row, and write the file anew."""
+        figures = [self._figures(*pair) for pair in zip(ours.values, self.stock.values, strict=True)]
+        word = self.words.get(ours.largest.token) if ours.largest.token is not None else None
+        self.runs[name] = {
+            "figures": dict(zip(self.names, figures, strict=True)),
+            "largest": {**asdict(ours.largest), "word": word, "norm": ours.norm},
+        }
+        largest = f"{ours.largest.of(self.words)}, {ours.norm}"
+        print(markdown_row((name, *map(self._cell, figures), largest)), flush=True)
+        if self.given.figures is not None:
+            self._write(self.given.figures)
+
+    def _figures(self, own: list[float], stock: list[float]) -> tuple[float, float, float, float]:
+        """The metric; and its ratio or its difference to the stock model's, with the interval."""
+        if self.metric == "accuracy":
+            truth = [1.0] * len(own)
+            value = FUNCTIONS[self.metric](truth, own)
+            return value, *paired_interval(self.metric, [own], [stock], truth)
+        difference = [one - two for one, two in zip(own, stock, strict=True)]
         zeros = [0.0] * len(difference)  # their perplexity is 1, so the difference of the metric is the ratio less 1
-        mean, low, high = paired_interval("perplexity", [difference], [zeros], zeros, block=min(BLOCK, len(zeros) // 2))
-        value = FUNCTIONS["perplexity"](zeros, own)
-        cells.append(f"{value:.2f} = {1 + mean:.3f} ({1 + low:.3f} to {1 + high:.3f})")
-    return markdown_row((name, *cells))
+        block = min(BLOCK, len(zeros) // 2)
+        mean, low, high = paired_interval(self.metric, [difference], [zeros], zeros, block=block)
+        return FUNCTIONS[self.metric](zeros, own), 1 + mean, 1 + low, 1 + high
+
+    def _cell(self, figures: tuple[float, float, float, float]) -> str:
+        value, mean, low, high = figures
+        if self.metric == "accuracy":
+            return f"{100 * value:.1f}, {100 * mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+        return f"{value:.2f} = {mean:.3f} ({low:.3f} to {high:.3f})"
+
+    def _write(self, path: Path) -> None:
+        about = {"name": self.given.name or Path(self.given.model).name, "metric": self.metric, "versions": versions()}
+        for name in ("protocol", "length", "rows", "range_rows", "batch", "tokens"):
+            about[name] = getattr(self.given, name)
+        about["ranges"] = list(map(short, self.given.ranges))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**about, "runs": self.runs}, indent=1) + "\n", encoding="utf-8")
+
+
+def short(path: str) -> str:
+    """The name of a file in a table: its folder and its own name."""
+    return f"{Path(path).parent.name}/{Path(path).stem}"
+
+
+def smoothed(model: Any, ranges: list[Batch], given: argparse.Namespace) -> bool:
+    """Smooth the channels of a patched model. False, with the reason on stderr, if no place is free."""
+    try:
+        print(smooth(model, ranges, given.alpha, progress=False), file=sys.stderr)
+    except ValueError as problem:
+        print(f"Nothing is smoothed: {problem}", file=sys.stderr)
+        return False
+    return True
+
+
+def with_sink(model: Any, ranges: list[Batch], given: argparse.Namespace) -> bool:
+    """Put an absorbed sink into the model. False, with the reason on stderr, if none can stand there."""
+    patch_model(model, "sink")
+    try:
+        if "input_ids" not in ranges[0]:
+            raise ValueError("a sink is a token before a text, and this model reads none.")
+        print(absorbed(model, ranges, argparse.Namespace(**vars(given), data=given.ranges[0])), file=sys.stderr)
+    except ValueError as problem:
+        print(f"There is no sink: {problem}", file=sys.stderr)
+        return False
+    return True
+
+
+def words_of(texts: list[list[Batch]], given: argparse.Namespace) -> dict[int, str]:
+    """The tokens of texts as words, by their ids. Data of token ids have none."""
+    if not isinstance(Dataset.from_parquet(given.texts[0])[0][given.column], str):
+        return {}
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    ids = {int(token) for rows in texts for row in rows for token in row["input_ids"].unique()}
+    return {token: tokenizer.decode([token]) for token in ids}
 
 
 def main() -> None:
     """Print the table, row by row."""
     given = parse()
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
-    texts, chosen = (
-        [rows_of(argparse.Namespace(**vars(given), data=path), given.rows) for path in paths]
-        for paths in (given.texts, given.ranges)
-    )
-    ranges = [row for rows in zip(*chosen, strict=True) for row in rows]  # held-out rows come from every file
+    kind = (AutoConfig.from_pretrained(given.model).architectures or [""])[0]
+    auto = next((auto for end, auto in CLASSIFIERS.items() if kind.endswith(end)), AutoModelForCausalLM)
+    causal = auto is AutoModelForCausalLM
+    if given.tokens and not causal:
+        raise SystemExit("error: --tokens trains language models alone; leave it out.")
+    model = auto.from_pretrained(given.model, dtype=torch.float32).eval()
+    if hasattr(model.config, "attn_swap"):
+        unpatch_model(model)  # the control of a study has a swap that computes what the stock model computes
 
-    def in_8_bits() -> Losses:
+    def read(path: str, count: int) -> list[Batch]:
+        return rows_of(argparse.Namespace(**vars(given), data=path), count) if causal else labelled(given, path, count)
+
+    texts = [read(path, given.rows) for path in given.texts]
+    several = [read(path, given.range_rows) for path in given.ranges]
+    ranges = [row for rows in zip(*several, strict=True) for row in rows]  # held-out rows come from every file
+
+    def in_8_bits() -> Measured:
         with PROTOCOLS[given.protocol](model, ranges):
-            return losses(model, texts)
+            return measure(model, texts)
 
-    stock = losses(model, texts)
-    names = [f"{path.parent.name}/{path.stem}" for path in map(Path, given.texts)]
-    print(markdown(("", *names), []))
-    print(shown("stock, full precision", stock, stock), flush=True)
-    print(shown("stock, 8 bits", in_8_bits(), stock), flush=True)
-    print(smooth(patch_model(model, "softmax"), ranges, given.alpha, progress=False), file=sys.stderr)
-    print(shown("smoothed, 8 bits", in_8_bits(), stock), flush=True)
-    patch_model(unpatch_model(model), "sink")
-    print(absorbed(model, ranges, given), file=sys.stderr)
-    print(shown("sink, full precision", losses(model, texts), stock), flush=True)
-    print(shown("sink, 8 bits", in_8_bits(), stock), flush=True)
-    print(smooth(model, ranges, given.alpha, progress=False), file=sys.stderr)
-    print(shown("sink, smoothed, 8 bits", in_8_bits(), stock), flush=True)
+    stock = measure(model, texts)
+    table = Table(given, stock, words_of(texts, given), "perplexity" if causal else "accuracy")
+    table.add("stock, full precision", stock)
+    table.add("stock, 8 bits", in_8_bits())
+    patch_model(model, "softmax")
+    if smoothed(model, ranges, given):
+        table.add("smoothed, 8 bits", in_8_bits())
+    unpatch_model(model)
+    if not with_sink(model, ranges, given):
+        return
+    table.add("sink, full precision", measure(model, texts))
+    table.add("sink, 8 bits", in_8_bits())
+    if smoothed(model, ranges, given):
+        table.add("sink, smoothed, 8 bits", in_8_bits())
     if given.tokens:
-        print(shown("sink, smoothed, trained, 8 bits", trained(model, ranges, texts, given), stock), flush=True)
+        name = "sink, smoothed, trained, 8 bits"
+        if given.protocol == "papers":  # with one step for a whole weight, uneven columns cost more than channels
+            need_installation(model).drop(Smoothing.name)
+            name = "sink, trained, 8 bits"
+        table.add(name, trained(model, ranges, texts, given))
 
 
 if __name__ == "__main__":

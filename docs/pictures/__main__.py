@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
-from .swap import FILE, draw
+from .swap import DARK, DARK_FILE, FILE, LIGHT, draw
 
-draw().savefig(Path(__file__).parent / FILE, dpi=160)
+for file, colours in ((FILE, LIGHT), (DARK_FILE, DARK)):
+    draw(colours).savefig(Path(__file__).parent / file, dpi=160)

@@ -12,6 +12,7 @@ from hf_attn_swap.text.table import markdown
 
 from .conversions import (
     CURVE_SMOLLM2,
+    DECODE_WINDOW,
     HYBRIDS,
     NEWS,
     PHOTOS,
@@ -19,15 +20,26 @@ from .conversions import (
     budget_table,
     compared_table,
     curve_table,
+    decoding_table,
     embeddings_table,
-    hybrid_table,
     layers_table,
 )
+from .eight_bits import eight_bits_table, largest_table
 from .memory import bags_table, recall_table
 from .names import canonical_label
+from .overview import results_table
 from .papers import claims_table
 from .runs import conversion_table, perplexities_table, published_table, recorded, scratch_table, tasks_table
-from .speed import compile_table, decode_table, lra_table, operator_table, serving_table, speed_table, weighted_table
+from .speed import (
+    compile_table,
+    decode_table,
+    lra_table,
+    operator_table,
+    serving_table,
+    speed_table,
+    weighted_table,
+    window_table,
+)
 
 FIGURES = Path(__file__).parents[2] / "recipes" / "figures"
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "figures"
@@ -126,6 +138,7 @@ TABLES = {
     "variants": variants_table,
     "published": published_table,
     "conversion": conversion_table,
+    "results": results_table,
     "scratch": scratch_table,
     "papers": lambda: claims_table({run.name: run for run in recorded()}),
     "curve": curve_table,
@@ -141,9 +154,12 @@ TABLES = {
     "reactions": lambda: perplexities_table("albert-distilled-reactions"),
     "small-models": lambda: perplexities_table("gpt2-distilled-imdb", "opt-distilled-imdb"),
     "layers": layers_table,
-    "hybrid": hybrid_table,
+    "hybrid": decoding_table,
     "rank": rank_table,
     "outliers": outlier_table,
+    "eight-bits": lambda: eight_bits_table("perplexity"),
+    "eight-bits-classifiers": lambda: eight_bits_table("accuracy"),
+    "eight-bits-largest": largest_table,
     "reports": report_table,
     "dynamics-cost": cost_table,
     "recall": recall_table,
@@ -153,6 +169,8 @@ TABLES = {
     "operator": operator_table,
     "lra": lra_table,
     "decode": decode_table,
+    "window": window_table,
+    "window-decode": lambda: decoding_table(DECODE_WINDOW, "the windows"),
     "serving": serving_table,
     "compile": compile_table,
 }

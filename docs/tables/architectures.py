@@ -16,10 +16,13 @@ from pathlib import Path
 import torch
 import transformers
 
+from hf_attn_swap.describe import NOTHING
 from hf_attn_swap.text.table import markdown
 from tests.architectures.children import walked
 from tests.architectures.tiny import without_paths
 from tests.architectures.walk import EXACT, LATE, NOT_BUILT, PART, REFUSED, VARIANTS, WRONG, Outcome
+
+from .model_names import called, has_attention
 
 PAGE = Path(__file__).parents[1] / "architectures.md"
 MEANING = {
@@ -28,8 +31,17 @@ MEANING = {
     REFUSED: "`patch_model` raises a `ValueError` with this sentence",
     LATE: "refused in a forward pass only, which is a fault",
     WRONG: "neither exact nor refused, which is a fault",
-    NOT_BUILT: "we found no small configuration or no inputs, so nothing is known",
+    NOT_BUILT: "not compared, so nothing is known; the sentence says why",
 }
+WHY_NOT_BUILT = (  # what the walk says, and what it means to a reader
+    (r"requires? the (\S+) library", "transformers builds it with the library {}, which was not installed"),
+    (r"million parameters", "it stays too large for this comparison, however small its configuration"),
+    (r"took longer", "it took longer than a minute"),
+    (r"no inputs found: no module was reached", "it was built, but our inputs reach none of its attention modules"),
+    (r"no inputs found", "it was built, but takes none of our inputs"),
+    (r"", "transformers builds no model from any of our small configurations"),
+)
+NO_ATTENTION = "it has no attention: transformers' source of it defines none."
 NAMES = re.compile(
     r"\d\.\de[+-]\d+"  # sizes of errors
     r"|\w+(?:\.\w+)+"  # paths of modules
@@ -51,7 +63,7 @@ def page(outcomes: list[Outcome], version: str) -> str:
 
     def cell(model_type: str, variant: str) -> str:
         outcome = by_place[model_type, variant]
-        number = said.get(_pattern(outcome), (0, []))[0]
+        number = said.get(_pattern(outcome), (0, []))[0]  # every result but "exact" has a sentence
         some = outcome.result in (EXACT, PART) and outcome.run < outcome.modules
         notes = [str(number)] * bool(number) + [f"{outcome.run} of {outcome.modules} ran"] * some
         return f"{outcome.result} ({'; '.join(notes)})" if notes else outcome.result
@@ -66,6 +78,8 @@ def page(outcomes: list[Outcome], version: str) -> str:
         f"{nested} of those that are exact have configurations within their configuration. "
         "`python -m docs.tables.architectures` writes this page; the slow test in `tests/architectures` compares "
         "with it.",
+        "What was not built, and any model of your own: `describe(model)` says in a second what could be swapped, and "
+        "`patch_model` refuses what cannot be right.",
         "A number in brackets is the number of the sentence [below](#sentences). Where the inputs that we found do not "
         "reach every swapped module, the brackets say how many of them ran.",
         markdown(
@@ -73,10 +87,12 @@ def page(outcomes: list[Outcome], version: str) -> str:
             [(result, *(str(counts[result, each]) for each in variants), words) for result, words in MEANING.items()],
         ),
         "## Model types",
+        '<div class="filter" markdown>',
         markdown(
-            ("model type", *(f"`{variant}`" for variant in variants)),
-            [(name, *(cell(name, variant) for variant in variants)) for name in types],
+            ("family", "model type", *(f"`{variant}`" for variant in variants)),
+            [(called(name), name, *(cell(name, variant) for variant in variants)) for name in types],
         ),
+        "</div>",
         "## Sentences",
         "Each sentence is that of the first model type beside it. The others have the names of their own classes and "
         "modules in it.",
@@ -87,11 +103,6 @@ def page(outcomes: list[Outcome], version: str) -> str:
                 for number, group in said.values()
             ],
         ),
-        "## Not built",
-        markdown(
-            ("model type", "what transformers says"),
-            sorted({(each.model_type, _words(each)) for each in outcomes if each.result == NOT_BUILT}),
-        ),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -100,7 +111,7 @@ def _sentences(outcomes: list[Outcome]) -> dict[tuple[str, str], tuple[int, list
     """The outcomes by what is said of them: a number, and everything of which this is said."""
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for each in sorted(outcomes, key=lambda each: each.model_type):
-        if each.sentence and each.result != NOT_BUILT:
+        if each.sentence:
             groups.setdefault(_pattern(each), []).append(each)
     order = sorted(groups.items(), key=lambda item: (list(MEANING).index(item[0][0]), -len(item[1])))
     return {pattern: (number, group) for number, (pattern, group) in enumerate(order, 1)}
@@ -108,7 +119,17 @@ def _sentences(outcomes: list[Outcome]) -> dict[tuple[str, str], tuple[int, list
 
 def _pattern(outcome: Outcome) -> tuple[str, str]:
     """The result, and the sentence without the names and numbers that differ from model to model."""
-    return outcome.result, NAMES.sub("…", outcome.sentence)
+    return outcome.result, NAMES.sub("…", _reason(outcome))
+
+
+def _reason(outcome: Outcome) -> str:
+    """The sentence of an outcome, for a reader: no error of another library, and no attention where there is none."""
+    if outcome.result == NOT_BUILT:
+        found = ((re.search(pattern, outcome.sentence), words) for pattern, words in WHY_NOT_BUILT)
+        return next(words.format(*match.groups()) for match, words in found if match) + "."
+    if NOTHING in outcome.sentence and not has_attention(outcome.model_type):
+        return NO_ATTENTION
+    return outcome.sentence
 
 
 def _who(group: list[Outcome], variants: int) -> str:
@@ -126,16 +147,16 @@ def _who(group: list[Outcome], variants: int) -> str:
 
 
 def _words(outcome: Outcome) -> str:
-    return without_paths(outcome.sentence).replace("<", "&lt;")
+    return without_paths(_reason(outcome)).replace("<", "&lt;")
 
 
 def known() -> dict[tuple[str, str], str]:
     """By model type and variant, the result that the page says."""
     table = PAGE.read_text("utf-8").partition("## Model types")[2].partition("## Sentences")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
-    variants = [name.strip("`") for name in rows[0][1:]]
+    variants = [name.strip("`") for name in rows[0][2:]]
     results = {
-        (row[0], name): cell.partition(" (")[0] for row in rows for name, cell in zip(variants, row[1:], strict=True)
+        (row[1], name): cell.partition(" (")[0] for row in rows for name, cell in zip(variants, row[2:], strict=True)
     }
     return {place: result for place, result in results.items() if result in MEANING}
 

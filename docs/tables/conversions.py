@@ -31,6 +31,7 @@ HYBRIDS = ROOT / "recipes" / "figures" / "compare-minilm-glue-layers.json"
 PHOTOS = ROOT / "recipes" / "figures" / "compare-vit-s-cifar10.json"
 BUDGET = ROOT / "recipes" / "figures" / "convert-smollm2-belief.json"
 DECODE = ROOT / "benchmarks" / "figures" / "bench-decode-hybrid.json"
+DECODE_WINDOW = ROOT / "benchmarks" / "figures" / "bench-decode-window.json"
 
 
 def curve_table(record: Path = CURVE) -> str:
@@ -53,8 +54,9 @@ def layers_table() -> str:
     for run in sorted(runs, key=lambda run: (run["count"], run["rule"] != "auto", run["rule"], run["tokens"])):
         layers = f"{run['count']} of {run['of']}"
         ended = (f"{1 + run['loss']:.3f}", f"{run['kl']:.3f}", f"{run['agreement']:.1%}")
-        lines.append((layers, run["rule"], f"{1 + run['fitted']:,.2f}", run["trained"], f"{run['tokens']:,}", *ended))
-    figures = ("perplexity after the fit, stock = 1", "trained", "tokens", "distilled", "KL", "same first choice")
+        started = (run["trained"], f"{run['tokens']:,}", f"{1 + run['fitted']:,.2f}")
+        lines.append((layers, run["rule"], *ended, *started))
+    figures = ("perplexity, stock = 1", "KL", "same first choice", "trained", "tokens", "perplexity after the fit")
     return markdown(("linear layers", "rule", *figures), lines)
 
 
@@ -70,10 +72,10 @@ def embeddings_table() -> str:
         record = _read(path)
         for variant, run in record["runs"].items():
             low, high = run["difference_95"]
-            figures = (f"{value:.2f}" for value in (run["patched"], run["converted"], record["stock"]))
+            figures = (f"{value:.2f}" for value in (run["converted"], record["stock"], run["patched"]))
             difference = f"{run['difference']:+.2f} [{low:+.2f}, {high:+.2f}]"
-            lines.append((f"`{variant}`", texts, f"{run['tokens']:,}", *figures, difference))
-    return markdown(("attention", "texts", "tokens", "as patched", "converted", "stock", "difference [95 %]"), lines)
+            lines.append((f"`{variant}`", texts, difference, *figures, f"{run['tokens']:,}"))
+    return markdown(("attention", "texts", "difference [95 %]", "converted", "stock", "as patched", "tokens"), lines)
 
 
 def compared_table(record: Path) -> str:
@@ -93,11 +95,11 @@ def compared_table(record: Path) -> str:
             difference = f"{gains[-1]:+.2f} ± {100 * found[f'{measure}_margin']:.2f}"
             how = f"{run['tokens']:,}" + (", --bf16" if run["bf16"] else "")
             far = f"{found['divergence']:.3f}" if "divergence" in found else "-"
-            lines.append((name, f"{run['seed']}", how, *figures, difference, far))
+            lines.append((name, f"{run['seed']}", difference, *figures, how, far))
         if len(gains) > 1:
             spread = f"{fmean(gains):+.2f}, standard deviation {stdev(gains):.2f}"
-            lines.append((name, f"mean of {len(gains)}", "", "", "", spread, ""))
-    header = ("attention", "seed", "tokens", "converted", "control", "difference, points (95 %)", "KL")
+            lines.append((name, f"mean of {len(gains)}", spread, "", "", "", ""))
+    header = ("attention", "seed", "difference, points (95 %)", "converted", "control", "tokens", "KL")
     return markdown(header, lines)
 
 
@@ -124,16 +126,16 @@ def budget_table(record: Path = BUDGET) -> str:
     return markdown(header, lines)
 
 
-def hybrid_table() -> str:
-    """Decoding with a hybrid of softmax and linear layers: `benchmarks/bench_decode.py`."""
-    rows = _read(DECODE)["rows"]
+def decoding_table(record: Path = DECODE, name: str = "the hybrid") -> str:
+    """Decoding with a swapped model beside the stock one: `benchmarks/bench_decode.py`."""
+    rows = _read(record)["rows"]
     lines = []
-    for stock, hybrid in zip(rows[::2], rows[1::2], strict=True):
-        low, high = hybrid["decode_95"]
-        ratio = f"{hybrid['decode']:.2f} [{low:.2f}, {high:.2f}]"
-        caches = (f"{row['cache_mb']:.1f} MB" for row in (stock, hybrid))
+    for stock, swapped in zip(rows[::2], rows[1::2], strict=True):
+        low, high = swapped["decode_95"]
+        ratio = f"{swapped['decode']:.2f} [{low:.2f}, {high:.2f}]"
+        caches = (f"{row['cache_mb']:.1f} MB" for row in (stock, swapped))
         lines.append((f"{stock['context']:,}", ratio, *caches))
-    return markdown(("context", "a token, stock = 1", "cache of the stock model", "cache of the hybrid"), lines)
+    return markdown(("context", "a token, stock = 1", "cache of the stock model", f"cache of {name}"), lines)
 
 
 def _read(path: Path) -> Any:

@@ -16,13 +16,14 @@ from hf_attn_swap.text.table import markdown
 CARDS = Path(__file__).parents[2] / "model_cards"
 RECORDS = CARDS / "runs"
 HUB = "https://huggingface.co"
-SHOWN = ("metric", "converted", "control", "difference [95 %]", "seeds")
+SHOWN = ("difference [95 %]", "converted", "control", "metric")
+SEEDS = "seeds"  # the last column: `docs/tables/seeds.py` marks a 1
 
 
 def published_table() -> str:
     """One Markdown row per model that has a card: what it is, what it lost, and the way to its card."""
-    header = ("card", "base model", "attention", "data", *SHOWN)
-    return markdown(header, [[*_what(run), *_figures(run)] for run in cards()])
+    header = ("card", *SHOWN, "attention", "data", "base model", SEEDS)
+    return markdown(header, [[_link(run), *_figures(run), *_what(run), _seeds(run)] for run in cards()])
 
 
 def conversion_table(variant: str | None = None) -> str:
@@ -32,15 +33,16 @@ def conversion_table(variant: str | None = None) -> str:
         variant: only runs of this variant, alone or in a composition; None means all runs.
     """
     found = [run for run in recorded(variant) if run.base.relation != SCRATCH]
-    header = ("run", "attention", "conversion", *SHOWN)
-    return markdown(header, [[_link(run), _attention(run), _steps(run), *_figures(run)] for run in found])
+    header = ("run", *SHOWN, "attention", "conversion", SEEDS)
+    rows = [[_link(run), *_figures(run), _attention(run), _steps(run), _seeds(run)] for run in found]
+    return markdown(header, rows)
 
 
 def scratch_table(variant: str | None = None) -> str:
     """The same for models from random weights."""
     found = [run for run in recorded(variant) if run.base.relation == SCRATCH]
-    header = ("run", "attention", "metric", "swapped", *SHOWN[2:])
-    return markdown(header, [[_link(run), _attention(run), *_figures(run)] for run in found])
+    header = ("run", SHOWN[0], "swapped", *SHOWN[2:], "attention", SEEDS)
+    return markdown(header, [[_link(run), *_figures(run), _attention(run), _seeds(run)] for run in found])
 
 
 def tasks_table(model: str) -> str:
@@ -53,12 +55,12 @@ def tasks_table(model: str) -> str:
     for run in recorded():
         kind, _, task = (run.study or "").rpartition("-")
         if kind == model:
-            rows.append([task, _attention(run), *_figures(run)])
+            rows.append([task, _attention(run), *_figures(run), _seeds(run)])
             gains.setdefault(_attention(run), []).append(_gain(run))
     for attention, found in sorted(gains.items(), key=lambda pair: -fmean(pair[1])):
         if len(found) > 1:
-            rows.append([f"mean of {len(found)}", attention, "", "", "", f"{100 * fmean(found):+.2f}", ""])
-    return markdown(("task", "attention", *SHOWN), rows)
+            rows.append([f"mean of {len(found)}", attention, f"{100 * fmean(found):+.2f}", "", "", "", ""])
+    return markdown(("task", "attention", *SHOWN, SEEDS), rows)
 
 
 def perplexities_table(*studies: str) -> str:
@@ -71,8 +73,8 @@ def perplexities_table(*studies: str) -> str:
             before, ours, control = found["perplexity_before"], found["perplexity"], run.control.metrics[0].mean
             model = run.study.partition("-")[0]
             ratio = f"{ours / control:.3f}"
-            rows.append([model, _attention(run), f"{before:,.2f}", f"{ours:.3f}", f"{control:.3f}", ratio])
-    return markdown(("model", "attention", "as patched", "converted", "control", "converted / control"), rows)
+            rows.append([model, _attention(run), ratio, f"{ours:.3f}", f"{control:.3f}", f"{before:,.2f}"])
+    return markdown(("model", "attention", "converted / control", "converted", "control", "as patched"), rows)
 
 
 def recorded(variant: str | None = None) -> list[RunResult]:
@@ -109,15 +111,19 @@ def _components(run: RunResult) -> set[str]:
 
 
 def _what(run: RunResult) -> list[str]:
-    """The card, the base model, the attention, and the data."""
+    """The attention, the data, and the base model."""
     data = " ".join(filter(None, (run.data.name, run.data.config)))
-    return [_link(run), f"[{run.base.name.split('/')[-1]}]({HUB}/{run.base.name})", _attention(run), data]
+    return [_attention(run), data, f"[{run.base.name.split('/')[-1]}]({HUB}/{run.base.name})"]
+
+
+def link(run: RunResult) -> str:
+    """Where the card or the record is. `docs/hooks.py` makes a link to it lead to the page of the site."""
+    path = f"{run.name}/README.md" if has_card(run) else f"{RECORDS.name}/{run.name}/{RESULTS_FILE}"
+    return f"{CARDS.name}/{path}"
 
 
 def _link(run: RunResult) -> str:
-    """The name, which leads to the card or to the record. `docs/hooks.py` makes it lead to the page of the site."""
-    path = f"{run.name}/README.md" if has_card(run) else f"{RECORDS.name}/{run.name}/{RESULTS_FILE}"
-    return f"[{run.name}]({CARDS.name}/{path})"
+    return f"[{run.name}]({link(run)})"
 
 
 def _attention(run: RunResult) -> str:
@@ -130,18 +136,21 @@ def _steps(run: RunResult) -> str:
 
 
 def _figures(run: RunResult) -> list[str]:
-    """Metric, both values, the difference and its interval, and the seeds."""
+    """The difference and its interval, both values, and the metric: what `SHOWN` names."""
     assert run.control is not None
     metric, control, interval = run.converted.metrics[0], run.control.metrics[0], run.difference
     unit, digits = (100, 2) if metric.higher_is_better else (1, 4 if metric.name == "mse" else 2)
     bounds = "" if interval is None else f" [{unit * interval.low:+.{digits}f}, {unit * interval.high:+.{digits}f}]"
     return [
-        metric.name,
+        f"{unit * (metric.mean - control.mean):+.{digits}f}{bounds}",
         _figure(metric, unit, digits),
         _figure(control, unit, digits),
-        f"{unit * (metric.mean - control.mean):+.{digits}f}{bounds}",
-        str(len(run.converted.seeds)),
+        metric.name,
     ]
+
+
+def _seeds(run: RunResult) -> str:
+    return str(len(run.converted.seeds))
 
 
 def _options(run: RunResult) -> str:

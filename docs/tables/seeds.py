@@ -1,11 +1,15 @@
-"""How the site shows a table of figures: runs of one seed are marked, and a cell stays on one line."""
+"""How the site shows a table of figures: runs of one seed are marked, and no figure is broken over two lines."""
 
 from __future__ import annotations
 
 import re
 
+from .captions import captioned
+
 MARK = "†"
 LEGEND = f"{MARK} One seed: the interval holds the chance of the held-out rows, and not the chance of the training."
+# Spaces inside of these do not end a line: an interval, a figure and its spread, a figure and its unit.
+UNBROKEN = re.compile(r"\[[^\]]*\](?!\()|[\d.]+ ± [\d.]+|\d (?:ms|MB|%)")
 
 
 def with_marks(table: str) -> str:
@@ -15,5 +19,9 @@ def with_marks(table: str) -> str:
 
 
 def figures(table: str) -> str:
-    """A table whose cells are figures. The style sheet keeps each cell on one line, and the table scrolls."""
-    return f'<div class="figures" markdown>\n\n{table}\n\n</div>'
+    """A table of figures, below what all rows share. A cell may break between a figure and its interval."""
+    return f'<div class="figures" markdown>\n\n{UNBROKEN.sub(_unbroken, captioned(table))}\n\n</div>'
+
+
+def _unbroken(found: re.Match[str]) -> str:
+    return found[0].replace(" ", "\N{NO-BREAK SPACE}")

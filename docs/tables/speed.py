@@ -108,6 +108,21 @@ def decode_table() -> str:
     return markdown(("attention", *(f"{n:,} tokens" for n in lengths)), lines)
 
 
+def window_table() -> str:
+    """Prefill, a training step and its memory with attention in a window, as ratios to stock: `benchmarks/bench.py`."""
+    study = json.loads((FIGURES / "bench-window.json").read_text("utf-8"))
+    kinds = {"prefill": "prefill", "train": "training step", "peak_mb": "peak memory of a training step"}
+    found = {(row["variant"], row["tokens"]): row for row in study["rows"]}
+    lines = []
+    for (name, tokens), row in found.items():
+        cells = (_ratio(row, found["stock", tokens], kind) for kind in kinds)
+        lines.append((f"{tokens:,}", canonical_label(name), *cells))
+    for fit in study["slopes"]:
+        span = f"slope, {min(fit['lengths']):,} to {max(fit['lengths']):,}"
+        lines.append((span, canonical_label(fit["variant"]), f"{fit['prefill']:.2f}", f"{fit['train']:.2f}", ""))
+    return markdown(("tokens", "attention", *kinds.values()), lines)
+
+
 def serving_table() -> str:
     """Tokens per second and memory of a hybrid beside stock: `benchmarks/bench_serving.py`."""
     study = json.loads((FIGURES / "bench-serving.json").read_text("utf-8"))
@@ -136,4 +151,6 @@ def _ratio(row: dict[str, Any], first: dict[str, Any], kind: str) -> str:
     if kind == "peak_mb":
         return f"{row[kind]:.0f} MB" if row is first else f"{row[kind] / first[kind]:.2f}"
     low, high = row[f"{kind}_95"]
-    return f"{row[f'{kind}_ms']:.3g} ms" if row is first else f"{row[kind]:.2f} [{low:.2f}, {high:.2f}]"
+    took = row[f"{kind}_ms"]
+    own = f"{took:,.0f} ms" if took >= 1000 else f"{took:.3g} ms"
+    return own if row is first else f"{row[kind]:.2f} [{low:.2f}, {high:.2f}]"

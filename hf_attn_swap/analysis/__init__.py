@@ -1,8 +1,10 @@
-"""Measures what an attention swap does to a model: outliers, similarity of tokens, entropy, geometry, recall."""
+"""Measures what an attention swap does to a model: outliers, similarity of tokens, entropy, geometry, long context."""
 
+from ..measuring.key_values import KeyValues, key_values
 from ..measuring.lost import Lost, lost
+from ..measuring.needle import Needle, needle
 from ..measuring.recall import Recall, recall
 from .record import record
 from .recording import Recording
 
-__all__ = ["Lost", "Recall", "Recording", "lost", "recall", "record"]
+__all__ = ["KeyValues", "Lost", "Needle", "Recall", "Recording", "key_values", "lost", "needle", "recall", "record"]

@@ -5,6 +5,7 @@ Axes: H head, Q query, K key.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ def compare(
     *,
     fit: str | None = None,
     stock: PreTrainedModel | None = None,
+    notes: Sequence[str] = (),
     **options: Any,
 ) -> Report:
     """Record a model without and with its swap.
@@ -51,6 +53,7 @@ def compare(
         fit: "gain" or "map" calibrates on the rows before the second recording.
         stock: the model from before the swap, for what was lost. None takes the swapped model at strength 0, which is
             the same model as long as no weight was trained.
+        notes: more sentences that a reader of the report should know.
         options: options of the variant.
 
     Raises:
@@ -64,22 +67,23 @@ def compare(
         raise ValueError("this model is not swapped; name a variant to compare it with.")
     if variant is not None:
         parse_options(parse(variant), options)  # checked before the recording, which takes a while
-    found, notes = _both(model.eval(), inputs, variant, fit, options)
+    found, more = _both(model.eval(), inputs, variant, fit, options)
+    told = [*notes, *more]
     label = list(found)[-1]
     if stock is None and (
         BEFORE not in found or any(layer.swap.retrained for layer in need_installation(model).layers())
     ):
         cost = None
-        notes.append("What was lost is not told: the weights are no longer the stock model's; name the stock model.")
+        told.append("What was lost is not told: the weights are no longer the stock model's; name the stock model.")
     else:
         cost = lost(model, bar(inputs.batches, desc="what was lost", unit="batch"), stock=stock)
         if stock is None and swapped:
-            notes.append("What was lost is told against the same weights; name the stock model if they were trained.")
+            told.append("What was lost is told against the same weights; name the stock model if they were trained.")
     if inputs.rows == 1:
-        notes.append("A single row: its figures have no spread, and another row may look different.")
+        told.append("A single row: its figures have no spread, and another row may look different.")
     maps = {name: maps for name, (_, maps) in found.items() if maps}
     if not maps:
-        notes.append("This architecture does not hand out attention weights, so there are no maps.")
+        told.append("This architecture does not hand out attention weights, so there are no maps.")
     return Report(
         title=f"{label} in {type(model).__name__}",
         lost=cost,
@@ -88,7 +92,7 @@ def compare(
         recordings={name: recording for name, (recording, _) in found.items()},
         maps=maps,
         inputs=inputs,
-        notes=tuple(notes),
+        notes=tuple(told),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ class Cost:
     """What a model costs.
 
     Attributes:
-        milliseconds: the time of a pass, a batch at a time; the median over rounds.
+        milliseconds: the time of a pass of a batch, in the round of the median ratio.
         parameter_bytes: the bytes of the parameters; shared parameters count once.
         peak_bytes: the most memory that a pass of the largest batch takes above what was allocated before it, in
             bytes. CUDA only: torch does not count the memory of a CPU.
@@ -35,7 +35,8 @@ def beside(first: nn.Module, second: nn.Module, batches: Sequence[Batch]) -> tup
     """What two models cost, and the time of the second as a multiple of the first's.
 
     The models take turns on the same batch, so that a drift of the machine affects both. The ratio is the median of
-    the ratios of the rounds.
+    the ratios of the rounds, and the times are those of the round that has this ratio: medians of the times alone come
+    from different rounds, and their quotient is another number.
 
     Args:
         first: the model that the second is measured against.
@@ -51,15 +52,17 @@ def beside(first: nn.Module, second: nn.Module, batches: Sequence[Batch]) -> tup
     models = (first, second)
     with evaluating(*models):
         times = _rounds(models, given)
+        ratios = [b / a for a, b in zip(*times, strict=True)]
+        middle = ratios.index(median_low(ratios))
         costs = [
             Cost(
-                milliseconds=median(own),
+                milliseconds=own[middle],
                 parameter_bytes=sum(each.numel() * each.element_size() for each in model.parameters()),
                 peak_bytes=_peak(model, max(given, key=_elements)),
             )
             for model, own in zip(models, times, strict=True)
         ]
-    return costs, median(b / a for a, b in zip(*times, strict=True))
+    return costs, ratios[middle]
 
 
 def _rounds(models: Sequence[nn.Module], batches: Sequence[Batch]) -> list[list[float]]:

@@ -52,7 +52,7 @@ def prepare(
     *,
     limit: int = 64,
     batch_size: int = 16,
-    max_length: int = 128,
+    max_length: int = 256,
     shown: int = 0,
     shown_tokens: int = 32,
     hub: Mapping[str, Any] | None = None,
@@ -87,10 +87,7 @@ def prepare(
     images = model.main_input_name == "pixel_values"
     if images and len(columns) > 1:
         raise ValueError("this model takes images; name one column.")
-    try:
-        processor = processor_of(model, source, hub or {})
-    except ValueError as problem:
-        raise ValueError(f"{problem} Name one that fits with --processor.") from problem
+    processor = processor_of(model, source, hub or {})
     like = next(model.parameters())
     if images:
         return _images(processor, [row[0] for row in values], batch_size, shown, like)

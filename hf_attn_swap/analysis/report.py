@@ -19,14 +19,17 @@ from matplotlib.figure import Figure
 
 from ..describe import Description
 from ..measuring.lost import Lost
+from ..measuring.positions import position_table
 from ..publish.results import versions
 from ..text.finite import finite
+from ..text.table import Table
 from . import plots
 from .inputs import Inputs
 from .recording import Layer, Recording
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PAGE, FIGURES = "report.html", "report.json"
+UNSWAPPED, SWAPPED = "unswapped", "swapped"  # the columns of the loss by position
 SUMMARY = (
     ("kurtosis", "Kurtosis of activations, mean over modules (3 is a normal distribution)"),
     ("max_inf_norm", "Largest activation, maximum over modules"),
@@ -109,6 +112,7 @@ class Report:
         ]
         return template.render(
             report=self,
+            positions=self._positions(),
             labels=list(summaries),
             rows=rows,
             largest=largest,
@@ -116,6 +120,11 @@ class Report:
             versions=versions(),
             table=self.description,
         )
+
+    def _positions(self) -> Table | None:
+        """The loss by position; None for a model without it, and where all rows are short."""
+        bins = () if self.lost is None else self.lost.by_position
+        return position_table(bins, (UNSWAPPED, SWAPPED)) if len(bins) > 1 else None
 
     def save(self, folder: Path) -> Path:
         """Write report.html and report.json into a folder, and return the path of the page."""

@@ -21,6 +21,7 @@ from ..core.kind import Kind
 from ..layer.registry import parse, parse_options
 from ..measuring.batches import evaluating
 from ..patch import build_swap, need_installation, swappable
+from ..text.typed import refuse_name
 from ..variants.sink import Sink
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
@@ -33,7 +34,7 @@ TEXTS = 8
 SHORT = 16  # tokens on which positions and pairs are tried
 ROUNDING = 1e-3  # the largest relative difference of outputs that is rounding, in fp32,
 MOVED = 0.05  # in half precision: by other positions,
-SHARE = 0.15  # and by pairs in the place of tokens, as a share of what the tokens change
+SHARE = 0.15  # and by pairs instead of tokens, as a share of what the tokens change
 
 Pair = tuple[Tensor, Tensor]  # keys and values of a layer, (G,n,D) each
 
@@ -105,6 +106,7 @@ def absorb_sink(
             few tokens); the weights of the swaps are offloaded; there are no texts; or `tokens` are not as many as the
             pairs of the swaps. The model is then unchanged.
     """
+    refuse_name(processor, "processor")
     return absorb_rows(model, processor, _rows(model, processor, texts), tokens=tokens)
 
 

@@ -7,7 +7,7 @@ The steps, each measured on held-out rows (`steps/`, a file each):
     3. absorb:     in a causal language model, the keys and values of one token as a sink, if less is lost with it
     4. fit:        a neutral start, and no fit, a gain or a map per head, whichever loses least (or as `stages` say)
     5. choose:     with a budget or a share to keep, what each layer alone costs decides about the order
-    6. distil:     the model before the swap teaches the swapped model, group of layers by group of layers
+    6. distil:     the original model teaches the swapped model, group of layers by group of layers
     7. finish:     adapters merged into the weights, no swap in layers that keep their own attention
     8. smooth:     with bits=8, channels of like sizes, if less is lost in 8 bits with them
     9. relearn:    with bits=8, the model in full precision teaches the rounded model, while tokens are left
@@ -37,11 +37,12 @@ from ..layer.registry import canonical_keys, parse
 from ..measuring.held_out import HeldOut
 from ..measuring.lost import predicts_next
 from ..measuring.recall import Passages
-from ..patch import unpatch_model
+from ..patch import choose_layers, swappable, unpatch_model
 from ..quantization.static import check_linears
+from ..text.typed import refuse_name
 from ..variants.sink import Sink
 from ..variants.softmax import Softmax
-from ..wiring.install import installation_of, model_root
+from ..wiring.install import Installation, Record, installation_of, model_root
 from ..writing import claimed, told_where
 from .adapters import refuse_adapters
 from .as_before import as_before
@@ -162,6 +163,7 @@ def convert(
         (model,) = model.children()
     refuse_converted(model)
     refuse_adapters(model)
+    refuse_name(processor, "processor")
     _check_numbers(max_loss, min_recall, keep, tokens, eval_tokens)
     if bits is not None:
         _check_bits(root, bits)
@@ -183,8 +185,10 @@ def convert(
         bits=bits,
         plan=plan_of(root, variant, stages, low_memory=low_memory),
     )
-    if installation_of(root) is not None:
-        unpatch_model(model)  # the control `softmax`
+    control = installation_of(root)
+    choose_layers(swappable(control or Installation(root, Record())), asked.layers, modules)  # refused before all else
+    if control is not None:
+        unpatch_model(model)
     with contextlib.ExitStack() as inside:
         for each in (model,) if teacher is None else (model, teacher):
             inside.enter_context(as_before(each))
@@ -192,7 +196,7 @@ def convert(
         args = args or TrainingArguments(output_dir=str(folder), report_to="none")
         refuse_split_weights(args, root)
         if output_dir is not None:
-            inside.enter_context(claimed(folder, writes=args.should_save))
+            inside.enter_context(claimed(folder, writes=args.should_save, inside=True))
             inside.enter_context(told_where(folder))
         train, held = split(
             root,

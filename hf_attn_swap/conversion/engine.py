@@ -126,4 +126,4 @@ def _measure(state: State, part: Part, found: Found, *, tokens: int, start: floa
 
 
 def _lost(values: dict[str, Any] | None) -> Lost | None:
-    return None if values is None else Lost(**values)
+    return None if values is None else Lost.from_dict(values)

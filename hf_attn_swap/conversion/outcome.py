@@ -40,7 +40,7 @@ class StepRecord:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> StepRecord:
         """A record from its plain data."""
-        return cls(**{**values, "layers": tuple(values["layers"]), "lost": Lost(**values["lost"])})
+        return cls(**{**values, "layers": tuple(values["layers"]), "lost": Lost.from_dict(values["lost"])})
 
     def cells(self, *, recall: bool = False) -> tuple[str, ...]:
         """The row of the table, in the order of `HEADER`, and then recall if it is asked for."""

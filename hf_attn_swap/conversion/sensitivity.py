@@ -77,9 +77,9 @@ class Sensitivity:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sensitivity:
         """The figures from their plain data, also after JSON."""
-        layers = {int(index): Lost(**lost) for index, lost in values["layers"].items()}
+        layers = {int(index): Lost.from_dict(lost) for index, lost in values["layers"].items()}
         variant = ", ".join(map(canonical_name, values["variant"].split(", ")))
-        return cls(variant=variant, layers=layers, together=Lost(**values["together"]))
+        return cls(variant=variant, layers=layers, together=Lost.from_dict(values["together"]))
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data."""

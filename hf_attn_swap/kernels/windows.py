@@ -10,11 +10,14 @@ F first key (sink).
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from .. import functional
 from ..core.call import Call, Inputs
@@ -68,7 +71,7 @@ class Firsts:
 
 @dataclass(frozen=True)
 class Held:
-    """What a cache holds of a text in the place of all its keys, beside its last ones.
+    """What a cache holds of a text instead of all its keys, beside its last ones.
 
     Attributes:
         before: the number of keys in front of the last ones.
@@ -248,18 +251,18 @@ def firsts_of(masks: Masks, span: Span) -> Firsts | None:
 
 
 def _parts(inputs: Inputs, span: Span, held: Held) -> tuple[Blocks, Tensor, Tensor, Tensor, Tensor | None]:
-    """The blocks; their queries (B,H,N,R,D), keys and values (B,G,N,F + C,D), and what they see, as `Blocks.seen`."""
+    """The blocks; their queries (B,N,H,R,D), keys and values (B,N,G,F + C,D), and what they see, as `Blocks.seen`."""
     masks = inputs.masks
     blocks, firsts = Blocks.of(masks, span), firsts_of(masks, span)
     seen = masks.once(("blocks", blocks, span), lambda: blocks.seen(masks, firsts, span.window))
-    near = [blocks.of_keys(each, held.before) for each in (inputs.key, inputs.value)]
+    near = [blocks.of_keys(each, held.before).transpose(1, 2) for each in (inputs.key, inputs.value)]
     if firsts is not None:
         first = held.first(firsts, inputs.key, inputs.value)
         near = [
-            torch.cat([one[:, :, None].expand(-1, -1, blocks.count, -1, -1), other], 3)
+            torch.cat([one[:, None].expand(-1, blocks.count, -1, -1, -1), other], 3)
             for one, other in zip(first, near, strict=True)
         ]
-    return blocks, blocks.of_queries(inputs.query), near[0], near[1], seen
+    return blocks, blocks.of_queries(inputs.query).transpose(1, 2), near[0], near[1], seen
 
 
 ALL = Held()
@@ -268,23 +271,52 @@ ALL = Held()
 def attend(inputs: Inputs, span: Span, held: Held = ALL) -> Tensor:
     """Compute ordinary attention in a window, in blocks: the heads (B,Q,H,D).
 
+    The blocks hold each key about three times, and their mask in the dtype of the numbers. A backward pass makes them
+    again: to keep them would take more memory than ordinary attention takes.
+
     Args:
         inputs: the tensors and the masks, for which `fits` is True. With `held`, key and value are the last ones, and
             the masks are those of all keys.
         span: how far a query sees.
         held: what a cache holds of the earlier keys.
     """
+
+    def heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _attended(replace(inputs, query=query, key=key, value=value), span, held)
+
+    if not torch.is_grad_enabled() or not any(each.requires_grad for each in inputs.three):
+        return heads(*inputs.three)
+    drops = inputs.dropout > 0
+    found: Tensor = checkpoint(
+        heads, *inputs.three, use_reentrant=False, preserve_rng_state=drops, context_fn=_same_kernels
+    )
+    return found
+
+
+def _same_kernels() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For `checkpoint`: the second computation chooses among the kernels that are allowed now, in the first one."""
+    backends = torch.backends.cuda
+    allowed = {
+        SDPBackend.FLASH_ATTENTION: backends.flash_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's
+        SDPBackend.EFFICIENT_ATTENTION: backends.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's
+        SDPBackend.CUDNN_ATTENTION: backends.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's
+        SDPBackend.MATH: backends.math_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's
+    }
+    return nullcontext(), sdpa_kernel([kernel for kernel, may in allowed.items() if may])
+
+
+def _attended(inputs: Inputs, span: Span, held: Held) -> Tensor:
+    """As `attend`."""
     blocks, query, key, value, seen = _parts(inputs, span, held)
-    batch, heads = query.shape[:2]
-    groups = key.shape[1]
+    batch, _, heads, rows, width = query.shape
+    groups = key.shape[2]
+    share = heads // groups
     # The heads of a group are rows of one block, so that no key is copied for each of them.
-    grouped = query.view(batch, groups, -1, *query.shape[2:]).movedim(3, 1)  # (B,N,G,H/G,R,D)
-    share, rows = grouped.shape[3:5]
+    query = query.reshape(-1, groups, share * rows, width)
+    key, value = key.flatten(0, 1), value.flatten(0, 1)
     mask = None
     if seen is not None:
         mask = _per_row(seen, batch)[:, None, None].expand(-1, 1, share, -1, -1).flatten(2, 3)
-    query = grouped.flatten(3, 4).flatten(0, 1)
-    key, value = (each.transpose(1, 2).flatten(0, 1) for each in (key, value))
     read = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=inputs.dropout, scale=inputs.scaling
     )
@@ -299,7 +331,7 @@ def folded(inputs: Inputs, span: Span, held: Held = ALL) -> tuple[Blocks, Inputs
     """
     blocks, query, key, value, seen = _parts(inputs, span, held)
     masks, batch = inputs.masks, query.shape[0]
-    query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    query, key, value = (each.flatten(0, 1) for each in (query, key, value))
     given = None
     if seen is not None:
         given = masks.once(("folded", blocks, span, batch), lambda: _per_row(seen, batch)[:, None])

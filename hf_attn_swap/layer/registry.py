@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..core.options import check_values
 from ..variants.base import VARIANTS, Variant
 
 Options = dict[str, dict[str, Any]]
+ALMOST = 0.8  # the similarity of two names of which one has a letter or two wrong
 
 
 def list_variants() -> tuple[str, ...]:
@@ -46,10 +48,27 @@ def get_variant(name: str) -> type[Variant]:
 
 
 def _proposal(name: str) -> str:
-    """A question that names the variant with the most similar name or alias; empty if none is similar."""
-    names = [each for cls in VARIANTS.values() for each in (cls.name, *cls.aliases)]
-    nearest = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {canonical_name(nearest[0])!r}?)" if nearest else ""
+    """A question that names the variants that are meant, most likely; empty if there are none.
+
+    Those with a name that is almost the same; otherwise those with a word of this name in their names or their
+    summary; otherwise the one with the most similar name.
+    """
+    names = {each: cls.name for cls in VARIANTS.values() for each in (cls.name, *cls.aliases)}
+    words = {word for word in re.findall(r"[a-z]{4,}", name.lower()) if word != "attention"}
+    sharing = {
+        cls.name
+        for cls in VARIANTS.values()
+        if words & {*re.findall(r"[a-z]+", " ".join((cls.name, *cls.aliases, cls.about.summary)).lower())}
+    }
+    meant = (
+        _similar(name, names, ALMOST) or [each for each in VARIANTS if each in sharing] or _similar(name, names, 0.6)
+    )
+    return f" (did you mean {' or '.join(map(repr, meant))}?)" if meant else ""
+
+
+def _similar(name: str, names: Mapping[str, str], least: float) -> list[str]:
+    """The canonical name of the most similar of all names, if it is similar enough (1 is equal)."""
+    return [names[each] for each in difflib.get_close_matches(name, names, n=1, cutoff=least)]
 
 
 def parse(variant: str) -> tuple[type[Variant], ...]:

@@ -28,6 +28,11 @@ def last_hidden(root: PreTrainedModel) -> Iterator[list[Tensor]]:
         yield caught
 
 
+def names_head(name: str) -> bool:
+    """True if a class of this name has a head, such as BertForMaskedLM; False for BertModel."""
+    return any(part in name for part in ("For", "LMHead"))
+
+
 def keeps_logits(root: PreTrainedModel) -> bool:
     """True if the model can leave out the logits of most tokens."""
     return "logits_to_keep" in inspect.signature(root.forward).parameters and root.get_output_embeddings() is not None

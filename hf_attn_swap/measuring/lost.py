@@ -25,11 +25,12 @@ from ..text.bar import bar
 from ..wiring.install import Installation, model_root
 from .batches import Batch, as_batches, evaluating, forward, gives_numbers, read_by_decoder, token_mask
 from .divergence import divergence, relative_error
+from .positions import Bin, PositionSums
 from .rank_correlation import difference_margin, rank_correlation
 
 PIECE = 2**22  # numbers of logits that are compared at a time
 Z95 = 1.96  # 95 % of a normal distribution lie within so many standard deviations
-UNKNOWN = -100  # in the place of a class: no label, or no next token
+UNKNOWN = -100  # instead of a class: no label, or no next token
 LARGEST_EXPONENT = 709.0  # e to a larger power is no float any more
 
 
@@ -58,6 +59,8 @@ class Lost:
             models only, and only where it was asked for.
         stock_recall: the same for the stock model.
         recall_distance: the number of tokens between the two readings.
+        by_position: the loss of the next token in both models, by the number of tokens before it; causal language
+            models only, and empty elsewhere.
     """
 
     tokens: int
@@ -76,6 +79,7 @@ class Lost:
     recall: float | None = None
     stock_recall: float | None = None
     recall_distance: int | None = None
+    by_position: tuple[Bin, ...] = ()
 
     @property
     def share(self) -> float:
@@ -172,6 +176,12 @@ class Lost:
         """The figures as plain data."""
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Lost:
+        """The figures from their plain data, also after JSON."""
+        bins = tuple(Bin(**each) for each in values.get("by_position", ()))
+        return cls(**{**values, "by_position": bins})
+
 
 @torch.no_grad()
 def lost(model: nn.Module, batches: Iterable[Any], *, stock: nn.Module | None = None, progress: bool = False) -> Lost:
@@ -238,6 +248,7 @@ class Sums:
         self.square_error = self.square = 0.0
         self.numbers_N: list[tuple[Tensor, Tensor, Tensor]] = []  # ours, the stock model's, the labels
         self.right = self.stock_right = self.one_right = self.labelled = 0
+        self.positions = PositionSums()
         self.logits = False
         self.per_token = True
 
@@ -286,12 +297,13 @@ class Sums:
         real = token_mask(batch, ours) if self.per_token else torch.ones(ours.shape[:1], dtype=torch.bool)
         real_N = real.to(ours.device).flatten()
         target_N = self._targets(ours, real_N, batch, labels_B)
+        before_N = real_N.view(ours.shape[:-1]).cumsum(-1).flatten()  # a token's logits are of the one behind it
         ours_NV, theirs_NV = ours.flatten(0, -2), theirs.flatten(0, -2)
         size = max(1, PIECE // ours.shape[-1])
         for first in range(0, len(ours_NV), size):
             some = slice(first, first + size)
             theirs_V = theirs_NV[some].to(ours.device)  # the stock model may be on another device
-            self._add_piece(ours_NV[some].float(), theirs_V.float(), real_N[some], target_N[some])
+            self._add_piece(ours_NV[some].float(), theirs_V.float(), real_N[some], target_N[some], before_N[some])
 
     def _targets(self, ours: Tensor, real_N: Tensor, batch: Batch, labels_B: Tensor | None) -> Tensor:
         """The class that each prediction is compared with: a row's label or the next token; UNKNOWN without one."""
@@ -304,7 +316,7 @@ class Sums:
             target_BL[:, :-1][both] = batch["input_ids"].to(ours.device)[:, 1:][both]
         return target_BL.flatten()
 
-    def _add_piece(self, mine_NV: Tensor, stock_NV: Tensor, real_N: Tensor, target_N: Tensor) -> None:
+    def _add_piece(self, mine_NV: Tensor, stock_NV: Tensor, real_N: Tensor, target_N: Tensor, before_N: Tensor) -> None:
         """Add some predictions."""
         self.tokens += int(real_N.sum())
         self.divergence += float(divergence(mine_NV, stock_NV, real_N.float()))
@@ -319,8 +331,14 @@ class Sums:
             self.one_right += int((right_N != stock_right_N).sum())
         elif count:
             self.targets += count
-            self.loss += float(cross_entropy(mine_NV, target_N, ignore_index=UNKNOWN, reduction="sum"))
-            self.stock_loss += float(cross_entropy(stock_NV, target_N, ignore_index=UNKNOWN, reduction="sum"))
+            known_N = target_N != UNKNOWN
+            mine_N, stock_N = (
+                cross_entropy(each_NV, target_N, ignore_index=UNKNOWN, reduction="none")[known_N]
+                for each_NV in (mine_NV, stock_NV)
+            )
+            self.loss += float(mine_N.sum())
+            self.stock_loss += float(stock_N.sum())
+            self.positions.add(before_N[known_N], mine_N, stock_N)
 
     def result(self) -> Lost:
         """The figures of all batches so far."""
@@ -338,7 +356,7 @@ class Sums:
             figures |= {"accuracy_margin": Z95 * math.sqrt(square) / count}
         if self.targets:
             figures |= {"perplexity": _exp(self.loss / self.targets)}
-            figures |= {"stock_perplexity": _exp(self.stock_loss / self.targets)}
+            figures |= {"stock_perplexity": _exp(self.stock_loss / self.targets), "by_position": self.positions.bins()}
         return Lost(tokens=self.tokens, per_token=self.per_token, **figures)
 
     def _of_numbers(self) -> Lost:

@@ -7,7 +7,7 @@ a reader finds out that P comes again.
 
 The gain is in nats per token, and 0 for a model that recalls nothing. The measure is this package's own, after copying
 as a test of memory (Jelassi et al., 2024, "Repeat After Me"); docs/mathematics.md, section Diagnostics.
-Axes: N passage, L token, T counted token, V vocabulary.
+Axes: N passage, L token, T counted token.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from ..text.bar import bar
 from ..text.table import Table
 from ..wiring.install import model_root
-from .batches import evaluating, forward
-from .head import keeps_logits
+from .asked import asked
+from .batches import evaluating
 from .lost import predicts_next
+from .positions import max_positions
 
 DISTANCES = (64, 200, 512, 2048)
 LENGTH = 96  # tokens of a passage
@@ -85,6 +86,11 @@ class Passages:
     texts: dict[int, Tensor]
     length: int
 
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest text."""
+        return max(texts_NL.shape[1] for texts_NL in self.texts.values())
+
     @classmethod
     def of(
         cls,
@@ -105,8 +111,8 @@ class Passages:
                 f"recall takes at least one passage of more than {SKIPPED} tokens and distances of at least 1, got "
                 f"{passages} passages of {length} tokens and the distances {tuple(distances)}."
             )
-        stream_L = _stream(rows)
-        limit = getattr(model_root(model).config.get_text_config(), "max_position_embeddings", None)
+        stream_L = stream(rows)
+        limit = max_positions(model)
         room = len(stream_L) if limit is None else min(len(stream_L), limit - length)
         longest = room - length
         positions = "no bound on positions" if limit is None else f"{limit} positions"
@@ -131,16 +137,10 @@ class Passages:
     def _gains(self, model: nn.Module, texts_NL: Tensor) -> Iterator[float]:
         """The gain of every passage."""
         width = texts_NL.shape[1]
-        first_T = torch.arange(SKIPPED - 1, self.length - 1)  # a token's logits stand one place before it
+        first_T = torch.arange(SKIPPED, self.length)
         both_T = torch.cat([first_T, first_T + width - self.length])
-        leaves_out = keeps_logits(model_root(model))
         for some_NL in torch.split(texts_NL, max(1, AT_ONCE // width)):
-            batch = {"input_ids": some_NL, **({"logits_to_keep": both_T} if leaves_out else {})}
-            logits_NTV = forward(model, batch).logits
-            if not leaves_out:
-                logits_NTV = logits_NTV[:, both_T.to(logits_NTV.device)]
-            target_NT1 = some_NL[:, both_T + 1, None].to(logits_NTV.device)
-            log_p_NT = logits_NTV.float().log_softmax(-1).gather(-1, target_NT1)[..., 0]
+            log_p_NT, _ = asked(model, some_NL, both_T)
             once_NT, again_NT = log_p_NT.chunk(2, 1)
             yield from (again_NT - once_NT).mean(1).tolist()
 
@@ -181,7 +181,7 @@ def recall(
     return Passages.of(model, rows, distances, passages=passages, length=length).measure(model, progress=progress)
 
 
-def _stream(rows: Iterable[Any]) -> Tensor:
+def stream(rows: Iterable[Any]) -> Tensor:
     """All real tokens, one after another.
 
     Raises:
@@ -199,7 +199,7 @@ def _stream(rows: Iterable[Any]) -> Tensor:
         mask = row.get("attention_mask") if isinstance(row, Mapping) else None
         found.append(ids.flatten() if mask is None else ids[torch.as_tensor(mask).bool()])
     if not found:
-        raise ValueError("there are no rows to measure recall on.")
+        raise ValueError("there are no rows, so there is no text to measure on.")
     return torch.cat([ids.cpu().long() for ids in found])
 
 

@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..text.table import markdown
 from .citations import bibtex
-from .results import RELATIONS, RESULTS_FILE, SCRATCH, AppliedSwap, Metric, RunResult
+from .results import RELATIONS, RESULTS_FILE, SCRATCH, AppliedSwap, BaseModel, Metric, RunResult
 
 TEMPLATE = Path(__file__).with_name("card_template.md.jinja")
 BARE = """# {name}
@@ -34,6 +34,7 @@ TAG = "hf-attn-swap"
 VARIANT_TAG = "attn-swap:"
 SCRATCH_TAG = "from-scratch"
 PLACEHOLDER_OWNER = "your-name"
+RECALL = "recall_after_"  # begins the name of a metric; the number of tokens follows
 COMMANDS_FILE = "commands.txt"
 COLUMNS = (
     *("run", "base model", "attention", "layers", "strength", "data", "metric"),
@@ -74,16 +75,19 @@ def render(result: RunResult, repo_id: str | None = None, commands: Sequence[str
         repo_id=repo_id or f"{PLACEHOLDER_OWNER}/{result.name}",
         swaps=[(swap, layers_text(swap, result.modules)) for swap in result.swaps],
         metrics=_comparison(result, "metrics"),
+        recalled=[each.name for each in result.converted.metrics if each.name.startswith(RECALL)],
         outliers=_comparison(result, "outliers"),
         processor=processor,
         scratch=result.base.relation == SCRATCH,
+        beside=_beside(result),
+        base=_base(result.base),
         recipe=recipe,
         loader=loader,
         figure=number,
         commands=commands,
         citations=dict.fromkeys(entry for paper in papers for entry in bibtex(paper)),
     )
-    validate(text)
+    validate(text, on_hub=result.base.on_hub)
     return text
 
 
@@ -108,13 +112,14 @@ def card_data(result: RunResult) -> ModelCardData:
     """The metadata at the head of the card."""
     variants = dict.fromkeys(swap.variant for swap in result.swaps)
     seeds, scratch = len(result.converted.seeds), result.base.relation == SCRATCH
+    based = result.base.on_hub and not scratch
     return ModelCardData(
         language=list(result.language) or None,
         license=result.license,
         library_name="transformers",
         pipeline_tag=result.task,
-        base_model=None if scratch else result.base.name,
-        base_model_relation=None if scratch else result.base.relation,
+        base_model=result.base.name if based else None,
+        base_model_relation=result.base.relation if based else None,
         datasets=[result.data.name],
         metrics=[metric.name for metric in result.converted.metrics],
         tags=[TAG, *(VARIANT_TAG + variant for variant in variants), *([SCRATCH_TAG] if scratch else [])],
@@ -136,8 +141,12 @@ def card_data(result: RunResult) -> ModelCardData:
     )
 
 
-def validate(text: str) -> None:
+def validate(text: str, *, on_hub: bool = True) -> None:
     """Check the metadata of a card, as far as this is possible without the Hub.
+
+    Args:
+        text: the card.
+        on_hub: False if the base model has no name on the Hub, which the metadata could state.
 
     Raises:
         ValueError: names everything that is wrong with the metadata.
@@ -153,8 +162,9 @@ def validate(text: str) -> None:
     tags: list[Any] = found["tags"] if isinstance(found.get("tags"), list) else []
     scratch = SCRATCH_TAG in tags
     base, relation = found.get("base_model"), found.get("base_model_relation")
-    if scratch:
-        wanted_base = wanted_relation = "absent from a model of random weights"
+    if scratch or not on_hub:
+        made_of = "a model of random weights" if scratch else "a model whose base is a folder"
+        wanted_base = wanted_relation = f"absent from {made_of}"
         right_base, right_relation = base is None, relation is None
     else:
         wanted_base, wanted_relation = "a name", f"one of {', '.join(RELATIONS)}"
@@ -200,7 +210,9 @@ def table(folder: str | Path) -> str:
             " ".join(filter(None, (result.data.name, result.data.config, result.data.evaluated))),
         ]
         tail = [str(len(result.converted.seeds)), f"× {result.cost.ratio:.3g}" if result.cost else "not measured"]
-        rows += [(*head, *cells, *tail) for cells in _comparison(result, "metrics")]
+        for name, ours, beside, difference in _comparison(result, "metrics"):
+            theirs = beside if result.stock is None else f"{beside} (base model)"
+            rows.append((*head, name, ours, theirs, difference, *tail))
     return markdown(COLUMNS, rows) + "\n"
 
 
@@ -226,16 +238,29 @@ def number(mean: float, spread: float | None = None, *, sign: bool = False) -> s
     return f"{mean:{plus}.{digits}f} ± {spread:.{digits}f}"
 
 
+def _beside(result: RunResult) -> str | None:
+    """The heading of the column beside the converted model; None if there is nothing beside it."""
+    if result.control is not None:
+        return "softmax control"
+    return None if result.stock is None else "base model"
+
+
+def _base(base: BaseModel) -> str:
+    """The name of the base model, with a link if it is a name on the Hub."""
+    return f"[`{base.name}`](https://huggingface.co/{base.name})" if base.on_hub else f"`{base.name}`"
+
+
 def _comparison(result: RunResult, kind: str) -> list[tuple[str, str, str, str]]:
-    """One row per metric: name and better direction, the converted model's value, the control's, the difference."""
+    """One row per metric: name and better direction, the converted model's value, that beside it, the difference."""
     rows = []
     ours: Sequence[Metric] = getattr(result.converted, kind) or ()
-    theirs: Sequence[Metric] = getattr(result.control, kind, None) or ()
+    beside = result.control or result.stock
+    theirs: Sequence[Metric] = getattr(beside, kind, None) or ()
     for index, metric in enumerate(ours):
         name = f"{metric.name} ({'higher' if metric.higher_is_better else 'lower'} is better)"
         other = theirs[index] if theirs else None
         control = "none" if other is None else number(other.mean, other.spread)
-        paired = result.control is not None and result.control.seeds == result.converted.seeds
+        paired = beside is not None and beside.seeds == result.converted.seeds
         difference = "" if other is None else _difference(metric, other, paired=paired)
         if result.difference is not None and metric is result.converted.metrics[0]:
             difference += f" [{result.difference.low:+.3g}, {result.difference.high:+.3g}]"

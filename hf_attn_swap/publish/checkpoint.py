@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrain
 
 from ..layer.registry import canonical_name, parse, parse_options
 from ..loading import read_block
+from ..measuring.head import names_head
 from ..patch import patch_model
 from ..saved import shim
 from ..writing import claimed, half_replaced, saved_whole, told_where
+from .results import RESULTS_FILE, RunResult
 
 # Files of tokenizers and processors. They are copied unchanged, so no tokenizer or processor class has to load.
 PREPROCESSOR_FILES = (
@@ -38,6 +40,7 @@ PREPROCESSOR_FILES = (
     "vocab.*",
 )
 MODULE_FILES = ("[0-9]*_*/*.json", "[0-9]*_*/*.safetensors")  # the modules of sentence-transformers, such as a pooling
+CONVERSION_FILE = "conversion.json"  # the report of a conversion, beside the weights
 PREFIX = "AutoModelFor"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -122,7 +125,8 @@ def load_checkpoint(
         token: of the Hub, for a private model.
 
     Raises:
-        ValueError: the class, device or dtype is unknown, there is no such folder, or a file of weights is damaged.
+        ValueError: the class, device or dtype is unknown, there is no such folder, a file of weights is damaged, or
+            the checkpoint has no head for the class.
         OSError: `source` cannot be read.
     """
     check_dtype(dtype)
@@ -130,9 +134,28 @@ def load_checkpoint(
     hub = hub_arguments(revision, token)
     auto = model_class(read_config(source, **hub), task)
     with damage_named(source, **hub):
-        model = auto.from_pretrained(source, dtype=dtype, **hub)
+        model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
+    refuse_fresh_head(source, auto, info["missing_keys"])
     ready: PreTrainedModel = model.to(where).eval()
     return ready
+
+
+def refuse_fresh_head(source: str, auto: Any, missing: Iterable[str]) -> None:
+    """Refuse a class with a head whose weights transformers made anew.
+
+    Args:
+        source: the checkpoint.
+        auto: the class that loaded it.
+        missing: the names of the weights that the checkpoint does not hold.
+
+    Raises:
+        ValueError: the class has a head, and weights are missing.
+    """
+    if (fresh := sorted(missing)) and names_head(auto.__name__):
+        raise ValueError(
+            f"{source} has no weights for {', '.join(fresh[:3])}: {auto.__name__} would run with random ones, and what "
+            "it gives would say nothing; fine-tune the model first, or choose another class with --task."
+        )
 
 
 @contextlib.contextmanager
@@ -177,7 +200,8 @@ def processor_of(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) ->
     """
     images = model.main_input_name == "pixel_values"
     auto: Any = AutoImageProcessor if images else AutoTokenizer
-    missing = f"{source!r} has no {'image processor' if images else 'tokenizer'} that can be loaded."
+    kind, option = ("image processor", "--processor") if images else ("tokenizer", "--tokenizer")
+    missing = f"{source!r} has no {kind} that can be loaded; name one with {option}."
     try:
         found = auto.from_pretrained(source, **hub)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
@@ -185,6 +209,45 @@ def processor_of(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) ->
     if not images and len(found) <= len(found.all_special_ids):  # transformers makes up an empty tokenizer
         raise ValueError(missing)
     return found
+
+
+def other_processor(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) -> Any:
+    """The tokenizer or image processor of another checkpoint than the model's own.
+
+    Raises:
+        ValueError: the checkpoint has none, or its tokenizer has tokens that the model does not know.
+    """
+    found = processor_of(model, source, hub)
+    known = getattr(model.config.get_text_config(), "vocab_size", None)
+    if model.main_input_name == "input_ids" and known is not None and len(found) > known:
+        raise ValueError(
+            f"the tokenizer of {source!r} has {len(found):,} tokens, and the model knows {known:,}; name the tokenizer "
+            "that the model was made with."
+        )
+    return found
+
+
+def row_length(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) -> int | None:
+    """The number of tokens of the rows that a checkpoint was converted with, as the record beside its weights says.
+
+    Args:
+        model: the loaded checkpoint.
+        source: its name on the Hub, or its folder.
+        hub: `revision` and `token`.
+
+    Returns:
+        None for a stock model, and for a model without a record that can be read.
+    """
+    if getattr(model.config, "attn_swap", None) is None:
+        return None
+    folder = Path(source)
+    with contextlib.suppress(OSError, ValueError):
+        if not folder.is_dir():
+            folder = Path(snapshot_download(source, allow_patterns=[RESULTS_FILE, CONVERSION_FILE], **hub))
+        return RunResult.load(folder / RESULTS_FILE).budget.sequence_length
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return round(json.loads((folder / CONVERSION_FILE).read_text(encoding="utf-8"))["row_length"]) or None
+    return None
 
 
 def hub_arguments(revision: str | None, token: str | None) -> dict[str, Any]:

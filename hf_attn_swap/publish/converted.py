@@ -20,7 +20,7 @@ from ..conversion.processes import refuse_split_weights
 from ..layer.calibration import FITS
 from ..layer.registry import parse, parse_options
 from ..writing import beside, claimed, saved_whole, told_where
-from .card import render
+from .card import RECALL, render
 from .checkpoint import (
     check_dtype,
     copy_preprocessor,
@@ -28,8 +28,10 @@ from .checkpoint import (
     find_device,
     hub_arguments,
     model_class,
+    other_processor,
     processor_of,
     read_config,
+    refuse_fresh_head,
     refuse_full,
 )
 from .results import RESULTS_FILE, BaseModel, Budget, DataSet, Measured, Metric, RunResult, read_swaps, versions
@@ -54,6 +56,8 @@ def convert_checkpoint(
     *,
     data_name: str,
     options: dict[str, Any],
+    base_model: str | None = None,
+    tokenizer: str | None = None,
     task: str | None = None,
     device: str | None = None,
     dtype: str = "auto",
@@ -79,6 +83,8 @@ def convert_checkpoint(
             everything else was checked.
         data_name: the name of the data for the card.
         options: the options of the variant.
+        base_model: the name of the model on the Hub, for the card, if `source` is a folder.
+        tokenizer: name on the Hub, or folder, of the tokenizer or image processor; None takes those of `source`.
         task: the AutoModel class; None takes the class that saved the model.
         device: such as "cpu" or "cuda"; None takes CUDA if there is one, and each process its own device.
         dtype: the precision of the weights; "auto" is that of the checkpoint.
@@ -99,11 +105,13 @@ def convert_checkpoint(
             folder, or another command writes into it.
         OSError: `source` cannot be read, or `out` cannot be written.
     """
+    if base_model is not None:
+        _base(source, base_model, revision)  # refused now, and not after the conversion
     _refuse_full(out, overwrite, source)
     parse_options(parse(variant), options)
     check_dtype(dtype)
     where = find_device(device)
-    hub = hub_arguments(revision, token)
+    hub, own = hub_arguments(revision, token), hub_arguments(None, token)
     auto = model_class(read_config(source, **hub), task)
     work = beside(out, WORK)
     training = _training(work, on_cpu=where == "cpu", bf16=bf16)
@@ -117,12 +125,8 @@ def convert_checkpoint(
         notify(f"loading {source} as {auto.__name__}")
         with damage_named(source, **hub):
             model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
+        refuse_fresh_head(source, auto, info["missing_keys"])
         if fresh := sorted(info["missing_keys"]):
-            if "For" in auto.__name__:
-                raise ValueError(
-                    f"{source} has no weights for {', '.join(fresh[:3])}, so there is no head to keep as it was; "
-                    "fine-tune the model first, or choose another class with --task."
-                )
             notify(f"note: not in the checkpoint, so newly initialised: {', '.join(fresh)}")
         try:
             refuse_converted(model)
@@ -134,7 +138,9 @@ def convert_checkpoint(
                 model,
                 variant,
                 rows,
-                processor=processor_of(model, source, hub),
+                processor=processor_of(model, source, hub)
+                if tokenizer is None
+                else other_processor(model, tokenizer, own),
                 eval_data=held,
                 output_dir=work,
                 args=training,
@@ -147,16 +153,14 @@ def convert_checkpoint(
             if not training.should_save:
                 return report, True
             notify(f"saving in {out}")
-            base = BaseModel(
-                name=_identifier(Path(source).name) if Path(source).is_dir() else source,
-                revision=revision,
-                relation="finetune" if arguments.get("bits") is None else "quantized",
-                auto_class=auto_class(type(model).__name__),
-            )
+            relation = "finetune" if arguments.get("bits") is None else "quantized"
+            base = _base(source, base_model, revision, relation, auto_class(type(model).__name__))
             record = results(report, model, base, _identifier(out.name).lower(), _identifier(data_name), training)
             with saved_whole(out) as folder:
                 model.save_pretrained(folder)
                 copy_preprocessor(source, folder, **hub)
+                if tokenizer is not None:
+                    copy_preprocessor(tokenizer, folder, **own)
                 report.save(folder)
                 record.save(folder / RESULTS_FILE)
                 (folder / "README.md").write_text(render(record), encoding="utf-8")
@@ -173,7 +177,7 @@ def results(
     data_name: str,
     training: TrainingArguments,
 ) -> RunResult:
-    """The record of a conversion for the card: the converted model beside the stock model."""
+    """The record of a conversion for the card: the converted model beside the base model as it is."""
     modules, swaps = read_swaps(model.config.attn_swap)
     lost = report.lost
     converted, stock = [], []
@@ -184,6 +188,7 @@ def results(
         ("kl_to_pretrained", False, lost.divergence, 0.0),
         ("agreement", True, lost.agreement, 1.0),
         ("relative_error", False, lost.relative_error, 0.0),
+        (f"{RECALL}{lost.recall_distance}", True, lost.recall, lost.stock_recall),
     ):
         if ours is not None and theirs is not None:
             converted.append(Metric(name=metric, higher_is_better=higher, values=(ours,)))
@@ -210,7 +215,8 @@ def results(
             evaluated="held_out",
         ),
         converted=Measured(seeds=(0,), metrics=tuple(converted), outliers=None, wall_seconds=seconds),
-        control=Measured(seeds=(0,), metrics=tuple(stock), outliers=None, wall_seconds=0.0),
+        control=None,
+        stock=Measured(seeds=(0,), metrics=tuple(stock), outliers=None, wall_seconds=0.0),
         difference=None,
         cost=None,
         budget=Budget(
@@ -227,6 +233,25 @@ def results(
         limits=("The loss was measured on a few held-out rows of the same data; other data can lose more.",),
         license="other",
         language=(),
+    )
+
+
+def _base(
+    source: str, named: str | None, revision: str | None, relation: str = "finetune", kind: str = "AutoModel"
+) -> BaseModel:
+    """The base model for the card. The name of a folder is no name on the Hub, unless the user gives one.
+
+    Raises:
+        ValueError: the given name cannot be a name on the Hub.
+    """
+    folder = Path(source).is_dir()
+    name = named or (_identifier(Path(source).name) if folder else source)
+    return BaseModel(
+        name=name,
+        revision=revision,
+        relation=relation,
+        auto_class=kind,
+        on_hub=named is not None or not folder,
     )
 
 
@@ -254,6 +279,6 @@ def auto_class(kind: str) -> str:
 
 
 def _identifier(text: str) -> str:
-    """The text with a dash in the place of every character that a name on the Hub may not have."""
+    """The text with a dash instead of every character that a name on the Hub may not have."""
     dashed = re.sub(r"[^A-Za-z0-9._/-]+", "-", text)
     return re.sub(r"([-.])[-.]+", r"\1", dashed).strip("-._/")[:LONGEST_NAME] or "unnamed"

@@ -28,7 +28,11 @@ from .quantizer import Quantizer, quantized
 
 @contextlib.contextmanager
 def fake_w8a8(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, momentum: float = MOMENTUM
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    momentum: float = MOMENTUM,
+    gradients: bool = False,
 ) -> Iterator[Quantized]:
     """Inside the `with` block, the model computes with 8-bit weights and activations in fake quantisation.
 
@@ -39,15 +43,17 @@ def fake_w8a8(
         model: a `PreTrainedModel`, stock or swapped, in evaluation mode. Its task head is not quantised.
         batches: dicts of tensors, from the training data; labels are ignored.
         momentum: the weight of the earlier range in the running mean, from 0 to 1.
+        gradients: True lets the model train inside the block, as in `straight_through`: a gradient passes through a
+            rounding as if nothing had been rounded. The ranges of the activations stay as they were fitted.
 
     Yields:
         The quantised tensors with their ranges, and the share of the matmul FLOPs that is covered.
 
     Raises:
-        ValueError: there is no batch, the model is in training mode, gradients are enabled, a tensor has no range
-            because no batch reached it, or weights or activations are not finite.
+        ValueError: there is no batch, the model is in training mode, gradients are enabled without `gradients=True`, a
+            tensor has no range because no batch reached it, or weights or activations are not finite.
     """
-    with quantized(model, batches, lambda root: _Papers(root, momentum)) as inside:
+    with quantized(model, batches, lambda root: _Papers(root, momentum, gradients=gradients)) as inside:
         yield inside
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ..layer.swap import Swap
 
@@ -37,7 +38,7 @@ def linears(root: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def is_matmul(module: nn.Module) -> bool:
     """Return True for a projection: Linear, Conv2d (patch embedding), and GPT-2's Conv1D."""
-    return isinstance(module, nn.Linear | nn.Conv2d) or type(module).__name__ == "Conv1D"
+    return isinstance(module, nn.Linear | nn.Conv2d | Conv1D)
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from ..measuring.watched import watched
 from ..text.bar import bar
 from .places import is_matmul
 from .points import MOMENTUM, Point, Quantized
+from .straight_through import train_rounded
 
 
 @contextlib.contextmanager
@@ -46,11 +47,13 @@ class Quantizer:
     """The hooks of one quantised model, the ranges of its tensors, and the FLOPs that the hooks counted.
 
     A protocol is a subclass. It puts its hooks in place. The ranges are running means with this momentum.
+    With `gradients`, the model can train: a gradient passes through a rounding as if nothing had been rounded.
     """
 
-    def __init__(self, root: Any, momentum: float = MOMENTUM) -> None:
+    def __init__(self, root: Any, momentum: float = MOMENTUM, *, gradients: bool = False) -> None:
         self.root = root
         self.momentum = momentum
+        self.gradients = gradients
         self.fitting = True
         self.points: dict[str, Point] = {}
         self.calls: dict[str, int] = {}  # calls in this pass, by name: a shared module has a range per call
@@ -84,7 +87,7 @@ class Quantizer:
 
     def round(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor in 8 bits. While the batches run, its range follows it."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.gradients:
             raise ValueError("a model in fake quantisation has no gradients; call the model under torch.no_grad().")
         self.calls[name] = self.calls.get(name, 0) + 1
         if self.calls[name] > 1:
@@ -100,17 +103,18 @@ class Quantizer:
         return rounded
 
     def weight(self, path: str, module: nn.Module, stack: contextlib.ExitStack) -> None:
-        """Put a rounded weight in the place of a module's weight, until the stack closes."""
+        """Put a rounded weight instead of a module's weight, until the stack closes."""
         weight = module.weight
         if not isinstance(weight, nn.Parameter):
             return  # this norm has no parameters
         with torch.no_grad():
-            if not math.isfinite(end := float(weight.abs().max())):
-                raise ValueError(f"{path}.weight is not finite; check the checkpoint.")
-            point = Point(f"{path}.weight", low=-128 / 127 * end, high=end, seen=True)
+            point = _widest(f"{path}.weight", weight)
             rounded = self.rounded_weight(module, weight, point)
             point.compare(weight, rounded)
         self.points[point.name] = point
+        if self.gradients:  # the step follows the weight while it trains
+            train_rounded(module, lambda now: self.rounded_weight(module, now, _widest(point.name, now)), stack)
+            return
         module.weight = nn.Parameter(rounded, requires_grad=False)  # a tied task head keeps the original weight
         stack.callback(setattr, module, "weight", weight)
 
@@ -140,3 +144,14 @@ class Quantizer:
         if swap.places().replacement is None:
             return 2 * keys * product, 0.0
         return width * product, (width if swap.phase == Phase.FULL else width + 2 * keys) * product
+
+
+def _widest(name: str, weight: Tensor) -> Point:
+    """The point of a weight, symmetric, with its largest range.
+
+    Raises:
+        ValueError: the weight is not finite.
+    """
+    if not math.isfinite(end := float(weight.abs().max())):
+        raise ValueError(f"{name} is not finite; check the checkpoint.")
+    return Point(name, low=-128 / 127 * end, high=end, seen=True)

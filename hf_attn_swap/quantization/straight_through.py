@@ -8,7 +8,7 @@ its range has none. Bengio et al. (2013); Jacob et al. (2018), section 3. docs/m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,17 +34,26 @@ def straight_through(model: nn.Module, ranges: Mapping[str, Range]) -> Iterator[
     with contextlib.ExitStack() as stack:
         for path, (low, high) in ranges.items():
             linear = root.get_submodule(path)
-            register_parametrization(linear, "weight", _Rounded())
-            stack.callback(remove_parametrizations, linear, "weight", leave_parametrized=False)
+            train_rounded(linear, lambda weight: rounded_rows(weight, 0), stack)
             stack.callback(linear.register_forward_pre_hook(_rounds(Point(path, low=low, high=high, seen=True))).remove)
         yield
 
 
+def train_rounded(module: nn.Module, rounding: Callable[[Tensor], Tensor], stack: contextlib.ExitStack) -> None:
+    """Let a module compute with its rounded weight and train the weight itself, until the stack closes."""
+    register_parametrization(module, "weight", _Rounded(rounding))
+    stack.callback(remove_parametrizations, module, "weight", leave_parametrized=False)
+
+
 class _Rounded(nn.Module):
-    """The weight of a Linear, symmetric, with one step for each row."""
+    """A rounded weight, whose gradient is that of the weight."""
+
+    def __init__(self, rounding: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.rounding = rounding
 
     def forward(self, weight: Tensor) -> Tensor:
-        return weight + (rounded_rows(weight.detach(), 0) - weight.detach())
+        return weight + (self.rounding(weight.detach()) - weight.detach())
 
 
 def _rounds(point: Point) -> Any:

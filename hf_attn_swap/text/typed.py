@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 
@@ -90,3 +91,17 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+
+
+def refuse_name(value: Any, argument: str) -> None:
+    """Refuse the name of a tokenizer or an image processor where the object is wanted.
+
+    Raises:
+        ValueError: the value is a name or a path; the sentence says what to pass.
+    """
+    if isinstance(value, (str, os.PathLike)):
+        name = os.fspath(value)
+        raise ValueError(
+            f"{argument} must be a loaded tokenizer or image processor, got the name {name!r}; pass "
+            f"AutoTokenizer.from_pretrained({name!r}), or AutoImageProcessor for images."
+        )

@@ -82,6 +82,11 @@ class ModelArguments:
         return self.base_model_card_name or path.name
 
     @property
+    def on_hub(self) -> bool:
+        """False if the name on the card is only the name of a folder."""
+        return self.base_model_card_name is not None or not Path(self.model_name_or_path).is_dir()
+
+    @property
     def run_name(self) -> str:
         """The name of the run and of its folder."""
         return (self.label or self.variant).replace("+", "-").replace("_", "-")

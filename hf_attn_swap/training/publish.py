@@ -85,7 +85,13 @@ def publish(
     result = RunResult(
         name=f"{about.prefix}-{model.run_name}",
         study=about.prefix,
-        base=BaseModel(name=model.published_name, revision=None, relation=relation, auto_class=about.auto_class),
+        base=BaseModel(
+            name=model.published_name,
+            revision=None,
+            relation=relation,
+            auto_class=about.auto_class,
+            on_hub=scratch or model.on_hub,
+        ),
         modules=modules,
         swaps=swaps,
         parameters_added=first.parameters_added,

@@ -130,7 +130,9 @@ class Simpletron(Replacement):
 class SimpletronRes(Simpletron):
     """Returns the product plus the layer's input, without W_o (no parameters)."""
 
-    about = replace(Simpletron.about, summary="no softmax and an inner skip, without W_o", formula="x + A")
+    about = replace(
+        Simpletron.about, summary="no softmax and an inner skip, in linear time, without W_o", formula="x + A"
+    )
     Options = SimpletronResOptions
     options: SimpletronResOptions
 
@@ -143,7 +145,9 @@ class SimpletronRes(Simpletron):
 class SimpletronResL(Simpletron):
     """Returns the product after W_o, plus the layer's input (no parameters)."""
 
-    about = replace(Simpletron.about, summary="no softmax and an inner skip, with W_o", formula="x + A W_o")
+    about = replace(
+        Simpletron.about, summary="no softmax and an inner skip, in linear time, with W_o", formula="x + A W_o"
+    )
     keeps_projection = True
 
     @property

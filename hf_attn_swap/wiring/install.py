@@ -45,10 +45,12 @@ def model_root(model: nn.Module) -> PreTrainedModel:
     """The outermost transformers model in `model`.
 
     Raises:
-        ValueError: `model` holds no transformers model, or several beside each other.
+        ValueError: `model` is no module, holds no transformers model, or several beside each other.
     """
     if isinstance(model, PreTrainedModel):
         return model
+    if not isinstance(model, nn.Module):
+        raise ValueError(_no_module(model))
     found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not found:
         raise ValueError(f"{type(model).__name__} holds no transformers model; pass what from_pretrained returned.")
@@ -59,6 +61,22 @@ def model_root(model: nn.Module) -> PreTrainedModel:
             f"{type(other).__name__}); pass one of them."
         )
     return found[0]
+
+
+def _no_module(given: Any) -> str:
+    """What to pass instead of something that is no module."""
+    if isinstance(given, (str, os.PathLike)):
+        name = os.fspath(given)
+        return (
+            f"the model must be a loaded one, got the name {name!r}; pass what from_pretrained of its class returns, "
+            f"such as AutoModelForCausalLM.from_pretrained({name!r})."
+        )
+    if isinstance(inside := getattr(given, "model", None), nn.Module):
+        return (
+            f"the model must be a module, got a {type(given).__name__} around a {type(inside).__name__}; pass its "
+            "attribute `model`, which changes in place."
+        )
+    return f"the model must be a module, got {type(given).__name__}; pass what from_pretrained returned."
 
 
 def installation_of(root: PreTrainedModel) -> Installation | None:
@@ -511,7 +529,7 @@ def _stock_configs(model: nn.Module) -> None:
     """Give every module its former config object back, with what the user has changed since.
 
     A wrapper around `model` may hold one of our copies. The content of each copy is therefore set to the content of the
-    former config. A config that the user has put in the place of a copy is left alone.
+    former config. A config that the user has put instead of a copy is left alone.
     """
     for module in model.modules():
         if CONFIGS in module.__dict__:

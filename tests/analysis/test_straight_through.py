@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.quantization import input_ranges, int8_static
+from hf_attn_swap.quantization import fake_w8a8, input_ranges, int8_static
 from hf_attn_swap.quantization.points import Point, rounded_rows
 from hf_attn_swap.quantization.straight_through import straight_through
 from tests.contract.harness import batch_of, fresh, swaps
@@ -77,3 +77,28 @@ def test_afterwards_the_model_is_as_before(fails: bool) -> None:
         assert torch.equal(model(**batch)[0], before)
     assert not any(isinstance(module, nn.Linear) and module._forward_pre_hooks for module in model.modules())
     assert swaps(model)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit"])
+def test_the_papers_protocol_trains(name: str) -> None:
+    """With gradients it computes the same numbers, every weight has a gradient, and steps follow a weight."""
+    model = patch_model(fresh(name, torch.float32), "sink" if name != "vit" else "outeffhop")
+    batch = batch_of(name, torch.float32)
+    parameters, names = {id(each) for each in model.parameters()}, set(model.state_dict())
+    with fake_w8a8(model, [batch]) as plain, torch.no_grad():
+        wanted = model(**batch)[0]
+    with fake_w8a8(model, [batch], gradients=True) as rounded:
+        assert [(p.name, p.low, p.high) for p in rounded.points] == [(p.name, p.low, p.high) for p in plain.points]
+        assert rounded.flops_covered == plain.flops_covered
+        found = model(**batch)[0]
+        assert torch.allclose(found, wanted, atol=1e-4)
+        found.square().sum().backward()
+        trained = [each for each in model.parameters() if each.grad is not None and each.grad.abs().max() > 0]
+        assert len(trained) > 0.6 * len(parameters)
+        norm = next(each for each in model.modules() if type(each).__name__.endswith("Norm"))
+        with torch.no_grad():
+            before = norm.weight.clone()
+            norm.parametrizations.weight.original.mul_(3)
+            assert torch.allclose(norm.weight, 3 * before)
+    assert {id(each) for each in model.parameters()} == parameters
+    assert set(model.state_dict()) == names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import transformers
 from transformers import TrainingArguments
 
 from docs.tables.architectures import PAGE, known, known_version, page
+from docs.tables.model_names import called
 from hf_attn_swap import describe, list_variants, patch_model, unpatch_model
 from hf_attn_swap.conversion import AttentionTransferTrainer
+from hf_attn_swap.describe import NOTHING
 from hf_attn_swap.families import sites
 from tests.contract.harness import perturb, refused, swaps
 
@@ -106,18 +109,54 @@ def test_each_sentence_is_written_once() -> None:
         Outcome("t5", "sparsemax", NOT_BUILT, "no inputs"),
     ]
     lines = page(outcomes, "5").splitlines()
-    assert {"| bart | exact | refused (2) |", "| opt | refused (2) | refused (2) |"} < set(lines)
-    assert "| t5 | not built | exact in part (1; 3 of 4 ran) |" in lines
+    assert {"| Bart | bart | exact | refused (2) |", "| OPT | opt | refused (2) | refused (2) |"} < set(lines)
+    assert "| T5 | t5 | not built (3) | exact in part (1; 3 of 4 ran) |" in lines
     assert sum("heads in" in line for line in lines) == 1
     assert "| 2 | refused | BartModel: layers.0.attn has 4 heads in belief. | `belief`: bart; all: opt |" in lines
-    assert lines[-1] == "| t5 | no inputs |"
+    assert lines[-1].startswith(
+        "| 3 | not built | transformers builds no model from any of our small configurations. |"
+    )
 
 
 def test_the_page_has_no_path_of_a_machine() -> None:
     sentence = "in <module 'math' from '/usr/lib/math.so'> nor in <module 'os' from '/usr/lib/o..."
-    row = page([Outcome("bert", "belief", NOT_BUILT, sentence)], "5").splitlines()[-1]
-    assert row == "| bert | in &lt;module 'math'> nor in &lt;module 'os' |"
+    row = page([Outcome("bert", "belief", REFUSED, sentence)], "5").splitlines()[-1]
+    assert row == "| 1 | refused | in &lt;module 'math'> nor in &lt;module 'os' | all: bert |"
     assert " from '/" not in PAGE.read_text("utf-8")
+
+
+def test_the_page_has_no_error_of_another_library() -> None:
+    """Why an architecture was not built is said in words, and each has its reason."""
+    assert not re.findall(r"\w+Error\b", PAGE.read_text("utf-8").partition("## Model types")[2])
+    sentences = [
+        "ImportError: TimmBackbone requires the timm library but it was not found in your environment.",
+        "no inputs found: IndexError: list index out of range",
+        "2429 million parameters after shrinking",
+    ]
+    said = zip(VARIANTS, sentences, strict=False)
+    rows = page([Outcome("t5", variant, NOT_BUILT, words) for variant, words in said], "5").splitlines()
+    assert [row.split(" | ")[2] for row in rows[-3:]] == [
+        "transformers builds it with the library timm, which was not installed.",
+        "it was built, but takes none of our inputs.",
+        "it stays too large for this comparison, however small its configuration.",
+    ]
+
+
+def test_a_model_without_attention_is_not_one_with_its_own() -> None:
+    outcomes = [Outcome(name, "belief", REFUSED, f"A model: {NOTHING}.") for name in ("bloom", "mamba")]
+    bloom, mamba = page(outcomes, "5").splitlines()[-2:]
+    assert "BLOOM" in bloom
+    assert bloom.endswith("| all: bloom |")
+    assert "it has no attention" in mamba
+    assert mamba.endswith("| all: mamba |")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("deepseek_v3", "DeepSeek-V3"), ("gemma3_text", "Gemma 3, text"), ("qwen2_5_vl", "Qwen2.5 VL"), ("gpt2", "GPT-2")],
+)
+def test_families_have_the_names_that_people_use(model_type: str, name: str) -> None:
+    assert called(model_type) == name
 
 
 @pytest.mark.parametrize("model_type", [*NO_SDPA, *ONCE_REFUSED, LATENT])

@@ -1,4 +1,4 @@
-"""The benchmark of decoding runs on a tiny model, and the cache of linear layers does not grow."""
+"""The benchmark of decoding runs on a tiny model, and the cache of linear layers and of windows does not grow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ BENCH = Path(__file__).parents[2] / "benchmarks" / "bench_decode.py"
 pytestmark = pytest.mark.skipif(not BENCH.exists(), reason="benchmarks/ is not next to the installed package")
 
 
-def test_stock_beside_a_hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("swap", [("simpletron_resl", "{}"), ("window", '{"window": 16}')], ids=["linear", "window"])
+def test_stock_beside_a_swap(swap: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
@@ -23,6 +24,7 @@ def test_stock_beside_a_hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     out = tmp_path / "decode.json"
     flags = ["--contexts", "128", "1024", "--rounds", "2", "--threads", "1", "--layers", "0,1", "--out", str(out)]
+    flags += ["--variant", swap[0], "--variant_options", swap[1]]
     monkeypatch.setattr(sys, "argv", ["bench_decode.py", "--model", str(tmp_path / "model"), *flags])
     monkeypatch.syspath_prepend(str(BENCH.parent))
     runpy.run_path(str(BENCH), run_name="__main__")

@@ -12,7 +12,14 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizerFast,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hf_attn_swap.cli import run
 from hf_attn_swap.demo.options import DemoOptions
@@ -22,6 +29,7 @@ GOOD, BAD, NEUTRAL = (
     ("dull", "poor", "weak"),
     ("the", "film", "plot", "was", "and", "cast"),
 )
+WORDS = ("the film was great", "dull", "great great film", "the dull film was the film", "was", "film dull")
 
 
 @dataclass(frozen=True)
@@ -109,3 +117,32 @@ def options(tiny_bert: Path, labelled_texts: Path) -> DemoOptions:
         batch_size=8,
         learning_rate=1e-3,
     )
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A CSV file with texts, and a column of labels that no model could use."""
+    path = tmp_path / "texts.csv"
+    rows = (f"{WORDS[row % len(WORDS)]} {WORDS[row // len(WORDS)]},none" for row in range(len(WORDS) ** 2))
+    path.write_text("\n".join(["text,label", *rows]) + "\n")
+    return path
+
+
+@pytest.fixture
+def tiny_llama(tiny_bert: Path, tmp_path: Path) -> Path:
+    """Folder of a two-layer language model with the tokenizer of the classifier."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=512, initializer_range=0.5, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny-llama")
+    tokenizer.save_pretrained(tmp_path / "tiny-llama")
+    return tmp_path / "tiny-llama"
+
+
+@pytest.fixture
+def long_texts(texts: Path, tmp_path: Path) -> Path:
+    """The same texts many times: some 4,000 tokens."""
+    path = tmp_path / "long.csv"
+    path.write_text(texts.read_text() + "\n".join(texts.read_text().splitlines()[1:] * 40) + "\n")
+    return path

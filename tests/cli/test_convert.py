@@ -18,8 +18,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 
 import hf_attn_swap.analysis.cost as cost
@@ -34,19 +32,9 @@ from hf_attn_swap.training import data as data_module
 from hf_attn_swap_cli import measures
 from tests.contract.harness import refused
 
-from .conftest import Outcome
+from .conftest import WORDS, Outcome
 
 Command = Callable[..., Outcome]
-WORDS = ("the film was great", "dull", "great great film", "the dull film was the film", "was", "film dull")
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    """A CSV file with texts, and a column of labels that no model could use."""
-    path = tmp_path / "texts.csv"
-    rows = (f"{WORDS[row % len(WORDS)]} {WORDS[row // len(WORDS)]},none" for row in range(len(WORDS) ** 2))
-    path.write_text("\n".join(["text,label", *rows]) + "\n")
-    return path
 
 
 def last_lines(outcome: Outcome) -> list[str]:
@@ -120,7 +108,10 @@ def test_a_budget_that_is_met_at_once(command: Command, tiny_bert: Path, texts: 
         (("MODEL", "belief", ".", "--data", "TEXTS"), "exists and is not an empty folder"),
         (("CONVERTED", "modern_hopfield", "out", "--data", "TEXTS"), "is converted already"),
         (("MODEL", "belief", "out", "--data", "TEXTS", "--task", "image-classification"), "does not fit"),
-        (("MODEL", "belief", "out", "--data", "TEXTS", "--task", "causal-lm"), "no head to keep"),
+        (
+            ("MODEL", "belief", "out", "--data", "TEXTS", "--task", "causal-lm"),
+            "AutoModelForCausalLM would run with random ones",
+        ),
     ],
     ids=lambda value: " ".join(value[3:]) if isinstance(value, tuple) else None,
 )
@@ -192,18 +183,6 @@ def test_compare_says_what_was_lost(command: Command, tiny_bert: Path, texts: Pa
     assert "Same first choice as the stock model: 100.0%" in same.out
 
 
-@pytest.fixture
-def tiny_llama(tiny_bert: Path, tmp_path: Path) -> Path:
-    """Folder of a two-layer language model with the tokenizer of the classifier."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=512, initializer_range=0.5, **sizes)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny-llama")
-    tokenizer.save_pretrained(tmp_path / "tiny-llama")
-    return tmp_path / "tiny-llama"
-
-
 def test_compare_in_8_bits(command: Command, tiny_llama: Path, texts: Path, tmp_path: Path) -> None:
     """Each model beside the first in full precision, with ranges from the rows behind those that are measured."""
     data = tmp_path / "long.csv"
@@ -260,6 +239,34 @@ def test_compare_recall_by_distance(
     assert f"\n200             {found['first']['recall']['200']['gain']:.3f} ± " in printed
     assert '"gain"' not in command(*words[:-1], "--json").out
     assert "is no causal language model" in command("compare", tiny_bert, tiny_bert, "--data", texts, "--recall").err
+
+
+def test_the_card_of_a_folder(command: Command, tiny_llama: Path, long_texts: Path, tmp_path: Path) -> None:
+    """It has recall, names no control, and links to no folder; --base-model gives the name on the Hub."""
+    words = ("--data", long_texts, "--length", "64", "--tokens", "1", "--no-absorb", "-o", "window=4")
+    assert command("convert", tiny_llama, "window", tmp_path / "out", *words).code == 0
+    lost = json.loads((tmp_path / "out/conversion.json").read_text())["steps"][-1]["lost"]
+    record = RunResult.load(tmp_path / "out/results.json")
+    assert record.control is None
+    assert record.stock is not None
+    ours, theirs = (
+        next(metric for metric in measured.metrics if metric.name == "recall_after_200")
+        for measured in (record.converted, record.stock)
+    )
+    assert (ours.values, theirs.values) == ((lost["recall"],), (lost["stock_recall"],))
+    card = (tmp_path / "out/README.md").read_text()
+    assert "| recall_after_200 (higher is better) |" in card
+    assert "trained the same way." not in card
+    assert "\n`tiny-llama` with its softmax attention replaced by **window**" in card
+    assert "huggingface.co/tiny-llama" not in card
+    assert "base_model" not in card
+    assert command("convert", tiny_llama, "window", tmp_path / "named", *words, "--base-model", "me/llama").code == 0
+    named = (tmp_path / "named/README.md").read_text()
+    assert "[`me/llama`](https://huggingface.co/me/llama) with its softmax attention replaced" in named
+    assert "base_model: me/llama\n" in named
+    wrong = command("convert", tiny_llama, "window", tmp_path / "wrong", *words, "--base-model", "no name")
+    assert "name must be a name on the Hub" in wrong.err
+    assert "loading" not in wrong.err, "it is refused before the conversion"
 
 
 def test_a_budget_for_recall(command: Command, tiny_llama: Path, texts: Path, tmp_path: Path) -> None:
@@ -404,7 +411,7 @@ def test_a_folder_without_a_tokenizer(command: Command, tiny_bert: Path, texts: 
     for words in (["evaluate", tmp_path / "bare"], ["convert", tmp_path / "bare", "belief", tmp_path / "out"]):
         outcome = command(*words, "--data", texts)
         assert outcome.code == 2
-        assert "has no tokenizer that can be loaded." in outcome.err
+        assert "has no tokenizer that can be loaded; name one with --tokenizer." in outcome.err
     assert not (tmp_path / "out").exists()
 
 
@@ -429,7 +436,8 @@ def test_models_with_other_outputs_are_not_compared(
 
 def test_quantize_saves_integers(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    outcome = command("quantize", tiny_bert, out, "--data", texts, "--length", "16", "--device", "cpu")
+    words = ("--data", texts, "--length", "16", "--device", "cpu", "--base-model", "me/tiny-bert")
+    outcome = command("quantize", tiny_bert, out, *words)
     assert outcome.code == 0, outcome.err
     report = json.loads((out / "conversion.json").read_text())
     names = [step["name"] for step in report["steps"]]

@@ -193,7 +193,7 @@ def test_a_model_without_a_tokenizer_and_one_with_nan(command: Command, tiny_ber
     done = command("report", tmp_path / "bare", *words(data, tmp_path, "--variant", "modern_hopfield"))
     assert done.code == 2
     assert "no tokenizer" in done.err
-    assert "--processor" in done.err
+    assert "name one with --tokenizer." in done.err
     with torch.no_grad():
         model.encoder.layer[0].output.dense.weight[0, 0] = torch.nan
     model.save_pretrained(tmp_path / "nan")

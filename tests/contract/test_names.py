@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hf_attn_swap import describe, list_variants, patch_model
@@ -82,6 +84,29 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str) -> None:
     wrong = f"x{name}"
     with refused(f"unknown variant {wrong!r} (did you mean {canonical_name(name)!r}?)"):
         parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("hopfield", "'modern_hopfield' or 'sparsemax'"),
+        ("Hopfield", "'modern_hopfield' or 'sparsemax'"),
+        ("linear", "'simpletron' or 'simpletron_res' or 'simpletron_resl'"),
+        ("linear_attention", "'simpletron' or 'simpletron_res' or 'simpletron_resl'"),
+        ("window_attention", "'window'"),
+        ("gate", "'gated'"),
+    ],
+)
+def test_a_word_of_a_name_or_a_summary_is_answered_with_those_that_have_it(word: str, meant: str) -> None:
+    proposed = re.search(r"\(did you mean (.*?)\?\)", _refusal(word))
+    assert proposed is not None
+    assert sorted(proposed[1].split(" or ")) == sorted(meant.split(" or "))
+
+
+def _refusal(name: str) -> str:
+    with pytest.raises(ValueError, match="unknown variant") as caught:
+        parse(name)
+    return str(caught.value)
 
 
 def test_a_name_like_no_other_is_answered_with_all() -> None:

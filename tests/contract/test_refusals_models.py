@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hf_attn_swap import describe, list_variants, patch_model, unpatch_model
 from hf_attn_swap.variants.base import VARIANTS
 from hf_attn_swap.wiring import seam
 from tests import zoo
+from tests.harness.byte_tokenizer import byte_tokenizer
 
 from .cells import FAMILY_NAMES
 from .harness import batch_of, forward, fresh, refused, swaps
@@ -116,6 +118,35 @@ def test_no_transformers_model() -> None:
     for act in (lambda m: patch_model(m, "belief"), unpatch_model, describe):
         with refused("Linear holds no transformers model"):
             act(nn.Linear(2, 2))
+
+
+class Pipe:
+    """As a pipeline: no module, with the model inside."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+
+def test_no_module() -> None:
+    for act in (lambda m: patch_model(m, "belief"), unpatch_model, describe):
+        for name in ("bert-base-uncased", Path("bert-base-uncased")):
+            with refused(
+                "the model must be a loaded one, got the name 'bert-base-uncased'; pass what from_pretrained of its "
+                "class returns, such as AutoModelForCausalLM.from_pretrained('bert-base-uncased')."
+            ):
+                act(name)
+        with refused("got a Pipe around a BertForMaskedLM; pass its attribute `model`, which changes in place."):
+            act(Pipe(fresh("bert")))
+        with refused("the model must be a module, got dict; pass what from_pretrained returned."):
+            act({})
+
+
+def test_a_pipeline() -> None:
+    pipe = transformers.pipeline("fill-mask", model=fresh("bert"), tokenizer=byte_tokenizer("right"))
+    with refused("got a FillMaskPipeline around a BertForMaskedLM; pass its attribute `model`"):
+        patch_model(pipe, "belief")
+    patch_model(pipe.model, "belief")
+    assert swaps(pipe.model)
 
 
 def test_part_of_a_patched_model() -> None:

@@ -183,5 +183,7 @@ def test_wrong_arguments() -> None:
     model = patch_model(fresh("llama"), "sink", tokens=2)
     with refused("the swaps have 2 pairs and 1 tokens were given"):
         absorb_sink(model, Letters(), TEXTS, tokens=[3])
+    with refused("processor must be a loaded tokenizer or image processor, got the name 'gpt2'"):
+        absorb_sink(model, "gpt2", TEXTS)
     with refused("no text of two tokens or more"):
         absorb_sink(model, Letters(), ["a"])

@@ -632,6 +632,12 @@ def test_the_report_as_text_html_and_json(tmp_path: Path) -> None:
         ({"layers": [7]}, "7"),
         ({"layers": "first"}, "layers must be whole numbers such as [0, 3] or range(6), got 'first'."),
         ({"layers": []}, "layers must be whole numbers"),
+        ({"layers": [7], "data": []}, "7"),  # before the data are looked at
+        (
+            {"processor": "bert-base-uncased"},
+            "processor must be a loaded tokenizer or image processor, got the name 'bert-base-uncased'; pass "
+            "AutoTokenizer.from_pretrained('bert-base-uncased'), or AutoImageProcessor for images.",
+        ),
         ({"data": []}, "there are no rows to convert on."),
         ({"eval_data": []}, "there are no rows"),
         ({"data": rows("bert", 1)}, "a single row cannot be both trained and measured on; bring more data."),

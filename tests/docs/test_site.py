@@ -7,7 +7,10 @@ import re
 
 import pytest
 
+from docs.notebook import badge
+from docs.tables.captions import captioned
 from docs.tables.families import families_table
+from docs.tables.matrix import TASKS, matrix_table
 from docs.tables.runs import CARDS, RECORDS, cards, has_card, published_table, recorded
 from docs.tables.seeds import LEGEND, MARK, with_marks
 from docs.tables.variants import layer_picture, names_table, slug, variant_page
@@ -16,7 +19,7 @@ from hf_attn_swap.families import FAMILIES
 from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish.results import RESULTS_FILE, SCRATCH
 
-from .pages import DOCS, PAGES
+from .pages import DOCS, PAGES, ROOT
 
 ANCHORS = {slug(heading) for heading in re.findall(r"^#+ (.+)$", PAGES["mathematics.md"], re.M)}
 
@@ -49,12 +52,59 @@ def test_runs_of_one_seed_are_marked() -> None:
     assert with_marks("| b | 13 |") == "| b | 13 |"
 
 
+def test_what_is_equal_in_every_row_stands_above() -> None:
+    table = (
+        "| run | difference | metric | seeds |\n|---|---|---|---|\n| a | 0 | F1 | 1 † |\n| b | 0 | F1 | 1 † |\n\nLegend"
+    )
+    made = "| run | difference |\n| --- | --- |\n| a | 0 |\n| b | 0 |"
+    assert captioned(table) == f"In every row: metric F1, seeds 1 †.\n\n{made}\n\nLegend"
+    for as_it_is in ("| run | seeds |\n|---|---|\n| a | 1 |", "| a | b |\n|---|---|\n| x | 1 |\n| y \\| z | 2 |"):
+        assert captioned(as_it_is) == as_it_is
+
+
+def test_a_wide_page_lists_its_sections_below_its_title() -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra docs)")
+    from docs.hooks import on_page_markdown
+
+    page = _Page()
+    made = on_page_markdown("# Title\n\nText.\n\n## One `a`\n\n```text\n## no heading\n```\n\n## Two, b\n", page)
+    assert made.startswith("# Title\n\nOn this page: [One `a`](#one-a) · [Two, b](#two-b)\n{ .contents }\n\nText.")
+    assert page.meta == {"hide": ["toc"]}
+
+
 def test_every_variant_is_in_the_table_and_leads_to_its_page() -> None:
     table = names_table()
     for name in list_variants():
         aliases = ", ".join(f"`{alias}`" for alias in get_variant(name).aliases)
         assert f"| [`{name}`]({name}.md) | {aliases or '–'} | " in table
         assert aliases in variant_page(name)
+
+
+def test_every_measured_task_is_in_the_matrix() -> None:
+    rows = {line.split("`")[1]: line for line in matrix_table().splitlines()[2:]}
+    assert set(rows) == set(list_variants())
+    for run in recorded():
+        for swap in run.swaps:
+            for component in swap.components:
+                assert f"[{TASKS[run.task]}](" in rows[component.name]
+
+
+def test_every_page_leads_to_the_repository_its_issues_and_the_notebook() -> None:
+    links = re.findall(r'href="([^"]+)"', (ROOT / "mkdocs.yml").read_text("utf-8"))
+    urls = dict(re.findall(r'^(\w+) = "(https://[^"]+)"', (ROOT / "pyproject.toml").read_text("utf-8"), re.M))
+    assert links[:2] == [urls["Repository"], urls["Issues"]]
+    assert f"]({links[2]})" in badge()
+
+
+def test_a_picture_has_its_dark_twin() -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra docs)")
+    from docs.hooks import on_page_markdown
+
+    page = _Page()
+    made = on_page_markdown("![A](../pictures/swap.png)\n\n![B](../pictures/distil-curve.png)", page)
+    both, one = made.split("\n\n")
+    assert both == "![A](../pictures/swap.png#only-light)![A](../pictures/swap-dark.png#only-dark)"
+    assert one == "![B](../pictures/distil-curve.png)"
 
 
 def test_every_family_is_in_the_table() -> None:
@@ -121,6 +171,9 @@ class _Page:
 
     class file:  # noqa: N801
         src_uri = "results/conversion.md"
+
+    def __init__(self) -> None:
+        self.meta: dict[str, object] = {}
 
 
 def test_no_page_is_a_copy_of_a_table_of_results() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,7 +11,11 @@ from typing import Any
 import pytest
 
 from docs.tables.conversions import BUDGET, HYBRIDS, NEWS, PHOTOS, SENTENCES, budget_table, compared_table
+from docs.tables.eight_bits import eight_bits_table, largest_table
+from docs.tables.overview import STUDIES, results_table
 from docs.tables.runs import CARDS, RECORDS, perplexities_table, tasks_table
+
+NO_LINK = re.compile(r"\]\([^)]*\)")
 
 
 def cells(table: str) -> list[list[str]]:
@@ -44,7 +49,7 @@ def test_tasks_and_their_means(model: str) -> None:
         task = record["study"].removeprefix(f"{model}-")
         name = record["converted"]["metrics"][0]["name"]
         converted, control = (100 * mean_of(record[which], name) for which in ("converted", "control"))
-        _, _, metric, ours, theirs, difference, seeds = rows.pop((task, attention(record)))
+        _, _, difference, ours, theirs, metric, seeds = rows.pop((task, attention(record)))
         assert (metric, seeds) == (name, str(len(record["converted"]["seeds"])))
         assert float(ours.split()[0]) == pytest.approx(converted, abs=0.005)
         assert float(theirs.split()[0]) == pytest.approx(control, abs=0.005)
@@ -54,7 +59,7 @@ def test_tasks_and_their_means(model: str) -> None:
         if len(values) == 1:
             continue
         row = rows.pop((f"mean of {len(values)}", name))
-        assert float(row[5]) == pytest.approx(fmean(values), abs=0.005)
+        assert float(row[2]) == pytest.approx(fmean(values), abs=0.005)
     assert not rows
 
 
@@ -71,8 +76,30 @@ def test_perplexities(studies: tuple[str, ...]) -> None:
         row = rows[record["study"].partition("-")[0], attention(record)]
         before, ours = (mean_of(record["converted"], name) for name in ("perplexity_before", "perplexity"))
         control = mean_of(record["control"], "perplexity")
-        assert float(row[2].replace(",", "")) == pytest.approx(before, abs=0.005)
-        assert [float(cell) for cell in row[3:]] == pytest.approx([ours, control, ours / control], abs=0.0005)
+        assert float(row[5].replace(",", "")) == pytest.approx(before, abs=0.005)
+        assert [float(cell) for cell in row[2:5]] == pytest.approx([ours / control, ours, control], abs=0.0005)
+
+
+def test_the_results_on_one_screen_are_those_of_the_records() -> None:
+    """Each figure has a link to its record, and says what the record says."""
+    rows = {row[0]: row[1:] for row in cells(results_table())}
+    assert 10 < len(rows) < 25
+    figures = [
+        figure
+        for row in rows.values()
+        for cell in row
+        for figure in re.findall(r"[+-]?\d+\.\d+", NO_LINK.sub("", cell))
+    ]
+    linked = re.findall(r"\[([+-]?\d+\.\d+)(?: ×)?\]\((?:model_cards/|https://github.com/)", results_table())
+    assert figures == linked
+    for record in records("smollm2-distilled"):
+        ratio = mean_of(record["converted"], "perplexity") / mean_of(record["control"], "perplexity")
+        assert f"[{ratio:.3f} ×](model_cards/{record['name']}/README.md)" in " ".join(
+            rows[STUDIES["smollm2-distilled"]]
+        )
+    assert rows["MiniLM, SST-2, more texts"][3].startswith("[-1.2]")
+    for path in re.findall(r"\((model_cards/[^)]+)\)|/blob/main/([^)]+)\)", results_table()):
+        assert (CARDS.parent / (path[0] or path[1])).is_file()
 
 
 def test_groups_within_a_budget() -> None:
@@ -101,10 +128,10 @@ def test_a_control_beside_what_it_became(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"runs": runs}))
     assert cells(compared_table(record)) == [
-        ["`belief`", "0", "1,000", "88.00%", "90.00%", "-2.00 ± 1.00", "0.250"],
-        ["`belief`", "1", "2,000, --bf16", "91.00%", "90.00%", "+1.00 ± 1.00", "0.250"],
-        ["`belief`", "mean of 2", "", "", "", "-0.50, standard deviation 2.12", ""],
-        ["`gated`", "0", "1,000", "90.00%", "90.00%", "+0.00 ± 1.00", "0.250"],
+        ["`belief`", "0", "-2.00 ± 1.00", "88.00%", "90.00%", "1,000", "0.250"],
+        ["`belief`", "1", "+1.00 ± 1.00", "91.00%", "90.00%", "2,000, --bf16", "0.250"],
+        ["`belief`", "mean of 2", "-0.50, standard deviation 2.12", "", "", "", ""],
+        ["`gated`", "0", "+0.00 ± 1.00", "90.00%", "90.00%", "1,000", "0.250"],
     ]
 
 
@@ -114,7 +141,7 @@ def test_a_regression_by_the_number_of_converted_layers(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"runs": [run | {"compare": compare}]}))
     assert cells(compared_table(record)) == [
-        ["STS-B, `belief`, 4 of 6 layers", "0", "1,000, --bf16", "50.00", "62.50", "-12.50 ± 3.12", "-"]
+        ["STS-B, `belief`, 4 of 6 layers", "0", "-12.50 ± 3.12", "50.00", "62.50", "1,000, --bf16", "-"]
     ]
 
 
@@ -124,3 +151,34 @@ def test_differences_are_those_of_both_figures(record: Path) -> None:
         found = run["compare"]
         measure = "accuracy" if "accuracy" in found else "correlation"
         assert found[f"stock_{measure}"] - found[measure] == pytest.approx(found["loss"])
+
+
+def test_what_eight_bits_cost(tmp_path: Path) -> None:
+    """Points for accuracies, ratios for perplexities, and a state that a model does not have."""
+    top = {"value": 1234.5, "place": 3, "token": 7, "word": "\n", "norm": "model.1.norm"}
+    stock = {"figures": {"a/test": [0.9, 0, 0, 0]}, "largest": top}
+    rounded = {"figures": {"a/test": [0.88, -0.02, -0.031, 0.001]}, "largest": top}
+    runs = {"stock, full precision": stock, "stock, 8 bits": rounded}
+    lost = {"figures": {"b/test": [27.5, 281285.2, 1.25, 1.5]}, "largest": top | {"value": 2.5, "word": None}}
+    more = {
+        "stock, full precision": lost,
+        "sink, full precision": lost,
+        "sink, 8 bits": lost,
+        "sink, trained, 8 bits": lost,
+    }
+    studies = [
+        {"name": "one", "metric": "accuracy", "protocol": "machine", "runs": runs},
+        {"name": "two", "metric": "perplexity", "protocol": "papers", "runs": more},
+    ]
+    paths = [tmp_path / f"{study['name']}.json" for study in studies]
+    for path, study in zip(paths, studies, strict=True):
+        path.write_text(json.dumps(study))
+    assert cells(eight_bits_table("accuracy", paths)) == [["one", "a/test", "machines", "90.0", "-2.0 (-3.1 to +0.1)"]]
+    table = eight_bits_table("perplexity", paths)
+    assert table.startswith("| model | text | as | full precision | sink | trained |")
+    lost = "281,285 (1.250–1.500)"
+    assert cells(table) == [["two", "b/test", "papers", "27.50", lost, lost]]
+    assert cells(largest_table(paths)) == [
+        ["one", "a/test", "1,234, token 3 `'\\n'`, `1.norm`", "–"],
+        ["two", "b/test", "2.5, token 3, `1.norm`", "2.5, token 3, `1.norm`"],
+    ]

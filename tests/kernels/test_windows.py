@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.core.call import Call, Inputs
@@ -166,3 +170,55 @@ def test_dropout_keeps_the_mean() -> None:
     wanted = windows.attend(inputs, Span(3, 1)).detach()
     assert drawn.std(0).max() > 0.1
     assert float((drawn.mean(0) - wanted).abs().max()) < 5 * float(drawn.std(0).max()) / 4000**0.5
+
+
+class Made(TorchDispatchMode):
+    """Inside, the memory that operations make; `held` is what of it still exists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for storage in (each.untyped_storage() for each in tree_leaves(made) if isinstance(each, Tensor)):
+            self.sizes[StorageWeakRef(storage)] = storage.nbytes()
+        return made
+
+    @property
+    def held(self) -> int:
+        return sum(size for made, size in self.sizes.items() if not made.expired())
+
+
+def test_a_backward_pass_makes_the_blocks_again() -> None:
+    """Between the passes, the inputs, the heads and one mask are held, and no copy of the keys and values."""
+    three = [torch.randn(1, 2, 512, 8, requires_grad=True) for _ in range(3)]
+    masks = Masks(queries=512, keys=512, device=torch.device("cpu"), causal=True)
+    inputs, span = Inputs(*three, scaling=0.3, masks=masks, dropout=0.0), Span(16, 4)
+    with Made() as made:
+        heads = windows.attend(inputs, span)
+    blocks, inside = windows.folded(inputs, span)
+    mask = inside.masks.given
+    assert mask is not None
+    held = heads.nbytes + mask.nbytes + sum(each.nbytes for each in three)  # a view of an input is its memory
+    assert held <= made.held < held + inside.key.nbytes
+    assert blocks.count == 8
+
+
+def test_a_backward_pass_takes_the_kernels_of_the_forward_pass() -> None:
+    inputs, span = next(cases((2, 4, 2, 17, 17), "left"))
+    wanted = slow(inputs, span)
+    with sdpa_kernel(SDPBackend.MATH):
+        got = windows.attend(inputs, span)
+    assert_equal(inputs, got, wanted)
+
+
+def test_dropout_is_that_of_the_forward_pass() -> None:
+    """The heads are linear in the values: their product with the gradient is the sum of the heads."""
+    inputs, span = next(cases((1, 2, 2, 10, 10), None))
+    dropping = Inputs(*inputs.three, scaling=0.3, masks=inputs.masks, dropout=0.5)
+    heads = windows.attend(dropping, span)
+    total = heads.sum()
+    (slope,) = torch.autograd.grad(total, [inputs.value])
+    assert float((slope * inputs.value).sum().detach() - total.detach()) == pytest.approx(0, abs=EXACT)
+    assert float(total.detach()) != pytest.approx(float(windows.attend(inputs, span).sum().detach()))

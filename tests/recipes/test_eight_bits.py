@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+import transformers
+from datasets import Dataset, Image
+from PIL import Image as Picture
+from transformers import ViTImageProcessor
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import smooth
-from hf_attn_swap.quantization import machine_w8a8
+from hf_attn_swap.quantization import fake_w8a8, machine_w8a8
 from tests import zoo
-from tests.harness.byte_tokenizer import byte_tokenizer
+from tests.harness.byte_tokenizer import build, byte_tokenizer
 from tests.harness.recipes import needs_recipes, recipe
 
 from .printed import rows
 
 pytestmark = needs_recipes
 ROWS = ("stock, full precision", "stock, 8 bits", "smoothed, 8 bits", "sink, full precision", "sink, 8 bits")
+TRAINED = {"machine": "sink, smoothed, trained, 8 bits", "papers": "sink, trained, 8 bits"}
+
+
+def read_by_norms(model: Any, row: Any) -> tuple[float, str, int]:
+    """The largest number that a norm reads, the path of the norm, and the place of the token."""
+    found: list[tuple[float, str, int]] = []
+
+    def hook(path: str) -> Any:
+        return lambda _, args: found.append((float(args[0].abs().max()), path, int(args[0][0].abs().amax(1).argmax())))
+
+    norms = [(path, each) for path, each in model.named_modules() if type(each).__name__.endswith("Norm")]
+    hooks = [norm.register_forward_pre_hook(hook(path)) for path, norm in norms]
+    with torch.no_grad():
+        model(**row)
+    for each in hooks:
+        each.remove()
+    return max(found)
 
 
 @pytest.mark.parametrize("protocol", ["machine", "papers"])
@@ -36,18 +57,15 @@ def test_the_table(protocol: str, tmp_path: Path, monkeypatch: Any, capsys: Any)
         )
     one, two, fit = (str(tmp_path / f"{name}.parquet") for name in ("one", "two", "fit"))
     where = [str(tmp_path / "model"), "--texts", one, two, "--ranges", fit, two, "--length", "16", "--rows", "3"]
-    trained = [] if protocol == "papers" else ["--tokens", "64", "--learning-rate", "1e-3"]
-    recipe("eight_bits.py", [*where, "--alpha", "0.5", "--token", "a", "--protocol", protocol, *trained], monkeypatch)
+    how = ["--alpha", "0.5", "--token", "a", "--protocol", protocol, "--tokens", "64", "--learning-rate", "1e-3"]
+    recipe("eight_bits.py", [*where, *how], monkeypatch)
     captured = capsys.readouterr()
     found = rows(captured.out)
-    last = ("sink, smoothed, trained, 8 bits",) if trained else ()
-    assert tuple(found) == (*ROWS, "sink, smoothed, 8 bits", *last)
+    assert tuple(found) == (*ROWS, "sink, smoothed, 8 bits", TRAINED[protocol])
     assert "places are smoothed" in captured.err
     assert "stand before every text" in captured.err
-    assert all(cell.endswith("= 1.000 (1.000 to 1.000)") for cell in found[ROWS[0]])
+    assert all(cell.endswith("= 1.000 (1.000 to 1.000)") for cell in found[ROWS[0]][:-1])
     assert len({tuple(cells) for cells in found.values()}) == len(found)
-    if protocol == "papers":
-        return
     tokens = {
         name: byte_tokenizer("right")("".join(Dataset.from_parquet(path)["text"])).input_ids
         for name, path in (("one", one), ("two", two), ("fit", fit))
@@ -57,18 +75,81 @@ def test_the_table(protocol: str, tmp_path: Path, monkeypatch: Any, capsys: Any)
         for name, ids in tokens.items()
     }
     ranges = [row for pair in zip(blocks["fit"], blocks["two"], strict=True) for row in pair]
+    largest = max(read_by_norms(model, row)[0] for row in (*blocks["one"], *blocks["two"]))
+    assert float(found[ROWS[0]][-1].partition(",")[0]) == pytest.approx(largest, rel=1e-2)
     smooth(patch_model(model, "softmax"), ranges, 0.5, progress=False)
-    with machine_w8a8(model, ranges), torch.no_grad():
+    with {"machine": machine_w8a8, "papers": fake_w8a8}[protocol](model, ranges), torch.no_grad():
         losses = [float(model(**row, labels=row["input_ids"]).loss) for row in blocks["one"]]
     assert found["smoothed, 8 bits"][0].startswith(f"{math.exp(sum(losses) / 3):.2f} = ")
 
 
-def test_the_papers_protocol_does_not_train(monkeypatch: Any, capsys: Any) -> None:
-    """Its rows would stand beside a row of another protocol."""
-    with pytest.raises(SystemExit):
-        recipe(
-            "eight_bits.py",
-            ["x", "--texts", "y", "--ranges", "z", "--tokens", "64", "--protocol", "papers"],
-            monkeypatch,
-        )
-    assert "leave out --protocol" in capsys.readouterr().err
+def test_a_classifier_of_texts(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Its accuracy by hand, its largest activation, and no row with a sink: [SEP] reads the text after it."""
+    for each in (parts := build("bert", head="classification", num_labels=2)):
+        each.save_pretrained(tmp_path / "model")
+    model, tokenizer = parts
+    texts = [chr(97 + index) * (3 + index) for index in range(9)]
+    with torch.no_grad():
+        own = [model(**tokenizer(text, return_tensors="pt")).logits[0].argmax().item() for text in texts]
+    wrong = [int(label) ^ (index % 3 == 0) for index, label in enumerate(own)]
+    Dataset.from_dict({"text": texts, "label": wrong}).to_parquet(tmp_path / "test.parquet")
+    data = str(tmp_path / "test.parquet")
+    where = [str(tmp_path / "model"), "--texts", data, "--ranges", data, "--rows", "9", "--batch", "4"]
+    recipe("eight_bits.py", [*where, "--figures", str(tmp_path / "out.json")], monkeypatch)
+    captured = capsys.readouterr()
+    found = rows(captured.out)
+    assert tuple(found) == ROWS[:3]
+    assert found[ROWS[0]][0] == "66.7, +0.0 (+0.0 to +0.0)"
+    assert "There is no sink: a token before the text stands for a pair only in a causal language model" in captured.err
+    written = json.loads((tmp_path / "out.json").read_text("utf-8"))
+    (figures,) = written["runs"][ROWS[0]]["figures"].values()
+    assert figures == pytest.approx([6 / 9, 0, 0, 0])
+    value, norm, place, number = max(
+        (*read_by_norms(model, tokenizer(text, return_tensors="pt")), number) for number, text in enumerate(texts)
+    )
+    largest = written["runs"][ROWS[0]]["largest"]
+    assert (largest["norm"], largest["place"], largest["word"]) == (norm, place, texts[number][0])
+    assert largest["value"] == pytest.approx(value, rel=1e-4)
+    with pytest.raises(SystemExit, match="language models alone"):
+        recipe("eight_bits.py", [*where, "--tokens", "8"], monkeypatch)
+    with pytest.raises(ValueError, match="has 9 rows, but 10 are needed"):
+        recipe("eight_bits.py", [*where[:-4], "--rows", "10"], monkeypatch)
+
+
+def test_a_classifier_of_images(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    model = zoo.build("vit", head="classification", num_labels=2)
+    model.save_pretrained(tmp_path / "model")
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "model")
+    try:
+        transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
+    except ImportError as problem:
+        pytest.skip(f"transformers {transformers.__version__} reads images with torchvision alone: {str(problem)[:60]}")
+    pictures = [Picture.effect_noise((16, 16), 60 + 20 * index).convert("RGB") for index in range(4)]
+    data = Dataset.from_dict({"img": pictures, "label": [0, 0, 0, 0]}).cast_column("img", Image())
+    data.to_parquet(tmp_path / "test.parquet")
+    where = [str(tmp_path / "test.parquet")] * 2
+    options = ["--texts", where[0], "--ranges", where[1], "--column", "img", "--rows", "4", "--batch", "2"]
+    recipe("eight_bits.py", [str(tmp_path / "model"), *options], monkeypatch)
+    captured = capsys.readouterr()
+    found = rows(captured.out)
+    assert tuple(found) == ROWS[:3]
+    pixels = ViTImageProcessor(size={"height": 16, "width": 16})(pictures, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        right = float((model(pixel_values=pixels).logits.argmax(-1) == 0).float().mean())
+    assert found[ROWS[0]][0].startswith(f"{100 * right:.1f}, ")
+    assert "this model reads none" in captured.err
+
+
+def test_token_ids_need_no_tokenizer(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    model = zoo.build("llama", head="lm")
+    model.save_pretrained(tmp_path / "model")
+    ids = zoo.inputs("llama", batch=4, length=12)["input_ids"]
+    Dataset.from_dict({"input_ids": ids.tolist()}).to_parquet(tmp_path / "a.parquet")
+    data = ["--texts", str(tmp_path / "a.parquet"), "--ranges", str(tmp_path / "a.parquet"), "--column", "input_ids"]
+    where = [str(tmp_path / "model"), *data, "--length", "12", "--rows", "4", "--alpha", "0.5"]
+    recipe("eight_bits.py", where, monkeypatch)
+    captured = capsys.readouterr()
+    assert tuple(rows(captured.out)) == (*ROWS, "sink, smoothed, 8 bits")
+    assert "stand before every text" in captured.err
+    recipe("eight_bits.py", [*where, "--token", "7"], monkeypatch)
+    assert "keys and values of '7' stand before every text" in capsys.readouterr().err

@@ -73,6 +73,6 @@ def test_published_tables() -> None:
         embedded = json.loads(path.read_text())["runs"]
         assert all(f"| `{name}` | {texts} |" in conversions.embeddings_table() for name in embedded)
     contexts = json.loads(conversions.DECODE.read_text())["options"]["contexts"]
-    assert [line.split(" | ")[0] for line in conversions.hybrid_table().splitlines()[2:]] == [
+    assert [line.split(" | ")[0] for line in conversions.decoding_table().splitlines()[2:]] == [
         f"| {context:,}" for context in contexts
     ]

@@ -166,6 +166,7 @@ def test_names_on_the_card(tmp_path: Path) -> None:
         (str(tmp_path), "some/other", "some/other"),
     ):
         assert ModelArguments(model_name_or_path=here, base_model_card_name=named).published_name == shown
+        assert ModelArguments(model_name_or_path=here, base_model_card_name=named).on_hub is (shown != tmp_path.name)
         assert TextDataArguments(dataset_name=here, dataset_card_name=named).published_name == shown
     files = TextDataArguments(train_file="rows.csv", test_file="b.csv", dataset_card_name="some/rows")
     assert files.published_name == "some/rows"

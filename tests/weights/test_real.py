@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
 from hf_attn_swap.layer.registry import parse, tiny_options
+from hf_attn_swap.measuring.key_values import PairTexts
+from hf_attn_swap.measuring.needle import Haystacks
 from tests.contract.harness import gradient_distance, perturb, swaps, without_shortcut
 from tests.harness.process import python
 
-from .checkpoints import CHECKPOINTS, GENERATING, TEXTS, alone, fresh, inputs, needs, real, relative, run, stock
+from .checkpoints import CHECKPOINTS, FOLDER, GENERATING, TEXTS, alone, fresh, inputs, needs, real, relative, run, stock
 
 VARIANTS = pytest.mark.parametrize("variant", list_variants())
 TOLERANCE = 2e-5  # fp32, a few dozen layers deep
@@ -129,3 +132,22 @@ def test_loaded_in_a_fresh_process(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         torch.save((batch, model(**batch)[0]), tmp_path / "expected.pt")
     assert describe(model).summary() in python("-c", CHILD, tmp_path, CHECKPOINTS[name].auto).stdout
+
+
+@pytest.mark.parametrize("name", [needs("smollm2")])
+def test_hidden_numbers_and_pairs_are_found_far_more_often_than_by_chance(name: str) -> None:
+    """Otherwise the two measures would say nothing. A window that hides them, as patched, takes them away."""
+    tokenizer = AutoTokenizer.from_pretrained(Path(FOLDER) / name)
+    text = (Path(__file__).parents[2] / "docs" / "mathematics.md").read_text("utf-8")
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:4096]]
+    texts, pairs = (
+        Haystacks.of(stock(name), rows, tokenizer, (256,), texts=2),
+        PairTexts.of(stock(name), rows, tokenizer, (64,), texts=1),
+    )
+    found, values = texts.measure(stock(name)), pairs.measure(stock(name)).by_pairs[64]
+    assert found.together[256].digits > 0.8 > 0.3 > found.chance[256].digits
+    assert found.together[256].found >= 0.5
+    assert values.found > 0.4, "a guess is right once in 64 times"
+    blind = patch_model(fresh(name), "window", window=16, sinks=1)
+    assert texts.measure(blind).together[256].found < 0.2
+    assert pairs.measure(blind).by_pairs[64].found < 0.1

@@ -13,6 +13,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from transformers import PreTrainedModel
 
 from ...saved import shim
+from ...text.typed import refuse_name
 from ...writing import WEIGHTS
 from ..card import bare_card, render
 from ..checkpoint import saved_block
@@ -59,6 +60,8 @@ def push(
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"push takes a transformers model, got {type(model).__name__}; merge or unwrap it first.")
+    if tokenizer is not None:
+        refuse_name(tokenizer, "tokenizer")
     if getattr(model.config, "attn_swap", None) is None:
         raise ValueError("this model's attention is not swapped; call patch_model first, or model.push_to_hub.")
     with tempfile.TemporaryDirectory() as folder:

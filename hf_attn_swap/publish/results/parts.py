@@ -24,12 +24,14 @@ class BaseModel(Record):
             "scratch". "scratch" means that only the architecture was used, at sizes that `conversion` states.
         auto_class: the class of transformers that loads the published model, such as
             "AutoModelForSequenceClassification"; or a class of a recipe with the recipe's file, such as "lra.Matcher".
+        on_hub: False if `name` is only the name of a folder; the card then has no link to it.
     """
 
     name: str
     revision: str | None
     relation: str
     auto_class: str
+    on_hub: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

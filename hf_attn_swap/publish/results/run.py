@@ -45,6 +45,7 @@ class RunResult(Record):
         data: the data that the model was trained and measured on.
         converted: the metrics of the converted model.
         control: the metrics of the softmax model that was trained the same way; None if there is no control.
+        stock: the metrics of the base model as it is, where no control was trained; None if not recorded.
         difference: the difference of the headline metric to the control, paired row by row; None if not measured.
         cost: time or memory against stock attention; None if not measured.
         budget: the training of each seed, the same for the converted model and the control.
@@ -69,6 +70,7 @@ class RunResult(Record):
     data: DataSet
     converted: Measured
     control: Measured | None
+    stock: Measured | None = None
     difference: Interval | None
     cost: Cost | None
     budget: Budget
@@ -100,9 +102,11 @@ class RunResult(Record):
         self.check(all(LANGUAGE.fullmatch(code) for code in self.language), "language", 'codes such as "en"')
         self.check(set(REPORTED_VERSIONS) <= set(self.versions), "versions", f"of {', '.join(REPORTED_VERSIONS)}")
         self.check(self.control is not None or self.difference is None, "difference", "null without a control")
-        if self.control is not None:
-            _check_alike(self.converted.metrics, self.control.metrics, "metrics")
-            _check_alike(self.converted.outliers or (), self.control.outliers or (), "outliers")
+        self.check(self.control is None or self.stock is None, "stock", "null beside a control")
+        for name, other in (("control", self.control), ("stock", self.stock)):
+            if other is not None:
+                _check_alike(self.converted.metrics, other.metrics, f"{name}.metrics")
+                _check_alike(self.converted.outliers or (), other.outliers or (), f"{name}.outliers")
 
     @property
     def variant(self) -> str:
@@ -110,9 +114,12 @@ class RunResult(Record):
         return ", ".join(dict.fromkeys(swap.variant for swap in self.swaps))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; `study` and `steps` are left out where they are not recorded."""
-        unrecorded = [name for name in ("study", "steps") if getattr(self, name) is None]
-        return {"version": VERSION, **{name: value for name, value in asdict(self).items() if name not in unrecorded}}
+        """The JSON form; `study`, `steps` and `stock` are left out where they are not recorded."""
+        unrecorded = [name for name in ("study", "steps", "stock") if getattr(self, name) is None]
+        found = {"version": VERSION, **{name: value for name, value in asdict(self).items() if name not in unrecorded}}
+        if self.base.on_hub:
+            del found["base"]["on_hub"]
+        return found
 
     def to_json(self) -> str:
         """The text of a results.json."""
@@ -158,11 +165,11 @@ def versions() -> dict[str, str]:
     return {name: str(import_module(name).__version__).partition("+")[0] for name in REPORTED_VERSIONS}
 
 
-def _check_alike(converted: Sequence[Metric], control: Sequence[Metric], kind: str) -> None:
-    """Refuse a control whose metrics are not those of the converted model: the card shows them side by side."""
-    ours, theirs = ([(figure.name, figure.higher_is_better) for figure in side] for side in (converted, control))
+def _check_alike(converted: Sequence[Metric], other: Sequence[Metric], name: str) -> None:
+    """Refuse another model whose metrics are not those of the converted one: the card shows them side by side."""
+    ours, theirs = ([(figure.name, figure.higher_is_better) for figure in side] for side in (converted, other))
     if ours != theirs:
-        raise ValueError(f"control.{kind} must be the same as converted.{kind}, in the same order.")
+        raise ValueError(f"{name} must be the same as converted.{name.partition('.')[2]}, in the same order.")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

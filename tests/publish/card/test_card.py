@@ -18,7 +18,7 @@ from hf_attn_swap.publish.card import bare_card, commands_beside, layers_text, n
 from hf_attn_swap.publish.citations import bibtex
 from hf_attn_swap.publish.results import RESULTS_FILE, AppliedSwap, RunResult
 
-from ..results.examples import BELIEF, full, measured, result, sparse
+from ..results.examples import BELIEF, full, measured, metric, result, sparse
 
 ROOT = Path(__file__).parents[3]
 SPARSE = RunResult.from_dict(sparse())
@@ -69,6 +69,42 @@ def test_a_model_from_scratch_has_no_base_model() -> None:
         validate(text.replace("- from-scratch\n", ""))
     with pytest.raises(ValueError, match="base_model must be absent from a model of random weights, got 'a/b'"):
         validate(text.replace("tags:", "base_model: a/b\ntags:"))
+
+
+def test_a_folder_is_no_name_on_the_hub() -> None:
+    """The card names it without a link, and the metadata leave it out: the Hub would look for another model."""
+    run = result(base={**result().base.__dict__, "name": "checkpoint-400", "on_hub": False})
+    text = render(run)
+    found = metadata(text)
+    assert "base_model" not in found
+    assert "base_model_relation" not in found
+    assert "\n`checkpoint-400` with its softmax attention replaced" in text
+    assert "huggingface.co/checkpoint-400" not in text
+    assert "huggingface.co/sentence-transformers/all-MiniLM-L6-v2)" in render(result())
+    with pytest.raises(ValueError, match="base_model must be absent from a model whose base is a folder, got 'a/b'"):
+        validate(text.replace("tags:", "base_model: a/b\ntags:"), on_hub=False)
+
+
+def test_a_base_model_that_was_not_trained_is_no_control(tmp_path: Path) -> None:
+    data = full(control=None, difference=None, stock={**measured(0.80, 0.81, 0.82), "wall_seconds": 0.0})
+    text = render(RunResult.from_dict(data))
+    assert "| metric | belief, outeffhop+gated | base model | difference |" in text
+    assert "| accuracy (higher is better) | 0.8200 ± 0.0100 | 0.8100 ± 0.0100 | +0.0100 ± 0.0100 |" in text
+    assert "The base model was measured as it is. No softmax model was trained the same way, so the difference" in text
+    assert "- base model, seeds 0, 1, 2: accuracy 0.8, 0.81, 0.82" in text
+    assert "control" not in text.partition("## Results")[2]
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / RESULTS_FILE).write_text(json.dumps(data))
+    assert "| 0.8200 ± 0.0100 | 0.8100 ± 0.0100 (base model) | +0.0100 ± 0.0100 |" in table(tmp_path)
+
+
+def test_recall_is_explained_where_it_was_measured() -> None:
+    assert "a passage gains" not in render(result())
+    both = [metric("accuracy", 0.5), metric("recall_after_200", 3.5)]
+    run = result(converted={**measured(0.5), "metrics": both, "outliers": None}, control=None, difference=None)
+    text = render(run)
+    assert "| recall_after_200 (higher is better) | 3.5 |" in text
+    assert "\n`recall_after_200`: the nats per token that a passage gains when it is read again" in text
 
 
 def test_data_that_are_not_on_the_hub_have_no_link() -> None:

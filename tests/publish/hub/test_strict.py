@@ -120,6 +120,9 @@ def test_stock_checkpoint_is_refused(tmp_path: Path) -> None:
         push_folder(tmp_path, "me/stock")
     with pytest.raises(ValueError, match="not swapped; call patch_model first"):
         push(zoo.build("bert"), "me/stock")
+    named = "tokenizer must be a loaded tokenizer or image processor, got the name .gpt2."
+    with pytest.raises(ValueError, match=named):
+        push(zoo.build("bert"), "me/stock", tokenizer="gpt2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="push takes a transformers model, got Linear"):
         push(torch.nn.Linear(2, 2), "me/stock")
     with pytest.raises(ValueError, match=r"there is no config\.json in it"):

@@ -116,6 +116,27 @@ def test_study_and_steps_may_be_left_out() -> None:
     assert RunResult.from_dict(json.loads(json.dumps(named.to_dict()))) == named
 
 
+def test_the_base_model_beside_which_no_control_was_trained() -> None:
+    stock = full()["control"]
+    found = RunResult.from_dict(full(control=None, difference=None, stock=stock))
+    assert found.stock is not None
+    assert RunResult.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert "stock" not in RunResult.from_dict(full()).to_dict()
+    with pytest.raises(ValueError, match="stock must be null beside a control"):
+        RunResult.from_dict(full(stock=stock))
+    stock["metrics"][0]["name"] = "f1"
+    with pytest.raises(ValueError, match=r"stock\.metrics must be the same as converted\.metrics"):
+        RunResult.from_dict(full(control=None, difference=None, stock=stock))
+
+
+def test_a_base_model_that_is_a_folder() -> None:
+    data = full()
+    data["base"] |= {"name": "checkpoint-400", "on_hub": False}
+    found = RunResult.from_dict(data)
+    assert RunResult.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert "on_hub" not in RunResult.from_dict(full()).to_dict()["base"]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, np.float32("nan")])
 def test_what_is_not_finite_is_refused_with_advice(bad: float) -> None:
     data = full()
