@@ -65,7 +65,7 @@ def generated_pages() -> dict[str, str]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put tables in the place of their markers, and let links to cards and records lead to their pages."""
+    """Put tables instead of their markers, and let links to cards and records lead to their pages."""
     top = posixpath.relpath(".", posixpath.dirname(page.file.src_uri) or ".")
     text = MARKER.sub(lambda found: site_table(found[1]), markdown)
     text = CARD_LINK.sub(rf"]({top}/cards/\1.md)", text)
