@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,27 @@ TRAINED = ("sink, smoothed, trained", "sink, trained")  # a study has one of the
 FULL = ("stock, full precision", "sink, full precision")
 
 
-def eight_bits_table(paths: Iterable[Path] | None = None) -> str:
-    """A row for each file that was measured: the metric in full precision, and what 8 bits cost in each state."""
+def eight_bits_table(metric: str, paths: Iterable[Path] | None = None) -> str:
+    """A row for each file that was measured: the metric in full precision, and what 8 bits cost in each state.
+
+    A state that no model of the table has is left out.
+
+    Args:
+        metric: "accuracy" or "perplexity": the studies in the table.
+        paths: the records; None means all.
+    """
     rows = []
     for study in _studies(paths):
-        for text, (value, *_) in study["runs"][FULL[0]]["figures"].items():
-            accuracy = study["metric"] == "accuracy"
+        for text, (value, *_) in study["runs"][FULL[0]]["figures"].items() if study["metric"] == metric else ():
+            accuracy = metric == "accuracy"
             stock = f"{100 * value:.1f}" if accuracy else f"{value:.2f}"
             last = [state for state in TRAINED if f"{state}, 8 bits" in study["runs"]] or TRAINED[:1]
             runs = (study["runs"].get(f"{state}, 8 bits") for state in (*STATES, last[0]))
             cells = ("–" if run is None else _cost(run["figures"][text], accuracy) for run in runs)
             rows.append((study["name"], text, PROTOCOLS[study["protocol"]], stock, *cells))
-    return markdown(("model", "text", "as", "full precision", *STATES, "trained"), rows)
+    columns = list(zip(("model", "text", "as", "full precision", *STATES, "trained"), *rows, strict=True))
+    header, *kept = zip(*(each for each in columns if set(each[1:]) != {"–"}), strict=True)
+    return markdown(header, kept)
 
 
 def largest_table(paths: Iterable[Path] | None = None) -> str:
@@ -63,4 +73,6 @@ def _largest(run: dict[str, Any] | None) -> str:
     found = run["largest"]
     value = f"{found['value']:,.0f}" if found["value"] >= 100 else f"{found['value']:.3g}"
     word = "" if found["word"] is None else f" `{found['word']!r}`"
-    return f"{value}, token {found['place']}{word}, `{found['norm']}`"
+    number = re.search(r"\d.*", found["norm"])  # without the names in front of the number of the block
+    norm = found["norm"].rpartition(".")[-1] if number is None else number[0]
+    return f"{value}, token {found['place']}{word}, `{norm}`"
