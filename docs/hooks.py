@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 
 from docs.tables import TABLES
 from docs.tables.families import families_table
+from docs.tables.matrix import matrix_table
 from docs.tables.papers import claims_table
 from docs.tables.runs import CARDS, RECORDS, recorded
 from docs.tables.seeds import LEGEND, MARK, figures, with_marks
@@ -31,7 +32,7 @@ RECORD_LINK = re.compile(r"\]\(model_cards/runs/([^/)]+)/results\.json\)")
 # Sections of a card that speak of a model which somebody can load. A record of a run has no such model.
 PICTURE = re.compile(r"(!\[[^\]]*\]\()([^)#]+)\.png\)")
 # Pages with wide tables: their contents list stands below the title, and the place at the right belongs to the tables.
-WIDE = re.compile(r"(?:results|variants)/.*|models/published\.md|guides/elsewhere\.md|architectures\.md")
+WIDE = re.compile(r"(?:results|variants)/.*|models/(?:published|matrix)\.md|guides/elsewhere\.md|architectures\.md")
 HEADING = re.compile(r"^```.*?^```|^## ([^\n]+)$", re.MULTILINE | re.DOTALL)
 OF_A_MODEL = ("Load it", "Intended use", "Citation")
 
@@ -64,7 +65,7 @@ def generated_pages() -> dict[str, str]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put tables in the place of their markers, and let links to cards and records lead to their pages."""
+    """Put tables instead of their markers, and let links to cards and records lead to their pages."""
     top = posixpath.relpath(".", posixpath.dirname(page.file.src_uri) or ".")
     text = MARKER.sub(lambda found: site_table(found[1]), markdown)
     text = CARD_LINK.sub(rf"]({top}/cards/\1.md)", text)
@@ -113,7 +114,12 @@ def _claims() -> str:
 
 
 OF_RUNS = ("published", "conversion", "scratch", "glue")  # their last column counts seeds
-OF_THE_SITE = {"families": families_table, "papers": _claims, "variants": names_table}
+OF_THE_SITE = {
+    "families": families_table,
+    "matrix": lambda: figures(matrix_table()),
+    "papers": _claims,
+    "variants": names_table,
+}
 
 
 def record_page(path: Path) -> str:

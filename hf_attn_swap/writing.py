@@ -3,7 +3,8 @@
 A result is saved beside its folder and then renamed. So a process that is killed, or a disk that is full, leaves
 nothing that looks like a result. Beside a folder OUT may lie, while a command runs or after it was killed:
 
-    OUT.lock    the lock of the command that writes; the system opens it when the process ends
+    OUT.lock    the lock of the command that writes; the system opens it when the process ends (OUT/.lock, for a folder
+                of work)
     OUT.saving  a result that is being saved
     OUT.saved   a whole result, while its files replace those of a folder that was there before
 """
@@ -51,12 +52,14 @@ def check_writable(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def claimed(out: Path, *, writes: bool = True) -> Iterator[None]:
+def claimed(out: Path, *, writes: bool = True, inside: bool = False) -> Iterator[None]:
     """Inside, no other command writes into `out`.
 
     Args:
         out: the folder, which need not exist.
         writes: False in a process that writes nothing, such as the others beside the main process.
+        inside: the lock lies in the folder, for files that are written there one by one. Else it lies beside the
+            folder, as the result does until it is whole.
 
     Raises:
         ValueError: another command writes into it.
@@ -65,8 +68,10 @@ def claimed(out: Path, *, writes: bool = True) -> Iterator[None]:
     if not writes:
         yield
         return
-    check_writable(out)
-    path = beside(out, LOCK)
+    path = out.resolve() / LOCK if inside else beside(out, LOCK)
+    for folder in (out, path.parent):
+        check_writable(folder)
+    new = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=0)
     try:
@@ -82,6 +87,9 @@ def claimed(out: Path, *, writes: bool = True) -> Iterator[None]:
         with contextlib.suppress(OSError):  # Windows removes no open file
             path.unlink()
         lock.release()
+        if new:
+            with contextlib.suppress(OSError):  # it has files now
+                path.parent.rmdir()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from .captions import captioned
 MARK = "†"
 LEGEND = f"{MARK} One seed: the interval holds the chance of the held-out rows, and not the chance of the training."
 # Spaces inside of these do not end a line: an interval, a figure and its spread, a figure and its unit.
-UNBROKEN = re.compile(r"\[[^\]]*\](?!\()|[\d.]+ ± [\d.]+|\d (?:ms|MB|%)")
+UNBROKEN = re.compile(r"\[[^\]]*\](?!\()|[\d.]+ ± [\d.]+|\d (?:ms|MB|%|×)")
 
 
 def with_marks(table: str) -> str:

@@ -34,7 +34,7 @@ TEXTS = 8
 SHORT = 16  # tokens on which positions and pairs are tried
 ROUNDING = 1e-3  # the largest relative difference of outputs that is rounding, in fp32,
 MOVED = 0.05  # in half precision: by other positions,
-SHARE = 0.15  # and by pairs in the place of tokens, as a share of what the tokens change
+SHARE = 0.15  # and by pairs instead of tokens, as a share of what the tokens change
 
 Pair = tuple[Tensor, Tensor]  # keys and values of a layer, (G,n,D) each
 

@@ -7,7 +7,7 @@ The steps, each measured on held-out rows (`steps/`, a file each):
     3. absorb:     in a causal language model, the keys and values of one token as a sink, if less is lost with it
     4. fit:        a neutral start, and no fit, a gain or a map per head, whichever loses least (or as `stages` say)
     5. choose:     with a budget or a share to keep, what each layer alone costs decides about the order
-    6. distil:     the model before the swap teaches the swapped model, group of layers by group of layers
+    6. distil:     the original model teaches the swapped model, group of layers by group of layers
     7. finish:     adapters merged into the weights, no swap in layers that keep their own attention
     8. smooth:     with bits=8, channels of like sizes, if less is lost in 8 bits with them
     9. relearn:    with bits=8, the model in full precision teaches the rounded model, while tokens are left
@@ -196,7 +196,7 @@ def convert(
         args = args or TrainingArguments(output_dir=str(folder), report_to="none")
         refuse_split_weights(args, root)
         if output_dir is not None:
-            inside.enter_context(claimed(folder, writes=args.should_save))
+            inside.enter_context(claimed(folder, writes=args.should_save, inside=True))
             inside.enter_context(told_where(folder))
         train, held = split(
             root,

@@ -251,7 +251,7 @@ class _Doubled:
 
 
 def _in_place_of(x: Tensor, other: Tensor, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a call, with another tensor in the place of x."""
+    """The arguments of a call, with another tensor instead of x."""
     return (
         tuple(other if each is x else each for each in args),
         {name: other if each is x else each for name, each in kwargs.items()},

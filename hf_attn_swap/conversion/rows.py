@@ -318,7 +318,7 @@ def _is_pair(row: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """True for a text, and for None in the place of a text."""
+    """True for a text, or None."""
     return value is None or isinstance(value, str)
 
 

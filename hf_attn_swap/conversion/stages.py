@@ -108,7 +108,7 @@ class Align:
 @stage_kind
 @dataclass(frozen=True, kw_only=True)
 class Distil(Losses):
-    """Distillation without labels; the teacher is the model before the swap.
+    """Distillation without labels; the teacher is the original model.
 
     Attributes:
         epochs: passes over the training rows, in a recipe.
@@ -221,7 +221,7 @@ def _read(entry: str) -> Stage:
         raise ValueError(f"the stage {name} has no option {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
     try:
         stage: Stage = kind(**values)
-    except TypeError as problem:  # a value of another type, such as text in the place of a number
+    except TypeError as problem:  # a value of another type, such as text instead of a number
         raise ValueError(f"the stage {name} cannot have these values: {entry} ({problem}).") from None
     return stage
 

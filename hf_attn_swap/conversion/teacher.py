@@ -125,7 +125,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def refuse_frozen_copies(sharded: bool) -> None:
-    """Refuse weights that are split over processes: FSDP puts them back in the place of the frozen copies.
+    """Refuse weights that are split over processes: FSDP puts them back instead of the frozen copies.
 
     Raises:
         ValueError: the weights are split.

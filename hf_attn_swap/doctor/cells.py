@@ -161,7 +161,7 @@ def _distance(got: Tensor, wanted: Tensor) -> float:
         Wrong: the shapes differ, or an output is no finite number.
     """
     if got.shape != wanted.shape:
-        raise Wrong(f"the outputs have the shape {tuple(got.shape)} in the place of {tuple(wanted.shape)}")
+        raise Wrong(f"the outputs have the shape {tuple(got.shape)} instead of {tuple(wanted.shape)}")
     if not got.isfinite().all():
         raise Wrong("an output is infinite or not a number")
     return float((got - wanted).abs().max() / wanted.abs().max())

@@ -71,7 +71,7 @@ class Firsts:
 
 @dataclass(frozen=True)
 class Held:
-    """What a cache holds of a text in the place of all its keys, beside its last ones.
+    """What a cache holds of a text instead of all its keys, beside its last ones.
 
     Attributes:
         before: the number of keys in front of the last ones.

@@ -30,7 +30,7 @@ from .rank_correlation import difference_margin, rank_correlation
 
 PIECE = 2**22  # numbers of logits that are compared at a time
 Z95 = 1.96  # 95 % of a normal distribution lie within so many standard deviations
-UNKNOWN = -100  # in the place of a class: no label, or no next token
+UNKNOWN = -100  # instead of a class: no label, or no next token
 LARGEST_EXPONENT = 709.0  # e to a larger power is no float any more
 
 

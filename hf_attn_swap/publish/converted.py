@@ -279,6 +279,6 @@ def auto_class(kind: str) -> str:
 
 
 def _identifier(text: str) -> str:
-    """The text with a dash in the place of every character that a name on the Hub may not have."""
+    """The text with a dash instead of every character that a name on the Hub may not have."""
     dashed = re.sub(r"[^A-Za-z0-9._/-]+", "-", text)
     return re.sub(r"([-.])[-.]+", r"\1", dashed).strip("-._/")[:LONGEST_NAME] or "unnamed"

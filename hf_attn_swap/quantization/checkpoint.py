@@ -2,7 +2,7 @@
 
 The config names the format int-quantized of compressed-tensors, and `save_pretrained` writes the integers as they are.
 transformers reads them with the package compressed-tensors, whose own forward pass turns them into floating point with
-equal rounding. `int8_loaded` puts integer modules in the place of its Linears before that.
+equal rounding. `int8_loaded` puts integer modules instead of its Linears before that.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def stored_integers(module: nn.Module) -> Int8Linear | None:
 
 
 def replace(root: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
-    """Put modules in the place of others, wherever a module of the model holds these."""
+    """Put modules instead of others, wherever a module of the model holds these."""
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
             if child in made:

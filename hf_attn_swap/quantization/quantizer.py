@@ -103,7 +103,7 @@ class Quantizer:
         return rounded
 
     def weight(self, path: str, module: nn.Module, stack: contextlib.ExitStack) -> None:
-        """Put a rounded weight in the place of a module's weight, until the stack closes."""
+        """Put a rounded weight instead of a module's weight, until the stack closes."""
         weight = module.weight
         if not isinstance(weight, nn.Parameter):
             return  # this norm has no parameters

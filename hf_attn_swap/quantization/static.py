@@ -74,7 +74,7 @@ def _notes_ends(ends: list[Tensor]) -> Any:
 
 
 def int8_static(model: M, ranges: Mapping[str, Range], *, symmetric: bool = False) -> M:
-    """Put modules with int8 weights and static 8-bit inputs in the place of Linears, in place.
+    """Put modules with int8 weights and static 8-bit inputs instead of Linears, in place.
 
     On a CPU they run PyTorch's integer matrix product; elsewhere they compute the same in floating point.
     The weights cannot be restored: to undo the quantisation, load the model again.

@@ -28,7 +28,7 @@ CONFIG = "config.json"
 KEY = "auto_map"
 NAMES = "architectures"
 PREFIX = "HfAttnSwap"
-CODE = "model_file"  # MLX runs this file in the place of its own model, and without trust it refuses the model
+CODE = "model_file"  # MLX runs this file instead of its own model, and without trust it refuses the model
 KEYS = (NAMES, KEY, CODE)
 
 

@@ -45,7 +45,7 @@ def resized(model: PreTrainedModel, size: int | None) -> PreTrainedModel:
         new.load_state_dict(weights)
     except (RuntimeError, ValueError, AttributeError) as problem:
         raise ValueError(
-            f"{type(model).__name__} cannot take images of {size} pixels in the place of "
+            f"{type(model).__name__} cannot take images of {size} pixels instead of "
             f"{getattr(model.config, 'image_size', None)}; leave out --image_size."
         ) from problem
     made: PreTrainedModel = new.train(model.training)

@@ -64,7 +64,7 @@ def model_root(model: nn.Module) -> PreTrainedModel:
 
 
 def _no_module(given: Any) -> str:
-    """What to pass in the place of something that is no module."""
+    """What to pass instead of something that is no module."""
     if isinstance(given, (str, os.PathLike)):
         name = os.fspath(given)
         return (
@@ -529,7 +529,7 @@ def _stock_configs(model: nn.Module) -> None:
     """Give every module its former config object back, with what the user has changed since.
 
     A wrapper around `model` may hold one of our copies. The content of each copy is therefore set to the content of the
-    former config. A config that the user has put in the place of a copy is left alone.
+    former config. A config that the user has put instead of a copy is left alone.
     """
     for module in model.modules():
         if CONFIGS in module.__dict__:

@@ -1,6 +1,6 @@
-"""Puts cache layers of this package in the place of the keys and values of a layer of transformers' cache.
+"""Puts cache layers of this package instead of the keys and values of a layer of transformers' cache.
 
-`State.of` puts a state in the place of an empty `DynamicLayer` on the first call of a layer, so that `generate()` and
+`State.of` puts a state instead of an empty `DynamicLayer` on the first call of a layer, so that `generate()` and
 `model(..., use_cache=True)` use the state by themselves.
 Axes: B batch, G key/value head, L token, K key, D head width.
 """

@@ -150,7 +150,7 @@ def same_bits(got: list[Tensor], wanted: list[Tensor]) -> bool:
 
 
 def in_double(batch: Batch) -> Batch:
-    """The same arguments with fp64 in the place of fp32."""
+    """The same arguments with fp64 instead of fp32."""
     return {
         name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in batch.items()

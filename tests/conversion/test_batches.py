@@ -67,7 +67,7 @@ def test_without_a_decoder_of_its_own() -> None:
 @SWAPPED
 @pytest.mark.parametrize("losses", LOSSES, ids=["logits", "hidden", "last"])
 def test_padding_of_the_decoder_costs_nothing(losses: Losses, tmp_path: Path) -> None:
-    """Other tokens in the decoder's padding change no loss; in the place of real tokens they do."""
+    """Other tokens in the decoder's padding change no loss; instead of real tokens they do."""
     trainer = distiller(patch_model(stock("t5"), "outeffhop"), tmp_path, "t5", losses=losses, trainable="body")
     found = []
     for decoder in (True, False):

@@ -24,7 +24,7 @@ from .converting import converted, names, rows, same, stock, timeless, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 WINDOW = {"window": 4, "sinks": 1}
-GAIN = 3.0  # of the stock model, in the place of a measured one
+GAIN = 3.0  # of the stock model, instead of a measured one
 
 
 def long() -> Any:

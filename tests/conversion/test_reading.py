@@ -26,7 +26,7 @@ from tests.contract.harness import batch_of, refused
 from .converting import CALM, Killed, converted, rows, same, stock, timeless, weights
 from .distilling import distiller
 from .letters import Words
-from .test_rows import Pixels
+from .pixels import Pixels
 
 
 class Endless:

@@ -19,14 +19,7 @@ from tests.contract.harness import refused
 
 from .converting import rows, stock
 from .letters import Words
-
-
-class Pixels:
-    """An image processor."""
-
-    def __call__(self, image: Image.Image, return_tensors: str) -> dict[str, torch.Tensor]:
-        assert image.mode == "RGB"
-        return {"pixel_values": torch.full((1, 3, 16, 16), float(image.size[0]))}
+from .pixels import Pixels
 
 
 def test_texts_of_a_language_model_are_joined_and_cut() -> None:

@@ -35,7 +35,20 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
             pass
     with claimed(out):
         pass
-    assert names(tmp_path) == ["new"], "no lock stays"
+    assert names(tmp_path) == [], "no lock stays, and no folder that was made for it"
+
+
+def test_a_lock_inside(tmp_path: Path) -> None:
+    """For a folder of work, such as a disk of its own, whose parent nobody else may write."""
+    out = tmp_path / "out"
+    with claimed(out, inside=True):
+        assert names(tmp_path) == ["out", "out/.lock"]
+        with pytest.raises(ValueError, match="another process writes into"), claimed(out, inside=True):
+            pass
+        with claimed(out):
+            pass
+        (out / "kept").touch()
+    assert names(tmp_path) == ["out", "out/kept"]
 
 
 def test_the_lock_of_a_process_that_was_killed_is_open(tmp_path: Path) -> None:

@@ -95,7 +95,9 @@ def test_python_runs_as_written(page: str, models: Path, tmp_path: Path, monkeyp
         "labelled": [{"input_ids": row, "labels": place % 2} for place, row in enumerate(batch)],
         "texts": ["the film was fine and dull " * 20] * 20,
     }
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"text": names["texts"]})
+    texts = datasets.Dataset.from_dict({"text": names["texts"]})
+    streams = {False: texts, True: texts.to_iterable_dataset()}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, streaming=False, **__: streams[streaming])
     monkeypatch.setitem(sys.modules, "gradio", Mock())  # tests/tools/test_gradio.py runs these lines with Gradio
     with without_new_names():
         for block in blocks("python")[page]:

@@ -7,8 +7,10 @@ import re
 
 import pytest
 
+from docs.notebook import badge
 from docs.tables.captions import captioned
 from docs.tables.families import families_table
+from docs.tables.matrix import TASKS, matrix_table
 from docs.tables.runs import CARDS, RECORDS, cards, has_card, published_table, recorded
 from docs.tables.seeds import LEGEND, MARK, with_marks
 from docs.tables.variants import layer_picture, names_table, slug, variant_page
@@ -17,7 +19,7 @@ from hf_attn_swap.families import FAMILIES
 from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish.results import RESULTS_FILE, SCRATCH
 
-from .pages import DOCS, PAGES
+from .pages import DOCS, PAGES, ROOT
 
 ANCHORS = {slug(heading) for heading in re.findall(r"^#+ (.+)$", PAGES["mathematics.md"], re.M)}
 
@@ -76,6 +78,33 @@ def test_every_variant_is_in_the_table_and_leads_to_its_page() -> None:
         aliases = ", ".join(f"`{alias}`" for alias in get_variant(name).aliases)
         assert f"| [`{name}`]({name}.md) | {aliases or '–'} | " in table
         assert aliases in variant_page(name)
+
+
+def test_every_measured_task_is_in_the_matrix() -> None:
+    rows = {line.split("`")[1]: line for line in matrix_table().splitlines()[2:]}
+    assert set(rows) == set(list_variants())
+    for run in recorded():
+        for swap in run.swaps:
+            for component in swap.components:
+                assert f"[{TASKS[run.task]}](" in rows[component.name]
+
+
+def test_every_page_leads_to_the_repository_its_issues_and_the_notebook() -> None:
+    links = re.findall(r'href="([^"]+)"', (ROOT / "mkdocs.yml").read_text("utf-8"))
+    urls = dict(re.findall(r'^(\w+) = "(https://[^"]+)"', (ROOT / "pyproject.toml").read_text("utf-8"), re.M))
+    assert links[:2] == [urls["Repository"], urls["Issues"]]
+    assert f"]({links[2]})" in badge()
+
+
+def test_a_picture_has_its_dark_twin() -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra docs)")
+    from docs.hooks import on_page_markdown
+
+    page = _Page()
+    made = on_page_markdown("![A](../pictures/swap.png)\n\n![B](../pictures/distil-curve.png)", page)
+    both, one = made.split("\n\n")
+    assert both == "![A](../pictures/swap.png#only-light)![A](../pictures/swap-dark.png#only-dark)"
+    assert one == "![B](../pictures/distil-curve.png)"
 
 
 def test_every_family_is_in_the_table() -> None:

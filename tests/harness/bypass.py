@@ -1,4 +1,4 @@
-"""A forward that goes around the attention function, as libraries of fast kernels put in the place of the stock one."""
+"""A forward that goes around the attention function, as libraries of fast kernels put instead of the stock one."""
 
 from __future__ import annotations
 

@@ -100,6 +100,7 @@ HEADS = stage("conversion/test_heads.py", keyword=f"{FEW} and not compiled")
 LOSSES = stage("conversion/test_losses.py")
 MERGE = stage("conversion/test_merge.py", keyword="not saved and (llama or gpt2 or not merged)")
 NEUTRAL = stage("conversion/test_neutral.py", keyword=FEW)
+READING = stage("conversion/test_reading.py")
 ROWS = stage("conversion/test_rows.py", "conversion/test_batches.py")
 SCALE = stage("conversion/test_value_scale.py", keyword=f"{FEW} and not architectures")
 SMOOTH = stage("conversion/test_smooth.py", keyword=f"not (way_back or found) or (({DEEP}) and (gated or found))")
@@ -179,13 +180,14 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/plan.py": (PLANNED, STAGES),
     "conversion/processes.py": (stage("conversion/test_processes.py"),),
     "conversion/progress.py": (stage("conversion/test_progress.py"),),
+    "conversion/reading.py": (READING,),
     "conversion/report.py": (CALIBRATE, CUT),
-    "conversion/rows.py": (ROWS,),
+    "conversion/rows.py": (ROWS, READING),
     "conversion/schedule.py": (stage("conversion/test_schedule.py", keyword="not sharded"),),
     "conversion/sensitivity.py": (stage("conversion/test_sensitivity.py"), RECALLED),
     "conversion/smooth.py": (SMOOTH,),
     "conversion/snapshot.py": (stage("conversion/test_snapshot.py"), STEPS),
-    "conversion/split.py": (LEAVES, REFUSED),
+    "conversion/split.py": (READING, LEAVES, REFUSED),
     "conversion/stages.py": (STAGES, PLANNED, LOSSES),
     "conversion/state.py": (STEPS, CHOSEN, RESUMED),
     "conversion/steps/": (STEPS, SPENT, CHOSEN),

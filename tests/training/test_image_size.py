@@ -79,7 +79,7 @@ def test_half_precision_and_modes_stay() -> None:
 
 def test_weights_that_depend_on_the_size_are_refused() -> None:
     sizes = SIZES | {"num_hidden_layers": 1, "intermediate_size": 32, "use_relative_position_bias": True}
-    with refused("BeitModel cannot take images of 24 pixels in the place of 16; leave out --image_size."):
+    with refused("BeitModel cannot take images of 24 pixels instead of 16; leave out --image_size."):
         resized(BeitModel(BeitConfig(**sizes)), 24)
 
 

@@ -187,9 +187,7 @@ def test_the_fine_tuned_control_is_converted(tiny: Path, tmp_path: Path, monkeyp
     assert result.steps == ("fine_tune", "distil")
     assert "Started from the fine-tuned softmax control of the same seed" in result.conversion[0]
     assert "Attention replaced by belief, weights kept" in result.conversion[1]
-    assert (
-        "Distilled without labels from the model before the swap: 1 epochs on 48 training rows" in result.conversion[2]
-    )
+    assert "Distilled without labels from the original model: 1 epochs on 48 training rows" in result.conversion[2]
     assert len(result.conversion) == 3
     outcome = json.loads((tmp_path / "still" / "seed-0" / "outcome.json").read_text())
     assert outcome["steps"] == 0, "no fine-tuning followed"

@@ -88,7 +88,7 @@ def _choose(state: State) -> None:
 
 
 def _put(state: State) -> None:
-    """Put the swaps with the chosen sink in the place of the others."""
+    """Put the swaps with the chosen sink instead of the others."""
     _patch(state)
     absorb_rows(state.model, state.asked.processor, _first_rows(state)[:1], tokens=state.notes["sink"])
 

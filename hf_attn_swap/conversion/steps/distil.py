@@ -1,4 +1,4 @@
-"""Step 6: the model before the swap teaches the swapped model, group of layers by group of layers.
+"""Step 6: the original model teaches the swapped model, group of layers by group of layers.
 
 If the tokens are used up before a group is within the budget, the group is taken back. Where no budget chooses the
 layers, a distillation that diverged is taken back.
@@ -77,7 +77,7 @@ def distilled(stage: Distil, name: str) -> Step:
                 state.leave_adapters(merged=True)
         state.taught = None  # what trains in the next stage is another part of the model
         state.say(
-            f"Distilled without labels from the model before the swap: {lesson.words}, {what}, loss "
+            f"Distilled without labels from the original model: {lesson.words}, {what}, loss "
             f"{stage.losses.words}, learning rate {stage.learning_rate:g}{_rise(stage)}."
         )
 

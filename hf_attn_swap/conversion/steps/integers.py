@@ -13,7 +13,7 @@ from .relearn import RANGES
 
 
 def integers(state: State) -> Iterator[Part]:
-    """Put integers in the place of the weights. From here on, there is no way back."""
+    """Put integers instead of the weights. From here on, there is no way back."""
     if state.asked.bits is not None and state.swaps:
         yield Part("8-bit integers", _round, again=True)
 

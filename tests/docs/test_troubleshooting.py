@@ -1,0 +1,62 @@
+"""Troubleshooting: each error on the page is a sentence of the package."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hf_attn_swap
+
+from .pages import PAGES
+
+HOLE = "…"
+QUOTED = re.findall(r"^```text\n(.*?)\n```", PAGES["guides/troubleshooting.md"], re.DOTALL | re.MULTILINE)
+
+
+def words(node: ast.expr) -> str:
+    """The text of an expression, with a hole for all that is known at run time only."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(words(part) for part in parts)
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return words(left) + words(right)
+    return HOLE
+
+
+def sentences() -> Iterator[str]:
+    """What the package can say: all of its texts, once."""
+    for path in Path(hf_attn_swap.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and (text := words(node)) != HOLE:
+                yield text
+
+
+SAID = set(sentences())
+
+
+def is_said(quoted: str) -> bool:
+    """A sentence of the package has these words in this order; a hole may hold more, but no words of its own."""
+    return any(re.sub(f"{HOLE}+", HOLE, quoted) in re.sub(f"{HOLE}+", HOLE, text) for text in SAID)
+
+
+def test_the_page_has_errors() -> None:
+    assert len(QUOTED) > 20
+    assert len(set(QUOTED)) == len(QUOTED)
+    assert not is_said("this model is tired; let it sleep.")
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_an_error_on_the_page_is_said_by_the_package(quoted: str) -> None:
+    assert is_said(quoted)
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_an_error_has_a_cause_and_a_cure(quoted: str) -> None:
+    after = PAGES["guides/troubleshooting.md"].partition(f"```text\n{quoted}\n```\n\n")[2].partition("\n\n")[0]
+    assert re.fullmatch(r"\*\*Cause:\*\* .+\. \*\*Cure:\*\* .+\.", after)
