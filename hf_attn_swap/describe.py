@@ -17,8 +17,8 @@ from .wiring.home import home
 from .wiring.install import installation_of, model_root
 
 NOTHING = (
-    "no attention module goes through transformers' attention interface, so nothing can be swapped (models such as Mamba "
-    "have no attention; BLOOM, Falcon and MPT, for example, compute it in their own code)"
+    "no attention module goes through transformers' attention interface, so nothing can be swapped (models such as "
+    "Mamba have no attention; BLOOM, Falcon and MPT, for example, compute it in their own code)"
 )
 HEADER = ("layer", "module", "attention", "strength", "options", "parameters", "runs")
 
