@@ -46,11 +46,7 @@ def distil(state: State) -> Iterator[Part]:
         for place, stage in enumerate(itertools.chain(plan.distil, itertools.repeat(plan.last)), 1):
             if exhausted(state) or state.within:
                 break
-            budget = state.budget.free  # in a later part of the last stage, all that other groups would have had
-            if place == len(plan.distil):
-                budget = state.budget.free // (len(groups) - number)
-            elif place < len(plan.distil):
-                budget = stage.tokens or state.budget.free
+            budget = _tokens(stage, place - len(plan.distil), state.budget.free, len(groups) - number)
             name = f"{'align' if stage.aligns else 'distil'} {f'{number + 1}.{place}' if choosing else place}"
             yield Part(name, partial(train, stage, max(1, budget), name))
         if before is not None and not state.within:
@@ -123,6 +119,23 @@ def _take_back(before: Snapshot, ran: Sequence[int], state: State) -> None:
     """Undo the last group: its layers run their own attention again, with the weights from before."""
     state.restore(before)
     _run_in(ran, state)
+
+
+def _tokens(stage: Distil, behind: int, free: int, groups: int) -> int:
+    """The tokens of the next part of a group's distillation.
+
+    A stage before the last takes its own number. The last stage takes an equal share of what is free for each group
+    that is left. Each part behind it, which the loss of this group needs, takes all that is free.
+
+    Args:
+        stage: the stage.
+        behind: the place of the part behind the plan's last stage; below 0 before it.
+        free: what is free of the budget.
+        groups: the number of groups that are left, with this one.
+    """
+    if behind < 0:
+        return stage.tokens or free
+    return free // groups if behind == 0 else free
 
 
 def _diverged(swapped: Snapshot, state: State) -> None:
