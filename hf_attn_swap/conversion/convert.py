@@ -61,7 +61,7 @@ from .split import split, try_longest
 from .stages import Stage
 from .state import Asked, Budget, State
 from .steps import STEPS
-from .teacher import check_teacher
+from .teacher import check_teacher, is_sharded
 
 
 def convert(
@@ -152,10 +152,10 @@ def convert(
         (`modern_hopfield`), the swap stays at strength 0, since the converted layers above read what it carries.
 
     Raises:
-        ValueError: the model is already converted, the data do not fit the model, an argument is out of range, the
-            folder holds another conversion, or another process writes into it. After an error the model is the stock
-            model as it was; after an interruption of the last measurement, when the adapters are merged, it is the
-            converted model.
+        ValueError: the model is already converted or quantized, the data do not fit the model, an argument is out of
+            range, the folder holds another conversion, or another process writes into it. After an error the model is
+            the stock model as it was; after an interruption of the last measurement, when the adapters are merged, it
+            is the converted model.
         OSError: the folder cannot be written.
     """
     root = model_root(model)
@@ -163,6 +163,7 @@ def convert(
         (model,) = model.children()
     refuse_converted(model)
     refuse_adapters(model)
+    refuse_rounded(root)
     refuse_name(processor, "processor")
     _check_numbers(max_loss, min_recall, keep, tokens, eval_tokens)
     if bits is not None:
@@ -272,6 +273,24 @@ def refuse_converted(model: nn.Module) -> None:
     for swap in swaps:
         if swap.names != (Softmax.name,) or swap.fitted:
             raise ValueError("the model is already converted; load the stock model, or call unpatch_model first.")
+
+
+def refuse_rounded(root: PreTrainedModel) -> None:
+    """Refuse weights that are rounded: the fit and the training change weights in floating point.
+
+    Raises:
+        ValueError: the model was loaded with a quantization (bitsandbytes, torchao, GPTQ and others), or has weights of
+            a tensor type of its own, as torchao's `quantize_` leaves them.
+    """
+    rounded = getattr(root, "hf_quantizer", None) is not None or getattr(root.config, "quantization_config", None)
+    if not rounded and not is_sharded(root):
+        rounded = any(type(each) is not nn.Parameter or not each.is_floating_point() for each in root.parameters())
+    if rounded:
+        raise ValueError(
+            f"the weights of this {type(root).__name__} are rounded (quantized) already, and a conversion changes "
+            "weights in floating point; load the model without quantization, convert it, and round the result, for "
+            "example by convert(bits=8)."
+        )
 
 
 def _check_numbers(max_loss: Any, min_recall: Any, keep: Any, tokens: Any, eval_tokens: Any) -> None:

@@ -667,6 +667,26 @@ def test_a_converted_model_is_refused() -> None:
         converted(patch_model(stock("bert"), "modern_hopfield"), "modern_hopfield", rows("bert"))
 
 
+class Packed(torch.Tensor):
+    """A tensor type of its own, as a library of rounded weights has."""
+
+
+@pytest.mark.parametrize("how", ["loaded so", "whole numbers", "a type of its own"])
+def test_rounded_weights_are_refused_before_the_work(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stock("bert")
+    module = model.base_model.encoder.layer[0].output.dense
+    if how == "loaded so":
+        model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    elif how == "whole numbers":
+        module.weight = torch.nn.Parameter(module.weight.detach().to(torch.int8), requires_grad=False)
+    else:
+        module.weight = torch.nn.Parameter(module.weight.detach().as_subclass(Packed))
+    monkeypatch.setattr("hf_attn_swap.conversion.convert.split", lambda *_, **__: pytest.fail("it reads the data"))
+    with refused("the weights of this BertForMaskedLM are rounded (quantized) already"):
+        converted(model, "belief", rows("bert"))
+    assert not swaps(model)
+
+
 def test_the_control_counts_as_a_stock_model() -> None:
     """The recipes save their control with the swap `softmax`; a conversion of it is that of the stock model."""
     models = [stock("bert"), patch_model(stock("bert"), "softmax")]
