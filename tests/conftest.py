@@ -5,11 +5,16 @@ from __future__ import annotations
 import gc
 import re
 import zlib
+from typing import Any
 
 import pytest
 
 # Helpers that assert say what was unequal, as test files do. (Before anything imports them.)
 pytest.register_assert_rewrite("tests.harness", "tests.contract", "tests.kernels")
+
+
+# Folders whose tests share what takes long to set up: one worker, and one part, runs all of a folder.
+TOGETHER = ("tests/doctor/", "tests/publish/hub/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,15 +30,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if found is None or int(found[1]) > int(found[2]):
         raise pytest.UsageError(f"--shard takes K/N with 1 <= K <= N, such as 1/4; got {wanted!r}")
     part, parts = int(found[1]) - 1, int(found[2])
-    others = [item for item in items if zlib.crc32(_group(item).encode()) % parts != part]
+    others = [item for item in items if zlib.crc32(_group(item.nodeid).encode()) % parts != part]
     config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if zlib.crc32(_group(item).encode()) % parts == part]
+    items[:] = [item for item in items if zlib.crc32(_group(item.nodeid).encode()) % parts == part]
 
 
-def _group(item: pytest.Item) -> str:
-    """The name of a test's group, for `--dist loadgroup`, or else the test's own name."""
-    marker = item.get_closest_marker("xdist_group")
-    return item.nodeid if marker is None else str(marker.args[0])
+def _group(name: str) -> str:
+    """The folder of a test that runs together with the others of its folder, or else the test's own name."""
+    return next((folder for folder in TOGETHER if name.startswith(folder)), name)
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist, nobody asks
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `--dist loadgroup`: one worker runs a group. (xdist 3.8 does not see its own marks with pytest 9.2.)"""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFolder(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    return ByFolder(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 def pytest_collectstart() -> None:

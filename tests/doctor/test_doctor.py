@@ -23,7 +23,6 @@ from hf_attn_swap.wiring.cache import LinearState
 
 CPU = torch.device("cpu")
 LINEAR = "simpletron_resl"
-pytestmark = pytest.mark.xdist_group("doctor")  # one worker runs the whole self-check, with --dist loadgroup
 
 
 def settings() -> tuple[Any, ...]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.conftest import pytest_collection_modifyitems
+from tests.conftest import TOGETHER as FOLDERS
+from tests.conftest import pytest_collection_modifyitems, pytest_xdist_make_scheduler
 
+ROOT = Path(__file__).parents[2]
 PARTS = 4
+FOLDER = FOLDERS[0]
 ALONE = [f"tests/test_file.py::test_alone[{number}]" for number in range(400)]
-TOGETHER = [f"tests/test_{name}.py::test_together" for name in ("one", "two", "three", "four", "five")]
+TOGETHER = [f"{FOLDER}test_{name}.py::test_together" for name in ("one", "two", "three", "four", "five")]
 
 
 def item(name: str) -> Any:
-    """A test with this name; it belongs to a group if the name says so."""
-    marker = pytest.mark.xdist_group("server").mark if name in TOGETHER else None
-    return SimpleNamespace(nodeid=name, get_closest_marker=lambda kind: marker if kind == "xdist_group" else None)
+    """A test with this name."""
+    return SimpleNamespace(nodeid=name)
 
 
 def chosen(shard: str | None) -> tuple[list[str], list[str]]:
@@ -46,3 +49,11 @@ def test_without_the_option() -> None:
 def test_other_parts_are_refused(shard: str) -> None:
     with pytest.raises(pytest.UsageError, match="--shard takes K/N"):
         chosen(shard)
+
+
+def test_one_worker_runs_a_folder() -> None:
+    config = SimpleNamespace(getoption=lambda name: "loadgroup", getvalue=lambda name: ["2*popen"])
+    scheduler = pytest_xdist_make_scheduler(config, None)  # type: ignore[arg-type]  # as much of it as is asked
+    assert {scheduler._split_scope(name) for name in TOGETHER} == {FOLDER}
+    assert [scheduler._split_scope(name) for name in ALONE] == ALONE
+    assert all(list((ROOT / folder).glob("test_*.py")) for folder in FOLDERS)

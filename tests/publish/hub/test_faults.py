@@ -13,7 +13,6 @@ from .client import RemoteError
 from .conftest import Setup
 from .store import READER, STRANGER, WRITER, Commit
 
-pytestmark = pytest.mark.xdist_group("hub")  # one worker starts the clients, with --dist loadgroup
 REPO = "me/faults"
 COMMIT, OBJECTS = "/commit/", "^/objects/"
 

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.harness.recipes import RECIPES, needs_recipes
 
 from ...training.conftest import options, tiny  # noqa: F401  # a fixture
@@ -16,10 +14,7 @@ from .store import WRITER
 
 RECIPE = RECIPES / "text_classification.py"
 PUSH = ("--push_to_hub", "true", "--hub_model_id")
-pytestmark = [
-    pytest.mark.xdist_group("hub"),
-    needs_recipes,
-]
+pytestmark = needs_recipes
 
 
 def test_pushed_with_its_card(world: Setup, tiny: Path, tmp_path: Path) -> None:  # noqa: F811  # the fixture

@@ -28,8 +28,6 @@ VARIANTS = ("belief", "belief_star", "gated", "outeffhop+gated")
 WIDE = {"vocab_size": 80_000}  # 10 MB of embeddings, tied to the head
 WIDER = {"vocab_size": 120_000}
 
-pytestmark = pytest.mark.xdist_group("hub")  # one worker starts the clients, with --dist loadgroup
-
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -33,8 +33,6 @@ except ImportError:
 print(json.dumps(found))
 """
 
-pytestmark = pytest.mark.xdist_group("hub")  # one worker starts the clients, with --dist loadgroup
-
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
