@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from ..text.bar import bar
 from ..text.table import Table
 from ..text.typed import refuse_name
 from ..wiring.install import model_root
@@ -141,7 +141,7 @@ class PairTexts:
         """Let a model read the texts, in evaluation mode."""
         found = {}
         with evaluating(model):
-            for pairs, texts_NL in tqdm(self.texts.items(), desc="pairs", disable=not progress, leave=False):
+            for pairs, texts_NL in bar(self.texts.items(), desc="pairs", shown=progress, leave=False):
                 places_T = self.line * torch.arange(pairs, 2 * pairs) + 1
                 some = torch.split(texts_NL, max(1, AT_ONCE // texts_NL.shape[1]))
                 log_p_NT, first_NT = map(torch.cat, zip(*(asked(model, each, places_T) for each in some), strict=True))

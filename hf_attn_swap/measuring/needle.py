@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from ..text.bar import bar
 from ..text.table import Table
 from ..text.typed import refuse_name
 from ..wiring.install import model_root
@@ -205,7 +205,7 @@ class Haystacks:
         together: dict[int, Finds] = {}
         chance: dict[int, Finds] = {}
         with evaluating(model):
-            for length, texts in tqdm(self.texts.items(), desc="needle", disable=not progress, leave=False):
+            for length, texts in bar(self.texts.items(), desc="needle", shown=progress, leave=False):
                 read = [_read(model, text) for text in texts]
                 by_depth = {depth: [numbers[depth] for numbers in read] for depth in read[0]}
                 chance[length] = Finds.of(by_depth.pop(None))
