@@ -64,12 +64,12 @@ def model_root(model: nn.Module) -> PreTrainedModel:
 
 
 def _no_module(given: Any) -> str:
-    """What to pass instead of something that is no module."""
+    """The error for an argument that is no module: what to pass instead."""
     if isinstance(given, (str, os.PathLike)):
         name = os.fspath(given)
         return (
-            f"the model must be a loaded one, got the name {name!r}; pass what from_pretrained of its class returns, "
-            f"such as AutoModelForCausalLM.from_pretrained({name!r})."
+            f"the model must be a loaded model, got the name {name!r}; load the model first, for example by "
+            f"AutoModelForCausalLM.from_pretrained({name!r})."
         )
     if isinstance(inside := getattr(given, "model", None), nn.Module):
         return (

@@ -131,8 +131,8 @@ def test_no_module() -> None:
     for act in (lambda m: patch_model(m, "belief"), unpatch_model, describe):
         for name in ("bert-base-uncased", Path("bert-base-uncased")):
             with refused(
-                "the model must be a loaded one, got the name 'bert-base-uncased'; pass what from_pretrained of its "
-                "class returns, such as AutoModelForCausalLM.from_pretrained('bert-base-uncased')."
+                "the model must be a loaded model, got the name 'bert-base-uncased'; load the model first, for example "
+                "by AutoModelForCausalLM.from_pretrained('bert-base-uncased')."
             ):
                 act(name)
         with refused("got a Pipe around a BertForMaskedLM; pass its attribute `model`, which changes in place."):
