@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, Features, Value
+from datasets import Image as ImageColumn
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +26,7 @@ from transformers import (
 import hf_attn_swap.analysis.cost as cost
 import hf_attn_swap.analysis.outliers as outliers
 from hf_attn_swap import patch_model
+from hf_attn_swap.conversion import rows as rows_module
 from hf_attn_swap.measuring.recall import recall
 from hf_attn_swap.publish.converted import auto_class
 from hf_attn_swap.publish.results import RunResult
@@ -31,6 +35,8 @@ from hf_attn_swap.text.typed import parse_count, parse_share
 from hf_attn_swap.training import data as data_module
 from hf_attn_swap_cli import measures
 from tests.contract.harness import refused
+from tests.conversion.pixels import Pixels
+from tests.zoo import build
 
 from .conftest import WORDS, Outcome
 
@@ -495,6 +501,39 @@ def test_measures_read_the_rows_that_they_need(
     read.clear()
     assert command("evaluate", tiny_bert, *words, "--label", "label").code == 0
     assert len(read) == 8
+
+
+@pytest.mark.parametrize("column", ["text", "image"])
+def test_measures_read_the_first_rows_with_their_labels(
+    column: str, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are asked for: of as long data, a conversion takes rows at random places."""
+    monkeypatch.setattr(rows_module, "MOST_ROWS", 10)
+    places = range(60)
+    data = tmp_path / "rows.parquet"
+    if column == "text":
+        model: Any = AutoModelForSequenceClassification.from_pretrained(tiny_bert)
+        processor: Any = AutoTokenizer.from_pretrained(tiny_bert)
+        values: list[Any] = ["film " * (place + 1) for place in places]
+    else:
+        model, processor = build("vit", torch.float32), Pixels()  # whose pixels tell how wide an image is
+        values = [Image.new("RGB", (place + 1, 1)) for place in places]
+    features = Features({column: Value("string") if column == "text" else ImageColumn(), "label": Value("int64")})
+    held = {column: values, "label": [place % 2 for place in places]}
+    Dataset.from_dict(held, features=features).to_parquet(str(data))
+
+    def read(label: str | None, skipped: int) -> list[dict[str, Any]]:
+        more = (label, None, None, None, 30, 3 if column == "image" else 100)
+        return measures._batches(model, processor, str(data), [column], *more, skipped=skipped)
+
+    def sizes(batch: dict[str, Any]) -> torch.Tensor:
+        return batch["attention_mask"].sum(1) - 2 if column == "text" else batch["pixel_values"][:, 0, 0, 0]
+
+    labelled = read("label", 0)
+    assert sorted(torch.cat(list(map(sizes, labelled))).tolist()) == list(range(1, 31))
+    for batch in labelled:
+        assert torch.equal(batch["labels"], (sizes(batch).long() - 1) % 2)
+    assert sorted(torch.cat(list(map(sizes, read(None, 30)))).tolist()) == list(range(31, 61)), "behind those"
 
 
 def test_convert_a_stream(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
