@@ -249,6 +249,19 @@ def test_values_of_rows(stream: bool, tmp_path: Path) -> None:
     assert [image.convert("RGB").getpixel((0, 0))[0] for image in found] == [7, 9]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_images_of_a_column_with_a_mode_and_a_missing_one(stream: bool, tmp_path: Path) -> None:
+    """A stream gives the pixels that the set itself gives."""
+    features = Features({"image": Image(mode="L")})
+    pictures = [PIL.Image.new("RGB", (3, 2), (200, 100, 0)), None]
+    Dataset.from_dict({"image": pictures}, features=features).to_parquet(str(tmp_path / "grey.parquet"))
+    rows = open_rows(str(tmp_path / "grey.parquet"), None, None, "image", stream=stream, in_order=True)
+    image, missing = inputs_of(rows, ["image"])
+    grey = pictures[0].convert("L").getpixel((0, 0))
+    assert image.convert("RGB").getpixel((0, 0)) == (grey, grey, grey)
+    assert missing is None
+
+
 def test_splits_of_a_stream(tmp_path: Path) -> None:
     """No more is read than the samples; the same samples again."""
     for name, count, seed in (("a", 8, 1), ("b", 6, 2)):  # datasets leaves a CSV file open
