@@ -536,11 +536,32 @@ def test_measures_read_the_first_rows_with_their_labels(
     assert sorted(torch.cat(list(map(sizes, read(None, 30)))).tolist()) == list(range(31, 61)), "behind those"
 
 
+@pytest.mark.parametrize("more", [(), ("--stream",), ("--split", "train[:50%]")])
+def test_rows_to_work_on_are_no_held_out_rows(
+    more: tuple[str, ...], command: Command, tiny_bert: Path, tmp_path: Path
+) -> None:
+    """A folder without a held-out split, and a file, give all of train; with a split for tests, that is taken."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    lines = "".join(json.dumps({"text": word}) + "\n" for word in WORDS * 8)
+    (folder / "train.jsonl").write_text(lines)
+    file = folder / "train.jsonl"
+    words = ("convert", tiny_bert, "belief", tmp_path / "out", "--tokens", "1", "--device", "cpu", *more)
+    for data, again in ((folder, folder), (file, folder / ".." / "folder" / "train.jsonl")):
+        outcome = command(*words, "--data", data, "--eval-data", again)
+        assert outcome.code == 2
+        assert "its held-out rows would be those of the split 'train', which the conversion works on" in outcome.err
+    (folder / "test.jsonl").write_text(lines)
+    assert command(*words, "--data", folder, "--eval-data", folder).code == 0
+
+
 def test_convert_a_stream(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
     data = tmp_path / "texts.jsonl"  # datasets leaves a CSV file open
     lines = (line.partition(",")[0] for line in texts.read_text().splitlines()[1:])
     data.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    words = ("--data", data, "--tokens", "200", "--device", "cpu", "--eval-data", data, "--eval-tokens", "50")
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps({"text": f"the {word}"}) + "\n" for word in WORDS * 6))
+    words = ("--data", data, "--tokens", "200", "--device", "cpu", "--eval-data", held, "--eval-tokens", "50")
     assert command("convert", tiny_bert, "belief", tmp_path / "out", *words, "--stream").code == 0
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert report["train_rows"] == len(WORDS) ** 2
