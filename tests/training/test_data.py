@@ -202,6 +202,13 @@ def test_a_stream_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     lines = inputs_of(open_rows(str(tmp_path / "lines.txt"), None, None, "text"), ["text"])
     assert list(lines) == [f"line {each}" for each in range(100, 300)], "lines of one text"
     assert isinstance(open_rows(path, None, None, "text", stream=False), Dataset)
+    folder = tmp_path / "folder" / "data"  # as large as its files together
+    folder.mkdir(parents=True)
+    for part in ("train-0.jsonl", "train-1.jsonl"):
+        (folder / part).write_text("".join(f'{{"text": "row {each}"}}\n' for each in range(40)))
+    assert isinstance(open_rows(str(folder.parent), None, None, "text"), IterableDataset)
+    monkeypatch.setattr(data_module, "LARGE", 10_000)
+    assert isinstance(open_rows(str(folder.parent), None, None, "text"), Dataset)
 
 
 @pytest.mark.parametrize(("size", "streams"), [(1000, False), (10**9, True), (None, True)])
