@@ -174,10 +174,17 @@ def _run(
     names = columns(column)
 
     def read() -> tuple[Any, Any]:
-        train = inputs_of(open_rows(data, config, split, names, ("train",), stream=stream), names)
+        train = open_rows(data, config, split, names, ("train",), stream=stream)
         if eval_data is None:
-            return train, None
-        return train, inputs_of(open_rows(eval_data, config, None, names, stream=stream), names)
+            return inputs_of(train, names), None
+        held = open_rows(eval_data, config, None, names, stream=stream)
+        used, measured = (str(rows.split).partition("[")[0] for rows in (train, held))
+        if used == measured and Path(data).resolve() == Path(eval_data).resolve():
+            raise ValueError(
+                f"--eval-data {eval_data}: its held-out rows would be those of the split {used!r}, which the "
+                "conversion works on; name other data, or leave out --eval-data, and a part of --data is held out."
+            )
+        return inputs_of(train, names), inputs_of(held, names)
 
     report, saved = convert_checkpoint(
         model,

@@ -280,10 +280,11 @@ def _batches(
     given: Any = filled_rows(found, names, label)
     labels: list[Any] = []
     if not joined:
-        given = list(itertools.islice(given, count))
+        given = itertools.islice(given, count)
     if label is not None:
         given, labels = map(list, zip(*given, strict=True))
-    prepared = as_rows(model, given, processor, length=length, most=count * length)
+    # As a stream: of a long list, rows at random places would be taken, and the labels would belong to other rows.
+    prepared = as_rows(model, iter(given), processor, length=length, most=count * length, most_rows=count, fewest=count)
     chosen = [prepared.rows[place] for place in range(skipped, min(count, len(prepared)))]
     for row, value in zip(chosen, labels, strict=False):
         row["labels"] = value

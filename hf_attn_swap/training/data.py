@@ -171,9 +171,12 @@ class _Stream:
     columns: tuple[str, ...]
 
     def __iter__(self) -> Iterator[Any]:
-        pictures = [name for name, each in (self.rows.features or {}).items() if isinstance(each, Image)]
+        pictures = {name: each for name, each in (self.rows.features or {}).items() if isinstance(each, Image)}
         for row in _undecoded(self.rows).select_columns(list(self.columns)):
-            values = tuple(_Picture(row[name]) if name in pictures else row[name] for name in self.columns)
+            values = tuple(
+                _Picture(row[name], pictures[name]) if name in pictures and row[name] is not None else row[name]
+                for name in self.columns
+            )
             yield values[0] if len(values) == 1 else values
 
 
@@ -181,11 +184,12 @@ class _Stream:
 class _Picture:
     """An image as the bytes of its file, which take less memory than its pixels."""
 
-    file: dict[str, Any] | None
+    file: dict[str, Any]
+    column: Image
 
     def convert(self, mode: str) -> Any:
-        """The image, decoded."""
-        return Image().decode_example(self.file).convert(mode)
+        """The image, decoded as its column says."""
+        return self.column.decode_example(self.file).convert(mode)
 
 
 def _read(data: DataArguments) -> tuple[Dataset, Dataset]:

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, Features, Value
+from datasets import Image as ImageColumn
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +26,7 @@ from transformers import (
 import hf_attn_swap.analysis.cost as cost
 import hf_attn_swap.analysis.outliers as outliers
 from hf_attn_swap import patch_model
+from hf_attn_swap.conversion import rows as rows_module
 from hf_attn_swap.measuring.recall import recall
 from hf_attn_swap.publish.converted import auto_class
 from hf_attn_swap.publish.results import RunResult
@@ -31,6 +35,8 @@ from hf_attn_swap.text.typed import parse_count, parse_share
 from hf_attn_swap.training import data as data_module
 from hf_attn_swap_cli import measures
 from tests.contract.harness import refused
+from tests.conversion.pixels import Pixels
+from tests.zoo import build
 
 from .conftest import WORDS, Outcome
 
@@ -497,11 +503,65 @@ def test_measures_read_the_rows_that_they_need(
     assert len(read) == 8
 
 
+@pytest.mark.parametrize("column", ["text", "image"])
+def test_measures_read_the_first_rows_with_their_labels(
+    column: str, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are asked for: of as long data, a conversion takes rows at random places."""
+    monkeypatch.setattr(rows_module, "MOST_ROWS", 10)
+    places = range(60)
+    data = tmp_path / "rows.parquet"
+    if column == "text":
+        model: Any = AutoModelForSequenceClassification.from_pretrained(tiny_bert)
+        processor: Any = AutoTokenizer.from_pretrained(tiny_bert)
+        values: list[Any] = ["film " * (place + 1) for place in places]
+    else:
+        model, processor = build("vit", torch.float32), Pixels()  # whose pixels tell how wide an image is
+        values = [Image.new("RGB", (place + 1, 1)) for place in places]
+    features = Features({column: Value("string") if column == "text" else ImageColumn(), "label": Value("int64")})
+    held = {column: values, "label": [place % 2 for place in places]}
+    Dataset.from_dict(held, features=features).to_parquet(str(data))
+
+    def read(label: str | None, skipped: int) -> list[dict[str, Any]]:
+        more = (label, None, None, None, 30, 3 if column == "image" else 100)
+        return measures._batches(model, processor, str(data), [column], *more, skipped=skipped)
+
+    def sizes(batch: dict[str, Any]) -> torch.Tensor:
+        return batch["attention_mask"].sum(1) - 2 if column == "text" else batch["pixel_values"][:, 0, 0, 0]
+
+    labelled = read("label", 0)
+    assert sorted(torch.cat(list(map(sizes, labelled))).tolist()) == list(range(1, 31))
+    for batch in labelled:
+        assert torch.equal(batch["labels"], (sizes(batch).long() - 1) % 2)
+    assert sorted(torch.cat(list(map(sizes, read(None, 30)))).tolist()) == list(range(31, 61)), "behind those"
+
+
+@pytest.mark.parametrize("more", [(), ("--stream",), ("--split", "train[:50%]")])
+def test_rows_to_work_on_are_no_held_out_rows(
+    more: tuple[str, ...], command: Command, tiny_bert: Path, tmp_path: Path
+) -> None:
+    """A folder without a held-out split, and a file, give all of train; with a split for tests, that is taken."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    lines = "".join(json.dumps({"text": word}) + "\n" for word in WORDS * 8)
+    (folder / "train.jsonl").write_text(lines)
+    file = folder / "train.jsonl"
+    words = ("convert", tiny_bert, "belief", tmp_path / "out", "--tokens", "1", "--device", "cpu", *more)
+    for data, again in ((folder, folder), (file, folder / ".." / "folder" / "train.jsonl")):
+        outcome = command(*words, "--data", data, "--eval-data", again)
+        assert outcome.code == 2
+        assert "its held-out rows would be those of the split 'train', which the conversion works on" in outcome.err
+    (folder / "test.jsonl").write_text(lines)
+    assert command(*words, "--data", folder, "--eval-data", folder).code == 0
+
+
 def test_convert_a_stream(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
     data = tmp_path / "texts.jsonl"  # datasets leaves a CSV file open
     lines = (line.partition(",")[0] for line in texts.read_text().splitlines()[1:])
     data.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    words = ("--data", data, "--tokens", "200", "--device", "cpu", "--eval-data", data, "--eval-tokens", "50")
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps({"text": f"the {word}"}) + "\n" for word in WORDS * 6))
+    words = ("--data", data, "--tokens", "200", "--device", "cpu", "--eval-data", held, "--eval-tokens", "50")
     assert command("convert", tiny_bert, "belief", tmp_path / "out", *words, "--stream").code == 0
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert report["train_rows"] == len(WORDS) ** 2

@@ -214,10 +214,37 @@ def test_held_out_data_are_read_as_far_as_they_are_measured() -> None:
     _, held = split(stock("bert"), ["ab"] * 20, texts, Words(), 20, tokens=10, eval_tokens=100)
     assert len(held) == 5
     assert len({row["input_ids"][-3] for row in held.rows}) > 3, "from everywhere"
+    _, held = split(stock("bert"), ["ab"] * 20, texts, Words(), 20, tokens=10, eval_tokens=90)
+    assert len(held) == 5, "not fewer tokens than that"
     _, held = split(stock("bert"), ["ab"] * 20, texts[:5], Words(), 20, tokens=10, eval_tokens=100)
     assert (len(held), held.whole) == (5, True)
     _, held = split(stock("bert"), ["ab"] * 20, texts, Words(), 20, tokens=10)
     assert len(held) == 1000, "20,000 tokens are below the usual bound"
+
+
+def test_held_out_rows_without_tokens_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, train = stock("whisper"), rows("whisper", 20)
+    stream = Endless(lambda _: train[0])
+    _, held = split(model, train, stream, None, 5, tokens=1, eval_tokens=3)
+    assert (len(held), stream.given, held.whole) == (3, 3, False)
+    _, held = split(model, train, train, None, 5, tokens=1, eval_tokens=3)
+    assert (len(held), held.whole) == (3, False)
+    monkeypatch.setattr(split_module, "EVAL_ROWS", 4)
+    _, held = split(model, train, train, None, 5, tokens=1)
+    assert (len(held), held.whole) == (4, False)
+
+
+@pytest.mark.parametrize(("fewest", "usual", "read"), [(20, 0, 28), (0, 20, 28), (20, 30, 38)])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_rows_enough_for_a_calibration(
+    name: str, fewest: int, usual: int, read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside those that are held out, however small the budget is."""
+    for constant, value in (("HELD_TOKENS", 10), ("HELD_ROWS", 8), ("FEWEST_TOKENS", 0), ("FEWEST_ROWS", usual)):
+        monkeypatch.setattr(split_module, constant, value)
+    train, held = split(stock(name), Endless(lambda _: "abcde"), None, Words(), 5, tokens=1, fewest=fewest)
+    assert len(train) + len(held) == read
+    assert len(train) >= fewest
 
 
 # -- Conversions -------------------------------------------------------------------------------------------------------

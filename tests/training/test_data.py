@@ -202,6 +202,13 @@ def test_a_stream_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     lines = inputs_of(open_rows(str(tmp_path / "lines.txt"), None, None, "text"), ["text"])
     assert list(lines) == [f"line {each}" for each in range(100, 300)], "lines of one text"
     assert isinstance(open_rows(path, None, None, "text", stream=False), Dataset)
+    folder = tmp_path / "folder" / "data"  # as large as its files together
+    folder.mkdir(parents=True)
+    for part in ("train-0.jsonl", "train-1.jsonl"):
+        (folder / part).write_text("".join(f'{{"text": "row {each}"}}\n' for each in range(40)))
+    assert isinstance(open_rows(str(folder.parent), None, None, "text"), IterableDataset)
+    monkeypatch.setattr(data_module, "LARGE", 10_000)
+    assert isinstance(open_rows(str(folder.parent), None, None, "text"), Dataset)
 
 
 @pytest.mark.parametrize(("size", "streams"), [(1000, False), (10**9, True), (None, True)])
@@ -247,6 +254,19 @@ def test_values_of_rows(stream: bool, tmp_path: Path) -> None:
     pictures_file = str(tmp_path / "train.parquet")
     found = inputs_of(open_rows(pictures_file, None, "train", "image", stream=stream, in_order=True), ["image"])
     assert [image.convert("RGB").getpixel((0, 0))[0] for image in found] == [7, 9]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_images_of_a_column_with_a_mode_and_a_missing_one(stream: bool, tmp_path: Path) -> None:
+    """A stream gives the pixels that the set itself gives."""
+    features = Features({"image": Image(mode="L")})
+    pictures = [PIL.Image.new("RGB", (3, 2), (200, 100, 0)), None]
+    Dataset.from_dict({"image": pictures}, features=features).to_parquet(str(tmp_path / "grey.parquet"))
+    rows = open_rows(str(tmp_path / "grey.parquet"), None, None, "image", stream=stream, in_order=True)
+    image, missing = inputs_of(rows, ["image"])
+    grey = pictures[0].convert("L").getpixel((0, 0))
+    assert image.convert("RGB").getpixel((0, 0)) == (grey, grey, grey)
+    assert missing is None
 
 
 def test_splits_of_a_stream(tmp_path: Path) -> None:
