@@ -3,10 +3,12 @@
 A result is saved beside its folder and then renamed. So a process that is killed, or a disk that is full, leaves
 nothing that looks like a result. Beside a folder OUT may lie, while a command runs or after it was killed:
 
-    OUT.lock    the lock of the command that writes; the system opens it when the process ends (OUT/.lock, for a folder
-                of work)
-    OUT.saving  a result that is being saved
-    OUT.saved   a whole result, while its files replace those of a folder that was there before
+    OUT.attn_swap-lock    the lock of the command that writes; the system opens it when the process ends
+                          (OUT/.attn_swap-lock, for a folder of work)
+    OUT.attn_swap-saving  a result that is being saved
+    OUT.attn_swap-saved   a whole result, while its files replace those of a folder that was there before
+
+They are removed, so their names are such as no user gives: beside a folder `poetry` lies somebody's `poetry.lock`.
 """
 
 from __future__ import annotations
@@ -21,10 +23,15 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-LOCK, SAVING, SAVED = ".lock", ".saving", ".saved"
+LOCK, SAVING, SAVED = ".attn_swap-lock", ".attn_swap-saving", ".attn_swap-saved"
 CONFIG = "config.json"  # without it, no library loads a folder as a model
-# Files of weights. Those of an earlier model must not stay beside new ones.
-WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+# What `from_pretrained` reads as weights, of a precision such as fp16 too, and an adapter, which it would put on any
+# model. Those of an earlier model must not stay beside new weights. Other files of weights are the user's.
+WEIGHTS = (
+    *("model.safetensors", "model.*.safetensors", "model-*-of-*.safetensors", "model.safetensors.index*.json"),
+    *("pytorch_model.bin", "pytorch_model.*.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index*.json"),
+    *("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
+)
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -109,7 +109,7 @@ def last_whole_checkpoint(folder: Path) -> str | None:
         try:  # the Trainer writes this file last
             json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # the other processes remove it, too
         else:
             return str(path)
     return None

@@ -16,6 +16,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_attn_swap.publish import converted
+from hf_attn_swap.writing import SAVING
 from hf_attn_swap_cli import run
 
 PLACES = ("half of the weights", "before the tokenizer", "before its place", "in its place", "half replaced")
@@ -47,7 +48,7 @@ def main(place: str, *words: str) -> int:
         Path.rename = killed
     elif place == "in its place":
         rename = Path.rename
-        Path.rename = lambda path, to: killed(rename(path, to)) if path.name.endswith(".saving") else rename(path, to)
+        Path.rename = lambda path, to: killed(rename(path, to)) if path.name.endswith(SAVING) else rename(path, to)
     else:
         move = shutil.move
         shutil.move = lambda path, to: killed(move(path, to))

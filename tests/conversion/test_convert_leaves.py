@@ -185,6 +185,11 @@ def test_arguments_that_the_conversion_sets_itself(tmp_path: Path) -> None:
 
 
 def test_a_compiled_model() -> None:
+    """It runs the converted model afterwards, although it was compiled for the stock model."""
     model, plain = stock("bert"), stock("bert")
-    report = converted(torch.compile(model, backend="eager"), "belief", rows("bert"))
+    compiled, batch = torch.compile(model, backend="eager"), batch_of("bert")
+    before = forward(compiled, batch)
+    report = converted(compiled, "belief", rows("bert"))
+    assert not torch.equal(forward(compiled, batch), before)
+    torch.testing.assert_close(forward(compiled, batch), forward(model, batch))
     assert report.lost.cost == pytest.approx(converted(plain, "belief", rows("bert")).lost.cost, rel=1e-4)

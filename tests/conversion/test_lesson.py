@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,3 +127,17 @@ def test_the_last_whole_checkpoint(tmp_path: Path) -> None:
             (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text(content)
     assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-9"]
+
+
+def test_an_incomplete_checkpoint_that_another_process_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes look for the last checkpoint at the same time."""
+    (tmp_path / "checkpoint-100").mkdir()
+    real = shutil.rmtree
+
+    def removed_before(path: Path, **how: bool) -> None:
+        real(path)
+        real(path, **how)
+
+    monkeypatch.setattr(shutil, "rmtree", removed_before)
+    assert last_whole_checkpoint(tmp_path) is None
+    assert not list(tmp_path.iterdir())

@@ -42,7 +42,7 @@ def test_a_lock_inside(tmp_path: Path) -> None:
     """For a folder of work, such as a disk of its own, whose parent nobody else may write."""
     out = tmp_path / "out"
     with claimed(out, inside=True):
-        assert names(tmp_path) == ["out", "out/.lock"]
+        assert names(tmp_path) == ["out", "out/.attn_swap-lock"]
         with pytest.raises(ValueError, match="another process writes into"), claimed(out, inside=True):
             pass
         with claimed(out):
@@ -59,14 +59,14 @@ def test_the_lock_of_a_process_that_was_killed_is_open(tmp_path: Path) -> None:
     root = Path(writing.__file__).parents[1]
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False, cwd=root)
     assert ended.returncode == 9
-    assert names(tmp_path) == ["out.lock"]
+    assert names(tmp_path) == ["out.attn_swap-lock"]
     with claimed(tmp_path / "out"):
         pass
     assert names(tmp_path) == []
 
 
 def test_a_lock_that_was_removed_between_opening_and_locking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, path = writing.FileLock.acquire, tmp_path / "out.lock"
+    real, path = writing.FileLock.acquire, beside(tmp_path / "out", writing.LOCK)
     seen = []
 
     def acquire(self: writing.FileLock) -> None:
@@ -127,6 +127,34 @@ def test_a_folder_that_is_full_keeps_its_other_files(tmp_path: Path) -> None:
     assert names(out) == [".git", ".git/HEAD", "config.json", "mine", "model.safetensors"]
     assert (out / "config.json").read_text() == "new config.json"
     assert names(tmp_path)[0] == "out"
+
+
+def test_files_that_users_may_have_beside_a_folder_stay(tmp_path: Path) -> None:
+    mine = ["out.lock", "out.saved/config.json", "out.saving/config.json"]
+    fill(tmp_path, *mine, "out/config.json")
+    assert not half_replaced(tmp_path / "out")
+    with claimed(tmp_path / "out"), saved_whole(tmp_path / "out") as part:
+        fill(part, "config.json")
+    assert [(tmp_path / name).read_text() for name in mine] == [f"new {name}" for name in mine]
+
+
+def test_which_weights_are_removed(tmp_path: Path) -> None:
+    """Those that `from_pretrained` would read, and an adapter; a name of the user's own is nothing that it reads."""
+    out = tmp_path / "out"
+    mine = [
+        "model_backup.safetensors",
+        "pytorch_model_best.bin",
+        "my_adapter_model.safetensors",
+        "mine/model.safetensors",
+    ]
+    old = ["model.fp16.safetensors", "model-00001-of-00002.safetensors", "model.fp16-00001-of-00002.safetensors"]
+    old += ["model.safetensors.index.json", "model.safetensors.index.fp16.json", "pytorch_model.bin"]
+    old += ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "pytorch_model.fp16.bin"]
+    old += ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
+    fill(out, *mine, *old)
+    with saved_whole(out) as part:
+        fill(part, "config.json", "model.safetensors")
+    assert names(out) == sorted([*mine, "mine", "config.json", "model.safetensors"])
 
 
 @pytest.mark.parametrize("moves", range(3))
