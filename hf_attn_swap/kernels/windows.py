@@ -279,7 +279,6 @@ def attend(inputs: Inputs, span: Span, held: Held = ALL) -> Tensor:
         span: how far a query sees.
         held: what a cache holds of the earlier keys.
     """
-
     if not torch.is_grad_enabled() or not any(each.requires_grad for each in inputs.three):
         return _attended(inputs, span, held)
     kernels = _allowed_kernels()  # each later computation must choose among the same ones
