@@ -46,7 +46,8 @@ class Finds:
     Attributes:
         numbers: how many numbers were asked for.
         found: the share of the numbers of which the model gives every digit first, from 0 to 1.
-        digits: the share of the digits that the model gives first; a guess is right once in ten times.
+        digits: the share of the digits that the model gives first; a guess is right once in ten times. If the tokenizer
+            makes one token of several digits, this token counts as a digit, and a guess is right less often.
         log_p: the mean log-probability of a digit, in nats; a guess has -2.3.
     """
 
