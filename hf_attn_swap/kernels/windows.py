@@ -10,7 +10,6 @@ F first key (sink).
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -280,21 +279,20 @@ def attend(inputs: Inputs, span: Span, held: Held = ALL) -> Tensor:
         span: how far a query sees.
         held: what a cache holds of the earlier keys.
     """
+    if not torch.is_grad_enabled() or not any(each.requires_grad for each in inputs.three):
+        return _attended(inputs, span, held)
+    kernels = _allowed_kernels()  # each later computation must choose among the same ones
 
     def heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return _attended(replace(inputs, query=query, key=key, value=value), span, held)
+        with sdpa_kernel(kernels):
+            return _attended(replace(inputs, query=query, key=key, value=value), span, held)
 
-    if not torch.is_grad_enabled() or not any(each.requires_grad for each in inputs.three):
-        return heads(*inputs.three)
-    drops = inputs.dropout > 0
-    found: Tensor = checkpoint(
-        heads, *inputs.three, use_reentrant=False, preserve_rng_state=drops, context_fn=_same_kernels
-    )
+    found: Tensor = checkpoint(heads, *inputs.three, use_reentrant=False, preserve_rng_state=inputs.dropout > 0)
     return found
 
 
-def _same_kernels() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For `checkpoint`: the second computation chooses among the kernels that are allowed now, in the first one."""
+def _allowed_kernels() -> list[SDPBackend]:
+    """The kernels of SDPA that are allowed now."""
     backends = torch.backends.cuda
     allowed = {
         SDPBackend.FLASH_ATTENTION: backends.flash_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's
@@ -302,7 +300,7 @@ def _same_kernels() -> tuple[AbstractContextManager[None], AbstractContextManage
         SDPBackend.CUDNN_ATTENTION: backends.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's
         SDPBackend.MATH: backends.math_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's
     }
-    return nullcontext(), sdpa_kernel([kernel for kernel, may in allowed.items() if may])
+    return [kernel for kernel, may in allowed.items() if may]
 
 
 def _attended(inputs: Inputs, span: Span, held: Held) -> Tensor:

@@ -11,6 +11,21 @@ from torch import Tensor, nn
 from ..wiring.install import model_root
 from .batches import forward
 from .head import keeps_logits
+from .lost import predicts_next
+
+
+def need_next_token(model: nn.Module, what: str) -> None:
+    """Refuse a model that is no causal language model.
+
+    Args:
+        model: the model.
+        what: what is measured by the next token, with its verb: "recall is measured".
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not predicts_next(model):
+        raise ValueError(f"{what} by the next token; {type(model_root(model)).__name__} is no causal language model.")
 
 
 def asked(model: nn.Module, texts_NL: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,12 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from ..text.bar import bar
-from ..text.table import Table
+from ..text.table import Table, Tabled
 from ..text.typed import refuse_name
-from ..wiring.install import model_root
-from .asked import asked
+from .asked import asked, need_next_token
 from .batches import evaluating
-from .lost import predicts_next
 from .positions import max_positions
 from .recall import AT_ONCE, stream
 
@@ -55,7 +53,7 @@ class Recalls:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyValues:
+class KeyValues(Tabled):
     """What a model recalls of pairs, by their number."""
 
     by_pairs: dict[int, Recalls]
@@ -63,12 +61,6 @@ class KeyValues:
     def table(self) -> Table:
         """A row per number of pairs."""
         return key_value_table({"found": self})
-
-    def __str__(self) -> str:
-        return self.table().text()
-
-    def _repr_html_(self) -> str:
-        return self.table().html()
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data, by the number of pairs as a text."""
@@ -108,11 +100,7 @@ class PairTexts:
     ) -> PairTexts:
         """Make the texts from the tokens of rows; the arguments and errors are those of `key_values`."""
         refuse_name(tokenizer, "tokenizer")
-        if not predicts_next(model):
-            raise ValueError(
-                f"values are asked for by the next token; {type(model_root(model)).__name__} is no causal language "
-                "model."
-            )
+        need_next_token(model, "values are asked for")
         if texts < 1 or min(pairs, default=0) < 2:
             raise ValueError(
                 f"key_values takes at least one text and numbers of pairs from 2, got {texts} texts and {tuple(pairs)}."

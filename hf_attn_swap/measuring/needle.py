@@ -24,12 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from ..text.bar import bar
-from ..text.table import Table
+from ..text.table import Table, Tabled
 from ..text.typed import refuse_name
-from ..wiring.install import model_root
-from .asked import asked
+from .asked import asked, need_next_token
 from .batches import evaluating
-from .lost import predicts_next
 from .positions import max_positions
 from .recall import stream
 
@@ -48,7 +46,8 @@ class Finds:
     Attributes:
         numbers: how many numbers were asked for.
         found: the share of the numbers of which the model gives every digit first, from 0 to 1.
-        digits: the share of the digits that the model gives first; a guess is right once in ten times.
+        digits: the share of the digits that the model gives first; a guess is right once in ten times. If the tokenizer
+            makes one token of several digits, this token counts as a digit, and a guess is right less often.
         log_p: the mean log-probability of a digit, in nats; a guess has -2.3.
     """
 
@@ -69,7 +68,7 @@ class Finds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needle:
+class Needle(Tabled):
     """The numbers that a model finds.
 
     Attributes:
@@ -85,12 +84,6 @@ class Needle:
     def table(self) -> Table:
         """A row per depth, a column per length."""
         return needle_table({"": self})
-
-    def __str__(self) -> str:
-        return self.table().text()
-
-    def _repr_html_(self) -> str:
-        return self.table().html()
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data, by lengths and depths as texts."""
@@ -159,11 +152,7 @@ class Haystacks:
     ) -> Haystacks:
         """Make the texts from the rows of a user; the arguments and errors are those of `needle`."""
         refuse_name(tokenizer, "tokenizer")
-        if not predicts_next(model):
-            raise ValueError(
-                f"hidden numbers are asked for by the next token; {type(model_root(model)).__name__} is no causal "
-                "language model."
-            )
+        need_next_token(model, "hidden numbers are asked for")
         chosen = sorted(set(depths))
         if texts < 1 or not chosen or not 0 <= chosen[0] <= chosen[-1] <= 1 or len(chosen) >= len(NAMES):
             raise ValueError(

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ..text.bar import bar
-from ..text.table import Table
-from ..wiring.install import model_root
-from .asked import asked
+from ..text.table import Table, Tabled
+from .asked import asked, need_next_token
 from .batches import evaluating
-from .lost import predicts_next
 from .positions import max_positions
 
 DISTANCES = (64, 200, 512, 2048)
@@ -36,7 +34,7 @@ AT_ONCE = 1024  # tokens of a batch, if a text is not longer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recall:
+class Recall(Tabled):
     """What a model recalls.
 
     Attributes:
@@ -59,12 +57,6 @@ class Recall:
         rows = [(f"{each:,}", f"{self.mean(each):.3f}", f"{self.spread(each):.3f}") for each in self.gains]
         summary = "What a passage gains when it is read again, in nats per token (0: nothing is recalled)."
         return Table(summary=summary, header=("tokens between", "gain", "spread over passages"), rows=rows)
-
-    def __str__(self) -> str:
-        return self.table().text()
-
-    def _repr_html_(self) -> str:
-        return self.table().html()
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data, by the distance as a text."""
@@ -102,10 +94,7 @@ class Passages:
         length: int = LENGTH,
     ) -> Passages:
         """Make the texts from the rows of a user; the arguments and errors are those of `recall`."""
-        if not predicts_next(model):
-            raise ValueError(
-                f"recall is measured by the next token; {type(model_root(model)).__name__} is no causal language model."
-            )
+        need_next_token(model, "recall is measured")
         if passages < 1 or length <= SKIPPED or min(distances, default=0) < 1:
             raise ValueError(
                 f"recall takes at least one passage of more than {SKIPPED} tokens and distances of at least 1, got "

@@ -50,8 +50,9 @@ def fake_w8a8(
         The quantised tensors with their ranges, and the share of the matmul FLOPs that is covered.
 
     Raises:
-        ValueError: there is no batch, the model is in training mode, gradients are enabled without `gradients=True`, a
-            tensor has no range because no batch reached it, or weights or activations are not finite.
+        ValueError: there is no batch, the model is in training mode, gradients are enabled without `gradients=True`, or
+            with it under activation checkpointing, a tensor has no range because no batch reached it, or weights or
+            activations are not finite.
     """
     with quantized(model, batches, lambda root: _Papers(root, momentum, gradients=gradients)) as inside:
         yield inside

@@ -36,6 +36,11 @@ def quantized(
         raise ValueError("8-bit ranges are fitted in evaluation; call model.eval() first.")
     with watched(model) as root, contextlib.ExitStack() as stack:
         placed = quantizer(root)
+        if placed.gradients and any(getattr(module, "gradient_checkpointing", False) for module in root.modules()):
+            raise ValueError(
+                "a model in fake quantisation has no gradients under activation checkpointing, which computes a layer "
+                "a second time; switch the checkpointing off."
+            )
         placed.place(stack)
         for batch in bar(as_batches(batches), desc="8-bit ranges", unit="batch", leave=False):
             forward(root, batch)

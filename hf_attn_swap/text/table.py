@@ -43,6 +43,20 @@ class Table:
         return f"<p>{escape(self.summary)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
+class Tabled:
+    """What has a table: it is printed as text, and shown as HTML in a notebook."""
+
+    def table(self) -> Table:
+        """The table."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+
 def markdown(header: Cells, rows: Iterable[Cells]) -> str:
     """A Markdown table, without a line break at its end. A `|` inside a cell is escaped.
 

@@ -29,7 +29,7 @@ def test_the_texts() -> None:
     """Each depth has a sentence at its place, all are asked for at the end, and one of them was not hidden."""
     (length, texts), *others = Haystacks.of(stock(), ROWS, TOKENIZER, (LENGTH,)).texts.items()
     assert (length, len(texts), others) == (LENGTH, 4, [])
-    seen = set()
+    seen, orders = set(), set()
     for text in texts:
         assert len(text.ids) == LENGTH
         words = TOKENIZER.decode(text.ids)
@@ -51,7 +51,9 @@ def test_the_texts() -> None:
             assert (number in {each[1] for each in hidden}) is (depth is not None)
             assert wanted is None or number == wanted[1]
         seen.add(words)
+        orders.add(tuple(sorted(text.places, key=lambda depth: int(text.places[depth][0]))))
     assert len(seen) == len(texts)
+    assert len(orders) > 1, "not in the order in which they were hidden"
 
 
 def test_against_a_plain_loop() -> None:

@@ -14,7 +14,8 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.quantization import fake_w8a8, input_ranges, int8_static
 from hf_attn_swap.quantization.points import Point, rounded_rows
 from hf_attn_swap.quantization.straight_through import straight_through
-from tests.contract.harness import batch_of, fresh, swaps
+from tests.contract.harness import batch_of, fresh, refused, swaps
+from tests.harness.checkpointing import enable
 
 
 def prepared(name: str) -> tuple[PreTrainedModel, dict[str, Any], dict[str, tuple[float, float]]]:
@@ -102,3 +103,17 @@ def test_the_papers_protocol_trains(name: str) -> None:
             assert torch.allclose(norm.weight, 3 * before)
     assert {id(each) for each in model.parameters()} == parameters
     assert set(model.state_dict()) == names
+
+
+def test_no_activation_checkpointing() -> None:
+    """It computes a layer again in the backward pass, where the ranges of its calls are not known."""
+    model = patch_model(fresh("bert", torch.float32), "sink")
+    batch = batch_of("bert", torch.float32)
+    enable(model)
+    with fake_w8a8(model, [batch]):
+        pass
+    with (
+        refused("under activation checkpointing", "switch the checkpointing off"),
+        fake_w8a8(model, [batch], gradients=True),
+    ):
+        pass

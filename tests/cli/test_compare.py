@@ -27,7 +27,6 @@ from hf_attn_swap.measuring.key_values import key_values
 from hf_attn_swap.measuring.needle import needle
 from hf_attn_swap.measuring.positions import longest_row
 from hf_attn_swap_cli import app
-from hf_attn_swap_cli.options import LENGTH
 from tests import zoo
 from tests.harness.byte_tokenizer import byte_tokenizer
 
@@ -222,12 +221,12 @@ def test_one_usual_length(
     for words in (("compare", tiny_llama, tiny_llama), ("evaluate", tiny_llama)):
         seen.clear()
         assert command(*words, *data).code == 0
-        assert seen == {"held": LENGTH}
+        assert seen == {"held": 256}
     for name in ("convert", "compare", "evaluate", "report"):
         (option,) = (each for each in get_command(app).commands[name].params if each.name == "length")  # type: ignore[attr-defined]
-        assert option.default in (None, LENGTH)
+        assert option.default in (None, 256)
     monkeypatch.setattr(inputs, "prepare", lambda *_, **given: pytest.fail(f"rows of {given['max_length']}"))
-    with pytest.raises(pytest.fail.Exception, match=f"rows of {LENGTH}"):
+    with pytest.raises(pytest.fail.Exception, match="rows of 256"):
         command("report", tiny_llama, *data, "--variant", "belief")
     short = AutoModelForCausalLM.from_pretrained(tiny_llama)
     short.config.max_position_embeddings = 100

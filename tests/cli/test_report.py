@@ -120,6 +120,24 @@ def test_a_causal_model(command: Command, tiny_bert: Path, labelled_texts: Path,
     assert np.allclose(attention, np.tril(attention))
 
 
+@pytest.mark.parametrize("length", [50, 100])
+def test_the_loss_by_position(command: Command, tiny_llama: Path, texts: Path, tmp_path: Path, length: int) -> None:
+    """In the page, if there is more than one row of the table: one says no more than the perplexity."""
+    sizes = ("--rows", "2", "--length", str(length))
+    line = " ".join(each.partition(",")[0] for each in texts.read_text().splitlines()[1:])
+    data = tmp_path / "lines.csv"
+    data.write_text(f"text\n{line}\n{line}\n")
+    done = command("report", tiny_llama, "--data", data, *sizes, "--variant", "belief", "--out", tmp_path)
+    assert done.code == 0, done.err
+    html, figures = page(tmp_path)
+    bins = figures["lost"]["by_position"]
+    assert [each["first"] for each in bins] == [1, 64][: len(bins)]
+    assert (len(bins) > 1) == (length == 100) == ("Loss by position" in html)
+    if length == 100:
+        assert "<th>tokens before</th><th>unswapped</th><th>swapped</th>" in html
+        assert f"<td>64-127</td><td>{bins[1]['stock_loss']:.3f}</td><td>{bins[1]['loss']:.3f}</td>" in html
+
+
 def test_an_image_model(command: Command, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
