@@ -27,6 +27,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from hf_attn_swap import convert, patch_model
 from hf_attn_swap.text.table import markdown
+from hf_attn_swap.text.typed import parse_options
 
 HEADER = ("attention", "as patched", "converted", "stock", "difference [95 %]", "tokens")
 DRAWS = 2000  # of the bootstrap
@@ -40,6 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--column", default="text", help="The column of the texts.")
     parser.add_argument("--sts", required=True, help="Data set with the pairs of STS-B; the validation part is read.")
     parser.add_argument("--variants", nargs="+", required=True)
+    parser.add_argument("--option", nargs="+", default=[], help="Options of the variants, such as window=8.")
     parser.add_argument("--tokens", type=int, default=300_000, help="Tokens of distillation.")
     parser.add_argument("--length", type=int, default=64, help="Tokens that are kept of a text to convert on.")
     parser.add_argument("--out", type=Path, required=True, help="A file for the figures.")
@@ -102,10 +104,12 @@ def main() -> None:
     stock = similarity(load(), tokenizer, pairs)
     record: dict[str, Any] = {"tokens": given.tokens, "pairs": len(labels), "stock": correlation(stock, labels)}
     record["runs"] = {}
+    options = parse_options(given.option, composed=False)
     for variant in given.variants:
-        patched = correlation(similarity(patch_model(load(), variant), tokenizer, pairs), labels)
+        patched = correlation(similarity(patch_model(load(), variant, **options), tokenizer, pairs), labels)
         model = load()
-        report = convert(model, variant, texts, processor=tokenizer, tokens=given.tokens, length=given.length)
+        how = {"processor": tokenizer, "tokens": given.tokens, "length": given.length}
+        report = convert(model, variant, texts, **how, **options)
         scores = similarity(model, tokenizer, pairs)
         record["runs"][variant] = {
             "patched": patched,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -267,8 +268,11 @@ def find_device(name: str | None) -> str:
     try:
         torch.zeros(1, device=name).cpu()  # refuses "meta", too, which holds no values
     except (RuntimeError, AssertionError) as problem:  # a torch without CUDA raises an AssertionError
-        reason = str(problem).strip().split("\n")[0]
-        raise ValueError(f"the device {name!r} cannot be used here: {reason}") from problem
+        reason = re.split(r"\n|\. ", str(problem).strip())[0]  # torch goes on with a list of all backends
+        here = ["cpu", *([torch.accelerator.current_accelerator()] if torch.accelerator.is_available() else [])]
+        raise ValueError(
+            f"the device {name!r} cannot be used here ({reason}); this torch can use {' and '.join(map(str, here))}."
+        ) from problem
     return name
 
 
