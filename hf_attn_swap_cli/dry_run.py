@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import io
 import multiprocessing
+import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from hf_attn_swap.text.table import Table
 
 DEPTHS = (2, 4)
-TOKENS = 4096  # of a training: the optimizer has its states after its first step
+STEPS = 2  # of the training: the optimizer has its states after the first one
 HOST = "memory of the process"
 GIGA = 1e9
 # What random weights cannot have, what takes time alone, and what is of the whole model or of its result.
@@ -87,6 +89,7 @@ def dry_run(given: Mapping[str, Any]) -> Plan:
         ValueError: the number of layers does not stand in the config, or the command fails on the small models.
     """
     from hf_attn_swap.publish.checkpoint import skeleton
+    from hf_attn_swap.text.typed import parse_count
 
     whole = skeleton(given["model"], given["task"], revision=given["revision"], token=given["token"])
     layers = getattr(whole.config.get_text_config(), "num_hidden_layers", None)
@@ -95,10 +98,10 @@ def dry_run(given: Mapping[str, Any]) -> Plan:
             f"--dry-run measures models with fewer layers, and the config of {type(whole).__name__} does not say their "
             "number in num_hidden_layers; try the command itself with --low-memory."
         )
-    peaks = {}
+    peaks, few = {}, {**given, "tokens": str(min(parse_count(given["tokens"]), _tokens(whole, given)))}
     for depth in sorted({min(depth, layers) for depth in DEPTHS}):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # each with a peak of its own
-            peaks[depth] = process.submit(_peaks, dict(given), depth).result()
+            peaks[depth] = process.submit(_peaks, few, depth).result()
     return Plan(
         model=type(whole).__name__,
         layers=layers,
@@ -110,10 +113,9 @@ def dry_run(given: Mapping[str, Any]) -> Plan:
 
 def room(places: Mapping[str, int]) -> dict[str, int]:
     """The memory in bytes of this machine, and of its GPUs."""
-    import psutil
     import torch
 
-    found = {HOST: psutil.virtual_memory().total}
+    found = {HOST: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
     return found | {where: torch.cuda.get_device_properties(where).total_memory for where in places if where != HOST}
 
 
@@ -131,7 +133,7 @@ def _peaks(given: dict[str, Any], depth: int) -> dict[str, int]:
         model = Path(place) / "model"
         _save_shallow(given, depth, model)
         tokenizer = given["tokenizer"] or given["model"]
-        own = {"model": str(model), "tokenizer": tokenizer, "out": Path(place) / "out", "tokens": _few(given["tokens"])}
+        own = {"model": str(model), "tokenizer": tokenizer, "out": Path(place) / "out"}
         run_conversion(**{**given, **NOT_THERE, **own})
         found = {HOST: _peak_of_process()}
     for number in range(torch.cuda.device_count()):
@@ -154,11 +156,15 @@ def _save_shallow(given: Mapping[str, Any], depth: int, folder: Path) -> None:
     make(config, dtype=config.dtype).save_pretrained(folder)
 
 
-def _few(tokens: str) -> str:
-    """A smaller budget: memory does not grow with it."""
-    from hf_attn_swap.text.typed import parse_count
+def _tokens(whole: Any, given: Mapping[str, Any]) -> int:
+    """The tokens of a few training steps: memory does not grow with the budget."""
+    from hf_attn_swap.conversion.lesson import FEW_TOKENS
+    from hf_attn_swap.conversion.plan import plan_of
 
-    return str(min(parse_count(tokens), TOKENS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the command itself warns
+        rows = plan_of(whole, given["variant"], low_memory=given.get("low_memory", False)).last.batch or 1
+    return STEPS * max(FEW_TOKENS, rows * int(given["length"]))
 
 
 def _bytes(dtype: str, model: Any, parameter: Any) -> int:
