@@ -45,7 +45,7 @@ class Command(TyperCommand):
             word in QUIET for word in ctx.args
         )  # a recipe's words are no parameters of ours
         with hidden() if quiet else contextlib.nullcontext():
-            _quiet(bars=visible())
+            quieten(bars=visible())
             return super().invoke(ctx)
 
 
@@ -147,7 +147,7 @@ def show(table: Table) -> None:
     console().print(folded)
 
 
-def _quiet(*, bars: bool) -> None:
+def quieten(*, bars: bool) -> None:
     """Hide the messages of the libraries, and their bars; print each warning of this package in one line."""
     import huggingface_hub
     import transformers

@@ -39,6 +39,9 @@ Loss = Annotated[
 ]
 Length = Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")]
 Push = Annotated[str | None, typer.Option(help="Publish the result there, such as me/smollm2-belief.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Convert nothing: only say how much memory the conversion will need.")
+]
 Anyway = Annotated[bool, typer.Option("--keep-anyway", help="Save the model, too, if its loss is above the budget.")]
 Base = Annotated[
     str | None, typer.Option("--base-model", help="Name of the model on the Hub, for the card, if MODEL is a folder.")
@@ -90,6 +93,7 @@ def convert(
     push: Push = None,
     keep_anyway: Anyway = False,
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     quiet: Quiet = False,
 ) -> None:
     """Convert a model with little loss: swap, fit, distil from the model itself, measure, and save.
@@ -99,7 +103,7 @@ def convert(
     --min-recall, nothing is saved and the exit code is 1. On several GPUs: accelerate launch --multi_gpu -m
     hf_attn_swap_cli convert, with the same arguments; a training step of n processes then reads n times the rows.
     """
-    _run(**locals())
+    _convert_or_plan(locals())
 
 
 @app.command(cls=Command)
@@ -132,6 +136,7 @@ def quantize(
     push: Push = None,
     keep_anyway: Anyway = False,
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     quiet: Quiet = False,
 ) -> None:
     """Round a model to 8-bit integers with little loss: sink, smoothed channels, static ranges; measure, and save.
@@ -140,10 +145,20 @@ def quantize(
     each step. The folder gets the model, its tokenizer, a card, results.json and conversion.html. On several GPUs:
     accelerate launch --multi_gpu -m hf_attn_swap_cli quantize, with the same arguments.
     """
-    _run(**locals(), layers="auto", bits=8)
+    _convert_or_plan({**locals(), "layers": "auto", "bits": 8})
 
 
-def _run(
+def _convert_or_plan(given: dict[str, Any]) -> None:
+    """Run a command with these parameters, or with --dry-run print how much memory it will need."""
+    if not given.pop("dry_run"):
+        run_conversion(**given)
+        return
+    from .dry_run import dry_run
+
+    show(dry_run(given).table())
+
+
+def run_conversion(
     *,
     model: str,
     variant: str,
