@@ -77,14 +77,14 @@ class Rotated:
     error: float
 
     def __str__(self) -> str:
-        values = (
-            f"and so are the values of {self.heads} of {self.attentions} attention modules"
-            if self.heads
-            else "the values of the heads are not: their projections are not apart, or something else reads them"
-        )
-        words = f"The residual stream ({self.channels} channels) is rotated, {values}. The weights of {self.norms} "
-        words += f"norms are in the matrices behind them. Largest number that a norm reads: {_sized(self.after)} "
-        words += f"({_sized(self.before)} before). Relative error of the outputs: {self.error:.1e}."
+        words = f"The residual stream ({self.channels} channels) is rotated"
+        if self.heads:
+            words += f", and so are the values of {self.heads} of {self.attentions} attention modules. "
+        else:
+            words += ", but not the values of the heads: no projection of its own gives them to W_o alone. "
+        words += f"The weights of {self.norms} norms are in the matrices behind them. Largest number that a norm "
+        words += f"reads: {_sized(self.after)} ({_sized(self.before)} before). "
+        words += f"Relative error of the outputs: {self.error:.1e}."
         return words + (" The head has a matrix of its own now." if self.untied else "")
 
 
@@ -395,4 +395,6 @@ def _bound(outputs: list[list[Tensor]]) -> float:
 
 
 def _sized(read: Read) -> str:
-    return f"{read.largest:,.0f} = {read.medians:,.0f} medians"
+    """The number, and the same in medians: "2,524, 694 medians"."""
+    value = f"{read.largest:,.0f}" if read.largest >= 100 else f"{read.largest:.3g}"
+    return f"{value}, {read.medians:,.0f} medians"

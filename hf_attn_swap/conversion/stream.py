@@ -55,7 +55,7 @@ def stream_of(root: Any, trace: Trace) -> Stream:
         ValueError: there is none, or it cannot be rotated.
     """
     name, modules = type(root).__name__, dict(root.named_modules())
-    if rested := [*trace.rested, *(path for path in modules if is_norm(modules[path]) and path not in trace.called)]:
+    if rested := _rested(trace, modules):
         raise ValueError(
             f"{_listed(rested)} of {name} did not run on the first batch, so what they read is not known; pass a batch "
             "that reaches every part of the model, or " + ELSE
@@ -63,6 +63,11 @@ def stream_of(root: Any, trace: Trace) -> Stream:
     writers = _writers(trace, modules)
     if not writers:
         raise ValueError(f"no embedding of {name} reaches a norm, so it has no stream of tokens to rotate; " + ELSE)
+    if all(isinstance(modules[path], nn.Embedding) for path in writers):
+        raise ValueError(
+            f"no layer of {name} adds to what its embeddings give, so this is no residual stream (embeddings of fewer "
+            f"channels, or a post-norm model); {ELSE}"
+        )
     channels = trace.width[next(iter(writers))]
     for path in writers:
         _check_writer(path, modules[path], trace, channels)
@@ -75,6 +80,13 @@ def stream_of(root: Any, trace: Trace) -> Stream:
         if channels_read(modules[path]) != channels:
             raise ValueError(f"{path} of {name} reads the stream in another shape, not as {channels} channels; " + ELSE)
     return Stream(channels, tuple(writers), norms, bare)
+
+
+def _rested(trace: Trace, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Norms and matrices that did not run, and whose weights are not those of another module that did."""
+    ran = {id(each) for path in trace.called for each in modules[path].parameters()}
+    still = [*trace.rested, *(path for path in modules if is_norm(modules[path]) and path not in trace.called)]
+    return [path for path in still if not all(id(each) in ran for each in modules[path].parameters())]
 
 
 def _writers(trace: Trace, modules: Mapping[str, nn.Module]) -> dict[str, None]:
@@ -101,10 +113,7 @@ def _check_writer(path: str, module: nn.Module, trace: Trace, channels: int) -> 
             matrices.
     """
     if is_norm(module):
-        raise ValueError(
-            f"what the norm {path} gives is added to the residual stream, or is this stream: a post-norm block, a norm "
-            f"at the end of a branch, or experts that are no plain matrices; {ELSE}"
-        )
+        raise ValueError(_added(path))
     if not (is_matrix(module) or is_table(module)) or trace.width[path] != channels:
         raise ValueError(
             f"{path} ({type(module).__name__}) reaches the residual stream, and is no plain matrix of {channels} "
@@ -131,13 +140,23 @@ def _check_norm(path: str, behind: Iterable[str], modules: Mapping[str, nn.Modul
             f"the model gives what the norm {path} gives as an output, which a rotation would change; load the model "
             "with its head."
         )
+    if any(is_norm(modules[each]) for each in behind):
+        raise ValueError(_added(path))
     if other := [each for each in behind if not is_matrix(modules[each])]:
         raise ValueError(
-            f"what the norm {path} gives is read by {_listed(other)}, which is no plain matrix (a router, another "
-            f"norm, quantised or offloaded weights); {ELSE}"
+            f"what the norm {path} gives is read by {_listed(other)}, which is no plain matrix (a router, experts that "
+            f"are one parameter); {ELSE}"
         )
     if mixed := [each for each in behind if trace.reads[each] != {path}]:
         raise ValueError(f"{_listed(mixed)} reads something else beside what the norm {path} gives; {ELSE}")
+
+
+def _added(path: str) -> str:
+    """Why a norm whose output goes on as a stream is refused."""
+    return (
+        f"what the norm {path} gives is added to the residual stream, or is this stream: a post-norm block, a norm "
+        f"behind the embedding or at the end of a branch, or experts that are no plain matrices; {ELSE}"
+    )
 
 
 def _listed(paths: Iterable[str]) -> str:
