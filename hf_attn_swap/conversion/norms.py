@@ -34,6 +34,11 @@ class Affine:
     scale: Tensor
     shift: Tensor | None
 
+    @property
+    def behind(self) -> Tensor | None:
+        """The bias b / (a + w), which gives b once a + w is in the matrices behind; not finite where that is 0."""
+        return None if self.shift is None else torch.where(self.shift == 0, self.shift, self.shift / self.scale)
+
 
 @torch.no_grad()
 def affine(norm: nn.Module, channels: int) -> Affine | None:
@@ -62,7 +67,7 @@ def commutes(norm: nn.Module, form: Affine, rotation_CC: Tensor) -> bool:
     own = dict(norm.named_parameters())
     plain = {name: torch.full_like(each, form.neutral if name == form.weight else 0) for name, each in own.items()}
     x_NC = _samples(own[form.weight], len(rotation_CC))
-    turned = _call(norm, plain, (x_NC.cpu().double() @ rotation_CC).to(x_NC))
+    turned = _call(norm, plain, (x_NC.cpu().double() @ rotation_CC).to(x_NC.dtype).to(x_NC.device))
     return _near(turned, _call(norm, plain, x_NC) @ rotation_CC)
 
 
@@ -71,7 +76,7 @@ def _samples(like: Tensor, channels: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     x_NC = torch.randn(SAMPLES, channels, generator=generator, dtype=torch.float64) + 0.5
     x_NC = x_NC * torch.exp(torch.randn(channels, generator=generator, dtype=torch.float64))
-    return (x_NC * torch.logspace(-1, 2, SAMPLES, dtype=torch.float64)[:, None]).to(like)
+    return (x_NC * torch.logspace(-1, 2, SAMPLES, dtype=torch.float64)[:, None]).to(like.dtype).to(like.device)
 
 
 def _call(norm: nn.Module, parameters: dict[str, Tensor], x_NC: Tensor) -> Tensor:

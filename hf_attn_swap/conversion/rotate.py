@@ -120,7 +120,7 @@ def rotate(model: nn.Module, batches: Iterable[Any], *, seed: int = 0) -> Rotate
     _refuse(root)
     rows = [batch for batch, _ in zip(as_batches(batches), range(BATCHES), strict=False)]
     weights = _Weights()
-    with evaluating(root), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), evaluating(root):
         trace = Trace(root)
         trace.run(on_device(root, rows[0]))
         stream = stream_of(root, trace)
@@ -128,27 +128,23 @@ def rotate(model: nn.Module, batches: Iterable[Any], *, seed: int = 0) -> Rotate
         before = _measure(root, rows, stream)
         try:
             untied = _untie(root, stream, weights)
-            heads = _turn_values(root, trace, rows[0], before.outputs[0], seed)
-            try:
-                _turn_stream(root, stream, rotation, forms, weights)
-                after = _measure(root, rows, stream)
-                error = max(map(_error, before.outputs, after.outputs))
-                if not error <= _bound(before.outputs):
-                    raise ValueError(
-                        f"the outputs of the rotated {type(root).__name__} differ by {error:.1e} of their size, so it "
-                        "is another function: something reads or writes the residual stream that is no matrix and no "
-                        f"norm (a parameter that is added, a scale that depends on the tied head); {ELSE}"
-                    )
-            except BaseException:
-                heads.undo()
-                raise
+            heads = _turn_values(root, trace, rows[0], before.outputs[0], seed, weights)
+            _turn_stream(root, stream, rotation, forms, weights)
+            after = _measure(root, rows, stream)
+            error = max(map(_error, before.outputs, after.outputs))
+            if not error <= _bound(before.outputs):
+                raise ValueError(
+                    f"the outputs of the rotated {type(root).__name__} differ by {error:.1e} of their size, so it is "
+                    "another function: something reads or writes the residual stream that is no matrix and no norm (a "
+                    f"parameter that is added, a scale that depends on the tied head); {ELSE}"
+                )
         except BaseException:
             weights.undo()
             raise
     return Rotated(
         channels=stream.channels,
         norms=len(stream.norms),
-        heads=heads.count,
+        heads=heads,
         attentions=len(sites(root)),
         untied=untied,
         before=before.read,
@@ -177,8 +173,8 @@ def _refuse(root: PreTrainedModel) -> None:
         raise ValueError("weights of this model are quantised or sharded; rotate it before, in float32.")
     if half := {parameter.dtype for parameter in every} - ROUNDING.keys():
         raise ValueError(
-            f"weights are in {', '.join(sorted(map(str, half)))}, which rounds rotated weights to another function; "
-            "load the model with dtype=torch.float32, rotate it, and cast it then."
+            f"weights are in {', '.join(sorted(map(str, half)))}, whose rounding would hide whether the rotated model "
+            "is the same function; load the model with dtype=torch.float32, rotate it, and cast it then."
         )
 
 
@@ -191,7 +187,7 @@ def _rotation(root: nn.Module, stream: Stream, seed: int) -> tuple[Tensor, dict[
     forms: dict[str, Affine] = {}
     for path in stream.norms:
         form = affine(root.get_submodule(path), stream.channels)
-        if form is None or (form.shift is not None and not torch.isfinite(form.shift / form.scale).all()):
+        if form is None or (form.behind is not None and not torch.isfinite(form.behind).all()):
             kind = type(root.get_submodule(path)).__name__
             raise ValueError(
                 f"the norm {path} ({kind}) is no product of normalised channels with one weight and a bias, or a "
@@ -212,12 +208,10 @@ def _rotation(root: nn.Module, stream: Stream, seed: int) -> tuple[Tensor, dict[
 
 @dataclass
 class _Weights:
-    """Parameters that get other numbers, and how to put them back."""
+    """Gives parameters other numbers, and puts all back."""
 
-    before: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    done: set[tuple[nn.Parameter, int]] = field(default_factory=set)
     back: list[Callable[[], None]] = field(default_factory=list)
-    count: int = 0
+    done: set[tuple[nn.Parameter, int]] = field(default_factory=set)
 
     def turn(self, weight: nn.Parameter, axis: int, rotation: Tensor, scale: Tensor | None = None) -> None:
         """Multiply the channels along an axis by a scale and rotate them; with fewer rows, each block of the channels.
@@ -234,21 +228,19 @@ class _Weights:
         for some in moved.reshape(-1, moved.shape[-1]).split(ROWS):
             wide = some.to(at, torch.float64)
             wide = wide if scale is None else wide * scale.to(at)
-            turned.append((wide.unflatten(-1, (-1, len(rotation))) @ rotation).flatten(-2).to(weight))
-        self.put(weight, torch.cat(turned).view(moved.shape).movedim(-1, axis).contiguous())
+            turned.append((wide.unflatten(-1, (-1, len(rotation))) @ rotation).flatten(-2).to(weight.dtype))
+        self.put(weight, torch.cat(turned).to(weight.device).view(moved.shape).movedim(-1, axis).contiguous())
 
     def put(self, weight: nn.Parameter, numbers: Tensor) -> None:
         """Give a parameter these numbers."""
-        self.before.setdefault(weight, weight.data)
+        before = weight.data
+        self.back.append(lambda: setattr(weight, "data", before))
         weight.data = numbers
 
-    def undo(self) -> None:
-        """Put everything back, bit for bit."""
-        for weight, numbers in self.before.items():
-            weight.data = numbers
-        for each in reversed(self.back):
-            each()
-        self.count = 0
+    def undo(self, start: int = 0) -> None:
+        """Put everything back, bit for bit, that was changed after the first `start` changes."""
+        while len(self.back) > start:
+            self.back.pop()()
 
 
 def _untie(root: Any, stream: Stream, weights: _Weights) -> bool:
@@ -283,20 +275,23 @@ def _own_matrix(root: Any, head: nn.Module, shared: nn.Parameter, weights: _Weig
             weights.back.append(lambda config=config: setattr(config, "tie_word_embeddings", True))
 
 
-def _turn_values(root: nn.Module, trace: Trace, batch: Batch, wanted: list[Tensor], seed: int) -> _Weights:
-    """Rotate the values of each head where they are made, and back where W_o reads them.
+def _turn_values(
+    root: nn.Module, trace: Trace, batch: Batch, wanted: list[Tensor], seed: int, weights: _Weights
+) -> int:
+    """Rotate the values of each head where they are made, and back where W_o reads them; in so many modules.
 
     If the outputs then differ, as with a gate between them, nothing is rotated.
     """
-    weights = _Weights()
+    start, count = len(weights.back), 0
     for value, output, width in _values(root, trace):
         rotation = spreading(width, torch.Generator().manual_seed(seed))
         for weight, axis in (*parts(value, source=True), *parts(output, source=False)):
             weights.turn(weight, axis, rotation)
-        weights.count += 1
-    if weights.count and not _error(wanted, _outputs(root, batch)) <= _bound([wanted]):
-        weights.undo()
-    return weights
+        count += 1
+    if count and not _error(wanted, _outputs(root, batch)) <= _bound([wanted]):
+        weights.undo(start)
+        return 0
+    return count
 
 
 def _values(root: nn.Module, trace: Trace) -> Iterable[tuple[nn.Module, nn.Module, int]]:
@@ -335,9 +330,9 @@ def _turn_stream(
                 weights.turn(weight, axis, rotation, form.scale)
         own = norm.get_parameter(form.weight)
         weights.put(own, torch.full_like(own.data, form.neutral))
-        if form.bias is not None and form.shift is not None:
+        if form.bias is not None and form.behind is not None:
             bias = norm.get_parameter(form.bias)
-            weights.put(bias, ((form.shift / form.scale) @ rotation).to(bias))
+            weights.put(bias, (form.behind @ rotation).to(bias.dtype).to(bias.device))
 
 
 @dataclass

@@ -122,7 +122,7 @@ def _check_writer(path: str, module: nn.Module, trace: Trace, channels: int) -> 
     if path in trace.given:
         raise ValueError(
             f"the model gives its residual stream as an output ({path} reaches it), which a rotation would change; "
-            "load the model with its head, and without output_hidden_states."
+            "load the model with its head, and without output_hidden_states in its config."
         )
     modules = dict(trace.root.named_modules())
     if other := [each for each in trace.readers(path) if not (is_norm(modules[each]) or is_matrix(modules[each]))]:
@@ -137,8 +137,8 @@ def _check_norm(path: str, behind: Iterable[str], modules: Mapping[str, nn.Modul
     """
     if path in trace.given:
         raise ValueError(
-            f"the model gives what the norm {path} gives as an output, which a rotation would change; load the model "
-            "with its head."
+            f"the model gives what the norm {path} gives as an output, which a rotation would change; load a model "
+            "without its head with it, and quantise others without a rotation."
         )
     if any(is_norm(modules[each]) for each in behind):
         raise ValueError(_added(path))

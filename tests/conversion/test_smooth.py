@@ -24,6 +24,8 @@ from tests.contract.harness import batch_of, forward, fresh, padding_side, pertu
 from tests.generic import harness as generic
 from tests.generic.harness import SUBJECTS
 
+from .weights import bits, same, uneven
+
 # PEFT reads a property that transformers has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 VARIANTS = ("softmax", "sink", "gated", "belief_star", "modern_hopfield", "simpletron_resl")
@@ -61,25 +63,6 @@ FOUND: dict[str, set[tuple[str, ...]]] = {
 
 def batches_of(name: str, dtype: torch.dtype = torch.float32) -> list[Any]:
     return [batch_of(name, dtype, seed=seed) for seed in range(2)]
-
-
-def uneven(model: Any, seed: int = 5) -> Any:
-    """The same model with norms whose channels differ much, and without biases of 0."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_((parameter.double() + 0.1) * torch.exp2(1.5 * noise))
-    return model
-
-
-def bits(model: Any) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in model.state_dict().items() if ".attn_swap." not in key}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
 
 
 def sources(model: Any) -> list[list[str]]:
