@@ -6,6 +6,7 @@ Nothing of this is known by a name. Axes: N token, C channel.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -79,9 +80,9 @@ def _samples(like: Tensor, channels: int) -> Tensor:
     return (x_NC * torch.logspace(-1, 2, SAMPLES, dtype=torch.float64)[:, None]).to(like.dtype).to(like.device)
 
 
-def _call(norm: nn.Module, parameters: dict[str, Tensor], x_NC: Tensor) -> Tensor:
+def _call(norm: nn.Module, parameters: Mapping[str, Tensor], x_NC: Tensor) -> Tensor:
     """What the norm gives with other parameters, in float64 (which some devices do not have)."""
-    out: Tensor = functional_call(norm, parameters, (x_NC[None],))
+    out: Tensor = functional_call(norm, dict(parameters), (x_NC[None],))
     return out[0].cpu().double()
 
 

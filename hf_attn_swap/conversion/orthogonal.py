@@ -30,13 +30,15 @@ def mean_keeping(channels: int, generator: torch.Generator) -> Tensor:
         torch.cat([torch.ones(channels, 1, dtype=torch.float64), _normal(channels, channels - 1, generator)], 1)
     )
     within = basis[:, 1:]  # with mean 0
-    return within @ random(channels - 1, generator) @ within.T + 1 / channels
+    turned: Tensor = within @ random(channels - 1, generator) @ within.T
+    return turned + 1 / channels
 
 
 def random(channels: int, generator: torch.Generator) -> Tensor:
     """A random orthogonal matrix (C,C), uniform over the group. In float64."""
     matrix, triangle = torch.linalg.qr(_normal(channels, channels, generator))
-    return matrix * triangle.diagonal().sign()  # without the signs, QR is not uniform
+    uniform: Tensor = matrix * triangle.diagonal().sign()  # QR alone is not uniform
+    return uniform
 
 
 def _normal(rows: int, columns: int, generator: torch.Generator) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def rotate(model: nn.Module, batches: Iterable[Any], *, seed: int = 0) -> Rotate
     The norms' weights go into the matrices behind them, and an orthogonal matrix into all matrices around the stream. A
     head that shares its matrix with the embedding gets its own (`config.tie_word_embeddings` is then False). The result
     is an ordinary model of the same class, which plain transformers saves and loads. Hidden states are rotated, too:
-    outputs of `output_hidden_states` are other numbers. While it runs, there are twice the weights in memory.
+    outputs of `output_hidden_states` are other numbers. While it runs, weights need their memory twice.
 
     Rotate first, then patch, convert or quantise. No original weights can be had from rotated ones.
     QuaRot (Ashkboos et al., 2024); docs/mathematics.md, section Rotated stream.
@@ -111,8 +112,8 @@ def rotate(model: nn.Module, batches: Iterable[Any], *, seed: int = 0) -> Rotate
     Raises:
         ValueError: the model is patched, has adapters, offloaded, quantised or sharded weights, or weights in half
             precision; the seed is no whole number; there are no batches; the stream cannot be rotated (norms behind the
-            addition, routers, experts that are one parameter, weights that layers share), with the reason; or the
-            outputs differ afterwards by more than rounding. The model is then unchanged, bit for bit.
+            addition, routers, experts that are one parameter, weights that layers share), with the reason; outputs
+            are not finite, or differ afterwards by more than rounding. The model is then unchanged, bit for bit.
     """
     if not is_whole(seed):
         raise ValueError(f"seed must be a whole number, got {seed!r}.")
@@ -126,6 +127,8 @@ def rotate(model: nn.Module, batches: Iterable[Any], *, seed: int = 0) -> Rotate
         stream = stream_of(root, trace)
         rotation, forms = _rotation(root, stream, seed)
         before = _measure(root, rows, stream)
+        if not all(torch.isfinite(each).all() for row in before.outputs for each in row):
+            raise ValueError(f"what {type(root).__name__} gives is not finite; check the weights and the batches.")
         try:
             untied = _untie(root, stream, weights)
             heads = _turn_values(root, trace, rows[0], before.outputs[0], seed, weights)
@@ -225,16 +228,16 @@ class _Weights:
         rotation = rotation.to(at)
         moved = weight.data.movedim(axis, -1)
         turned = []
-        for some in moved.reshape(-1, moved.shape[-1]).split(ROWS):
+        for some in torch.split(moved.reshape(-1, moved.shape[-1]), ROWS):
             wide = some.to(at, torch.float64)
             wide = wide if scale is None else wide * scale.to(at)
-            turned.append((wide.unflatten(-1, (-1, len(rotation))) @ rotation).flatten(-2).to(weight.dtype))
+            blocks = wide.reshape(len(wide), -1, len(rotation))
+            turned.append((blocks @ rotation).flatten(1).to(weight.dtype))
         self.put(weight, torch.cat(turned).to(weight.device).view(moved.shape).movedim(-1, axis).contiguous())
 
     def put(self, weight: nn.Parameter, numbers: Tensor) -> None:
         """Give a parameter these numbers."""
-        before = weight.data
-        self.back.append(lambda: setattr(weight, "data", before))
+        self.back.append(partial(setattr, weight, "data", weight.data))
         weight.data = numbers
 
     def undo(self, start: int = 0) -> None:
@@ -267,12 +270,12 @@ def _own_matrix(root: Any, head: nn.Module, shared: nn.Parameter, weights: _Weig
     """Give the head a copy of a matrix, and say so in the configs."""
     (name,) = [name for name, each in head.named_parameters() if each is shared]
     setattr(head, name, nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
-    weights.back.append(lambda: setattr(head, name, shared))
+    weights.back.append(partial(setattr, head, name, shared))
     configs = [module.config for module in root.modules() if isinstance(module, PreTrainedModel)]
     for config in {id(each): each for each in (*configs, root.config.get_text_config())}.values():
         if getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False
-            weights.back.append(lambda config=config: setattr(config, "tie_word_embeddings", True))
+            weights.back.append(partial(setattr, config, "tie_word_embeddings", True))
 
 
 def _turn_values(
@@ -355,11 +358,7 @@ class _Measured:
 
 
 def _measure(root: nn.Module, rows: list[Batch], stream: Stream) -> _Measured:
-    """Run the model on batches.
-
-    Raises:
-        ValueError: its outputs are not finite.
-    """
+    """Run the model on batches."""
     found = _Measured()
     for batch in rows:
         with contextlib.ExitStack() as hooked:

@@ -394,7 +394,7 @@ SPOILED: dict[Callable[[Any], None], tuple[str, ...]] = {
     two_weights: ("layers.1.input_layernorm (Other) is no product of normalised channels with one weight",),
     widened: (f"layers.1.post_attention_layernorm gives {POST}",),
     hidden: ("the model gives its residual stream as an output (model.embed_tokens reaches it)",),
-    not_finite: ("is another function",),
+    not_finite: ("what LlamaForCausalLM gives is not finite",),
     patched: ("this model is patched", "unpatch it, or rotate the stock model first"),
     offloaded: ("weights of this model are offloaded; rotate it before it is dispatched",),
     halved: ("weights are in torch.bfloat16", "load the model with dtype=torch.float32"),
