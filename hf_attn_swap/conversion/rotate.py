@@ -13,6 +13,7 @@ this package's own. docs/mathematics.md, section Rotated stream. Axes: N token, 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -217,7 +218,7 @@ class _Weights:
     done: set[tuple[nn.Parameter, int]] = field(default_factory=set)
 
     def turn(self, weight: nn.Parameter, axis: int, rotation: Tensor, scale: Tensor | None = None) -> None:
-        """Multiply the channels along an axis by a scale and rotate them; with fewer rows, each block of the channels.
+        """Multiply the channels along an axis by a scale, and rotate them; by a smaller matrix, each block of them.
 
         Computed in float64. A weight that several embeddings share is rotated once.
         """
@@ -302,7 +303,7 @@ def _values(root: nn.Module, trace: Trace) -> Iterable[tuple[nn.Module, nn.Modul
     for site in sites(root):
         family = site.family
         fused = family.value in (family.query, family.key)
-        if site.refused is not None or family.value is None or family.output is None or fused:
+        if not site.usable or family.value is None or family.output is None or fused:
             continue
         value, output = site.core.get_submodule(family.value), site.container.get_submodule(family.output)
         sizes = family.geometry(site.core)
@@ -376,11 +377,9 @@ def _outputs(root: nn.Module, batch: Batch) -> list[Tensor]:
 
 def _error(before: list[Tensor], after: list[Tensor]) -> float:
     """The largest relative difference of two lists of outputs; infinite if numbers are not finite."""
-    largest = 0.0
-    for one, other in zip(before, after, strict=True):
-        error = float((other.double() - one.double()).norm() / one.double().norm().clamp_min(1e-30))
-        largest = max(largest, error if error == error else float("inf"))
-    return largest
+    pairs = [(one.double(), other.double()) for one, other in zip(before, after, strict=True)]
+    errors = [float((other - one).norm() / one.norm().clamp_min(1e-30)) for one, other in pairs]
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
 def _bound(outputs: list[list[Tensor]]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -235,6 +236,44 @@ def test_generation_with_a_cache() -> None:
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None), wanted)
 
 
+def test_a_matrix_may_read_the_stream_without_a_norm() -> None:
+    model, batch = build("llama"), inputs("llama")
+    model.model.norm = nn.Identity()
+    wanted = forward(model, batch)
+    assert rotate(model, batch).norms == 6
+    assert error(forward(model, batch), wanted) <= EXACT
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_embeddings_may_share_a_table(runs: bool) -> None:
+    """It is rotated once; the second embedding runs later, or not at all."""
+    model, batch = build("llama", tie_word_embeddings=True), inputs("llama")
+    other, ids = nn.Embedding(64, 32), batch["input_ids"]
+    model.model.other, other.weight = other, model.model.embed_tokens.weight
+    if runs:
+        model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] + other(ids), *args[1:]))
+    wanted = forward(model, batch)
+    assert rotate(model, batch).untied
+    assert error(forward(model, batch), wanted) <= EXACT
+    assert other.weight is model.model.embed_tokens.weight
+
+
+def test_a_few_rows_of_a_weight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = fresh("gpt2"), fresh("gpt2")
+    rotate(models[0], batch_of("gpt2"))
+    monkeypatch.setattr(importlib.import_module("hf_attn_swap.conversion.rotate"), "ROWS", 7)
+    rotate(models[1], batch_of("gpt2"))
+    one, other = map(bits, models)
+    assert all(torch.allclose(value, other[key], rtol=1e-12, atol=1e-14) for key, value in one.items())
+
+
+def test_after_unpatching() -> None:
+    model, other = fresh("llama"), fresh("llama")
+    rotate(unpatch_model(patch_model(model, "sink")), batch_of("llama"))
+    rotate(other, batch_of("llama"))
+    assert same(bits(model), bits(other))
+
+
 def test_the_seed() -> None:
     models = [fresh("llama") for _ in range(4)]
     for model, seed in zip(models, ({}, {"seed": 0}, {"seed": 1}, {"seed": 2}), strict=True):
@@ -297,9 +336,32 @@ def test_what_is_refused(name: str) -> None:
     assert same(bits(model), weights)
 
 
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 32).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight)
+
+
 def added(model: Any) -> None:
     """A parameter is added to the stream."""
     model.model.layers[1].register_forward_hook(lambda module, args, out: out + torch.linspace(0, 1, 32).double())
+
+
+def watched(model: Any) -> None:
+    """Something without a plain matrix reads the stream, and writes nothing."""
+    layer = model.model.layers[0]
+    layer.router = Router()
+    layer.register_forward_pre_hook(lambda module, args: (module.router(args[0]), None)[1])
+
+
+def reshaped(model: Any) -> None:
+    """A matrix reads every channel twice."""
+    mlp = model.model.layers[0].mlp
+    mlp.gate_proj = nn.Linear(64, 48, bias=False).double()
+    mlp.gate_proj.register_forward_pre_hook(lambda module, args: (torch.cat([args[0], args[0]], -1),))
 
 
 def two_share(model: Any) -> None:
@@ -312,15 +374,6 @@ def unused(model: Any) -> None:
 
 def routed(model: Any) -> None:
     """Something without a plain matrix reads what a norm gives, and writes nothing."""
-
-    class Router(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 32).double())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.nn.functional.linear(x, self.weight)
-
     mlp = model.model.layers[0].mlp
     mlp.router = Router()
     mlp.register_forward_pre_hook(lambda module, args: (module.router(args[0]), None)[1])
@@ -389,6 +442,8 @@ SPOILED: dict[Callable[[Any], None], tuple[str, ...]] = {
     two_share: ("mlp.up_proj", "share weights"),
     unused: ("other of LlamaForCausalLM did not run on the first batch", "pass a batch that reaches every part"),
     routed: ("post_attention_layernorm gives is read by model.layers.0.mlp.router, which is no plain matrix",),
+    watched: ("model.layers.0.router reads the residual stream, and is no norm or plain matrix",),
+    reshaped: ("mlp.gate_proj of LlamaForCausalLM reads the stream in another shape, not as 32 channels",),
     largest_norm: ("layers.1.input_layernorm (Other) gives other numbers for rotated channels",),
     bent_norm: ("layers.1.input_layernorm (Other) is no product of normalised channels with one weight",),
     two_weights: ("layers.1.input_layernorm (Other) is no product of normalised channels with one weight",),
