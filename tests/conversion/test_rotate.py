@@ -26,6 +26,7 @@ from tests import zoo
 from tests.contract.harness import batch_of, forward, fresh, refused
 from tests.harness.process import python
 
+from .converting import converted, rows, stock
 from .letters import Letters
 from .weights import bits, same, uneven
 
@@ -203,34 +204,59 @@ def test_a_large_channel_is_spread() -> None:
     assert "but not the values of the heads" in str(rotate(zoo.build("gpt2"), inputs("gpt2")))
 
 
+def test_padding_does_not_count() -> None:
+    model, batch = zoo.build("llama"), inputs("llama", padded="left")
+    batch["input_ids"][0, :2] = 2
+    with torch.no_grad():
+        model.model.embed_tokens.weight[2] = 1000.0
+    found = rotate(model, batch)
+    assert max(found.before.largest, found.after.largest) < 100
+
+
 @pytest.mark.parametrize("variant", ["sink", "outeffhop", "clipped_softmax", "entmax15", "belief", "window"])
 @pytest.mark.parametrize("name", ["llama", "opt"])
 def test_variants_on_top(name: str, variant: str) -> None:
     """What they compute does not depend on the basis of the stream or of the values."""
     batch = batch_of(name, padded="left")
     options = {"gamma": -0.1} if variant == "clipped_softmax" else {}
-    stock, model = fresh(name), fresh(name)
+    other, model = fresh(name), fresh(name)
     rotate(model, batch_of(name))
     rotated = bits(model)
-    for each in (stock, model):
+    for each in (other, model):
         patch_model(each, variant, **options)
     for strength in (0.0, 0.5, 1.0):
-        set_strength(stock, strength)
-        assert error(forward(set_strength(model, strength), batch), forward(stock, batch)) <= EXACT
+        set_strength(other, strength)
+        assert error(forward(set_strength(model, strength), batch), forward(other, batch)) <= EXACT
     assert same(bits(unpatch_model(model)), rotated)
 
 
 def test_a_sink_and_smoothed_channels_on_top() -> None:
     batch = batch_of("llama", torch.float32)
-    stock, model = (fresh("llama", torch.float32) for _ in range(2))
+    other, model = (fresh("llama", torch.float32) for _ in range(2))
     rotate(model, batch)
     rotated = bits(model)
-    sinks = [absorb_sink(patch_model(each, "sink"), Letters(), ["a text"], tokens=[7]) for each in (stock, model)]
+    sinks = [absorb_sink(patch_model(each, "sink"), Letters(), ["a text"], tokens=[7]) for each in (other, model)]
     assert sinks[0].tokens == sinks[1].tokens
-    assert error(forward(model, batch), forward(stock, batch)) <= 1e-5
+    assert error(forward(model, batch), forward(other, batch)) <= 1e-5
     assert "9 of 9 places" in str(smooth(model, batch, 0.5, progress=False)).replace("The channels of ", "")
-    assert error(forward(model, batch), forward(stock, batch)) <= 1e-5
+    assert error(forward(model, batch), forward(other, batch)) <= 1e-5
     assert same(bits(unpatch_model(model)), rotated)
+
+
+def test_a_conversion_on_top() -> None:
+    """Swap and fit lose what they lose without a rotation; the steps in 8 bits run."""
+    reports = []
+    for turned in (False, True):
+        model = stock("llama")
+        if turned:
+            rotate(model, batch_of("llama"))
+        reports.append(converted(model, "outeffhop", rows("llama"), tokens=1, bits=8))
+    one, other = ({row.name: row.lost.cost for row in report.steps} for report in reports)
+    assert one.keys() == other.keys()
+    assert {"swap", "fit: map", "8-bit integers"} <= one.keys()
+    for name in ("swap", "fit: map"):
+        assert other[name] == pytest.approx(one[name], rel=1e-3)
+        assert one[name] > 0.05
 
 
 def test_generation_with_a_cache() -> None:
