@@ -348,11 +348,11 @@ def test_the_mode_and_the_batches() -> None:
     """The model keeps its mode, labels count for nothing, and the first four batches are read."""
     model = fresh("llama").train()
     batches = [batch_of("llama", seed=seed) | {"labels": torch.zeros(1)} for seed in range(4)]
-    calls: list[int] = []
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    modes: list[bool] = []
+    model.register_forward_pre_hook(lambda module, args: modes.append(module.training))
     rotate(model, iter([*batches, {"input_ids": torch.full((1, 4), 10**6)}]))
     assert model.training
-    assert len(calls) == 1 + 4 + 1 + 4
+    assert modes == [False] * (1 + 4 + 1 + 4)
     with refused("there are no batches"):
         rotate(model, [])
 
