@@ -274,6 +274,17 @@ def test_a_matrix_may_read_the_stream_without_a_norm() -> None:
     assert error(forward(model, batch), wanted) <= EXACT
 
 
+def test_what_is_added_to_a_writer_is_a_writer() -> None:
+    """It reaches no norm itself: a matrix reads the sum, and writes the stream."""
+    model, batch = build("llama"), inputs("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.after, mlp.beside = (nn.Linear(32, 32).double() for _ in range(2))
+    mlp.register_forward_hook(lambda module, args, out: out + module.after(out + module.beside(args[0])))
+    wanted = forward(model, batch)
+    rotate(model, batch)
+    assert error(forward(model, batch), wanted) <= EXACT
+
+
 @pytest.mark.parametrize("runs", [True, False])
 def test_embeddings_may_share_a_table(runs: bool) -> None:
     """It is rotated once; the second embedding runs later, or not at all."""
@@ -394,12 +405,21 @@ def reshaped(model: Any) -> None:
     mlp.gate_proj.register_forward_pre_hook(lambda module, args: (torch.cat([args[0], args[0]], -1),))
 
 
+def mixed(model: Any) -> None:
+    """A matrix reads what a norm gives and what another matrix gives, as one sum."""
+    mlp = model.model.layers[0].mlp
+    mlp.other = nn.Linear(32, 32).double()
+    mlp.gate_proj.register_forward_pre_hook(lambda module, args: (args[0] + mlp.other(args[0]),))
+
+
 def two_share(model: Any) -> None:
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
 
 
 def unused(model: Any) -> None:
-    model.other = nn.Linear(4, 4)
+    """A matrix that does not run shares its weight with one that does, and has a bias of its own."""
+    model.other = nn.Linear(32, 64).double()
+    model.other.weight = model.lm_head.weight
 
 
 def routed(model: Any) -> None:
@@ -474,6 +494,7 @@ SPOILED: dict[Callable[[Any], None], tuple[str, ...]] = {
     routed: ("post_attention_layernorm gives is read by model.layers.0.mlp.router, which is no plain matrix",),
     watched: ("model.layers.0.router reads the residual stream, and is no norm or plain matrix",),
     reshaped: ("mlp.gate_proj of LlamaForCausalLM reads the stream in another shape, not as 32 channels",),
+    mixed: ("mlp.gate_proj reads something else beside what the norm model.layers.0.post_attention_layernorm gives",),
     largest_norm: ("layers.1.input_layernorm (Other) gives other numbers for rotated channels",),
     bent_norm: ("layers.1.input_layernorm (Other) is no product of normalised channels with one weight",),
     two_weights: ("layers.1.input_layernorm (Other) is no product of normalised channels with one weight",),
