@@ -93,10 +93,9 @@ def mean_keeping(channels: int, generator: torch.Generator) -> Tensor:
 
 
 def random(channels: int, generator: torch.Generator) -> Tensor:
-    """A random orthogonal matrix (C,C), uniform over the group. In float64."""
-    matrix, triangle = torch.linalg.qr(_normal(channels, channels, generator))
-    uniform: Tensor = matrix * triangle.diagonal().sign()  # QR alone is not uniform
-    return uniform
+    """A random orthogonal matrix (C,C), in float64."""
+    matrix: Tensor = torch.linalg.qr(_normal(channels, channels, generator)).Q
+    return matrix
 
 
 def _normal(rows: int, columns: int, generator: torch.Generator) -> Tensor:

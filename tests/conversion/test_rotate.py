@@ -581,4 +581,5 @@ def test_the_form_of_a_norm() -> None:
         assert form.shift is None or torch.equal(form.shift, layer_norm.bias)
         assert [commutes(norm, form, turn) for turn in turns] == which
     assert affine(nn.LayerNorm(8, bias=False), 8) is not None
+    assert affine(Other(lambda x, b: x / x.norm(dim=-1, keepdim=True) + b), 32) is None, "a bias alone"
     assert affine(T.models.llama.modeling_llama.LlamaRMSNorm(1), 8) is None, "one weight for all channels"
