@@ -1,4 +1,4 @@
-r"""What 8 bits cost a pretrained model as it is, with smoothed channels, with a sink, and with both.
+r"""What 8 bits cost a pretrained model as it is, with smoothed channels, with a sink, with both, and rotated.
 
     python recipes/eight_bits.py MODEL --ranges data/wikitext-2/validation.parquet data/ag_news/train.parquet \
         --texts data/wikitext-2/test.parquet data/tinyshakespeare/test.parquet data/imdb/test.parquet
@@ -16,6 +16,9 @@ output.
 Nothing is trained, unless `--tokens` says so: then a language model in full precision, with the sink, teaches the
 rounded model (its norms and its sink train), on the blocks of `--ranges` behind those that give the ranges. By the
 papers' protocol it trains without smoothed channels: a weight has one step there, which uneven columns make coarse.
+
+`--rotate` adds the rows of the model with a rotated residual stream, as it is and with a sink; they begin at the stock
+model again.
 
 The table has the metric, beside it its ratio (of perplexities) or its difference (of accuracies, in points) to the
 stock model in full precision with a paired 95 % interval (bootstrap of blocks of 64 tokens, or of rows), and the
@@ -52,7 +55,7 @@ from transformers import (
 
 from hf_attn_swap import patch_model, unpatch_model
 from hf_attn_swap.analysis.largest import Largest
-from hf_attn_swap.conversion import DistillationTrainer, smooth
+from hf_attn_swap.conversion import DistillationTrainer, rotate, smooth
 from hf_attn_swap.layer.smoothing import Smoothing
 from hf_attn_swap.measuring.batches import token_mask, without_labels
 from hf_attn_swap.patch import need_installation
@@ -84,6 +87,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="Rows of a classifier at once.")
     parser.add_argument("--token", help="The text whose last token is the sink, as in as_patched.py.")
     parser.add_argument("--alpha", type=float, help="Of the smoothing; without it, a search for each place.")
+    parser.add_argument("--rotate", action="store_true", help="Also with a rotated residual stream.")
     parser.add_argument("--tokens", type=int, default=0, help="Tokens of a training with rounding.")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="Of this training.")
     parser.add_argument("--protocol", choices=PROTOCOLS, default="machine", help="What is rounded.")
@@ -275,6 +279,16 @@ def smoothed(model: Any, ranges: list[Batch], given: argparse.Namespace) -> bool
     return True
 
 
+def rotated(model: Any, ranges: list[Batch]) -> bool:
+    """Rotate the residual stream of a stock model. False, with the reason on stderr, if it cannot be rotated."""
+    try:
+        print(rotate(model, ranges), file=sys.stderr)
+    except ValueError as problem:
+        print(f"Nothing is rotated: {problem}", file=sys.stderr)
+        return False
+    return True
+
+
 def with_sink(model: Any, ranges: list[Batch], given: argparse.Namespace) -> bool:
     """Put an absorbed sink into the model. False, with the reason on stderr, if none can stand there."""
     patch_model(model, "sink")
@@ -305,9 +319,11 @@ def main() -> None:
     causal = auto is AutoModelForCausalLM
     if given.tokens and not causal:
         raise SystemExit("error: --tokens trains language models alone; leave it out.")
-    model = auto.from_pretrained(given.model, dtype=torch.float32).eval()
-    if hasattr(model.config, "attn_swap"):
-        unpatch_model(model)  # the control of a study has a swap that computes what the stock model computes
+
+    def loaded() -> Any:
+        """The stock model. The control of a study has a swap that computes what the stock model computes."""
+        model = auto.from_pretrained(given.model, dtype=torch.float32).eval()
+        return unpatch_model(model) if hasattr(model.config, "attn_swap") else model
 
     def read(path: str, count: int) -> list[Batch]:
         return rows_of(argparse.Namespace(**vars(given), data=path), count) if causal else labelled(given, path, count)
@@ -316,30 +332,34 @@ def main() -> None:
     several = [read(path, given.range_rows) for path in given.ranges]
     ranges = [row for rows in zip(*several, strict=True) for row in rows]  # held-out rows come from every file
 
-    def in_8_bits() -> Measured:
+    def in_8_bits(model: Any) -> Measured:
         with PROTOCOLS[given.protocol](model, ranges):
             return measure(model, texts)
 
+    model = loaded()
     stock = measure(model, texts)
     table = Table(given, stock, words_of(texts, given), "perplexity" if causal else "accuracy")
     table.add("stock, full precision", stock)
-    table.add("stock, 8 bits", in_8_bits())
+    table.add("stock, 8 bits", in_8_bits(model))
     patch_model(model, "softmax")
     if smoothed(model, ranges, given):
-        table.add("smoothed, 8 bits", in_8_bits())
+        table.add("smoothed, 8 bits", in_8_bits(model))
     unpatch_model(model)
-    if not with_sink(model, ranges, given):
-        return
-    table.add("sink, full precision", measure(model, texts))
-    table.add("sink, 8 bits", in_8_bits())
-    if smoothed(model, ranges, given):
-        table.add("sink, smoothed, 8 bits", in_8_bits())
-    if given.tokens:
-        name = "sink, smoothed, trained, 8 bits"
-        if given.protocol == "papers":  # with one step for a whole weight, uneven columns cost more than channels
-            need_installation(model).drop(Smoothing.name)
-            name = "sink, trained, 8 bits"
-        table.add(name, trained(model, ranges, texts, given))
+    if with_sink(model, ranges, given):
+        table.add("sink, full precision", measure(model, texts))
+        table.add("sink, 8 bits", in_8_bits(model))
+        if smoothed(model, ranges, given):
+            table.add("sink, smoothed, 8 bits", in_8_bits(model))
+        if given.tokens:
+            name = "sink, smoothed, trained, 8 bits"
+            if given.protocol == "papers":  # with one step for a whole weight, uneven columns cost more than channels
+                need_installation(model).drop(Smoothing.name)
+                name = "sink, trained, 8 bits"
+            table.add(name, trained(model, ranges, texts, given))
+    if given.rotate and rotated(model := loaded(), ranges):
+        table.add("rotated, 8 bits", in_8_bits(model))
+        if with_sink(model, ranges, given):
+            table.add("rotated, sink, 8 bits", in_8_bits(model))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from hf_attn_swap.text.table import markdown
 
 RECORDS = Path(__file__).parents[2] / "recipes" / "figures"
 PROTOCOLS = {"machine": "machines", "papers": "papers"}
-STATES = ("stock", "smoothed", "sink", "sink, smoothed")
+STATES = ("stock", "smoothed", "sink", "sink, smoothed", "rotated", "rotated, sink")
 TRAINED = ("sink, smoothed, trained", "sink, trained")  # a study has one of the two
 FULL = ("stock, full precision", "sink, full precision")
 

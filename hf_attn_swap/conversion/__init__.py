@@ -1,7 +1,7 @@
 """Convert a trained model with little loss, step by step; `hf_attn_swap.convert` takes all steps by one call.
 
-The steps are absorbed sinks, smoothed channels, a neutral start, matched heads, scaled values, calibration, the choice
-of layers, a schedule of the strength, attention transfer, and distillation.
+The steps are a rotated stream, absorbed sinks, smoothed channels, a neutral start, matched heads, scaled values,
+calibration, the choice of layers, a schedule of the strength, attention transfer, and distillation.
 """
 
 from .absorb import absorb_sink
@@ -12,6 +12,7 @@ from .heads import match_heads
 from .losses import Losses
 from .merge import merge_calibration
 from .neutral import neutral_start
+from .rotate import rotate
 from .schedule import StrengthSchedule
 from .smooth import smooth
 from .transfer import AttentionTransferTrainer
@@ -29,6 +30,7 @@ __all__ = [
     "match_heads",
     "merge_calibration",
     "neutral_start",
+    "rotate",
     "scale_values",
     "smooth",
 ]

@@ -21,7 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..layer.smoothing import parts, plain, scaled
 from ..measuring.batches import Batch, on_device
-from .neutral import is_norm, tensors
+from .neutral import is_norm
+from .trace import Trace, channels_read, is_matrix, owners
 
 ROUNDED = 0.01  # of fp16: a wrong pair is wrong by a multiple of this
 TRIED = 2  # pairs are tried with powers from -2 to 2
@@ -60,12 +61,12 @@ def gauges(root: Any, batch: Batch, places: Mapping[str, nn.Module]) -> list[Gau
         places: the matrices that may be scaled, by path.
     """
     batch = on_device(root, batch)
-    trace = _Trace(root)
+    trace = Trace(root)
     trace.run(batch)
     with torch.no_grad():
         recorded = _outputs(root, batch, trace.called)
         found: list[Gauge] = []
-        waiting = [gauge for gauge in trace.candidates(places) if _plain(root, gauge)]
+        waiting = [gauge for gauge in _candidates(trace, places) if _plain(root, gauge)]
         while waiting:
             taken = {reader for gauge in found for reader in gauge.readers}
             waiting = [gauge for gauge in waiting if taken.isdisjoint(gauge.readers)]
@@ -79,131 +80,35 @@ def gauges(root: Any, batch: Batch, places: Mapping[str, nn.Module]) -> list[Gau
     return sorted(found, key=lambda gauge: order[gauge.source])
 
 
-def is_matrix(module: nn.Module) -> bool:
-    """True for a Linear or a Conv1D with a plain matrix: no adapter, no quantised or offloaded weight."""
-    own = dict(module.named_parameters())
-    return (
-        isinstance(module, (nn.Linear, Conv1D))
-        and "weight" in own
-        and own.keys() <= {"weight", "bias"}
-        and not any(True for _ in module.children())
-        and all(plain(each) and not each.is_meta for each in own.values())
+def _candidates(trace: Trace, places: Mapping[str, nn.Module]) -> Iterator[Gauge]:
+    """Sources that reach matrices alone, all of them in `places`, and of as many channels as each of them reads.
+
+    A matrix beside them that this pass did not reach, such as an expert that no token chose, may read the same
+    channels in another pass. So the block around source and readers has no such matrix.
+    """
+    modules, rested = dict(trace.root.named_modules()), trace.rested
+    shared = {name for names in owners(trace.root).values() if len(set(names)) > 1 for name in names}
+    bound = trace.given.union(
+        *(found for reader, found in trace.reads.items() if not isinstance(modules[reader], (nn.Linear, Conv1D)))
     )
-
-
-class _Trace:
-    """One forward pass with autograd's graph cut behind every norm and every matrix."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
-        self.names = {module: name for name, module in root.named_modules()}
-        self.called: dict[str, int] = {}  # calls of norms and matrices, in the order of the first call
-        self.sources: dict[Any, str] = {}  # nodes of autograd's graph: the outputs of norms and matrices
-        self.reads: dict[str, set[str]] = {}  # by a matrix: the sources that reach its input
-        self.bound: set[str] = set()  # sources that reach something else than the input of a matrix
-        self.width: dict[str, int] = {}
-        self.alive: list[Tensor] = []
-
-    @torch.inference_mode(False)
-    @torch.enable_grad()
-    def run(self, batch: Batch) -> None:
-        """Run the model once."""
-        with contextlib.ExitStack() as hooked:
-            for module in self.names:
-                if is_norm(module) or _has_matrix(module):
-                    hooked.callback(module.register_forward_pre_hook(self._arrives, with_kwargs=True).remove)
-                    hooked.callback(module.register_forward_hook(self._leaves).remove)
-            output = self.root(**batch)
-        for each in tensors(output):
-            self.bound |= self._behind(each)
-        self.alive.clear()
-
-    def _arrives(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note which sources reach a matrix; those that reach a norm are bound."""
-        name = self.names[module]
-        self.called[name] = self.called.get(name, 0) + 1
-        for each in tensors((args, kwargs)):
-            found = self._behind(each)
-            if isinstance(module, (nn.Linear, Conv1D)):
-                self.reads.setdefault(name, set()).update(found)
-            else:
-                self.bound |= found
-
-    def _leaves(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Begin a new graph at this output: what is computed from it has this module as a source."""
-        if not isinstance(output, Tensor):
-            return None
-        followed = output.detach().requires_grad_().clone()
-        name = self.names[module]
-        self.alive.append(followed)  # its node must not be freed: another could get the same place
-        self.sources[followed.grad_fn] = name
-        self.width[name] = output.shape[-1]
-        return followed
-
-    def _behind(self, tensor: Tensor) -> set[str]:
-        """The sources from which a tensor was computed, without other sources in between."""
-        waiting, seen, found = [tensor.grad_fn], set(), set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if node in self.sources:
-                found.add(self.sources[node])
-            else:
-                waiting += [before for before, _ in node.next_functions]
-        return found
-
-    def candidates(self, places: Mapping[str, nn.Module]) -> Iterator[Gauge]:
-        """Sources that reach matrices alone, all of them in `places`, and of as many channels as each of them reads.
-
-        A matrix beside them that this pass did not reach, such as an expert that no token chose, may read the same
-        channels in another pass. So the block around source and readers has no such matrix.
-        """
-        shared = _shared(self.root)
-        modules = dict(self.root.named_modules())
-        rested = [name for module, name in self.names.items() if _has_matrix(module) and name not in self.called]
-        for name, width in self.width.items():
-            readers = tuple(reader for reader, found in self.reads.items() if name in found)
-            once = all(self.called[each] == 1 and each not in shared for each in (name, *readers))
-            if not readers or name in self.bound or not once:
-                continue
-            if not all(reader in places and is_matrix(modules[reader]) for reader in readers):
-                continue
-            block = in_common(name, *readers)
-            if any(each.split(".")[: len(block)] == block for each in rested):
-                continue
-            if all(_reads(modules[reader]) == width for reader in readers):
-                yield Gauge(name, readers, width, is_norm(modules[name]))
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    """True for a module without children that holds a matrix."""
-    if any(True for _ in module.children()):
-        return False
-    own = [*module.parameters(recurse=False), getattr(module, "weight", None)]  # a quantised weight is no parameter
-    return any(isinstance(each, Tensor) and each.dim() > 1 for each in own)
+    for name, width in trace.width.items():
+        readers = trace.readers(name)
+        once = all(trace.called[each] == 1 and each not in shared for each in (name, *readers))
+        if not readers or name in bound or not once:
+            continue
+        if not all(reader in places and is_matrix(modules[reader]) for reader in readers):
+            continue
+        block = in_common(name, *readers)
+        if any(each.split(".")[: len(block)] == block for each in rested):
+            continue
+        if all(channels_read(modules[reader]) == width for reader in readers):
+            yield Gauge(name, readers, width, is_norm(modules[name]))
 
 
 def in_common(*paths: str) -> list[str]:
     """The names with which all of these paths start, such as ["model", "layers", "0"]."""
     together = zip(*(path.split(".") for path in paths), strict=False)
     return [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, together)]
-
-
-def _reads(module: nn.Module) -> int:
-    """The number of channels that a matrix reads."""
-    ((weight, axis),) = parts(module, source=False)
-    return weight.shape[axis]
-
-
-def _shared(root: nn.Module) -> set[str]:
-    """The paths of modules that share a parameter with another module, or stand at several places of the model."""
-    owners: dict[int, set[str]] = {}
-    for name, module in root.named_modules(remove_duplicate=False):
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(name)
-    return {name for names in owners.values() if len(names) > 1 for name in names}
 
 
 def _plain(root: nn.Module, gauge: Gauge) -> bool:

@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from ..layer.smoothing import LARGEST_POWER, Pair, Smoothing, axes, relative, scale_, scaled
-from ..measuring.batches import MASKS, Batch, as_batches, evaluating, forward, read_by
+from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, real_tokens
 from ..patch import need_installation
 from ..quantization.places import quantizable
 from ..quantization.points import Point, rounded_rows
 from ..text.bar import bar
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
-from .gauge import Gauge, gauges, in_common, is_matrix
+from .gauge import Gauge, gauges, in_common
 from .neutral import tensors
+from .trace import is_matrix
 
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # that are tried; 0 stands for no smoothing
 TOKENS = 512  # of each held-out batch that an alpha is tried on
@@ -279,7 +280,7 @@ def _run(root: Any, batch: Batch, calls: Mapping[str, Callable[[Tensor], None]],
 
     def reads(name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            calls[name](_real(args[0], read_by(places[name].layer.site.core, batch)))
+            calls[name](real_tokens(read_by(places[name].layer.site.core, batch), args[0]))
 
         return hook
 
@@ -288,15 +289,6 @@ def _run(root: Any, batch: Batch, calls: Mapping[str, Callable[[Tensor], None]],
             reader = root.get_submodule(places[name].gauge.readers[0])
             hooked.callback(reader.register_forward_pre_hook(reads(name)).remove)
         forward(root, batch)
-
-
-def _real(x: Tensor, batch: Batch) -> Tensor:
-    """The rows (N,C) of an input that belong to real tokens, where a mask of this shape says which."""
-    for name in MASKS:
-        mask = batch.get(name)
-        if isinstance(mask, Tensor) and x.dim() == 3 and mask.shape == x.shape[:2]:
-            return x[mask.to(device=x.device, dtype=torch.bool)]
-    return x.flatten(0, -2)
 
 
 def _write(installation: Installation, places: list[_Place], batch: Batch, alpha: float | None) -> None:

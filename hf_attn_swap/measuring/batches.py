@@ -2,7 +2,7 @@
 
 A batch is a plain dict of tensors. A token is real if the attention mask does not mark it as padding.
 
-Axes: B batch, L token.
+Axes: B batch, L token, N real token, C channel.
 """
 
 from __future__ import annotations
@@ -117,6 +117,15 @@ def token_mask(batch: Batch, tokens_BL: Tensor) -> Tensor:
             "pass the 2-D mask that the tokenizer gives."
         )
     return torch.ones(shape, dtype=torch.bool, device=tokens_BL.device)
+
+
+def real_tokens(batch: Batch, x_BLC: Tensor) -> Tensor:
+    """The rows (N,C) of a tensor that belong to real tokens, where a mask of its shape says which; otherwise all."""
+    for name in MASKS:
+        mask = batch.get(name)
+        if isinstance(mask, Tensor) and x_BLC.dim() == 3 and mask.shape == x_BLC.shape[:2]:
+            return x_BLC[mask.to(device=x_BLC.device, dtype=torch.bool)]
+    return x_BLC.flatten(0, -2)
 
 
 def refuse_other_tokens(root: nn.Module, cores: Iterable[nn.Module], batch: Batch) -> None:

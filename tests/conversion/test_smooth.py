@@ -15,14 +15,16 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import smooth
-from hf_attn_swap.conversion.gauge import is_matrix
 from hf_attn_swap.conversion.smooth import Smoothed
+from hf_attn_swap.conversion.trace import is_matrix
 from hf_attn_swap.layer.smoothing import LARGEST_POWER, Smoothing, scaled
 from hf_attn_swap.quantization import machine_w8a8
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, padding_side, perturb, refused, swaps
 from tests.generic import harness as generic
 from tests.generic.harness import SUBJECTS
+
+from .weights import bits, same, uneven
 
 # PEFT reads a property that transformers has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -61,25 +63,6 @@ FOUND: dict[str, set[tuple[str, ...]]] = {
 
 def batches_of(name: str, dtype: torch.dtype = torch.float32) -> list[Any]:
     return [batch_of(name, dtype, seed=seed) for seed in range(2)]
-
-
-def uneven(model: Any, seed: int = 5) -> Any:
-    """The same model with norms whose channels differ much, and without biases of 0."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_((parameter.double() + 0.1) * torch.exp2(1.5 * noise))
-    return model
-
-
-def bits(model: Any) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in model.state_dict().items() if ".attn_swap." not in key}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
 
 
 def sources(model: Any) -> list[list[str]]:

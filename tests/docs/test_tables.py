@@ -165,6 +165,8 @@ def test_what_eight_bits_cost(tmp_path: Path) -> None:
         "sink, full precision": lost,
         "sink, 8 bits": lost,
         "sink, trained, 8 bits": lost,
+        "rotated, 8 bits": lost,
+        "rotated, sink, 8 bits": lost,
     }
     studies = [
         {"name": "one", "metric": "accuracy", "protocol": "machine", "runs": runs},
@@ -175,9 +177,9 @@ def test_what_eight_bits_cost(tmp_path: Path) -> None:
         path.write_text(json.dumps(study))
     assert cells(eight_bits_table("accuracy", paths)) == [["one", "a/test", "machines", "90.0", "-2.0 (-3.1 to +0.1)"]]
     table = eight_bits_table("perplexity", paths)
-    assert table.startswith("| model | text | as | full precision | sink | trained |")
+    assert table.startswith("| model | text | as | full precision | sink | rotated | rotated, sink | trained |")
     lost = "281,285 (1.250–1.500)"
-    assert cells(table) == [["two", "b/test", "papers", "27.50", lost, lost]]
+    assert cells(table) == [["two", "b/test", "papers", "27.50", lost, lost, lost, lost]]
     assert cells(largest_table(paths)) == [
         ["one", "a/test", "1,234, token 3 `'\\n'`, `1.norm`", "–"],
         ["two", "b/test", "2.5, token 3, `1.norm`", "2.5, token 3, `1.norm`"],

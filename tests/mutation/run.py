@@ -102,6 +102,7 @@ MERGE = stage("conversion/test_merge.py", keyword="not saved and (llama or gpt2 
 NEUTRAL = stage("conversion/test_neutral.py", keyword=FEW)
 READING = stage("conversion/test_reading.py")
 ROWS = stage("conversion/test_rows.py", "conversion/test_batches.py")
+ROTATE = stage("conversion/test_rotate.py")
 SCALE = stage("conversion/test_value_scale.py", keyword=f"{FEW} and not architectures")
 SMOOTH = stage("conversion/test_smooth.py", keyword=f"not (way_back or found) or (({DEEP}) and (gated or found))")
 TEACHER = stage("conversion/test_teacher.py", keyword=FEW)
@@ -180,9 +181,12 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/plan.py": (PLANNED, STAGES),
     "conversion/processes.py": (stage("conversion/test_processes.py"),),
     "conversion/progress.py": (stage("conversion/test_progress.py"),),
+    "conversion/norms.py": (ROTATE,),
+    "conversion/orthogonal.py": (ROTATE,),
     "conversion/reading.py": (READING,),
     "conversion/report.py": (CALIBRATE, CUT),
     "conversion/rows.py": (ROWS, READING),
+    "conversion/rotate.py": (ROTATE,),
     "conversion/schedule.py": (stage("conversion/test_schedule.py", keyword="not sharded"),),
     "conversion/sensitivity.py": (stage("conversion/test_sensitivity.py"), RECALLED),
     "conversion/smooth.py": (SMOOTH,),
@@ -198,9 +202,11 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/steps/relearn.py": (BITS,),
     "conversion/steps/smooth.py": (BITS,),
     "conversion/steps/stock.py": (BITS,),
+    "conversion/stream.py": (ROTATE,),
     "conversion/target.py": (CALIBRATE,),
     "conversion/teach.py": (STEPS, STAGES),
     "conversion/teacher.py": (TEACHER,),
+    "conversion/trace.py": (ROTATE, SMOOTH),
     "conversion/trainer.py": (TRANSFER, DISTIL_MORE, TEACHER),
     "conversion/transfer.py": (TRANSFER, DISTIL, LOSSES),
     "conversion/value_scale.py": (SCALE,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -15,7 +16,7 @@ from PIL import Image as Picture
 from transformers import ViTImageProcessor
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion import smooth
+from hf_attn_swap.conversion import rotate, smooth
 from hf_attn_swap.quantization import fake_w8a8, machine_w8a8
 from tests import zoo
 from tests.harness.byte_tokenizer import build, byte_tokenizer
@@ -25,6 +26,7 @@ from .printed import rows
 
 pytestmark = needs_recipes
 ROWS = ("stock, full precision", "stock, 8 bits", "smoothed, 8 bits", "sink, full precision", "sink, 8 bits")
+ROTATED = ("rotated, 8 bits", "rotated, sink, 8 bits")
 TRAINED = {"machine": "sink, smoothed, trained, 8 bits", "papers": "sink, trained, 8 bits"}
 
 
@@ -58,13 +60,26 @@ def test_the_table(protocol: str, tmp_path: Path, monkeypatch: Any, capsys: Any)
     one, two, fit = (str(tmp_path / f"{name}.parquet") for name in ("one", "two", "fit"))
     where = [str(tmp_path / "model"), "--texts", one, two, "--ranges", fit, two]
     sizes = ["--length", "16", "--rows", "3", "--range-rows", "2"]
-    how = ["--alpha", "0.5", "--token", "a", "--protocol", protocol, "--tokens", "64", "--learning-rate", "1e-3"]
+    how = [
+        "--alpha",
+        "0.5",
+        "--token",
+        "a",
+        "--protocol",
+        protocol,
+        "--tokens",
+        "64",
+        "--learning-rate",
+        "1e-3",
+        "--rotate",
+    ]
     recipe("eight_bits.py", [*where, *sizes, *how], monkeypatch)
     captured = capsys.readouterr()
     found = rows(captured.out)
-    assert tuple(found) == (*ROWS, "sink, smoothed, 8 bits", TRAINED[protocol])
+    assert tuple(found) == (*ROWS, "sink, smoothed, 8 bits", TRAINED[protocol], *ROTATED)
     assert "places are smoothed" in captured.err
-    assert "stand before every text" in captured.err
+    assert captured.err.count("stand before every text") == 2
+    assert "The residual stream (32 channels) is rotated" in captured.err
     assert all(cell.endswith("= 1.000 (1.000 to 1.000)") for cell in found[ROWS[0]][:-1])
     assert len({tuple(cells) for cells in found.values()}) == len(found)
     tokens = {
@@ -78,10 +93,17 @@ def test_the_table(protocol: str, tmp_path: Path, monkeypatch: Any, capsys: Any)
     ranges = [row for pair in zip(blocks["fit"][:2], blocks["two"][:2], strict=True) for row in pair]
     largest = max(read_by_norms(model, row)[0] for row in (*blocks["one"], *blocks["two"]))
     assert float(found[ROWS[0]][-1].partition(",")[0]) == pytest.approx(largest, rel=1e-2)
+
+    def in_8_bits(model: Any) -> str:
+        with {"machine": machine_w8a8, "papers": fake_w8a8}[protocol](model, ranges), torch.no_grad():
+            losses = [float(model(**row, labels=row["input_ids"]).loss) for row in blocks["one"]]
+        return f"{math.exp(sum(losses) / 3):.2f} = "
+
+    rotated = copy.deepcopy(model)
+    rotate(rotated, ranges)
+    assert found[ROTATED[0]][0].startswith(in_8_bits(rotated))
     smooth(patch_model(model, "softmax"), ranges, 0.5, progress=False)
-    with {"machine": machine_w8a8, "papers": fake_w8a8}[protocol](model, ranges), torch.no_grad():
-        losses = [float(model(**row, labels=row["input_ids"]).loss) for row in blocks["one"]]
-    assert found["smoothed, 8 bits"][0].startswith(f"{math.exp(sum(losses) / 3):.2f} = ")
+    assert found["smoothed, 8 bits"][0].startswith(in_8_bits(model))
 
 
 def test_a_classifier_of_texts(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -97,11 +119,12 @@ def test_a_classifier_of_texts(tmp_path: Path, monkeypatch: Any, capsys: Any) ->
     wrong = [int(label) ^ (index % 3 == 0) for index, label in enumerate(own)]
     Dataset.from_dict({"text": texts, "label": wrong}).to_parquet(tmp_path / "test.parquet")
     data = str(tmp_path / "test.parquet")
-    where = [str(tmp_path / "model"), "--texts", data, "--ranges", data, "--rows", "9", "--batch", "4"]
+    where = [str(tmp_path / "model"), "--texts", data, "--ranges", data, "--rows", "9", "--batch", "4", "--rotate"]
     recipe("eight_bits.py", [*where, "--figures", str(tmp_path / "out.json")], monkeypatch)
     captured = capsys.readouterr()
     found = rows(captured.out)
     assert tuple(found) == ROWS[:3]
+    assert "Nothing is rotated: no layer of BertForSequenceClassification adds" in captured.err
     assert found[ROWS[0]][0] == "66.7, +0.0 (+0.0 to +0.0)"
     assert "There is no sink: a token before the text stands for a pair only in a causal language model" in captured.err
     written = json.loads((tmp_path / "out.json").read_text("utf-8"))
@@ -116,7 +139,7 @@ def test_a_classifier_of_texts(tmp_path: Path, monkeypatch: Any, capsys: Any) ->
     with pytest.raises(SystemExit, match="language models alone"):
         recipe("eight_bits.py", [*where, "--tokens", "8"], monkeypatch)
     with pytest.raises(ValueError, match="has 9 rows, but 10 are needed"):
-        recipe("eight_bits.py", [*where[:-4], "--rows", "10"], monkeypatch)
+        recipe("eight_bits.py", [*where[:-5], "--rows", "10"], monkeypatch)
 
 
 def test_a_classifier_of_images(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
