@@ -98,7 +98,7 @@ def entmax(scores: Tensor, alpha: float | Tensor, dim: int = -1) -> Tensor:
         if not 1 <= alpha <= 2:
             raise ValueError(f"entmax needs alpha between 1 (softmax) and 2 (sparsemax), got {alpha}.")
         alpha = scores.new_tensor(alpha)
-    weights: Tensor = _Entmax.apply(scores, alpha.to(scores.dtype), dim)
+    weights: Tensor = _Entmax.apply(scores, alpha.to(scores.dtype), dim)  # type: ignore[no-untyped-call]
     return weights
 
 
@@ -130,7 +130,7 @@ class _Entmax(torch.autograd.Function):
         return weights
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]  # one output
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         weights, alpha = ctx.saved_tensors
         slopes = _slopes(weights, alpha)
         shares = slopes / slopes.sum(ctx.dim, keepdim=True)
