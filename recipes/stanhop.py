@@ -171,7 +171,7 @@ def run(retrieval: str, seed: int, data: Data) -> tuple[dict[str, Any], np.ndarr
     with torch.no_grad(), fake_w8a8(model, batches) as quantized:
         rounded = errors(model, data)[:1]
     table = torch.cat([plain, rounded]).numpy()
-    alphas = [float(module.alpha) for module in model.modules() if getattr(module, "alpha", None) is not None]
+    alphas = [float(layer.alpha.detach()) for layer in model.modules() if getattr(layer, "alpha", None) is not None]
     found = {
         **dict(zip(ERRORS, table.mean(1).tolist(), strict=True)),
         **outliers(model, data.batch, data.test, OUTPUTS),
