@@ -96,9 +96,9 @@ def _difference(study: dict[str, Any], name: str, figure: str) -> str:
 
 
 def _clear(study: dict[str, Any], name: str, figure: str) -> bool:
-    """The interval leaves 0 out, and all seeds agree on the sign."""
+    """The interval leaves 0 out, and all seeds, of which there are several, agree on the sign."""
     found = study["compared"].get(name, {}).get(figure)
-    if found is None or found["difference"] is None:
+    if found is None or found["difference"] is None or len(_runs(study, name)) < 2:
         return False
     _, low, high = found["difference"]
     return bool(found["agree"]) and not low <= 0 <= high

@@ -204,7 +204,7 @@ def test_stanhop() -> None:
                     continue
                 mean, low, high = found["difference"]
                 assert f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]" in cell
-                assert cell.endswith("*") == (found["agree"] and (low > 0 or high < 0))
+                assert cell.endswith("*") == (len(runs) > 1 and found["agree"] and (low > 0 or high < 0))
         for name, (squared, absolute) in study["simple"].items():
             assert [hours, name, f"{squared:.3f}", f"{absolute:.3f}"] in cells(simple_table())
     assert not rows
