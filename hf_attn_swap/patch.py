@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .describe import NOTHING
-from .families import obstacle
+from .families import Site, obstacle
 from .layer.registry import Options, fit_options, parse, parse_options
 from .layer.swap import Swap
 from .tested import tell_if_newer
@@ -187,7 +187,19 @@ def swappable(installation: Installation) -> tuple[Layer, ...]:
     if not found:
         raise ValueError(f"{name}: {NOTHING}.")
     reasons = sorted({f"{type(site.core).__name__}: {site.refused or 'cross-attention'}" for site in found})
+    reasons += [f"{name}: attention in the model's own code" for name in _own_attention(root, found)]
     raise ValueError(f"{name}: nothing can be swapped ({'; '.join(reasons)}).")
+
+
+def _own_attention(root: nn.Module, found: Iterable[Site]) -> list[str]:
+    """The classes called attention that hold nothing that asks for an attention function; for a sentence alone."""
+    cores = {id(site.core) for site in found}
+    own = (
+        module
+        for module in root.modules()
+        if type(module).__name__.endswith("Attention") and not any(id(part) in cores for part in module.modules())
+    )
+    return sorted({type(module).__name__ for module in own})
 
 
 def _refuse_tensor_parallel(root: nn.Module) -> None:

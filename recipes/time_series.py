@@ -106,16 +106,21 @@ def predict(trainer: Any, test: Dataset, power: int = 2) -> tuple[list[float], l
     return losses, [0.0] * len(losses)
 
 
-@torch.no_grad()
 def figures(trainer: Any, test: Dataset) -> dict[str, float]:
     """The mean absolute error and the outliers. Every process computes the outliers itself."""
-    rows, model = test.select(range(0, len(test), -(-len(test) // 128))), trainer.model.eval()
-    with record(model, modules=OUTPUTS) as recording:
+    found = outliers(trainer.model.eval(), trainer.data_collator, test, OUTPUTS)
+    return {"mae": float(np.mean(predict(trainer, test, power=1)[0])), **found}
+
+
+@torch.no_grad()
+def outliers(model: Any, cut: Any, test: Dataset, outputs: str) -> dict[str, float]:
+    """Kurtosis and maximum of these outputs, in up to 128 test windows. `cut` makes a batch of first rows."""
+    rows = test.select(range(0, len(test), -(-len(test) // 128)))
+    with record(model, modules=outputs) as recording:
         for start in range(0, len(rows), 32):
-            batch = trainer.data_collator(list(rows.select(range(start, min(start + 32, len(rows))))))
-            model(past_values=batch["past_values"].to(trainer.args.device))
-    outliers = {"kurtosis": recording.kurtosis, "max_inf_norm": recording.max_inf_norm}
-    return {"mae": float(np.mean(predict(trainer, test, power=1)[0])), **outliers}
+            batch = cut(list(rows.select(range(start, min(start + 32, len(rows))))))
+            model(past_values=batch["past_values"].to(model.device))
+    return {"kurtosis": recording.kurtosis, "max_inf_norm": recording.max_inf_norm}
 
 
 def build_task(model: ModelArguments, data: SeriesArguments) -> Task:

@@ -47,6 +47,21 @@ def slow_entmax15(scores: Tensor, allowed: Tensor | None = None) -> Tensor:
     return _each_row(scores, allowed, _entmax_row)
 
 
+def slow_entmax(scores: Tensor, alpha: float, allowed: Tensor | None = None) -> Tensor:
+    """max((alpha - 1) s - tau, 0)^(1 / (alpha - 1)) with sum 1, for 1 < alpha <= 2: tau by 200 halvings."""
+    return _each_row(scores, allowed, lambda row: _entmax_alpha_row(row, alpha))
+
+
+def _entmax_alpha_row(row: Tensor, alpha: float) -> Tensor:
+    scaled = (alpha - 1) * (row - row.max())
+    low, high = -1.0, 0.0  # the weight of the maximum is 1, or 0
+    for _ in range(200):
+        tau = (low + high) / 2
+        over = bool((scaled - tau).clamp_min(0).pow(1 / (alpha - 1)).sum() > 1)
+        low, high = (tau, high) if over else (low, tau)
+    return (scaled - low).clamp_min(0).pow(1 / (alpha - 1))
+
+
 def _sparsemax_row(row: Tensor) -> Tensor:
     ordered = row.sort(descending=True).values
     tau = ordered[0] - 1

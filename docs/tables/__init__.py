@@ -40,6 +40,7 @@ from .speed import (
     weighted_table,
     window_table,
 )
+from .stanhop import simple_table, stanhop_table
 
 FIGURES = Path(__file__).parents[2] / "recipes" / "figures"
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "figures"
@@ -164,6 +165,8 @@ TABLES = {
     "dynamics-cost": cost_table,
     "recall": recall_table,
     "bags": bags_table,
+    "stanhop": stanhop_table,
+    "stanhop-simple": simple_table,
     "speed": speed_table,
     "weighted": weighted_table,
     "operator": operator_table,

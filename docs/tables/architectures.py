@@ -78,6 +78,9 @@ def page(outcomes: list[Outcome], version: str) -> str:
         f"{nested} of those that are exact have configurations within their configuration. "
         "`python -m docs.tables.architectures` writes this page; the slow test in `tests/architectures` compares "
         "with it.",
+        "Two are not built as their configurations start. PatchTSMixer has attention with `self_attn=True` alone. "
+        'Informer has `attention_type="full"`: as it starts, its ProbSparse self-attention is code of its own, and '
+        "`patch_model` refuses it with this reason. Autoformer has auto-correlation in the place of attention.",
         "What was not built, and any model of your own: `describe(model)` says in a second what could be swapped, and "
         "`patch_model` refuses what cannot be right.",
         "A number in brackets is the number of the sentence [below](#sentences). Where the inputs that we found do not "

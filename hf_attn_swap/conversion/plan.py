@@ -103,7 +103,8 @@ def default_distil(root: PreTrainedModel, variant: str, *, low_memory: bool = Fa
             warnings.warn(HALF.format(dtype=root.dtype), stacklevel=4)
         return Distil(rank=32, learning_rate=7e-4)
     name = type(root).__name__
-    headless = not names_head(name) or "QuestionAnswering" in name  # gives no logits
+    forecasts = root.main_input_name == "past_values"
+    headless = not names_head(name) or "QuestionAnswering" in name or forecasts  # gives no logits
     logits = 0.0 if headless else 1.0
     if root.main_input_name == "pixel_values" or size > SMALL or not whole or low_memory:
         return Distil(rank=RANK, learning_rate=5e-4, logits=logits, hidden=1.0, batch=16)

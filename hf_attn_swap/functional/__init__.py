@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .linear import CHUNK, Past, simple_attention
-from .sparse import entmax15, sparsemax
+from .sparse import entmax, entmax15, sparsemax
 
 __all__ = [
     "CHUNK",
@@ -22,6 +22,7 @@ __all__ = [
     "check_clip",
     "clip",
     "clipped_softmax",
+    "entmax",
     "entmax15",
     "hopfield_retrieve",
     "hopfield_scores",

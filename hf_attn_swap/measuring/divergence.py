@@ -125,11 +125,14 @@ def _width(head: nn.Module, hidden_NE: Tensor) -> int:
 
 
 def relative_error(out_BLE: Tensor, teacher_BLE: Tensor, real_BL: Tensor) -> Tensor:
-    """Return the mean over rows of ||out - teacher||^2 / ||teacher||^2 over real tokens, (), in fp32 at least."""
+    """Return the mean over rows of ||out - teacher||^2 / ||teacher||^2 over real tokens, (), in fp32 at least.
+
+    More axes may follow L: a model of time series gives (B,C,P,E), and C, its channels, takes the place of L.
+    """
     wide = torch.promote_types(out_BLE.dtype, torch.float32)
-    hidden_BL1 = ~real_BL[..., None]
+    hidden_BL1 = ~real_BL.reshape(*real_BL.shape, *[1] * (out_BLE.dim() - 2))
     out = out_BLE.to(wide).masked_fill(hidden_BL1, 0.0)
     teacher = teacher_BLE.to(wide).masked_fill(hidden_BL1, 0.0)
-    error_B = (out - teacher).square().sum((1, 2))
-    size_B = teacher.square().sum((1, 2))
+    error_B = (out - teacher).square().flatten(1).sum(1)
+    size_B = teacher.square().flatten(1).sum(1)
     return (error_B / size_B.clamp_min(torch.finfo(wide).tiny)).mean()

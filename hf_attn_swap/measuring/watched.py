@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from ..families import sites
 from ..layer.registry import parse, parse_options
 from ..layer.swap import Phase
+from ..memory.tap import Tap
 from ..patch import build_swap, patch_model, swappable, unpatch_model
 from ..wiring.install import installation_of, model_root
 
@@ -20,7 +22,7 @@ CONTROL = "softmax"
 def watched(model: nn.Module) -> Iterator[Any]:
     """Inside the `with` block, every swappable layer computes through a `Swap`, and its output has the same bits.
 
-    Afterwards the model is as before.
+    Afterwards the model is as before. A model whose retrievals have taps (STanHop-Net) is visible as it is.
 
     Args:
         model: a `PreTrainedModel`, stock or swapped, or a wrapper that holds one.
@@ -32,6 +34,9 @@ def watched(model: nn.Module) -> Iterator[Any]:
         ValueError: `model` is not a transformers model, or nothing in the model can be swapped.
     """
     root = model_root(model)
+    if any(isinstance(module, Tap) for module in root.modules()) and not sites(root):
+        yield root
+        return
     stock = installation_of(root) is None
     if stock:
         patch_model(root, CONTROL)

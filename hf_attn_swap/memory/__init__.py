@@ -1,4 +1,7 @@
-"""Hopfield layers as memory: retrieval, association, pooling and lookup, as modules that need no pretrained model."""
+"""Hopfield layers as memory: retrieval, association, pooling and lookup, as modules that need no pretrained model.
+
+STanHop-Net is a whole forecaster of such layers.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from .layers import (
     HopfieldPooling,
     HopfieldRetrieval,
 )
+from .stanhop import STanHopConfig, STanHopForPrediction
 
 __all__ = [
     "NORMALIZERS",
@@ -17,5 +21,7 @@ __all__ = [
     "HopfieldLayer",
     "HopfieldPooling",
     "HopfieldRetrieval",
+    "STanHopConfig",
+    "STanHopForPrediction",
     "no_op_patterns",
 ]

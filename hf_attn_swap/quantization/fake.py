@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..core.call import NORMALIZED
 from ..families import sites
 from ..layer.swap import Swap
+from ..memory.tap import Tap
 from ..wiring.layers import layers_at
 from .places import is_norm, quantizable
 from .points import MOMENTUM, Point, Quantized
@@ -75,6 +76,9 @@ class _Papers(Quantizer):
             rotary = getattr(config, "rope_parameters", None) is not None
             for swap in layer.copies:  # PEFT runs one of them
                 stack.callback(swap.register_forward_pre_hook(self._attention(layer.path, rotary)).remove)
+        for path, module in self.root.named_modules():
+            if isinstance(module, Tap):
+                stack.callback(module.register_forward_hook(self._tap(path)).remove)
 
     def rounded_weight(self, module: nn.Module, weight: Tensor, point: Point) -> Tensor:
         return point.apply(weight)
@@ -89,6 +93,14 @@ class _Papers(Quantizer):
         def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             self.count("covered", module, output)
             return self.round(f"{path}.output", output)
+
+        return hook
+
+    def _tap(self, path: str) -> Any:
+        def hook(module: Tap, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if self.fitting:
+                self.flops["covered"] += 2.0 * output.numel() * module.width
+            return self.round(path, output)
 
         return hook
 

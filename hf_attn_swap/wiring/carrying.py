@@ -18,6 +18,8 @@ from ..families.source import hands_keywords_on, mentions, moves_windows, slices
 from .layers import Layer
 from .placed import encoder_of, group_of, layer_of, stacks_of, takes_keywords
 
+_STRIDED = (nn.MaxPool1d, nn.AvgPool1d, nn.Conv1d)
+
 
 def check(root: Any, layers: Iterable[Layer]) -> None:
     """Check the layers as they would be: `copies` are the swaps that they would have.
@@ -59,6 +61,12 @@ def check(root: Any, layers: Iterable[Layer]) -> None:
                     f"{stock_class(blocks[0]).__name__} cuts its tokens into windows, and not every layer cuts them "
                     "alike, so that places of one layer are not places of the next"
                 )
+            if _shortens(root, group_of(layer.path), members):
+                parent = root.get_submodule(group_of(layer.path).rpartition(".")[0])
+                reason = (
+                    f"{stock_class(parent).__name__} shortens the sequence between its layers, so that places of one "
+                    "layer are not places of the next"
+                )
             if drops:
                 reason = (
                     f"{stock_class(stacks[layer]).__name__} may drop tokens (logits_to_keep) before the layers that "
@@ -69,6 +77,21 @@ def check(root: Any, layers: Iterable[Layer]) -> None:
                     f"{site.path}: {names} carries scores across layers, but {reason}; use another variant, or "
                     "modern_hopfield with alpha_prime=0."
                 )
+
+
+def _shortens(root: Any, group: str, members: list[Layer]) -> bool:
+    """True if a list of pooling modules or of convolutions with a stride lies beside this list of layers.
+
+    Such a list has a module for each layer, or for each but one (Informer's distilling; None stands for no module).
+    """
+    inside, _, name = group.rpartition(".")
+    for other, beside in root.get_submodule(inside).named_children():
+        if other == name or not isinstance(beside, nn.ModuleList) or len(beside) < len(members) - 1:
+            continue
+        for module in beside.modules():
+            if isinstance(module, _STRIDED) and module.stride not in (1, (1,)):
+                return True
+    return False
 
 
 def _alike(blocks: list[nn.Module]) -> bool:

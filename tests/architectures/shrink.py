@@ -26,6 +26,13 @@ MISSING = {
     "vocabulary_map": {"<image>": 10},
 }
 
+# Attention that is off by default, or not of the kind that goes through the interface, is chosen: by name, what the
+# class starts with, and what it is given.
+CHOSEN: dict[tuple[str, Any], Any] = {
+    ("self_attn", False): True,  # PatchTSMixer has attention only then
+    ("attention_type", "prob"): "full",  # Informer computes its own, ProbSparse attention otherwise
+}
+
 Rule = tuple[str, Callable[[int], int]]
 
 
@@ -106,6 +113,8 @@ def _rebuilt(default: PreTrainedConfig, rules: tuple[Rule, ...], layers: int, fi
     for name, value in _fields(default).items():
         if isinstance(value, PreTrainedConfig):
             changed[name] = _rebuilt(value, rules, layers, fill)
+        elif isinstance(value, (bool, str)) and (name, value) in CHOSEN:
+            changed[name] = CHOSEN[name, value]
         elif re.search(r"(token_id|token_index|token_ids)$", name):
             changed[name] = _token(value, len(changed))
         elif rules and isinstance(value, (list, tuple)) and _count(depth) and len(value) == depth > layers:

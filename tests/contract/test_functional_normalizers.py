@@ -182,3 +182,73 @@ def test_sparse_normalizers_gradcheck_and_axis(ours: Any, literal: Any, oracle: 
 def test_sparse_normalizers_in_single_precision(ours: Any, literal: Any, oracle: Any) -> None:
     scores = torch.randn(50, 33, generator=torch.Generator().manual_seed(2)) * 3
     close(ours(scores), literal(scores.double()).float(), TOLERANCE[torch.float32])
+
+
+@few
+@given(rows(), st.sampled_from((1.05, 1.3, 1.5, 1.77, 1.99)))
+def test_entmax(drawn: tuple[Tensor, Tensor], alpha: float) -> None:
+    """Against the definition by halving, and against the `entmax` package, with both gradients."""
+    scores, seen = drawn
+    some = seen | ~seen.any(-1, keepdim=True)
+    masked = scores.masked_fill(~some, LOWEST)
+    each = torch.full((len(scores), 1), alpha, dtype=torch.float64)
+    got, gradient = with_gradient(lambda s: F.entmax(s, each), masked)
+    close(got, slow.slow_entmax(scores, alpha, some), 1e-11)
+    close(got.sum(-1), torch.ones(len(got), dtype=torch.float64))
+    oracle = lambda s, a: entmax.entmax_bisect(s, a, n_iter=100)  # noqa: E731  # two gradients are taken of it
+    close(got, oracle(masked, each), 1e-11)
+    _, slope = with_gradient(lambda s: oracle(s, each), masked)
+    _, of_alpha = with_gradient(lambda a: F.entmax(masked, a), each)
+    _, wanted = with_gradient(lambda a: oracle(masked, a), each)
+    if not ties(got, scores):
+        close(gradient, slope, 1e-8)
+        close(of_alpha, wanted, 1e-8)
+
+
+def test_entmax_ends_in_softmax_and_sparsemax() -> None:
+    """Values and gradients, from alpha = 1 and from just above; the gradient in alpha by differences of one side."""
+    scores = torch.randn(6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 2
+    for alpha, other in ((1.0, lambda s: torch.softmax(s, -1)), (2.0, F.sparsemax), (1.5, F.entmax15)):
+        for got, wanted in zip(
+            with_gradient(lambda s, a=alpha: F.entmax(s, a), scores), with_gradient(other, scores), strict=True
+        ):
+            close(got, wanted)
+    near, _ = with_gradient(lambda s: F.entmax(s, 1 + 1e-9), scores)
+    close(near, scores.softmax(-1), 1e-7)
+    step = 1e-6
+    for alpha, side in ((1.0, step), (1.0 + 1e-7, step), (2.0, -step)):
+        at = torch.full((6, 1), alpha, dtype=torch.float64)
+        _, slope = with_gradient(lambda a: F.entmax(scores, a), at)
+        weights = torch.linspace(-1, 2, 54, dtype=torch.float64).view(6, 9)
+        moved = (F.entmax(scores, alpha + side) - F.entmax(scores, alpha)) * weights / side
+        close(slope[:, 0], moved.sum(-1), 1e-4)
+
+
+@pytest.mark.parametrize("alpha", [1.1, 1.5, 1.9])
+def test_entmax_gradcheck_and_axis(alpha: float) -> None:
+    """Two derivatives, in the scores and in an alpha per head; alpha as a number, and another axis."""
+    scores = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    alphas = torch.tensor([alpha, 1.4, 1.6], dtype=torch.float64).view(3, 1).requires_grad_()
+    assert torch.autograd.gradcheck(F.entmax, (scores, alphas))
+    assert torch.autograd.gradgradcheck(F.entmax, (scores, alphas))
+    close(F.entmax(scores, alphas)[:, 0], F.entmax(scores[:, 0], alpha))
+    close(F.entmax(scores.transpose(1, 2), alpha, 1), F.entmax(scores, alpha).transpose(1, 2))
+
+
+def test_entmax_on_hard_rows() -> None:
+    """Equal scores, one key, scores beyond any scale, -inf at what is hidden, and single precision."""
+    for row in ([0.0] * 5, [3.0], [-1e30, -1e30, 5.0], [1e5, 1e5 - 0.5, -1e5], [-math.inf, 2.0, 1.9]):
+        for dtype in (torch.float64, torch.float32):
+            for alpha in (1.0, 1.001, 1.5, 2.0):
+                scores, at = torch.tensor([row], dtype=dtype), torch.tensor([[alpha]], dtype=dtype)
+                got, gradient = with_gradient(lambda s, a=at: F.entmax(s, a), scores)
+                _, slope = with_gradient(lambda a, s=scores: F.entmax(s, a), at)
+                assert float(got.sum()) == pytest.approx(1, abs=1e-6)
+                assert torch.isfinite(gradient).all()
+                assert torch.isfinite(slope).all()
+                if len(set(row)) == 1:
+                    assert torch.allclose(got, torch.full_like(got, 1 / len(row)))
+    scores = torch.randn(50, 33, generator=torch.Generator().manual_seed(2)) * 3
+    close(F.entmax(scores, 1.7), slow.slow_entmax(scores.double(), 1.7).float(), TOLERANCE[torch.float32])
+    with pytest.raises(ValueError, match=r"alpha between 1 .* and 2 .*, got 2\.5"):
+        F.entmax(scores, 2.5)

@@ -14,6 +14,7 @@ from docs.tables.conversions import BUDGET, HYBRIDS, NEWS, PHOTOS, SENTENCES, bu
 from docs.tables.eight_bits import eight_bits_table, largest_table
 from docs.tables.overview import STUDIES, results_table
 from docs.tables.runs import CARDS, RECORDS, perplexities_table, tasks_table
+from docs.tables.stanhop import found_in_table_1, found_in_table_2, measured_size, simple_table, stanhop_table, studies
 
 NO_LINK = re.compile(r"\]\([^)]*\)")
 
@@ -184,3 +185,38 @@ def test_what_eight_bits_cost(tmp_path: Path) -> None:
         ["one", "a/test", "1,234, token 3 `'\\n'`, `1.norm`", "–"],
         ["two", "b/test", "2.5, token 3, `1.norm`", "2.5, token 3, `1.norm`"],
     ]
+
+
+def test_stanhop() -> None:
+    """Every figure, difference and star is that of the record; the page of claims says the same."""
+    rows = {(row[0], row[1].strip("`")): row[2:] for row in cells(stanhop_table())}
+    assert studies()
+    for study in studies():
+        hours = str(study["options"]["horizon"])
+        for name in {key.rpartition("/")[0] for key in study["runs"]}:
+            runs = [run for key, run in study["runs"].items() if key.rpartition("/")[0] == name]
+            seeds, squared, absolute, *further = rows.pop((hours, name))
+            assert int(seeds) == len(runs)
+            assert float(absolute) == pytest.approx(fmean(run["mae"] for run in runs), abs=5e-4)
+            for figure, cell in zip(("mse", "w8a8", "kurtosis", "max_inf_norm"), (squared, *further), strict=True):
+                assert float(cell.split()[0]) == pytest.approx(fmean(run[figure] for run in runs), abs=5e-4)
+                found = study["compared"].get(name, {}).get(figure, {"difference": None})
+                if found["difference"] is None:
+                    assert len(cell.split()) == 1
+                    continue
+                mean, low, high = found["difference"]
+                assert f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]" in cell
+                assert cell.endswith("*") == (len(runs) > 1 and found["agree"] and (low > 0 or high < 0))
+        for name, (squared, absolute) in study["simple"].items():
+            assert [hours, name, f"{squared:.3f}", f"{absolute:.3f}"] in cells(simple_table())
+    assert not rows
+    first = studies()[0]
+    for words, names in (
+        (found_in_table_1(), ("softmax", "`outeffhop`", "`clipped_softmax`", "`gated`", "`outeffhop+gated`")),
+        (found_in_table_2(), ("softmax", "`sparsemax`", "`generalized_sparse`", "`outeffhop`")),
+    ):
+        for name in names:
+            (part,) = [each for each in words.split("; ") if each.startswith(f"{name} ")]
+            runs = [run for key, run in first["runs"].items() if key.rpartition("/")[0] == name.strip("`")]
+            assert f"{fmean(run['kurtosis'] for run in runs):.3f}" in part
+    assert f"{first['options']['steps']} steps of {first['options']['batch']} windows" in measured_size()

@@ -210,9 +210,12 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/trainer.py": (TRANSFER, DISTIL_MORE, TEACHER),
     "conversion/transfer.py": (TRANSFER, DISTIL, LOSSES),
     "conversion/value_scale.py": (SCALE,),
+    "memory/": (stage("memory/test_layers.py", "memory/test_promises.py"),),
+    "memory/stanhop.py": (stage("memory/test_stanhop.py"),),
+    "memory/tap.py": (stage("memory/test_stanhop.py", keyword="eight_bits"),),
     "training/metrics.py": (stage("training/test_metrics.py", "training/test_publish.py"),),
 }
-SCOPE = ("functional", "core", "layer", "kernels", "conversion", "training/metrics.py")
+SCOPE = ("functional", "core", "layer", "kernels", "conversion", "memory", "training/metrics.py")
 
 
 def tests_of(path: Path) -> tuple[Stage, ...]:

@@ -1,0 +1,72 @@
+"""A forecaster is converted without labels: its hidden states teach, and its forecast is what is measured."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PatchTSTConfig, PatchTSTForPrediction
+
+from hf_attn_swap import convert, patch_model
+from hf_attn_swap.measuring.divergence import relative_error
+from hf_attn_swap.measuring.lost import lost
+
+
+def forecaster() -> PatchTSTForPrediction:
+    torch.manual_seed(0)
+    config = PatchTSTConfig(
+        num_input_channels=2,
+        context_length=32,
+        prediction_length=4,
+        patch_length=4,
+        patch_stride=4,
+        d_model=16,
+        ffn_dim=32,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        init_std=0.4,
+    )
+    return PatchTSTForPrediction(config).eval()
+
+
+def windows(count: int) -> list[dict[str, Tensor]]:
+    rows = torch.arange(count + 32) / 3
+    series = torch.stack([rows.sin(), (rows / math.pi).sin()], 1) + 0.1 * torch.randn(len(rows), 2)
+    return [{"past_values": series[start : start + 32]} for start in range(count)]
+
+
+@pytest.mark.parametrize("variant", ["outeffhop", "belief", "sink"])
+def test_a_forecaster_without_labels(variant: str) -> None:
+    model, rows = forecaster(), windows(96)
+    held = {"past_values": torch.stack([row["past_values"] for row in windows(8)])}
+    with torch.no_grad():
+        before = model(**held).prediction_outputs
+    report = convert(model, variant, rows, eval_data=windows(8), tokens=192, progress=False)
+    assert [step.tokens for step in report.steps][-1] == 192
+    with torch.no_grad():
+        after = model.eval()(**held).prediction_outputs
+    assert not torch.equal(after, before)
+    assert report.lost.measure == "relative squared error of the outputs"
+    assert report.lost.cost <= report.steps[0].lost.cost + 1e-6
+
+
+def test_the_measure_is_of_the_forecast() -> None:
+    model, batch = forecaster(), {"past_values": torch.stack([row["past_values"] for row in windows(5)])}
+    with torch.no_grad():
+        stock = model(**batch).prediction_outputs
+        patch_model(model, "belief")
+        swapped = model(**batch).prediction_outputs
+    wanted = (swapped - stock).square().sum((1, 2)) / stock.square().sum((1, 2))
+    assert lost(model, [batch]).relative_error == pytest.approx(float(wanted.mean()), rel=1e-4)
+
+
+def test_states_with_channels_have_one_error_per_row() -> None:
+    ours, theirs = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 4)
+    real = torch.tensor([[True, True], [True, False], [True, True]])
+    errors = [
+        float((ours[row][real[row]] - theirs[row][real[row]]).square().sum() / theirs[row][real[row]].square().sum())
+        for row in range(3)
+    ]
+    assert float(relative_error(ours, theirs, real)) == pytest.approx(sum(errors) / 3, rel=1e-5)

@@ -1,0 +1,411 @@
+"""STanHop-Net: every block against its formula, written out; masks, memory, alpha, 8 bits, saving and refusals."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_attn_swap.analysis import record
+from hf_attn_swap.memory import STanHopConfig, STanHopForPrediction
+from hf_attn_swap.memory.stanhop import DecoderLayer, Hopfield, Merge, Tandem
+from hf_attn_swap.memory.tap import Tap
+from hf_attn_swap.quantization import fake_w8a8
+from tests import slow
+
+from .harness import close, normal
+
+RETRIEVALS = ["softmax", "sparsemax", "entmax15", "generalized_sparse", "outeffhop", "clipped_softmax", "gated"]
+RETRIEVALS += ["outeffhop+clipped_softmax", "outeffhop+gated", "generalized_sparse+clipped_softmax+gated"]
+SIZES: dict[str, Any] = dict(
+    num_input_channels=3,
+    context_length=20,
+    prediction_length=7,
+    patch_length=4,
+    merge_size=2,
+    d_model=8,
+    ffn_dim=12,
+    num_attention_heads=2,
+    num_prototypes=3,
+    gamma=-0.2,  # so that some weights are clipped
+)
+every_retrieval = pytest.mark.parametrize("retrieval", RETRIEVALS)
+
+
+def config(**changes: Any) -> STanHopConfig:
+    return STanHopConfig(**{**SIZES, **changes})
+
+
+def built(kind: Any, **changes: Any) -> Any:
+    """A module in float64 and evaluation mode, with every parameter drawn, so that none is 0."""
+    torch.manual_seed(0)
+    module = kind(config(**changes)).double().eval()
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(module.named_parameters()):
+            drawn = normal(number, *parameter.shape)
+            scale = 2 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 0.3
+            parameter.copy_(1 + drawn / 4 if name.endswith("weight") and parameter.dim() == 1 else scale * drawn)
+    return module
+
+
+def linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return x @ layer.weight.mT + layer.bias
+
+
+def norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + layer.eps).sqrt() * layer.weight + layer.bias
+
+
+def mlp(layers: nn.Sequential, x: Tensor) -> Tensor:
+    inner = linear(layers[0], x)
+    return linear(layers[2], inner * (1 + torch.erf(inner / math.sqrt(2))) / 2)
+
+
+def read(layer: Hopfield, retrieval: str, state_QE: Tensor, stored_KE: Tensor) -> Tensor:
+    """One row and one head at a time: what the states read from the patterns that count."""
+    heads, width = 2, 4
+    query, key = linear(layer.query, state_QE), linear(layer.key, stored_KE)
+    value = linear(layer.value, key)
+    found = []
+    for head in range(heads):
+        part = slice(head * width, (head + 1) * width)
+        scores = query[:, part] @ key[:, part].T / math.sqrt(width)
+        if "outeffhop" in retrieval:
+            weights = slow.slow_softmax_n(scores, 1.0)
+        elif "sparsemax" in retrieval:
+            weights = slow.slow_sparsemax(scores)
+        elif "entmax15" in retrieval:
+            weights = slow.slow_entmax15(scores)
+        elif "generalized_sparse" in retrieval:
+            weights = slow.slow_entmax(scores, float(1 + torch.sigmoid(layer.alpha_logit.detach())))
+        else:
+            weights = slow.slow_softmax_n(scores, 0.0)
+        if "clipped" in retrieval:
+            weights = (1.2 * weights - 0.2).clamp(0, 1)
+        heads_QD = weights @ value[:, part]
+        if "gated" in retrieval:
+            logits = state_QE[:, part] @ layer.gate[head, :-1] + layer.gate[head, -1]
+            heads_QD = heads_QD * (4 / (1 + (-logits).exp()))[:, None]
+        found.append(heads_QD)
+    return linear(layer.out, torch.cat(found, 1))
+
+
+def tandem(block: Tandem, retrieval: str, x_CPE: Tensor, keep_P: Tensor) -> Tensor:
+    """One sample: along time for each channel, then across the channels for each patch."""
+    channels = []
+    for x in x_CPE:
+        x = norm(block.norm1, x + read(block.time, retrieval, x, x[keep_P]))
+        channels.append(norm(block.norm2, x + mlp(block.mlp1, x)))
+    patches = []
+    for x in torch.stack(channels, 1):
+        pooled = read(block.pool, retrieval, block.prototypes, x)
+        x = norm(block.norm3, x + read(block.series, retrieval, x, pooled))
+        patches.append(norm(block.norm4, x + mlp(block.mlp2, x)))
+    return torch.stack(patches, 1)
+
+
+def merged(layer: Merge, x_CPE: Tensor, keep_P: Tensor) -> tuple[Tensor, Tensor]:
+    """Five patches as three pairs: the last one twice, and zeros for what is left out."""
+    pairs = [(0, 1), (2, 3), (4, 4)] if x_CPE.shape[1] == 5 else [(0, 1), (2, 2)]
+    joined = [torch.cat([x_CPE[:, i] * keep_P[i] for i in pair], -1) for pair in pairs]
+    keep = torch.stack([keep_P[list(pair)].any() for pair in pairs])
+    return torch.stack([linear(layer.linear, norm(layer.norm, x)) for x in joined], 1), keep
+
+
+def decoded(layer: DecoderLayer, retrieval: str, x_CPE: Tensor, encoded_CKE: Tensor, keep_K: Tensor) -> Tensor:
+    whole = torch.ones(x_CPE.shape[1], dtype=torch.bool)
+    found = []
+    for x, encoded in zip(tandem(layer.tandem, retrieval, x_CPE, whole), encoded_CKE, strict=True):
+        x = norm(layer.norm1, x + read(layer.cross, retrieval, x, encoded[keep_K]))
+        found.append(norm(layer.norm2, x + mlp(layer.mlp, x)))
+    return torch.stack(found)
+
+
+def forecast(model: STanHopForPrediction, past_TC: Tensor, length: int) -> Tensor:
+    """The whole model on the last `length` rows of one sample, by the functions above."""
+    body, retrieval = model.model, model.config.retrieval
+    past = past_TC[-length:]
+    past = torch.cat([past[:1].expand(20 - length, -1), past])
+    keep = torch.tensor([4 * (patch + 1) > 20 - length for patch in range(5)])
+    x = past.T.reshape(3, 5, 4)
+    x = norm(body.norm, linear(body.embed, x) + body.past_positions)
+    scales = [(x, keep)]
+    for number, block in enumerate(body.encoder):
+        if number:
+            x, keep = merged(body.merge[number - 1], x, keep)
+        x = tandem(block, retrieval, x, keep)
+        scales.append((x, keep))
+    x, total = body.future_positions, torch.zeros(3, 8, dtype=torch.float64)
+    for layer, head, (encoded, keep) in zip(body.decoder, model.heads, scales, strict=True):
+        x = decoded(layer, retrieval, x, encoded, keep)
+        total = total + linear(head, x).flatten(1)
+    return total[:, :7].T
+
+
+@every_retrieval
+def test_hopfield_by_its_formula(retrieval: str) -> None:
+    layer = built(Hopfield, retrieval=retrieval)
+    state, stored = 2 * normal(1, 3, 4, 8), 2 * normal(2, 3, 6, 8)
+    keep = torch.arange(6) >= torch.tensor([0, 2, 5])[:, None]
+    got = layer(state, stored, keep)
+    for row in range(3):
+        close(got[row], read(layer, retrieval, state[row], stored[row][keep[row]]), 1e-11)
+    close(layer(state, stored), layer(state, stored, torch.ones_like(keep)))
+
+
+def test_clipped_weights_are_zero_at_what_is_left_out() -> None:
+    """Of a zeta above 1 or a row of one pattern nothing may reach what is hidden."""
+    layer = built(Hopfield, retrieval="clipped_softmax")
+    weights: list[Tensor] = []
+    layer.weights.register_forward_hook(lambda module, args, output: weights.append(output))
+    layer(normal(1, 1, 4, 8), normal(2, 1, 6, 8), torch.tensor([[False, True, True, False, False, False]]))
+    assert not weights[0][..., [0, 3, 4, 5]].any()
+    assert (weights[0] > 0).any()
+
+
+@every_retrieval
+def test_tandem_by_its_formula(retrieval: str) -> None:
+    block, x = built(Tandem, retrieval=retrieval), normal(1, 2, 3, 5, 8)
+    keep = torch.tensor([[True] * 5, [False, False, True, True, True]])
+    for got, sample, kept in zip(block(x, keep), x, keep, strict=True):
+        close(got, tandem(block, retrieval, sample, kept), 1e-11)
+
+
+def test_merge_by_its_formula() -> None:
+    layer, x = built(Merge), normal(1, 2, 3, 5, 8)
+    keep = torch.tensor([[True] * 5, [False, False, False, True, True]])
+    got, kept = layer(x, keep)
+    for row in range(2):
+        wanted, left = merged(layer, x[row], keep[row])
+        close(got[row], wanted)
+        assert torch.equal(kept[row], left)
+    assert kept.tolist() == [[True] * 3, [False, True, True]]
+    wider = built(Merge, merge_size=4)
+    three, _ = wider(x[:, :, :1], keep[:, :1])
+    close(three[0, :, 0], linear(wider.linear, norm(wider.norm, x[0, :, [0, 0, 0, 0]].flatten(1))))
+
+
+def test_decoder_layer_by_its_formula() -> None:
+    layer, x, encoded = built(DecoderLayer), normal(1, 2, 3, 2, 8), normal(2, 2, 3, 5, 8)
+    keep = torch.tensor([[True] * 5, [False, False, True, True, True]])
+    for got, *sample in zip(layer(x, encoded, keep), x, encoded, keep, strict=True):
+        close(got, decoded(layer, "generalized_sparse", *sample), 1e-11)
+
+
+@every_retrieval
+def test_different_lengths_in_one_batch(retrieval: str) -> None:
+    """By the formula, as each alone, and whatever stands in the padding; the loss is the mean squared error."""
+    model, past, future = built(STanHopForPrediction, retrieval=retrieval), normal(1, 4, 20, 3), normal(2, 4, 7, 3)
+    lengths = [20, 13, 4, 1]
+    observed = torch.arange(20) >= torch.tensor([20 - length for length in lengths])[:, None]
+    noisy = past.masked_fill(~observed[..., None], math.nan)
+    got = model(noisy, future, past_observed_mask=observed.long())
+    for row, length in enumerate(lengths):
+        close(got.prediction_outputs[row], forecast(model, past[row], length), 1e-10)
+        close(model(past[row : row + 1, -length:]).prediction_outputs[0], got.prediction_outputs[row])
+    close(got.loss, (got.prediction_outputs - future).square().mean())
+    assert model(noisy, past_observed_mask=observed, return_dict=False)[0].shape == (4, 7, 3)
+
+
+def test_one_block_and_no_merge() -> None:
+    for changes in (dict(encoder_layers=1), dict(encoder_layers=3, merge_size=1)):
+        model = built(STanHopForPrediction, **changes)
+        assert len(model.model.merge) == 0
+        assert len(model.model.decoder) == changes["encoder_layers"] + 1
+        close(model(normal(1, 1, 20, 3)).prediction_outputs[0], forecast_flat(model, normal(1, 1, 20, 3)[0]), 1e-10)
+
+
+def forecast_flat(model: STanHopForPrediction, past_TC: Tensor) -> Tensor:
+    """As `forecast`, where nothing is merged."""
+    body, retrieval = model.model, model.config.retrieval
+    keep = torch.ones(5, dtype=torch.bool)
+    scales = [norm(body.norm, linear(body.embed, past_TC.T.reshape(3, 5, 4)) + body.past_positions)]
+    for block in body.encoder:
+        scales.append(tandem(block, retrieval, scales[-1], keep))
+    x, total = body.future_positions, torch.zeros(3, 8, dtype=torch.float64)
+    for layer, head, encoded in zip(body.decoder, model.heads, scales, strict=True):
+        x = decoded(layer, retrieval, x, encoded, keep)
+        total = total + linear(head, x).flatten(1)
+    return total[:, :7].T
+
+
+def test_baseline_adds_the_mean_of_what_was_observed() -> None:
+    plain = built(STanHopForPrediction)
+    with_mean = built(STanHopForPrediction, baseline=True)
+    past, observed = normal(1, 1, 20, 3), torch.arange(20)[None] >= 9
+    difference = [m(past, past_observed_mask=observed).prediction_outputs for m in (with_mean, plain)]
+    close(difference[0] - difference[1], past[:, 9:].mean(1, keepdim=True).expand(1, 7, 3))
+
+
+@pytest.mark.parametrize("retrieval", ["softmax", "outeffhop", "sparsemax", "generalized_sparse"])
+def test_plug_and_play_memory(retrieval: str) -> None:
+    """Each block first reads the stored patches of the same channel at its own scale; None leaves the memory out."""
+    model, past, stored = built(STanHopForPrediction, retrieval=retrieval), normal(1, 2, 20, 3), normal(2, 4, 20, 3)
+    weigh = {
+        "softmax": lambda scores: slow.slow_softmax_n(scores, 0.0),
+        "outeffhop": lambda scores: slow.slow_softmax_n(scores, 1.0),
+        "sparsemax": slow.slow_sparsemax,
+        "generalized_sparse": slow.slow_entmax15,
+    }[retrieval]
+    body, observed = model.model, torch.ones(2, 20, dtype=torch.bool)
+    memory = body.encode(stored, torch.ones(4, 20, dtype=torch.bool))
+    x, keep = body.encode(past, observed)[0]
+    for number, block in enumerate(body.encoder):
+        found = torch.empty_like(x)
+        for channel in range(3):
+            patterns = memory[number][0][:, channel].reshape(-1, 8)
+            states = x[:, channel]
+            found[:, channel] = (states + weigh(states @ patterns.T / math.sqrt(8)) @ patterns) / 2
+        if number:
+            found, keep = body.merge[0](found, keep)
+        x = block(found, keep)
+    got = body.encode(past, observed, memory)
+    close(got[-1][0], x, 1e-11)
+    close(got[0][0], body.encode(past, observed)[0][0])
+    with_memory = model(past, memory_values=stored).prediction_outputs
+    alone = model(past).prediction_outputs
+    assert (with_memory - alone).abs().max() > 1e-3
+    close(model(past, memory_values=None).prediction_outputs, alone)
+    assert model(past, memory_values=stored[:, 9:]).prediction_outputs.isfinite().all()
+    padded = body.encode(stored[:, 9:], torch.ones(4, 11, dtype=torch.bool))
+    close(
+        body.recall(got[0][0], *padded[0]),
+        body.recall(got[0][0], padded[0][0][:, :, 2:], padded[0][1][:, 2:]),
+    )
+
+
+def test_the_gradient_of_alpha() -> None:
+    """Of the loss, in each layer's own alpha, by differences."""
+    model, past, future = built(STanHopForPrediction), normal(1, 3, 20, 3), normal(2, 3, 7, 3)
+    layers = [module for module in model.modules() if isinstance(module, Hopfield)]
+    assert len(layers) == 2 * 3 + 3 * 4
+    model(past, future).loss.backward()
+    slopes = [float(layer.alpha_logit.grad) for layer in layers]
+    assert all(slopes)
+    for layer, slope in zip(layers, slopes, strict=True):
+        moved = []
+        for step in (1e-4, -1e-4):
+            with torch.no_grad():
+                layer.alpha_logit += step
+                moved.append(float(model(past, future).loss))
+                layer.alpha_logit -= step
+        assert (moved[0] - moved[1]) / 2e-4 == pytest.approx(slope, rel=1e-3, abs=1e-10)
+        assert 1 < float(layer.alpha.detach()) < 2
+
+
+@every_retrieval
+def test_every_parameter_learns(retrieval: str) -> None:
+    model = STanHopForPrediction(config(retrieval=retrieval, gamma=-0.001))
+    assert model.training
+    model(torch.randn(4, 20, 3), torch.randn(4, 7, 3)).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+
+
+def test_the_start() -> None:
+    """A gate starts at 1; positions, prototypes and alpha's logits are drawn; linear maps are PyTorch's."""
+    torch.manual_seed(0)
+    model, plain = STanHopForPrediction(config(retrieval="gated")), STanHopForPrediction(config(retrieval="softmax"))
+    plain.load_state_dict({name: value for name, value in model.state_dict().items() if not name.endswith("gate")})
+    past = torch.randn(2, 20, 3)
+    close(model.eval()(past).prediction_outputs, plain.eval()(past).prediction_outputs, 1e-6)
+    wide = STanHopForPrediction(config(d_model=64, num_prototypes=50))
+    assert float(wide.model.encoder[0].prototypes.std()) == pytest.approx(1, abs=0.1)
+    assert float(wide.model.embed.weight.abs().max()) <= 1 / math.sqrt(4)
+    logits = [module.alpha_logit for module in wide.modules() if isinstance(module, Hopfield)]
+    assert float(torch.cat(logits).std()) > 0.3
+
+
+@pytest.mark.parametrize("retrieval", ["generalized_sparse+gated", "outeffhop+clipped_softmax"])
+def test_saving(retrieval: str, tmp_path: Path) -> None:
+    model = built(STanHopForPrediction, retrieval=retrieval).float()
+    model.save_pretrained(tmp_path)
+    again = STanHopForPrediction.from_pretrained(tmp_path).eval()
+    assert again.config.retrieval == retrieval
+    assert again.config.gamma == -0.2
+    past = torch.randn(2, 20, 3)
+    assert torch.equal(again(past).prediction_outputs, model(past).prediction_outputs)
+
+
+@pytest.mark.parametrize("retrieval", ["softmax", "outeffhop+gated"])
+def test_eight_bits(retrieval: str) -> None:
+    """Scores, weights and what is read have 256 values, the heads of the forecast are left out, and all comes back."""
+    torch.manual_seed(0)
+    model = STanHopForPrediction(config(retrieval=retrieval)).eval().requires_grad_(False)
+    past = torch.randn(8, 20, 3)
+    before = model(past).prediction_outputs
+    taps = {path: module for path, module in model.named_modules() if isinstance(module, Tap)}
+    assert len(taps) == 3 * (2 * 3 + 3 * 4)
+    seen: dict[str, Tensor] = {}
+    with torch.no_grad(), fake_w8a8(model, [{"past_values": past}]) as inside:
+        for path, tap in taps.items():
+            tap.register_forward_hook(lambda module, args, output, path=path: seen.update({path: output}))
+        rounded = model(past).prediction_outputs
+        with FlopCounterMode(display=False) as counter:
+            model(past)
+    names = {point.name for point in inside.points}
+    assert set(taps) <= names
+    assert not any(name.startswith("heads") or "gate" in name for name in names)
+    assert all(len(output.unique()) <= 256 for output in seen.values())
+    heads = 3 * 2 * 8 * 3 * 2 * 8 * 4  # three heads, two operations, samples x channels x patches, width x patch
+    assert inside.flops_covered == pytest.approx(1 - heads / counter.get_total_flops(), rel=1e-9)
+    assert 0 < (rounded - before).abs().max() < before.abs().max() / 4
+    assert torch.equal(model(past).prediction_outputs, before)
+
+
+def test_record_reads_the_decoder() -> None:
+    model = built(STanHopForPrediction).float()
+    with torch.no_grad(), record(model, modules=r"decoder\.\d+\.norm2$") as recording:
+        model(torch.randn(5, 20, 3))
+    assert set(recording.activations) == {f"model.decoder.{layer}.norm2" for layer in range(3)}
+    assert len(recording.activations["model.decoder.0.norm2"].kurtosis) == 15
+
+
+def test_the_papers_size() -> None:
+    """OutEffHop, Table 1: 35.13 million parameters with 12 decoder layers, and 0.02 million more with gates."""
+    with torch.device("meta"):
+        sizes = dict(patch_length=6, merge_size=1, encoder_layers=11)
+        counts = [
+            sum(p.numel() for p in STanHopForPrediction(STanHopConfig(retrieval=name, **sizes)).parameters())
+            for name in ("softmax", "gated")
+        ]
+    assert counts[0] / 1e6 == pytest.approx(35.13, abs=0.1)
+    assert counts[1] - counts[0] == 81 * 4 * 65  # 35.15m - 35.13m
+
+
+BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "heads": (dict(num_attention_heads=3), "3 heads do not divide d_model = 8"),
+    "size": (dict(merge_size=0), "merge_size must be at least 1, got 0"),
+    "gamma": (dict(gamma=0.1), "at most 0; got 0.1"),
+    "name": (dict(retrieval="softmax1"), "unknown retrieval 'softmax1'; take one of softmax, .*generalized_sparse"),
+    "two": (dict(retrieval="softmax+outeffhop"), r"unknown retrieval 'softmax\+outeffhop'"),
+    "twice": (dict(retrieval="gated+gated"), r"unknown retrieval 'gated\+gated'"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_CONFIGS)
+def test_bad_configs(kind: str) -> None:
+    changes, message = BAD_CONFIGS[kind]
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+def test_bad_inputs() -> None:
+    model, past = STanHopForPrediction(config()), torch.randn(2, 20, 3)
+    for given, message in (
+        (dict(past_values=past[..., :2]), r"past_values must be \(batch, rows, 3\), got \(2, 20, 2\)"),
+        (dict(past_values=past[:0]), r"past_values must be .*got \(0, 20, 3\)"),
+        (dict(past_values=torch.cat([past, past], 1)), "past_values has 40 rows; give 1 to 20"),
+        (dict(past_values=past[:, :0]), "past_values has 0 rows"),
+        (dict(past_values=past, memory_values=past[0]), "memory_values must be"),
+        (dict(past_values=past, past_observed_mask=torch.ones(2, 19)), r"must be \(batch, rows\) = \(2, 20\)"),
+        (dict(past_values=past, past_observed_mask=torch.zeros(2, 20)), "may hide rows in front alone"),
+        (dict(past_values=past, past_observed_mask=torch.arange(20).expand(2, 20) % 3 != 1), "in front alone"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(**given)
