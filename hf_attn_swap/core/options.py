@@ -1,7 +1,8 @@
 """Checks the options of a variant: the annotation of a field says which values the field may hold.
 
 An option that takes one of several names has a `typing.Literal` type, and `choices` lists the names. An option of
-several numbers has a type such as `tuple[int, ...]`, and takes a list too. A field can also say why other names are refused: `field(default=..., metadata={REASON: "..."})`.
+several numbers has a type such as `tuple[int, ...]`, and takes a list or a range too. A field can also say why other
+names are refused: `field(default=..., metadata={REASON: "..."})`.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(hint, types.UnionType):
         return any(_fits(value, part) for part in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:  # a file keeps it as a list
-        return isinstance(value, (list, tuple)) and all(_fits(each, typing.get_args(hint)[0]) for each in value)
+        return isinstance(value, (list, tuple, range)) and all(_fits(each, typing.get_args(hint)[0]) for each in value)
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

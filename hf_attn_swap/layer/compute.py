@@ -60,7 +60,9 @@ class Places:
 
     def in_blocks(self, setting: Setting) -> bool:
         """True if this form computes blocks of queries with the keys of their window, one after the other."""
-        return self.mask is not None and self.carrier is None and windows_form(setting)
+        if self.mask is None or self.carrier is not None or (self.mask.span().full and not self.apart):
+            return False
+        return windows_form(setting)
 
     @property
     def apart(self) -> bool:
@@ -102,8 +104,7 @@ def attend(
     if places.mask is None:
         return _attended(places, inputs, call, sdpa, want_weights, form)
     span = places.mask.span()
-    apart = not span.full or places.apart
-    in_blocks = not readable and apart and places.in_blocks(setting) and windows.fits(inputs, call)
+    in_blocks = not readable and places.in_blocks(setting) and windows.fits(inputs, call)
     places = replace(places, mask=None)
     held, whole = windows.ALL, None
     if call.state is not None and _keeps_near(inputs, call, want_weights):
