@@ -14,9 +14,9 @@ from ..rows import TOKENS
 from ..sensitivity import head_sensitivity
 from ..state import State
 
-FEW_TOKENS = 1024  # of rows, for each head; there are several times as many heads as layers
+FEW_TOKENS = 512  # of rows, for each head: there are several times as many heads as layers
 FEW_ROWS = 8  # of other data
-FEW_PASSAGES = 4
+FEW_PASSAGES = 2
 
 
 def heads(state: State) -> Iterator[Part]:
