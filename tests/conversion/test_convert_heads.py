@@ -23,6 +23,7 @@ from .converting import converted, names, rows, same, stock, timeless, weights
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 WINDOW = {"window": 4, "sinks": 1}
 GAIN = 3.0  # of the stock model, instead of a measured one
+FAST = {"tokens": 1, "max_loss": 1.0}  # no training, and no fit is tried, as any loss is within the budget
 Head = tuple[int, int]
 
 
@@ -63,7 +64,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, *recalling: Head) -> list[set[Head]
 def test_the_heads_that_recall_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = planted(monkeypatch, (0, 1), (2, 0))
     model = long()
-    report = converted(model, "window", text(), heads="auto", keep=0.34, tokens=1, **WINDOW)
+    report = converted(model, "window", text(), heads="auto", keep=0.34, **FAST, **WINDOW)
     every = [(layer, head) for layer in range(3) for head in range(2)]
     assert [each for each in asked if len(each) == 1] == [{head} for head in every], "a pass for each head"
     assert near(model) == set(every) - {(0, 1), (2, 0)}
@@ -84,7 +85,7 @@ def test_the_heads_that_recall_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_the_saved_model_has_the_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     planted(monkeypatch, (1, 1))
     model = long()
-    converted(model, "window", text(), heads="auto", keep=1 / 6, tokens=1, **WINDOW)
+    converted(model, "window", text(), heads="auto", keep=1 / 6, **FAST, **WINDOW)
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
     assert [swap.options["window"]["full_heads"] for swap in swaps(again)] == [[], [1], []]
@@ -95,7 +96,7 @@ def test_the_saved_model_has_the_heads(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_layer_whose_heads_all_stay_has_no_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, (1, 0), (1, 1))
     model = long()
-    report = converted(model, "window", text(), heads="auto", keep=1 / 3, tokens=1, **WINDOW)
+    report = converted(model, "window", text(), heads="auto", keep=1 / 3, **FAST, **WINDOW)
     assert report.layers == (0, 2)
     assert "Layer 1 kept its own attention: all its heads keep all keys." in report.notes()
     assert [layer.number for layer in installation_of(model).layers()] == [0, 2]
@@ -104,14 +105,14 @@ def test_a_layer_whose_heads_all_stay_has_no_swap(monkeypatch: pytest.MonkeyPatc
 def test_one_head_has_the_window_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, (1, 0))
     model = long()
-    converted(model, "window", text(), heads="auto", keep=0.999, tokens=1, **WINDOW)
+    converted(model, "window", text(), heads="auto", keep=0.999, **FAST, **WINDOW)
     assert len(near(model)) == 1
 
 
 def test_heads_of_some_layers_and_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = planted(monkeypatch, (0, 0))
     model = long()
-    converted(model, "window", text(), heads="auto", keep=0.25, layers=[0, 1], tokens=1, **WINDOW)
+    converted(model, "window", text(), heads="auto", keep=0.25, layers=[0, 1], **FAST, **WINDOW)
     assert {head for each in asked if len(each) == 1 for head in each} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert near(model) == {(0, 1), (1, 0), (1, 1)}
     model = long()
@@ -154,7 +155,7 @@ def test_heads_without_recall(name: str) -> None:
     """Chosen by KL or the relative error alone, of whole layers' worth of heads."""
     data = rows(name)
     model = stock(name)
-    report = converted(model, "window", data, heads="auto", keep=0.5, tokens=1, window=1, sinks=0)
+    report = converted(model, "window", data, heads="auto", keep=0.5, **FAST, window=1, sinks=0)
     found = report.head_sensitivity
     assert found is not None
     assert found.together.recall is None
