@@ -136,7 +136,10 @@ def _fit_union(value: Any, hints: tuple[Any, ...], where: str) -> Any:
         return fit(value, others[0], where)
     if type(value) in others:
         return fit(value, type(value), where)
-    raise ValueError(f"{where} must be {', '.join(WORDS[hint] for hint in others)} or null, got {value!r}.")
+    lists = [hint for hint in others if typing.get_origin(hint) is tuple]
+    if lists and isinstance(value, (list, tuple)):
+        return fit(value, lists[0], where)
+    raise ValueError(f"{where} must be {', '.join(WORDS.get(hint, 'a list') for hint in others)} or null, got {value!r}.")
 
 
 def _fit_scalar(value: Any, hint: type[Any], where: str) -> Any:
