@@ -295,6 +295,15 @@ def test_each_layer_has_its_own_heads() -> None:
 
 
 @torch.no_grad()
+def test_several_heads_of_groups() -> None:
+    """Each keeps its own query heads, as the weights of the readable form say."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
+    model = perturb(patch_model(fresh("llama", **sizes), "window", window=W, sinks=S, full_heads=[0, 2]))
+    ids = zoo.inputs("llama", batch=2, length=20)["input_ids"]
+    assert distance(model(ids).logits, model(ids, output_attentions=True).logits) <= EXACT
+
+
+@torch.no_grad()
 def test_a_copy_of_a_cache_goes_its_own_way() -> None:
     model, ids = model_of("llama", full_heads=(0,)), zoo.inputs("llama", batch=1, length=12)["input_ids"]
     cache = cache_of(model(ids[:, :10], use_cache=True))
