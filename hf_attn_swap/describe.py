@@ -152,6 +152,8 @@ def _swapped(site: Site, swap: Swap) -> str:
         parts = [f"reference ({', '.join(explicit)} needs the weights)" if explicit else "reference (explicit scores)"]
     if swap.in_blocks(setting):
         parts.append("in blocks of queries with the keys of their window")
+        if any(variant.span().full for variant in swap.variants if "mask" in variant.changes):
+            parts.append("once more for the heads with all keys")
     for variant in swap.variants:
         after = (variant.about.then, "the skip" if variant.shares[0] else "")
         parts += [f"then {what}" for what in after if what]

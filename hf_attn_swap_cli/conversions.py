@@ -68,7 +68,12 @@ def convert(
         str | None, typer.Option(help="Smallest recall of a language model, such as 97% of the stock model's.")
     ] = None,
     layers: Annotated[str, typer.Option(help='Layers, such as "0-5,7"; auto takes all, or as many as fit.')] = "auto",
-    keep: Annotated[float, typer.Option(help="Share of layers that keep their attention: the costliest.")] = 0.0,
+    heads: Annotated[
+        str | None, typer.Option(help="auto: choose key/value heads in place of layers, for a window.")
+    ] = None,
+    keep: Annotated[
+        float, typer.Option(help="Share of layers, or of heads, that keep their attention: the costliest.")
+    ] = 0.0,
     absorb: Annotated[
         bool, typer.Option("--absorb/--no-absorb", help="Try one token as a sink, in a causal language model.")
     ] = True,

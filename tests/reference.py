@@ -25,7 +25,7 @@ GAMMAS = {"ViTAttention": -1e-5} | dict.fromkeys(CAUSAL, -12 / 512)  # of the pa
 DEFAULTS: dict[str, dict[str, Any]] = {
     "clipped_softmax": {"gamma": None, "zeta": 1.0, "alpha": None, "length": None},
     "sink": {"tokens": 1, "kind": "key_value"},
-    "window": {"window": 128, "sinks": 4},
+    "window": {"window": 128, "sinks": 4, "full_heads": ()},
     "gated": {"kind": "linear", "pi_init": 0.25},
     "simpletron": {"length": "true"},
     "simpletron_res": {"length": "true", "skip": "inner"},
@@ -129,7 +129,7 @@ class SlowLayer(nn.Module):
         q, k, v = (t.reshape(*x.shape[:2], -1, width).transpose(1, 2) for t in (q, k, v))
         if rotary is not None:
             q, k = apply_rotary_pos_emb(q, k, *rotary)
-        groups = q.shape[1] // k.shape[1]
+        self.groups = groups = q.shape[1] // k.shape[1]
         k, v = (torch.stack([t[:, h // groups] for h in range(q.shape[1])], 1) for t in (k, v))
         if self.kind == "OPTAttention":  # OPT scales its queries, which matters where there is no softmax
             return q * width**-0.5, k, v, 1.0
@@ -195,9 +195,11 @@ class SlowLayer(nn.Module):
 
     def window(self, bias: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
         """What is added to the scores (B,H,Q,K), and what a query may see: one query and one key at a time."""
-        width, sinks = (self.chosen["window"][name] for name in ("window", "sinks"))
+        width, sinks, full = (self.chosen["window"][name] for name in ("window", "sinks", "full_heads"))
         outside = torch.zeros_like(allowed)
         for b, h, i in itertools.product(*map(range, allowed.shape[:3])):
+            if h // self.groups in full:
+                continue
             seen = [j for j in range(allowed.shape[3]) if allowed[b, h, i, j]]
             for j in seen[sinks:]:
                 outside[b, h, i, j] = not i - width < j < i + width

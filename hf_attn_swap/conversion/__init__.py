@@ -14,6 +14,7 @@ from .merge import merge_calibration
 from .neutral import neutral_start
 from .rotate import rotate
 from .schedule import StrengthSchedule
+from .sensitivity import head_sensitivity
 from .smooth import smooth
 from .transfer import AttentionTransferTrainer
 from .value_scale import scale_values
@@ -27,6 +28,7 @@ __all__ = [
     "calibrate",
     "choose_gamma",
     "cut_shares",
+    "head_sensitivity",
     "match_heads",
     "merge_calibration",
     "neutral_start",

@@ -5,13 +5,14 @@ The steps, each measured on held-out rows (`steps/`, a file each):
     1. stock:      with bits=8, what the stock model loses in 8 bits
     2. swap:       the variant in all layers that may be converted
     3. absorb:     in a causal language model, the keys and values of one token as a sink, if less is lost with it
-    4. fit:        a neutral start, and no fit, a gain or a map per head, whichever loses least (or as `stages` say)
-    5. choose:     with a budget or a share to keep, what each layer alone costs decides about the order
-    6. distil:     the original model teaches the swapped model, group of layers by group of layers
-    7. finish:     adapters merged into the weights, no swap in layers that keep their own attention
-    8. smooth:     with bits=8, channels of like sizes, if less is lost in 8 bits with them
-    9. relearn:    with bits=8, the model in full precision teaches the rounded model, while tokens are left
-    10. integers:  with bits=8, weights in 8-bit integers, and a static range for each input
+    4. heads:      with heads="auto", what each key/value head alone costs decides which heads keep all keys
+    5. fit:        a neutral start, and no fit, a gain or a map per head, whichever loses least (or as `stages` say)
+    6. choose:     with a budget or a share to keep, what each layer alone costs decides about the order
+    7. distil:     the original model teaches the swapped model, group of layers by group of layers
+    8. finish:     adapters merged into the weights, no swap in layers that keep their own attention
+    9. smooth:     with bits=8, channels of like sizes, if less is lost in 8 bits with them
+    10. relearn:   with bits=8, the model in full precision teaches the rounded model, while tokens are left
+    11. integers:  with bits=8, weights in 8-bit integers, and a static range for each input
 
 With a budget, the cheapest layers come first. A group whose loss comes within the budget is followed by the next group.
 If the tokens are used up before, the last group is taken back. Without a choice of layers, a distillation that
@@ -47,6 +48,7 @@ from ..writing import claimed, told_where
 from .adapters import refuse_adapters
 from .as_before import as_before
 from .engine import name_of, take
+from .full_heads import OPTION, by_heads
 from .journal import Journal, fingerprint
 from .lesson import rows_per_step
 from .losses import refuse_without_logits
@@ -56,7 +58,7 @@ from .passages import passages_beyond, reach_of
 from .plan import plan_of
 from .processes import of_the_first, refuse_split_weights
 from .rows import Rows
-from .sensitivity import Sensitivity
+from .sensitivity import HeadSensitivity, Sensitivity
 from .split import split, try_longest
 from .stages import Stage
 from .state import Asked, Budget, State
@@ -77,6 +79,7 @@ def convert(
     min_recall: float | None = None,
     layers: Literal["auto"] | int | Iterable[int] = "auto",
     modules: str | None = None,
+    heads: Literal["auto"] | None = None,
     keep: float = 0.0,
     absorb: bool = True,
     stages: Sequence[Stage] | None = None,
@@ -121,7 +124,10 @@ def convert(
             many as the budget allows, the cheapest first.
         modules: convert only inside these modules, as in `patch_model`: "language_model" leaves the vision tower of a
             vision-language model as it is. `layers` then counts inside these modules.
-        keep: the share of layers that keep their own attention: the costliest layers.
+        heads: "auto" chooses key/value heads in place of layers, for a variant that can leave heads as they are
+            (`window`, by its option `full_heads`): `keep` is then the share of the heads that keep all keys.
+        keep: the share of layers that keep their own attention: the costliest layers. With `heads`, the share of
+            key/value heads.
         absorb: in a causal language model that is converted in all layers, try the keys and values of one token as a
             `sink` beside the variant, and keep them if less is lost. It needs the tokenizer (`processor`), and the
             report says what was found. See `absorb_sink`.
@@ -166,6 +172,7 @@ def convert(
     refuse_rounded(root)
     refuse_name(processor, "processor")
     _check_numbers(max_loss, min_recall, keep, tokens, eval_tokens)
+    _check_heads(heads, variant, keep, options)
     if bits is not None:
         _check_bits(root, bits)
     if teacher is not None:
@@ -179,6 +186,7 @@ def convert(
         modules=modules,
         max_loss=max_loss,
         min_recall=min_recall,
+        heads=heads,
         keep=keep,
         absorb=absorb,
         processor=processor,
@@ -311,6 +319,27 @@ def _check_numbers(max_loss: Any, min_recall: Any, keep: Any, tokens: Any, eval_
         raise ValueError(f"eval_tokens must be a whole number of at least 1, such as 32_768, got {eval_tokens!r}.")
 
 
+def _check_heads(heads: Any, variant: str, keep: float, options: dict[str, Any]) -> None:
+    """Refuse a choice of heads that has nothing to choose.
+
+    Raises:
+        ValueError: the variant cannot leave heads as they are, no share is kept, or heads are named as well.
+    """
+    if heads is None:
+        return
+    if heads != "auto":
+        raise ValueError(
+            f'heads is "auto" or None, got {heads!r}; to name the heads of a layer, use patch_model(model, variant, '
+            f"layers=..., {OPTION}=...)."
+        )
+    classes = parse(variant)
+    name = by_heads(classes)
+    if not keep:
+        raise ValueError('heads="auto" chooses the heads that keep all keys: give their share, such as keep=0.5.')
+    if OPTION in (options if len(classes) == 1 else canonical_keys(options).get(name, {})):
+        raise ValueError(f'heads="auto" chooses {OPTION}; leave one of them out.')
+
+
 def _check_bits(root: PreTrainedModel, bits: Any) -> None:
     """Refuse a number of bits that is not 8, and a model without matrices that 8-bit integers can hold.
 
@@ -355,6 +384,7 @@ def _settings(
         **({} if args.world_size == 1 else {"processes": args.world_size}),
         **({} if asked.bits is None else {"bits": asked.bits}),
         **({} if asked.min_recall is None else {"min_recall": asked.min_recall}),
+        **({} if asked.heads is None else {"heads": asked.heads}),
     }
 
 
@@ -407,7 +437,7 @@ def _measured_on(held: Rows, against: nn.Module, asked: Asked, passages: Passage
 
 def _report(root: PreTrainedModel, asked: Asked, state: State, held: Rows) -> ConversionReport:
     """What the steps did."""
-    sensitivity, last = state.notes.get("sensitivity"), asked.plan.last
+    sensitivity, by_head, last = state.notes.get("sensitivity"), state.notes.get("head_sensitivity"), asked.plan.last
     return ConversionReport(
         model=type(root).__name__,
         variant=state.variant,
@@ -417,6 +447,7 @@ def _report(root: PreTrainedModel, asked: Asked, state: State, held: Rows) -> Co
         max_loss=asked.max_loss,
         min_recall=asked.min_recall,
         sensitivity=None if sensitivity is None else Sensitivity.from_dict(sensitivity),
+        head_sensitivity=None if by_head is None else HeadSensitivity.from_dict(by_head),
         unit=state.rows.unit,
         held_out=len(held),
         row_length=state.rows.length,

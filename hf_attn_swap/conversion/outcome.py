@@ -11,7 +11,7 @@ from typing import Any
 from ..measuring.lost import Lost
 from ..text.finite import finite
 from ..text.table import Table
-from .sensitivity import Sensitivity
+from .sensitivity import HeadSensitivity, Sensitivity
 
 LARGE = 10  # from this ratio of perplexities on, a factor is easier to read than per cent
 MUCH = 0.05  # without a budget, the report says from this loss on how to lose less
@@ -76,6 +76,7 @@ class ConversionReport:
         max_loss: the budget, as a share; None without a budget.
         min_recall: the budget for recall, as a share of the stock model's; None without one.
         sensitivity: what each layer alone costs; None if no layers had to be chosen.
+        head_sensitivity: what each key/value head alone costs; None if no heads had to be chosen.
         unit: what the tokens of a step count: "tokens", "patches" or "rows".
         held_out: the number of held-out rows that the loss was measured on.
         row_length: the mean number of tokens, or of patches, of a training row; 0 for other data.
@@ -100,6 +101,7 @@ class ConversionReport:
     rows_per_step: int
     learning_rate: float
     trained: bool
+    head_sensitivity: HeadSensitivity | None = None
 
     @property
     def lost(self) -> Lost:
@@ -200,14 +202,15 @@ class ConversionReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ConversionReport:
         """A report from its plain data, also after JSON."""
-        sensitivity = values["sensitivity"]
+        sensitivity, by_head = values["sensitivity"], values.get("head_sensitivity")
         return cls(
-            **{field.name: values[field.name] for field in fields(cls)}
+            **{field.name: values[field.name] for field in fields(cls) if field.name in values}
             | {
                 "steps": tuple(StepRecord.from_dict(step) for step in values["steps"]),
                 "said": tuple(values["said"]),
                 "kept": {int(index): reason for index, reason in values["kept"].items()},
                 "sensitivity": None if sensitivity is None else Sensitivity.from_dict(sensitivity),
+                "head_sensitivity": None if by_head is None else HeadSensitivity.from_dict(by_head),
             }
         )
 
@@ -218,19 +221,19 @@ class ConversionReport:
         (folder / "conversion.json").write_text(f"{text}\n", encoding="utf-8")
         page = folder / "conversion.html"
         title = f"{self.model} with {self.variant}"
-        picture = "" if self.sensitivity is None else _picture(self.sensitivity)
+        pictures = "".join(_picture(each) for each in (self.head_sensitivity, self.sensitivity) if each is not None)
         page.write_text(
             f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>"
             "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
             "table{border-collapse:collapse}td,th{padding:.2rem .8rem;border-bottom:1px solid #8886;text-align:left}"
-            f":root{{color-scheme:light dark}}</style><h1>{escape(title)}</h1>{self._repr_html_()}{picture}</html>\n",
+            f":root{{color-scheme:light dark}}</style><h1>{escape(title)}</h1>{self._repr_html_()}{pictures}</html>\n",
             encoding="utf-8",
         )
         return page
 
 
-def _picture(sensitivity: Sensitivity) -> str:
-    """The picture of the layers' costs as SVG, inside the page."""
+def _picture(sensitivity: HeadSensitivity | Sensitivity) -> str:
+    """The picture of the costs of layers or heads as SVG, inside the page."""
     import io
 
     drawn = io.StringIO()

@@ -1,7 +1,8 @@
 """Checks the options of a variant: the annotation of a field says which values the field may hold.
 
-An option that takes one of several names has a `typing.Literal` type, and `choices` lists the names. A field can also
-say why other names are refused: `field(default=..., metadata={REASON: "..."})`.
+An option that takes one of several names has a `typing.Literal` type, and `choices` lists the names. An option of
+several numbers has a type such as `tuple[int, ...]`, and takes a list or a range too. A field can also say why other
+names are refused: `field(default=..., metadata={REASON: "..."})`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,16 @@ class Options:
     def __post_init__(self) -> None:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         check_values(type(self), given, type(self).__name__)
+
+
+def plain(options: Any) -> dict[str, Any]:
+    """The options as JSON keeps them: tuples become lists.
+
+    Args:
+        options: an instance of a subclass of `Options`.
+    """
+    values = dataclasses.asdict(options)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def choices(hint: Any) -> tuple[Any, ...]:
@@ -61,6 +72,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(type(value) is type(choice) and value == choice for choice in choices(hint))
     if isinstance(hint, types.UnionType):
         return any(_fits(value, part) for part in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:  # a file keeps it as a list
+        return isinstance(value, (list, tuple, range)) and all(_fits(each, typing.get_args(hint)[0]) for each in value)
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
@@ -68,6 +81,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _wanted(hint: Any) -> str:
     """The values that an annotation accepts, in words."""
+    if typing.get_origin(hint) is tuple:
+        return f"a list of {_wanted(typing.get_args(hint)[0])}"
     names = [repr(choice) for choice in choices(hint)]
     if not names:
         return getattr(hint, "__name__", str(hint))

@@ -10,6 +10,7 @@ F first key (sink).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,10 +33,30 @@ class Span:
     Attributes:
         window: keys at a distance below this number are seen, w.
         sinks: so many of the first keys that the query may see are seen as well.
+        full: for each key/value head of the layer, True if its queries see every key; empty if all have the window.
     """
 
     window: int
     sinks: int
+    full: tuple[bool, ...] = ()
+
+    @property
+    def alone(self) -> Span:
+        """The same window in every head."""
+        return replace(self, full=())
+
+    def full_of(self, heads: int) -> tuple[bool, ...]:
+        """For each of so many heads, True if its queries see every key: query heads, or key/value heads (repeated).
+
+        Raises:
+            ValueError: a key/value head of the layer is none, or several, of these heads in part.
+        """
+        if heads % len(self.full):
+            raise ValueError(
+                f"window: full_heads counts {len(self.full)} key/value heads, but the module computes with {heads}; "
+                "use a window without full_heads in this layer."
+            )
+        return tuple(each for each in self.full for _ in range(heads // len(self.full)))
 
 
 @dataclass(frozen=True)
@@ -115,14 +136,17 @@ def narrowed(inputs: Inputs, span: Span, call: Call) -> Inputs:
         outside = _outside(masks, span, start.clamp(max=first))
     else:
         first = first if start is None else min(start, first)
-        outside = masks.once(("outside", span, first), lambda: _outside(masks, span, first))
+        outside = masks.once(("outside", span.alone, first), lambda: _outside(masks, span, first))
+    if span.full:
+        outside = _except(span.full_of(inputs.query.shape[1]), outside)
     if isinstance(share, Tensor):
         given = _added(masks, outside, share, inputs.query.dtype)
-    elif isinstance(start, Tensor):
+    elif isinstance(start, Tensor) or span.full:
         given = _hidden(masks, outside)
     else:
         given = masks.once(("window", span, first), lambda: _hidden(masks, outside))
-    return replace(inputs, masks=replace(masks, key_mask=None, given=given, causal=False))
+    made = [] if span.full else masks.made  # a mask per head is large, and no other layer has the same
+    return replace(inputs, masks=replace(masks, key_mask=None, given=given, causal=False, made=made))
 
 
 def _outside(masks: Masks, span: Span, first: int | Tensor) -> Tensor:
@@ -135,6 +159,12 @@ def _outside(masks: Masks, span: Span, first: int | Tensor) -> Tensor:
     else:
         shown = None
     return functional.outside_window(own, masks.keys, shown, span.window, span.sinks)
+
+
+def _except(full: Sequence[bool], outside: Tensor) -> Tensor:
+    """(B|1,H,Q,K) bool, as `outside` (B|1,1|H,Q,K), but nothing is outside in the heads that are full."""
+    parts, inside = outside.unbind(1), torch.zeros_like(outside[:, 0])
+    return torch.stack([inside if each else parts[head % len(parts)] for head, each in enumerate(full)], 1)
 
 
 def _hidden(masks: Masks, outside: Tensor) -> Tensor:
@@ -346,3 +376,24 @@ def unfolded(blocks: Blocks, heads: Tensor) -> Tensor:
 def _per_row(seen: Tensor, batch: int) -> Tensor:
     """(B * N,R,C) from (B|1,N,R,C)."""
     return seen.expand(batch, -1, -1, -1).flatten(0, 1)
+
+
+def parted(inputs: Inputs, span: Span) -> tuple[Inputs, Inputs]:
+    """The inputs of the heads that see every key, and those of the heads in the window; each keeps its order."""
+    flags = [span.full_of(each.shape[1]) for each in inputs.three]
+
+    def of(wanted: bool) -> Inputs:
+        query, key, value = (
+            torch.stack([head for head, full in zip(each.unbind(1), given, strict=True) if full is wanted], 1)
+            for each, given in zip(inputs.three, flags, strict=True)
+        )
+        return replace(inputs, query=query, key=key, value=value)
+
+    return of(True), of(False)
+
+
+def united(span: Span, whole_BQHD: Tensor, near_BQHD: Tensor) -> Tensor:
+    """The heads of a layer (B,Q,H,D) in their order, from those that see every key and those in the window."""
+    whole, near = iter(whole_BQHD.unbind(2)), iter(near_BQHD.unbind(2))
+    count = whole_BQHD.shape[2] + near_BQHD.shape[2]
+    return torch.stack([next(whole if full else near) for full in span.full_of(count)], 2)

@@ -60,7 +60,14 @@ class Places:
 
     def in_blocks(self, setting: Setting) -> bool:
         """True if this form computes blocks of queries with the keys of their window, one after the other."""
-        return self.mask is not None and self.carrier is None and windows_form(setting)
+        if self.mask is None or self.carrier is not None or (self.mask.span().full and not self.apart):
+            return False
+        return windows_form(setting)
+
+    @property
+    def apart(self) -> bool:
+        """True if heads can be computed apart: nothing but a rule, which is that of every head, changes them."""
+        return self.keys is None and self.rule() is not None
 
     def _form_with_pairs(self, setting: Setting) -> Form:
         """The form with further keys: joined by the log-sum-exp if possible, otherwise the form for all keys."""
@@ -99,17 +106,23 @@ def attend(
     span = places.mask.span()
     in_blocks = not readable and places.in_blocks(setting) and windows.fits(inputs, call)
     places = replace(places, mask=None)
-    held = windows.ALL
+    held, whole = windows.ALL, None
     if call.state is not None and _keeps_near(inputs, call, want_weights):
-        inputs, held = call.state.joined(inputs)
         in_blocks = True
+    if span.full and (call.state is not None or (in_blocks and inputs.masks.keys > span.window)):
+        whole, inputs = windows.parted(inputs, span)
+    if call.state is not None:
+        inputs, held = call.state.joined(inputs)
+        whole = None if whole is None else call.state.joined_whole(whole)
     if in_blocks and inputs.masks.keys > span.window:
-        heads, weights = _in_blocks(places, inputs, call, sdpa, form, span, held), None
+        heads, weights = _in_blocks(places, inputs, call, sdpa, form, span.alone, held), None
     else:
         inputs = inputs if in_blocks else windows.narrowed(inputs, span, call)
         heads, weights = _attended(places, inputs, call, sdpa, want_weights, form)
+    if whole is not None:
+        heads = windows.united(span, _attended(places, whole, call, sdpa, False, form)[0], heads)
     if call.state is not None:
-        call.state.absorb(inputs)
+        call.state.absorb(inputs, whole)
     return heads, weights
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import variants  # noqa: F401  # registers every variant
 from ..core.kind import Kind
-from ..core.options import check_values
+from ..core.options import check_values, plain
 from ..variants.base import VARIANTS, Variant
 
 Options = dict[str, dict[str, Any]]
@@ -121,7 +121,7 @@ def parse_options(classes: tuple[type[Variant], ...], options: Mapping[str, Any]
                 )
         given = canonical_keys(options)
         nested = {name: dict(given.get(name, {})) for name in names}
-    return {cls.name: dataclasses.asdict(build_options(cls, nested[cls.name])) for cls in classes}
+    return {cls.name: plain(build_options(cls, nested[cls.name])) for cls in classes}
 
 
 def tiny_options(variant: str) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def fit_options(classes: tuple[type[Variant], ...], options: Options, kind: Kind
         ValueError: an option is unknown, or a value has the wrong type or lies outside its range.
     """
     fitted = {cls.name: cls.fit_options(build_options(cls, options[cls.name]), kind) for cls in classes}
-    return {name: dataclasses.asdict(value) for name, value in fitted.items()}
+    return {name: plain(value) for name, value in fitted.items()}
 
 
 def build_options(cls: type[Variant], given: Mapping[str, Any]) -> Any:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -33,7 +34,18 @@ class _Kept:
     labels: Tensor | None
     hidden: Tensor | None = None
     logits: Tensor | None = None
-    first: Tensor | None = None
+    output: Tensor | None = None
+
+    def first(self, count: int) -> _Kept:
+        """The first rows."""
+        whole = next(each for each in (self.hidden, self.logits, self.output) if each is not None)
+
+        def cut(value: Any) -> Any:
+            rows = isinstance(value, Tensor) and value.dim() > 0 and len(value) == len(whole)
+            return value[:count] if rows else value
+
+        batch = {name: cut(value) for name, value in self.batch.items()}
+        return _Kept(batch, *map(cut, (self.labels, self.hidden, self.logits, self.output)))
 
 
 @dataclass
@@ -91,7 +103,7 @@ class HeldOut:
             given = [batches] if isinstance(batches, Mapping) else list(batches)
             for batch in bar(given, desc="stock model", unit="batch", shown=progress, leave=False):
                 self.kept.append(_keep(root, batch, self.head, numbers=self.numbers))
-            self.stock_recall = None if passages is None else _recall(passages, model, progress=progress)
+            self.stock_gains = None if passages is None else _gains(passages, model, progress=progress)
         if not self.kept:
             raise ValueError("there are no held-out rows to measure on.")
 
@@ -107,6 +119,20 @@ class HeldOut:
         count = min(max(1, batches), len(self.kept))
         found.kept = [self.kept[place * len(self.kept) // count] for place in range(count)]
         return found
+
+    def few(self, rows: int, passages: int) -> HeldOut:
+        """At most so many rows and passages, evenly spaced, for a measurement that is repeated very many times."""
+        found = self.part(rows)
+        found.kept = [kept.first(max(1, rows // len(found.kept))) for kept in found.kept]
+        if self.passages is not None and self.stock_gains is not None:
+            found.passages, places = self.passages.some(passages)
+            found.stock_gains = [self.stock_gains[place] for place in places]
+        return found
+
+    @property
+    def stock_recall(self) -> float | None:
+        """The recall of the model that others are measured against; None without passages."""
+        return None if self.stock_gains is None else fmean(self.stock_gains)
 
     @torch.no_grad()
     def itself(self) -> Lost:
@@ -124,7 +150,7 @@ class HeldOut:
         with evaluating(model):
             for kept in bar(self.kept, desc="measure", unit="batch", shown=progress, leave=False):
                 sums.add(forward(model, kept.batch), self._output(kept), kept.batch, kept.labels)
-        recall = None if self.passages is None else _recall(self.passages, model, progress=progress)
+        recall = None if self.passages is None else fmean(_gains(self.passages, model, progress=progress))
         return self._with_recall(sums.result(), recall)
 
     def _with_recall(self, found: Lost, recall: float | None) -> Lost:
@@ -136,7 +162,7 @@ class HeldOut:
 
     def _output(self, kept: _Kept) -> _Output:
         """What the model gave for a batch."""
-        return _Output(kept.logits if kept.hidden is None else self._logits(kept.hidden), kept.first)
+        return _Output(kept.logits if kept.hidden is None else self._logits(kept.hidden), kept.output)
 
     def _logits(self, hidden_BLE: Tensor) -> Tensor:
         """What the stock model's head gives. A training may have moved the head to another device."""
@@ -145,10 +171,10 @@ class HeldOut:
         return logits
 
 
-def _recall(passages: Passages, model: nn.Module, *, progress: bool) -> float:
-    """The mean gain at the one distance of the passages."""
+def _gains(passages: Passages, model: nn.Module, *, progress: bool) -> list[float]:
+    """The gain of each passage, at their one distance."""
     (distance,) = passages.texts
-    return passages.measure(model, progress=progress).mean(distance)
+    return list(passages.measure(model, progress=progress).gains[distance])
 
 
 def _keep(root: Any, given: Batch, head: nn.Module | None, *, numbers: bool) -> _Kept:
@@ -167,7 +193,7 @@ def _keep(root: Any, given: Batch, head: nn.Module | None, *, numbers: bool) -> 
         output = forward(root, kept.batch)
     logits = getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
-        kept.first = output[0]
+        kept.output = output[0]
         return kept
     kept.logits = logits
     if head is not None and caught and logits.shape[-1] > FEW and torch.equal(head(caught[-1]).to(logits), logits):

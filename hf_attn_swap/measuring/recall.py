@@ -115,6 +115,12 @@ class Passages:
         texts = {each: torch.stack([_text(stream_L, place, length, each) for place in places]) for each in possible}
         return cls(texts, length)
 
+    def some(self, count: int) -> tuple[Passages, list[int]]:
+        """At most so many of the passages, evenly spaced, and their places among all."""
+        total = len(next(iter(self.texts.values())))
+        places = [place * total // min(count, total) for place in range(min(count, total))]
+        return Passages({each: texts_NL[places] for each, texts_NL in self.texts.items()}, self.length), places
+
     def measure(self, model: nn.Module, *, progress: bool = False) -> Recall:
         """Let a model read the texts, in evaluation mode."""
         gains = {}

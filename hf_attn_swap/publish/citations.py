@@ -89,6 +89,15 @@ ENTRIES = {
   archivePrefix = {arXiv},
   year = {2024}
 }""",
+    "DuoAttention": """@inproceedings{xiao2025duoattention,
+  title = {{DuoAttention}: Efficient Long-Context {LLM} Inference with Retrieval and Streaming Heads},
+  author = {Xiao, Guangxuan and Tang, Jiaming and Zuo, Jingwei and Guo, Junxian and Yang, Shang and
+            Tang, Haotian and Fu, Yao and Han, Song},
+  booktitle = {International Conference on Learning Representations},
+  eprint = {2410.10819},
+  archivePrefix = {arXiv},
+  year = {2025}
+}""",
     "SimpleTRON": """@misc{yorsh2021simpletron,
   title = {{SimpleTRON}: Simple Transformer with {O(N)} Complexity},
   author = {Yorsh, Uladzislau and Kovalenko, Alexander and Van{\\v{c}}ura, Vojt{\\v{e}}ch and

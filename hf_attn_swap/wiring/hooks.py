@@ -27,7 +27,7 @@ from ..layer.swap import STOCK, Argument, Phase, Swap, Wiring
 from .cache import LinearState, keep_all_keys
 from .seam import CALL, CARRIED, LAYER, NAMES, MaskWithContext, kind_of_masks, swap_of
 from .state import State
-from .window_cache import WindowState
+from .window_cache import WindowState, can_hold
 
 
 def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -403,8 +403,7 @@ def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, carried: Carried
     if swap.replacement is not None:
         state = LinearState.of(cache, layer, start=starts)
     elif variant is not None:
-        # Scores that are carried are those of all keys, and so are masks of queries and keys.
-        starts &= not swap.carries and kind_of_masks(core.config) is None
+        starts &= can_hold(swap) and kind_of_masks(core.config) is None  # masks of queries and keys are of all keys
         state = WindowState.of(cache, layer, start=starts, span=variant.span())
     if state is not None:
         state.claim(core)

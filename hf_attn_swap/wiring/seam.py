@@ -219,10 +219,11 @@ def _sdpa(
 ) -> Tensor:
     """Run the stock SDPA function on query, key and value, and return the heads (B,Q,H,D).
 
-    Keys and values are those of the groups (B,G,K,D), or they are repeated for each query head already (B,H,K,D).
+    Keys and values are those of the groups (B,G,K,D), or they are repeated for each query head already (B,H,K,D). There
+    may be fewer heads than the module has.
     """
     query, key, value = qkv
-    if key.shape[1] != inputs.key.shape[1]:
+    if query.shape[1] * inputs.key.shape[1] != key.shape[1] * inputs.query.shape[1]:
         module = _UNGROUPED
     heads: Tensor = sdpa_attention_forward(
         module, query, key, value, mask, dropout=inputs.dropout, scaling=inputs.scaling, is_causal=causal, **kwargs

@@ -2,9 +2,10 @@
 
 Decoding one token then takes time and memory that do not grow with the context. transformers' own sliding layer keeps
 no first keys, and knows nothing of padding, behind which the first keys of a row lie.
+Where some heads of a layer see every key, the same cache layer holds all keys of these heads.
 Assisted decoding takes tokens back, so more of the last keys are kept than a window shows: at least `CROPPED` and at
 most twice as many.
-docs/mathematics.md, section Window; StreamingLLM (Xiao et al., 2024), section 3.2.
+docs/mathematics.md, section Window; StreamingLLM (Xiao et al., 2024a), section 3.2; DuoAttention (Xiao et al., 2024b).
 Axes: B batch, G key/value head, L token, K key, D head width.
 """
 
@@ -25,7 +26,7 @@ class WindowState(State):
     """The cache of one layer: the last keys and values, and the first ones of the text as far as they are no last ones.
 
     Args:
-        span: how far a query of the layer sees.
+        span: how far a query of the layer sees. Of the heads that see every key, all keys are held.
     """
 
     holds = "the keys and values of a window alone"
@@ -35,6 +36,7 @@ class WindowState(State):
         self.span = span
         self.held = ALL
         self.last: tuple[Tensor, Tensor] | None = None  # (B,G,L,D), the last keys and their values
+        self.whole: tuple[Tensor, Tensor] | None = None  # (B,G,K,D), all keys and values of heads that see every key
 
     @property
     def length(self) -> int:
@@ -42,29 +44,38 @@ class WindowState(State):
         return self.held.before + (0 if self.last is None else self.last[0].shape[2])
 
     def belongs_to(self, swap: Any) -> bool:
-        """True for attention in a window of this size."""
+        """True for attention in a window of this size, with all keys in the same heads."""
         variant = swap.at("mask")
-        return variant is not None and variant.span() == self.span and not swap.carries
+        return variant is not None and variant.span() == self.span and can_hold(swap)
 
     def joined(self, inputs: Inputs) -> tuple[Inputs, Held]:
         """The inputs of a call with the last keys in front of the current ones; and what is held of the earlier ones.
 
         The masks of these inputs are those of all keys so far.
         """
-        if self.last is None:
-            return inputs, ALL
-        key, value = (torch.cat([old, new], 2) for old, new in zip(self.last, (inputs.key, inputs.value), strict=True))
-        masks = replace(inputs.masks, keys=self.length + inputs.key.shape[2])
-        return replace(inputs, key=key, value=value, masks=masks), self.held
+        return self._behind(self.last, inputs), ALL if self.last is None else self.held
 
-    def absorb(self, inputs: Inputs) -> None:
-        """Keep the keys of a call: those that `joined` returned.
+    def joined_whole(self, inputs: Inputs) -> Inputs:
+        """As `joined`, for the heads that see every key: the inputs with all earlier keys in front."""
+        return self._behind(self.whole, inputs)
+
+    def _behind(self, earlier: tuple[Tensor, Tensor] | None, inputs: Inputs) -> Inputs:
+        """The inputs with earlier keys and values in front of the current ones, and the masks of all keys so far."""
+        if earlier is None:
+            return inputs
+        key, value = (torch.cat([old, new], 2) for old, new in zip(earlier, (inputs.key, inputs.value), strict=True))
+        masks = replace(inputs.masks, keys=self.length + inputs.key.shape[2])
+        return replace(inputs, key=key, value=value, masks=masks)
+
+    def absorb(self, inputs: Inputs, whole: Inputs | None = None) -> None:
+        """Keep the keys of a call: those that `joined` and `joined_whole` returned.
 
         The keys that no later query sees are let go, at most once per `CROPPED` tokens, so that the average cost of a
         token is constant.
         """
         key, value, masks = inputs.key, inputs.value, inputs.masks
         self._given, self.visible = None, masks.key_mask
+        self.whole = None if whole is None else (whole.key, whole.value)
         room = self.span.window - 1 + CROPPED
         count = key.shape[2] - room
         if count > CROPPED:
@@ -93,7 +104,7 @@ class WindowState(State):
             return
         length = self.length - remove
         if length == 0:
-            self.held, self.last, self.visible = ALL, None, None
+            self.held, self.last, self.whole, self.visible = ALL, None, None, None
             return
         kept = length - self.held.before
         if self.held.before and kept < self.span.window - 1:
@@ -102,11 +113,24 @@ class WindowState(State):
                 "the longest text so far. Keep a copy of the cache from before these tokens, or use use_cache=False."
             )
         self.last = self.last[0][:, :, :kept], self.last[1][:, :, :kept]
+        if self.whole is not None:
+            self.whole = self.whole[0][:, :, :length], self.whole[1][:, :, :length]
         self.visible = None if self.visible is None else self.visible[:, :length]
 
     def _rows(self, choose: Rows) -> None:
         super()._rows(choose)
         if self.last is not None:
             self.last = choose(self.last[0]), choose(self.last[1])
+        if self.whole is not None:
+            self.whole = choose(self.whole[0]), choose(self.whole[1])
         if self.held.key is not None and self.held.value is not None:
             self.held = replace(self.held, key=choose(self.held.key), value=choose(self.held.value))
+
+
+def can_hold(swap: Any) -> bool:
+    """True if a cache may hold the keys of a window alone: scores that are carried are those of all keys.
+
+    Where some heads see every key, a layer keeps all keys of all heads if another variant changes heads together.
+    """
+    variant = swap.at("mask")
+    return not swap.carries and (not variant.span().full or swap.places().apart)

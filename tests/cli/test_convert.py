@@ -25,7 +25,7 @@ from transformers import (
 
 import hf_attn_swap.analysis.cost as cost
 import hf_attn_swap.analysis.outliers as outliers
-from hf_attn_swap import patch_model
+from hf_attn_swap import describe, patch_model
 from hf_attn_swap.conversion import rows as rows_module
 from hf_attn_swap.measuring.recall import recall
 from hf_attn_swap.publish.converted import auto_class
@@ -273,6 +273,27 @@ def test_the_card_of_a_folder(command: Command, tiny_llama: Path, long_texts: Pa
     wrong = command("convert", tiny_llama, "window", tmp_path / "wrong", *words, "--base-model", "no name")
     assert "name must be a name on the Hub" in wrong.err
     assert "loading" not in wrong.err, "it is refused before the conversion"
+
+
+def test_heads_of_a_window(command: Command, tiny_llama: Path, long_texts: Path, tmp_path: Path) -> None:
+    """The page and the record say which heads keep all keys, and the saved model has them."""
+    words = ("--data", long_texts, "--length", "64", "--tokens", "1", "--max-loss", "100%", "-o", "window=4")
+    outcome = command("convert", tiny_llama, "window", tmp_path / "out", *words, "--heads", "auto", "--keep", "0.5")
+    assert outcome.code == 0
+    found = json.loads((tmp_path / "out/conversion.json").read_text())["head_sensitivity"]["heads"]
+    count = sum(map(len, found.values()))
+    sentence = f"{count // 2} of {count} key/value heads keep all keys (layer.head): "
+    assert sentence in outcome.out
+    assert sentence in (tmp_path / "out/conversion.html").read_text()
+    named = set(outcome.out.partition(sentence)[2].partition(".\n")[0].split(", "))
+    assert len(named) == count // 2
+    every = {int(layer): {"full_heads": range(len(heads))} for layer, heads in found.items()}
+    rows = describe(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).rows
+    full = {row.layer: row.options.get("window", every[row.layer])["full_heads"] for row in rows}  # all, without a swap
+    assert named == {f"{layer}.{head}" for layer, heads in full.items() for head in heads}
+    for swap in RunResult.load(tmp_path / "out/results.json").swaps:
+        assert {tuple(full[layer]) for layer in swap.layers} == {tuple(swap.components[0].options["full_heads"])}
+    assert "got 'some'" in command("convert", tiny_llama, "window", tmp_path / "no", *words, "--heads", "some").err
 
 
 def test_a_budget_for_recall(command: Command, tiny_llama: Path, texts: Path, tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ EQUAL = ("memory",)  # options that change no result, only memory and speed: tes
 def option_sets(name: str) -> list[dict[str, Any]]:
     """All combinations of the options that take a name, then each number with other values, then the optional ones.
 
+    An option of several numbers, such as those of heads, names the first.
+
     Numbers with equal defaults get different values beside a string that is not the default: otherwise a formula that
     reads the wrong one of them would give the same result.
     """
@@ -85,6 +87,8 @@ def option_sets(name: str) -> list[dict[str, Any]]:
             sets += [trial for trial in trials if trial[option] != default and _accepts(cls, trial)]
         elif hints[option] is int:
             sets += [trial for chosen in list(sets) if _accepts(cls, trial := chosen | {option: default + 1})]
+        elif typing.get_origin(hints[option]) is tuple:
+            sets.append(tiny | {option: (0,)})
     optional = {option: _example(hints[option]) for option, default in defaults.items() if default is None}
     return [*sets, optional] if optional else sets
 

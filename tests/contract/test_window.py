@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
 from hf_attn_swap.caches import cache_of, with_cache
@@ -41,6 +41,7 @@ EXACT = TOLERANCE[torch.float64]
 POSITIONS = {"gpt2": "n_positions"}
 LIMITED = [name for name in EVERY if "window" in name.split("+")]
 W, S = 5, 2  # the window and the first tokens of these tests
+HEADS = [(), (1,)]  # the key/value heads that keep all keys
 
 
 def model_of(family: str, variant: str = "window", length: int = 64, layers: Any = None, **more: Any) -> Any:
@@ -98,10 +99,11 @@ def test_decoding_a_text_that_fits_is_stock_bit_for_bit(family: str) -> None:
 
 @pytest.mark.parametrize("family", CAUSAL_FAMILIES)
 @pytest.mark.parametrize("left", [0, 1, S, W + 3])
+@pytest.mark.parametrize("full", HEADS, ids=str)
 @torch.no_grad()
-def test_cached_equals_uncached_at_every_boundary(family: str, left: int) -> None:
+def test_cached_equals_uncached_at_every_boundary(family: str, left: int, full: tuple[int, ...]) -> None:
     """Every length of the first call around the window, then tokens one by one."""
-    model, total = model_of(family), 2 * W + S + 6
+    model, total = model_of(family, full_heads=full), 2 * W + S + 6
     ids = zoo.inputs(family, batch=2, length=total)["input_ids"]
     given = padded(ids, left)
     real = given["attention_mask"].bool()
@@ -120,11 +122,12 @@ def test_cached_equals_uncached_at_every_boundary(family: str, left: int) -> Non
 
 @pytest.mark.parametrize("variant", LIMITED)
 @pytest.mark.parametrize("left", [0, 3, 2 * CROPPED + 8])
+@pytest.mark.parametrize("full", HEADS, ids=str)
 @torch.no_grad()
-def test_calls_of_any_size(variant: str, left: int) -> None:
+def test_calls_of_any_size(variant: str, left: int, full: tuple[int, ...]) -> None:
     """Several turns, longer than what the cache lets go at once, some of it before the first real token of a row."""
     total = 2 * CROPPED + 90
-    model = model_of("llama", variant, length=total)
+    model = model_of("llama", variant, length=total, full_heads=full)
     ids = zoo.inputs("llama", batch=2, length=total)["input_ids"]
     given = padded(ids, left)
     real = given["attention_mask"].bool()
@@ -161,10 +164,11 @@ def test_the_cache_does_not_grow() -> None:
 
 
 @pytest.mark.parametrize("padding", [0, 4])
+@pytest.mark.parametrize("full", HEADS, ids=str)
 @torch.no_grad()
-def test_a_cropped_cache_is_that_of_the_shorter_text(padding: int) -> None:
+def test_a_cropped_cache_is_that_of_the_shorter_text(padding: int, full: tuple[int, ...]) -> None:
     total = 3 * CROPPED
-    model = model_of("llama", length=total + 8)
+    model = model_of("llama", length=total + 8, full_heads=full)
     ids = zoo.inputs("llama", batch=2, length=total + 4)["input_ids"]
     given = padded(ids, padding)
     wanted = model(input_ids=ids, **given, use_cache=False).logits
@@ -206,9 +210,10 @@ CHANGES: dict[str, tuple[Any, list[int]]] = {
 
 @pytest.mark.parametrize("length", [3, 2 * CROPPED + 20])
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("full", HEADS, ids=str)
 @torch.no_grad()
-def test_rows_are_selected_repeated_and_copied(change: str, length: int) -> None:
-    model = model_of("llama", length=length + 2)
+def test_rows_are_selected_repeated_and_copied(change: str, length: int, full: tuple[int, ...]) -> None:
+    model = model_of("llama", length=length + 2, full_heads=full)
     ids = zoo.inputs("llama", batch=2, length=length + 1)["input_ids"]
     given = padded(ids, 2)
     first = {name: tensor[:, :-1] for name, tensor in given.items()}
@@ -221,14 +226,24 @@ def test_rows_are_selected_repeated_and_copied(change: str, length: int) -> None
     assert distance(got, wanted[rows]) <= EXACT
 
 
+@pytest.mark.parametrize("full", HEADS, ids=str)
 @torch.no_grad()
-def test_a_cache_is_reset() -> None:
-    model = model_of("llama", length=300)
+def test_a_cache_is_reset(full: tuple[int, ...]) -> None:
+    model = model_of("llama", length=300, full_heads=full)
     ids = zoo.inputs("llama", batch=1, length=250)["input_ids"]
     cache = cache_of(model(input_ids=ids, use_cache=True))
     cache.reset()
     got = model(input_ids=ids[:, :9], **with_cache(model, cache)).logits
     assert distance(got, model(input_ids=ids[:, :9], use_cache=False).logits) <= EXACT
+
+
+@pytest.mark.parametrize("variant", LIMITED)
+@torch.no_grad()
+def test_which_layers_keep_the_keys_of_a_window_in_some_heads(variant: str) -> None:
+    """Those in which every head has the same rule."""
+    cache = cache_of(model_of("llama", variant, full_heads=(0,))(**zoo.inputs("llama"), use_cache=True))
+    whole = {"modern_hopfield", "sink"} & set(variant.split("+"))
+    assert {isinstance(layer, WindowState) for layer in cache.layers} == {not whole}
 
 
 @pytest.mark.parametrize("variant", LIMITED)
@@ -240,6 +255,73 @@ def test_which_layers_keep_the_keys_of_a_window(variant: str) -> None:
     assert {isinstance(layer, WindowState) for layer in cache.layers} == {"modern_hopfield" not in variant}
     cache = cache_of(model_of("llama", variant, layers=[1])(**zoo.inputs("llama"), use_cache=True))
     assert [isinstance(layer, WindowState) for layer in cache.layers].count(True) == ("modern_hopfield" not in variant)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+def test_all_heads_with_all_keys_are_stock_bit_for_bit(family: str, strength: float) -> None:
+    """With and without padding, values and gradients, and with the cache of the stock model."""
+    stock = fresh(family, torch.float32)
+    count = getattr(stock.config, "num_key_value_heads", None) or stock.config.num_attention_heads
+    model = patch_model(fresh(family, torch.float32), "window", window=1, sinks=0, full_heads=range(count)[::-1])
+    for side in {None, padding_side(family)}:
+        batch = batch_of(family, torch.float32, side)
+        assert_identical(run(set_strength(model, strength), batch), run(stock, batch))
+    if family in CAUSAL_FAMILIES:
+        with torch.no_grad():
+            cache = cache_of(model(**batch, use_cache=True))
+        assert not any(isinstance(layer, WindowState) for layer in cache.layers)
+
+
+@torch.no_grad()
+def test_each_layer_has_its_own_heads() -> None:
+    """All keys of the heads that see them, the last keys of the others; and a layer without such heads."""
+    model, length = model_of("llama", length=600), 500
+    for layer, full in enumerate([(0,), (1,)]):
+        patch_model(model, "window", layers=layer, window=W, sinks=S, full_heads=list(full))
+    ids = zoo.inputs("llama", batch=1, length=length)["input_ids"]
+    whole = model(ids, use_cache=False).logits
+    cache = DynamicCache(config=model.config)
+    got = [model(ids[:, :-20], **with_cache(model, cache)).logits]
+    got += [model(ids[:, place : place + 1], **with_cache(model, cache)).logits for place in range(length - 20, length)]
+    assert distance(torch.cat(got, 1), whole) <= EXACT
+    kept = [None if state.whole is None else state.whole[0].shape[1:3] for state in states(cache)]
+    assert kept == [(1, length), (1, length), None]
+    assert [state.last[0].shape[1] for state in states(cache)] == [1, 1, 2]
+    assert all(state.last[0].shape[2] <= W - 1 + 2 * CROPPED for state in states(cache))
+    assert model.config.attn_swap["swaps"][0]["options"]["window"]["full_heads"] == [0]
+    shown = [row.options["window"]["full_heads"] for row in describe(model).rows]
+    assert shown == [[0], [1], []]
+
+
+@torch.no_grad()
+def test_several_heads_of_groups() -> None:
+    """Each keeps its own query heads, as the weights of the readable form say."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
+    model = perturb(patch_model(fresh("llama", **sizes), "window", window=W, sinks=S, full_heads=[0, 2]))
+    ids = zoo.inputs("llama", batch=2, length=20)["input_ids"]
+    assert distance(model(ids).logits, model(ids, output_attentions=True).logits) <= EXACT
+
+
+@torch.no_grad()
+def test_a_copy_of_a_cache_goes_its_own_way() -> None:
+    model, ids = model_of("llama", full_heads=(0,)), zoo.inputs("llama", batch=1, length=12)["input_ids"]
+    cache = cache_of(model(ids[:, :10], use_cache=True))
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    model(ids[:, :2], **with_cache(model, other))
+    got = model(ids[:, 10:], **with_cache(model, cache)).logits
+    assert distance(got, model(ids, use_cache=False).logits[:, 10:]) <= EXACT
+
+
+@torch.no_grad()
+def test_a_static_cache_keeps_all_keys() -> None:
+    model, ids = model_of("llama", full_heads=(1,)), zoo.inputs("llama", batch=2, length=20)["input_ids"]
+    wanted = model(ids, use_cache=False).logits
+    cache = StaticCache(config=model.config, max_cache_len=24)
+    got = [model(ids[:, :9], **with_cache(model, cache)).logits]
+    got += [model(ids[:, place : place + 1], **with_cache(model, cache)).logits for place in range(9, 20)]
+    assert distance(torch.cat(got, 1), wanted) <= EXACT
 
 
 @torch.no_grad()
@@ -264,6 +346,7 @@ def test_what_keeps_all_keys() -> None:
         lambda model: set_strength(model, 0.5),
         lambda model: set_strength(model, 0),
         lambda model: patch_model(model, "window", window=W + 1, sinks=S),
+        lambda model: patch_model(model, "window", window=W, sinks=S, full_heads=(0,)),
         lambda model: patch_model(model, "outeffhop"),
     ],
 )
@@ -291,8 +374,9 @@ def test_what_a_cache_of_a_window_cannot_give() -> None:
 
 @pytest.mark.parametrize("asked", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"do_sample": True}], ids=str)
 @pytest.mark.parametrize("length", [4, 150])
-def test_ways_to_generate(asked: dict[str, Any], length: int) -> None:
-    model = model_of("llama", length=200)
+@pytest.mark.parametrize("full", HEADS, ids=str)
+def test_ways_to_generate(asked: dict[str, Any], length: int, full: tuple[int, ...]) -> None:
+    model = model_of("llama", length=200, full_heads=full)
     model.generation_config.eos_token_id = model.config.vocab_size - 1  # some versions of transformers need an end
     ids = zoo.inputs("llama", batch=1, length=7)["input_ids"].repeat(1, 30)[:, :length]
     prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
@@ -306,11 +390,12 @@ def test_ways_to_generate(asked: dict[str, Any], length: int) -> None:
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
 @pytest.mark.parametrize("strength", [0.5, 1.0])
+@pytest.mark.parametrize("full", HEADS, ids=str)
 @torch.no_grad()
-def test_first_tokens_are_those_of_each_row(family: str, strength: float) -> None:
+def test_first_tokens_are_those_of_each_row(family: str, strength: float, full: tuple[int, ...]) -> None:
     """A padded row gives what it gives alone."""
     length = 2 * W + 4
-    model = set_strength(model_of(family), strength)
+    model = set_strength(model_of(family, full_heads=full), strength)
     side = padding_side(family)
     batch = zoo.inputs(family, batch=2, length=length, padded=side)
     real = batch["attention_mask"][0].bool()
@@ -383,6 +468,13 @@ def test_options() -> None:
         patch_model(fresh("bert"), "window", window=0)
     with refused("sinks must be at least 0, got -1"):
         patch_model(fresh("bert"), "window", sinks=-1)
+    for heads in (0, "0", [0.5], [True], {0}):
+        with refused("window: option full_heads must be a list of int, got"):
+            patch_model(fresh("llama"), "window", full_heads=heads)
+    with refused("full_heads are numbers of key/value heads, from 0, got -1"):
+        patch_model(fresh("llama"), "window", full_heads=(0, -1))
+    with refused("full_heads has [2], but this layer has 2 key/value heads", "from 0 to 1"):
+        patch_model(fresh("llama"), "window", full_heads=(0, 2))
 
 
 def test_it_composes_with_every_variant_that_has_scores() -> None:
@@ -395,6 +487,9 @@ def test_what_describe_says() -> None:
     model = model_of("llama")
     assert {row.runs for row in describe(model).rows} == {"SDPA, in blocks of queries with the keys of their window"}
     assert {row.runs for row in describe(set_strength(model, 0.5)).rows} == {"SDPA"}
+    (words,) = {row.runs for row in describe(model_of("llama", full_heads=(0,))).rows}
+    assert words.endswith("with the keys of their window, once more for the heads with all keys")
+    assert {row.runs for row in describe(model_of("llama", full_heads=(0, 1))).rows} == {"SDPA"}
 
 
 @torch.no_grad()

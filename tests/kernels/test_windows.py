@@ -21,7 +21,7 @@ from hf_attn_swap.kernels import windows
 from hf_attn_swap.kernels.windows import Span
 from hf_attn_swap.layer.compute import Places, reference
 from tests import zoo
-from tests.contract.harness import Recorder, fresh, perturb
+from tests.contract.harness import Recorder, fresh, perturb, refused
 
 EXACT = 1e-12
 SHAPES = [(1, 2, 2, 10, 10), (2, 4, 2, 17, 17), (2, 4, 1, 5, 13), (1, 6, 3, 1, 9), (2, 2, 2, 12, 12)]  # B,H,G,Q,K
@@ -108,6 +108,32 @@ def test_blocks_and_mask_equal_one_key_at_a_time(
         blocks, inside = windows.folded(inputs, span)
         assert_equal(inputs, windows.unfolded(blocks, reference(Places(), inside, call)[0]), wanted)
         assert_equal(inputs, reference(Places(), windows.narrowed(inputs, span, call), call)[0], wanted)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] > 1], ids=str)
+def test_heads_with_all_keys_beside_heads_in_the_window(shape: tuple[int, ...], padding: str | None) -> None:
+    """In two parts, and by a mask of each head: values and gradients of both groups of heads."""
+    heads, groups = shape[1:3]
+    full = tuple(group % 2 == 1 for group in range(groups))
+    of_query = torch.tensor([full[head // (heads // groups)] for head in range(heads)])[:, None]
+    for inputs, alone in cases(shape, padding):
+        span, call = Span(alone.window, alone.sinks, full), Call(x=inputs.query, start=shape[4] - shape[3])
+        wanted = torch.where(of_query, slow(inputs, Span(shape[4], 0)), slow(inputs, alone))
+        whole, near = windows.parted(inputs, span)
+        assert (whole.key.shape[1], near.key.shape[1]) == (sum(full), groups - sum(full))
+        parts = reference(Places(), whole, call)[0], windows.attend(near, span.alone)
+        assert_equal(inputs, windows.united(span, *parts), wanted)
+        assert_equal(inputs, reference(Places(), windows.narrowed(inputs, span, call), call)[0], wanted)
+
+
+def test_heads_of_a_span() -> None:
+    """Keys may come repeated for each query head; heads that are no multiple are refused."""
+    span = Span(3, 1, (True, False))
+    assert span.full_of(4) == (True, True, False, False)
+    with refused("full_heads counts 2 key/value heads, but the module computes with 3"):
+        span.full_of(3)
+    assert span.alone == Span(3, 1)
 
 
 def test_what_blocks_do_not_compute() -> None:

@@ -120,6 +120,7 @@ RESUMED = stage("conversion/test_convert_resumed.py", keyword="killed_after or l
 ABSORBED = stage("conversion/test_convert_absorb.py")
 BITS = stage("conversion/test_convert_bits.py")
 RECALLED = stage("conversion/test_convert_recall.py")
+BY_HEADS = stage("conversion/test_convert_heads.py")
 
 # By file, or by folder for files that are not named: the narrowest and fastest tests first, as the first failure ends.
 TESTS: dict[str, tuple[Stage, ...]] = {
@@ -167,6 +168,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/distillation.py": (DISTIL, DISTIL_MORE, TEACHER),
     "conversion/dropout.py": (TRANSFER, DISTIL_MORE),
     "conversion/engine.py": (STEPS, RESUMED),
+    "conversion/full_heads.py": (BY_HEADS,),
     "conversion/gauge.py": (SMOOTH, NEUTRAL),
     "conversion/heads.py": (HEADS,),
     "conversion/journal.py": (stage("conversion/test_journal.py"),),
@@ -188,7 +190,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/rows.py": (ROWS, READING),
     "conversion/rotate.py": (ROTATE,),
     "conversion/schedule.py": (stage("conversion/test_schedule.py", keyword="not sharded"),),
-    "conversion/sensitivity.py": (stage("conversion/test_sensitivity.py"), RECALLED),
+    "conversion/sensitivity.py": (stage("conversion/test_sensitivity.py"), RECALLED, BY_HEADS),
     "conversion/smooth.py": (SMOOTH,),
     "conversion/snapshot.py": (stage("conversion/test_snapshot.py"), STEPS),
     "conversion/split.py": (READING, LEAVES, REFUSED),
@@ -198,6 +200,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/steps/absorb.py": (ABSORBED,),
     "conversion/steps/align.py": (STAGES,),
     "conversion/steps/choose.py": (CHOSEN, RECALLED),
+    "conversion/steps/heads.py": (BY_HEADS,),
     "conversion/steps/integers.py": (BITS,),
     "conversion/steps/relearn.py": (BITS,),
     "conversion/steps/smooth.py": (BITS,),

@@ -17,6 +17,7 @@ from .choose import choose
 from .distil import distil, distilled
 from .finish import finish
 from .fit import calibrated, fit
+from .heads import heads
 from .integers import integers
 from .relearn import relearn
 from .smooth import smooth
@@ -24,7 +25,7 @@ from .stock import stock
 from .swap import swap
 
 # What `convert` does, in this order.
-STEPS: list[Step] = [stock, swap, absorb, fit, choose, distil, finish, smooth, relearn, integers]
+STEPS: list[Step] = [stock, swap, absorb, heads, fit, choose, distil, finish, smooth, relearn, integers]
 
 # Which step takes a stage of a recipe.
 OF_STAGE: dict[type[Any], Callable[[Any, str], Step]] = {Calibrate: calibrated, Align: aligned, Distil: distilled}

@@ -1,4 +1,4 @@
-"""Step 5: the layers that are converted, in groups. What each layer alone costs decides, if there is a choice."""
+"""Step 6: the layers that are converted, in groups. What each layer alone costs decides, if there is a choice."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ def choose(state: State) -> Iterator[Part]:
 
 def _choose(state: State) -> None:
     asked, layers = state.asked, list(state.layers)
+    keep = 0.0 if asked.heads is not None else asked.keep  # else it is a share of heads, which are chosen already
     choosing = asked.layers is None and asked.budgeted and not state.within
     state.notes["choosing"] = choosing
-    if not asked.keep and not choosing:
+    if not keep and not choosing:
         state.notes["groups"] = [layers]
         return
     assert state.held is not None
     part = state.held.part(max(FEWEST_HELD // 2, len(state.held.kept) // 4))  # there is a pass per layer
-    sensitivity = layer_sensitivity(state.model, part, progress=state.progress)
+    sensitivity = layer_sensitivity(state.model, part, layers=layers, progress=state.progress)
     state.notes["sensitivity"] = sensitivity.to_dict()
     order = list(sensitivity.order)
-    order = order[: len(order) - round(asked.keep * len(order))] or order[:1]
+    order = order[: len(order) - round(keep * len(order))] or order[:1]
     if not choosing:
         state.notes["groups"] = [sorted(order)]
         return

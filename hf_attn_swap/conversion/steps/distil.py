@@ -1,4 +1,4 @@
-"""Step 6: the original model teaches the swapped model, group of layers by group of layers.
+"""Step 7: the original model teaches the swapped model, group of layers by group of layers.
 
 If the tokens are used up before a group is within the budget, the group is taken back. Where no budget chooses the
 layers, a distillation that diverged is taken back.
@@ -29,13 +29,15 @@ CHECKS = 4  # measurements within one training
 DIVERGED = 2  # a distillation is taken back if the loss is so many times larger than before it, or no number
 ROUNDING = 1e-4  # KL or relative error: a smaller loss is within the rounding, and never says that training diverged
 COSTLY, ABOVE = "its swap costs most", "the loss would be above the budget"
+WHOLE = "all its heads keep all keys"
 
 
 def distil(state: State) -> Iterator[Part]:
     """Distil group after group, as far as the budgets go."""
     groups, choosing, plan = state.notes["groups"], state.notes["choosing"], state.asked.plan
     every = list(state.swaps)
-    state.kept = {index: COSTLY for index in every if not any(index in group for group in groups)}
+    why = WHOLE if state.asked.heads is not None else COSTLY
+    state.kept = {index: why for index in every if not any(index in group for group in groups)}
     for number, group in enumerate(groups):
         before = state.snapshot() if choosing else None
         if len(group) < len(every):  # else these layers together have been measured already

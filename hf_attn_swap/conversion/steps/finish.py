@@ -1,4 +1,4 @@
-"""Step 7: the adapters merged into the weights, and no swap in layers that keep their own attention."""
+"""Step 8: the adapters merged into the weights, and no swap in layers that keep their own attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step 4: the fit that a stage names, or the one that loses least: none, scaled values, a gain or a map per head."""
+"""Step 5: the fit that a stage names, or the one that loses least: none, scaled values, a gain or a map per head."""
 
 from __future__ import annotations
 

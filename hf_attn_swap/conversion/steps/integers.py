@@ -1,4 +1,4 @@
-"""Step 10: weights in 8-bit integers, and a static range for each input. Only if 8 bits were asked for."""
+"""Step 11: weights in 8-bit integers, and a static range for each input. Only if 8 bits were asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step 9: the model in full precision teaches the model in 8 bits. Only if 8 bits were asked for, and tokens are left.
+"""Step 10: the model in full precision teaches the model in 8 bits. Only if 8 bits were asked for, and tokens are left.
 
 The student computes with 8-bit inputs and weights, as it will run. What trains are the parameters of one dimension
 (norms, biases), and those of the variant, such as the pair of a sink: on SmolLM2 they bring about as much as all

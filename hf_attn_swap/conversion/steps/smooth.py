@@ -1,4 +1,4 @@
-"""Step 8: channels of like sizes, which lose less in 8 bits. Only if 8 bits were asked for. It is the same function."""
+"""Step 9: channels of like sizes, which lose less in 8 bits. Only if 8 bits were asked for. It is the same function."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Component(Record):
     name: str
     formula: str
     paper: str
-    options: dict[str, Scalar]
+    options: dict[str, Scalar | list[int]]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -113,10 +113,10 @@ def fit(value: Any, hint: Any, where: str) -> Any:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return _fit_union(value, inner, where)
-    if origin is tuple:
+    if origin in (tuple, list):
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"{where} must be a list, got {value!r}.")
-        return tuple(fit(item, inner[0], f"{where}[{index}]") for index, item in enumerate(value))
+        return origin(fit(item, inner[0], f"{where}[{index}]") for index, item in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
             raise ValueError(f"{where} must be an object, got {value!r}.")
@@ -136,7 +136,12 @@ def _fit_union(value: Any, hints: tuple[Any, ...], where: str) -> Any:
         return fit(value, others[0], where)
     if type(value) in others:
         return fit(value, type(value), where)
-    raise ValueError(f"{where} must be {', '.join(WORDS[hint] for hint in others)} or null, got {value!r}.")
+    lists = [hint for hint in others if typing.get_origin(hint) is list]
+    if lists and type(value) is list:
+        return fit(value, lists[0], where)
+    raise ValueError(
+        f"{where} must be {', '.join(WORDS.get(hint, 'a list') for hint in others)} or null, got {value!r}."
+    )
 
 
 def _fit_scalar(value: Any, hint: type[Any], where: str) -> Any:

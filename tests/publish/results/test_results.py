@@ -268,6 +268,17 @@ def test_results_do_not_share_what_they_were_made_from() -> None:
     assert first.to_dict() == before
 
 
+def test_an_option_may_be_a_list_of_whole_numbers() -> None:
+    data = full()
+    options = data["swaps"][1]["components"][1]["options"]
+    options["full_heads"] = [0, 2]
+    assert RunResult.from_dict(data).swaps[1].components[1].options["full_heads"] == [0, 2]
+    for wrong in ([0.5], ["0"], [True], [[0]], {"0": 1}):
+        options["full_heads"] = wrong
+        with pytest.raises(ValueError, match=r"swaps\[1\].components\[1\].options.full_heads(\[0\])? must be "):
+            RunResult.from_dict(data)
+
+
 @pytest.mark.parametrize("variant", list_variants())
 def test_applied_swaps_say_what_the_model_runs(variant: str) -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}

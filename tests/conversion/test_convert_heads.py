@@ -1,0 +1,201 @@
+"""Heads with all keys in a conversion: which ones stay, what the report and the model say, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_attn_swap import patch_model
+from hf_attn_swap.conversion import calibrate, head_sensitivity
+from hf_attn_swap.conversion.journal import NAME
+from hf_attn_swap.conversion.outcome import ConversionReport
+from hf_attn_swap.conversion.sensitivity import HeadSensitivity
+from hf_attn_swap.measuring.recall import Passages, Recall
+from hf_attn_swap.wiring.install import installation_of, model_root
+from tests.contract.harness import assert_identical, batch_of, refused, run, swaps
+
+from .converting import converted, names, rows, same, stock, timeless, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
+WINDOW = {"window": 4, "sinks": 1}
+GAIN = 3.0  # of the stock model, instead of a measured one
+FAST = {"tokens": 1, "max_loss": 1.0}  # no training, and no fit is tried, as any loss is within the budget
+Head = tuple[int, int]
+
+
+def long() -> Any:
+    return stock("llama", max_position_embeddings=512)
+
+
+def text(count: int = 24, length: int = 64) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(5)
+    return [{"input_ids": torch.randint(4, 64, (length,), generator=generator)} for _ in range(count)]
+
+
+def near(model: Any) -> set[Head]:
+    """The heads (layer, head) that have the window now."""
+    found = installation_of(model_root(model))
+    running = [] if found is None else [layer for layer in found.layers() if layer.swap.strength > 0]
+    return {
+        (layer.number, head)
+        for layer in running
+        for head in set(range(2)) - set(layer.swap.options["window"]["full_heads"])
+    }
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, *recalling: Head) -> list[set[Head]]:
+    """From now on, these heads alone recall; the others lose a hundredth each. Gives the heads that were measured."""
+    asked: list[set[Head]] = []
+
+    def measure(self: Passages, model: Any, *, progress: bool = False) -> Recall:
+        ((distance, texts),) = self.texts.items()
+        asked.append(near(model))
+        gain = GAIN - sum(GAIN if head in recalling else 0.01 * GAIN for head in asked[-1])
+        return Recall(gains={distance: (gain,) * len(texts)})
+
+    monkeypatch.setattr(Passages, "measure", measure)
+    return asked
+
+
+def test_the_heads_that_recall_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = planted(monkeypatch, (0, 1), (2, 0))
+    model = long()
+    report = converted(model, "window", text(), heads="auto", keep=0.34, **FAST, **WINDOW)
+    every = [(layer, head) for layer in range(3) for head in range(2)]
+    assert [each for each in asked if len(each) == 1] == [{head} for head in every], "a pass for each head"
+    assert near(model) == set(every) - {(0, 1), (2, 0)}
+    assert names(report) == ["swap", "heads chosen", *names(report)[2:]]
+    assert report.lost.recall == pytest.approx(0.96 * GAIN)
+    assert "2 of 6 key/value heads keep all keys (layer.head): 0.1, 2.0." in report.notes()
+    assert report.layers == (0, 1, 2)
+    assert not report.kept
+    found = report.head_sensitivity
+    assert found is not None
+    assert set(found.order[-2:]) == {(0, 1), (2, 0)}
+    assert [line.split()[0] for line in str(found).splitlines()[-3:]] == [*map(found.name_of, found.order[-2:]), "all"]
+    assert report.save(tmp_path).read_text().count("<svg") == 1
+    again = ConversionReport.from_dict(json.loads((tmp_path / "conversion.json").read_text()))
+    assert again.head_sensitivity == found
+
+
+def test_the_saved_model_has_the_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planted(monkeypatch, (1, 1))
+    model = long()
+    converted(model, "window", text(), heads="auto", keep=1 / 6, **FAST, **WINDOW)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert [swap.options["window"]["full_heads"] for swap in swaps(again)] == [[], [1], []]
+    batch = batch_of("llama", torch.float32)
+    assert_identical(run(again, batch), run(model.eval(), batch))
+
+
+def test_a_layer_whose_heads_all_stay_has_no_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, (1, 0), (1, 1))
+    model = long()
+    report = converted(model, "window", text(), heads="auto", keep=1 / 3, **FAST, **WINDOW)
+    assert report.layers == (0, 2)
+    assert "Layer 1 kept its own attention: all its heads keep all keys." in report.notes()
+    assert [layer.number for layer in installation_of(model).layers()] == [0, 2]
+
+
+def test_one_head_has_the_window_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, (1, 0))
+    model = long()
+    converted(model, "window", text(), heads="auto", keep=0.999, **FAST, **WINDOW)
+    assert len(near(model)) == 1
+
+
+def test_heads_of_some_layers_and_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = planted(monkeypatch, (0, 0))
+    model = long()
+    converted(model, "window", text(), heads="auto", keep=0.25, layers=[0, 1], **FAST, **WINDOW)
+    assert {head for each in asked if len(each) == 1 for head in each} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert near(model) == {(0, 1), (1, 0), (1, 1)}
+    model = long()
+    report = converted(model, "window", text(), heads="auto", keep=1 / 6, min_recall=0.97, tokens=1, **WINDOW)
+    assert report.met
+    assert 0 < len(report.layers) < 3, "each head loses a hundredth"
+    assert report.sensitivity is not None
+
+
+def test_training_with_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, (0, 0))
+    report = converted(long(), "window", text(), heads="auto", keep=1 / 6, tokens=1024, **WINDOW)
+    assert report.training_steps > 0
+
+
+def test_a_conversion_goes_on_after_the_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        model = long()
+        report = converted(model, "window", text(), heads="auto", keep=0.34, output_dir=folder, tokens=1, **WINDOW)
+        return timeless(report), weights(model)
+
+    asked = planted(monkeypatch, (0, 1), (2, 0))
+    wanted = convert(tmp_path)
+    path = tmp_path / NAME
+    journal = json.loads(path.read_text())
+    keys = [entry["key"] for entry in journal["entries"]]
+    cut = keys.index("heads: work") + 1
+    path.write_text(json.dumps(journal | {"entries": journal["entries"][:cut]}))
+    asked.clear()
+    found = convert(tmp_path)
+    assert not any(len(each) == 1 for each in asked), "no head is measured again"
+    assert found[0] == wanted[0]
+    assert same(found[1], wanted[1])
+    with refused("holds another conversion (heads differ)"):
+        converted(long(), "window", text(), keep=0.34, output_dir=tmp_path, tokens=1, **WINDOW)
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_heads_without_recall(name: str) -> None:
+    """Chosen by KL or the relative error alone, of whole layers' worth of heads."""
+    data = rows(name)
+    model = stock(name)
+    report = converted(model, "window", data, heads="auto", keep=0.5, **FAST, window=1, sinks=0)
+    found = report.head_sensitivity
+    assert found is not None
+    assert found.together.recall is None
+    full = {
+        (layer, head)
+        for layer, swap in zip(report.layers, swaps(model), strict=True)
+        for head in swap.options["window"]["full_heads"]
+    } | {(layer, head) for layer in report.kept for head in range(4)}
+    assert full == set(found.order[6:])
+    costs = [found.alone[head].cost for head in found.order]
+    assert costs == sorted(costs)
+
+
+def test_each_head_alone() -> None:
+    """What is measured is the model with the window in this head only; the model stays as it was."""
+    model = patch_model(long(), "window", **WINDOW)
+    batch = {"input_ids": torch.stack([row["input_ids"] for row in text(3)])}
+    found = head_sensitivity(model, batch, layers=[1, 2], progress=False)
+    assert set(found.alone) == {(1, 0), (1, 1), (2, 0), (2, 1)}
+    assert near(model) == {(layer, head) for layer in range(3) for head in range(2)}
+    alone = patch_model(long(), "window", layers=2, full_heads=[0], **WINDOW)
+    with torch.no_grad():
+        wanted, got = (each(**batch).logits.log_softmax(-1) for each in (long(), alone))
+    loss = (wanted.exp() * (wanted - got)).sum(-1).mean()
+    assert found.alone[2, 1].divergence == pytest.approx(float(loss), rel=1e-4)
+    assert HeadSensitivity.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_refusals() -> None:
+    with refused('heads="auto" chooses the heads that keep all keys', "keep=0.5"):
+        converted(long(), "window", text(), heads="auto", **WINDOW)
+    with refused("outeffhop changes all heads of a layer", "full_heads: window"):
+        converted(long(), "outeffhop", text(), heads="auto", keep=0.5)
+    with refused('heads is "auto" or None, got [0]', "patch_model(model, variant, layers=..., full_heads=...)"):
+        converted(long(), "window", text(), heads=[0], keep=0.5, **WINDOW)
+    for variant, options in (("window", {"full_heads": [0]}), ("outeffhop+window", {"window": {"full_heads": [0]}})):
+        with refused('heads="auto" chooses full_heads; leave one of them out'):
+            converted(long(), variant, text(), heads="auto", keep=0.5, **options)
+    model = patch_model(long(), "window", **WINDOW)
+    batch = {"input_ids": torch.stack([row["input_ids"] for row in text(3)])}
+    calibrate(model, batch, fit="gain", progress=False)
+    with refused("layer 0 has a fit (calibration)", "before the fit"):
+        head_sensitivity(model, batch, progress=False)
