@@ -253,7 +253,7 @@ def test_what_a_variant_would_do(command: Command, tiny_llama: Path, tmp_path: P
     assert command("patch", tiny_llama, "window", tmp_path / "out", *words[2:]).code == 0
     assert told == json.loads(command("describe", tmp_path / "out", "--json").out)
     assert [row["attention"] for row in told["rows"]] == ["softmax (stock)", "window"]
-    assert told["rows"][1]["options"] == {"window": {"window": 7, "sinks": 4}}
+    assert told["rows"][1]["options"] == {"window": {"window": 7, "sinks": 4, "full_heads": []}}
     assert "1 of 2 self-attention modules swapped" in command("describe", tiny_llama, *words).out
     for wrong, said in (
         ((tiny_llama, "--variant", "simpletrom"), "did you mean 'simpletron'?"),

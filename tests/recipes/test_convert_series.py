@@ -25,7 +25,7 @@ def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
     series = tmp_path / "series.csv"
     series.write_text("\n".join(["date,high,low", *lines]) + "\n", encoding="utf-8")
     flags = ["--parts", "140", "40", "60", "--horizon", "4", "--every", "2", "--context", "32", "--steps", "4"]
-    flags += ["--windows", "48", "--variants", "belief", "sink"]
+    flags += ["--windows", "48", "--variants", "belief"]
     monkeypatch.setattr(
         sys, "argv", ["convert_series", "--dataset", str(series), "--out", str(tmp_path / "out"), *flags]
     )
