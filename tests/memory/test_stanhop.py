@@ -307,6 +307,7 @@ def test_every_parameter_learns(retrieval: str) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
+@torch.no_grad()
 def test_the_start() -> None:
     """A gate starts at 1; positions, prototypes and alpha's logits are drawn; linear maps are PyTorch's."""
     torch.manual_seed(0)
