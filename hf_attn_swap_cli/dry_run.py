@@ -86,11 +86,14 @@ def dry_run(given: Mapping[str, Any]) -> Plan:
         given: the parameters of the command `convert` or `quantize`.
 
     Raises:
-        ValueError: the number of layers does not stand in the config, or the command fails on the small models.
+        ValueError: several processes were started, the number of layers does not stand in the config, or the command
+            fails on the small models.
     """
     from hf_attn_swap.publish.checkpoint import skeleton
     from hf_attn_swap.text.typed import parse_count
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("start --dry-run in one process: each process of a conversion needs as much memory as one.")
     whole = skeleton(given["model"], given["task"], revision=given["revision"], token=given["token"])
     layers = getattr(whole.config.get_text_config(), "num_hidden_layers", None)
     if not isinstance(layers, int) or whole.config.is_encoder_decoder:
@@ -98,7 +101,8 @@ def dry_run(given: Mapping[str, Any]) -> Plan:
             f"--dry-run measures models with fewer layers, and the config of {type(whole).__name__} does not say their "
             "number in num_hidden_layers; try the command itself with --low-memory."
         )
-    peaks, few = {}, {**given, "tokens": str(min(parse_count(given["tokens"]), _tokens(whole, given)))}
+    few = {**given, "tokens": str(min(parse_count(given["tokens"]), _tokens(whole, given)))}
+    peaks = {}
     for depth in sorted({min(depth, layers) for depth in DEPTHS}):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:  # each with a peak of its own
             peaks[depth] = process.submit(_peaks, few, depth).result()

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, T5Config, T5ForConditionalGeneration
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from hf_attn_swap_cli import dry_run
 from hf_attn_swap_cli.dry_run import GIGA, HOST, Plan
@@ -90,6 +98,29 @@ def test_the_command_runs_on_models_of_fewer_layers(
     assert whole == pytest.approx(high + (high - low), abs=0.02)
     assert not out.exists()
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_model_of_fewer_layers(tmp_path: Path) -> None:
+    """Of the same kind and precision, with the kinds of its first layers."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    sizes = dict(hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=40)
+    config = Qwen2Config(**sizes, num_hidden_layers=6, use_sliding_window=True, layer_types=kinds, dtype="bfloat16")
+    Qwen2ForCausalLM._from_config(config).save_pretrained(tmp_path / "whole")
+    given = {"model": str(tmp_path / "whole"), "task": None, "revision": None, "token": None}
+    for depth in (2, 4):
+        dry_run._save_shallow(given, depth, tmp_path / "few")
+        model = Qwen2ForCausalLM.from_pretrained(tmp_path / "few")
+        assert len(model.model.layers) == depth
+        assert model.config.layer_types == kinds[:depth]
+        assert model.dtype == torch.bfloat16
+
+
+def test_several_processes(
+    tiny_bert: Path, texts: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = command("convert", tiny_bert, "belief", tmp_path / "out", "--data", texts, "--dry-run")
+    assert (done.code, done.err.count("start --dry-run in one process")) == (2, 1)
 
 
 @pytest.mark.slow
