@@ -437,7 +437,8 @@ def _measured_on(held: Rows, against: nn.Module, asked: Asked, passages: Passage
 
 def _report(root: PreTrainedModel, asked: Asked, state: State, held: Rows) -> ConversionReport:
     """What the steps did."""
-    sensitivity, by_head, last = state.notes.get("sensitivity"), state.notes.get("head_sensitivity"), asked.plan.last
+    sensitivity, by_head = (state.notes.get(name) for name in ("sensitivity", "head_sensitivity"))
+    last = asked.plan.last
     return ConversionReport(
         model=type(root).__name__,
         variant=state.variant,

@@ -310,8 +310,8 @@ def _values(root: nn.Module, trace: Trace) -> Iterable[tuple[nn.Module, nn.Modul
         path = trace.names.get(value, "")
         alone = trace.readers(path) == (trace.names.get(output),) and path not in trace.given
         if alone and is_matrix(value) and is_matrix(output):
-            ends = [weight.shape[axis] for weight, axis in (*parts(value, source=True), *parts(output, source=False))]
-            if all(end % sizes.head_dim == 0 for end in ends):
+            ends = (*parts(value, source=True), *parts(output, source=False))
+            if all(weight.shape[axis] % sizes.head_dim == 0 for weight, axis in ends):
                 yield value, output, sizes.head_dim
 
 

@@ -269,10 +269,10 @@ def find_device(name: str | None) -> str:
         torch.zeros(1, device=name).cpu()  # refuses "meta", too, which holds no values
     except (RuntimeError, AssertionError) as problem:  # a torch without CUDA raises an AssertionError
         reason = re.split(r"\n|\. ", str(problem).strip())[0]  # torch goes on with a list of all backends
-        here = ["cpu", *([torch.accelerator.current_accelerator()] if torch.accelerator.is_available() else [])]
-        raise ValueError(
-            f"the device {name!r} cannot be used here ({reason}); this torch can use {' and '.join(map(str, here))}."
-        ) from problem
+        here = "cpu"
+        if torch.accelerator.is_available():
+            here += f" and {torch.accelerator.current_accelerator()}"
+        raise ValueError(f"the device {name!r} cannot be used here ({reason}); this torch can use {here}.") from problem
     return name
 
 
