@@ -5,8 +5,8 @@
 The folders are for machines without access to the Hub: `--dataset_name OUT/ag_news` takes the place of
 `--dataset_name fancyzhx/ag_news`, and `--dataset_card_name fancyzhx/ag_news` keeps its name on the card. The script
 looks in SOURCE for `ag_news/`, `glue/<task>/`, `cifar10/`, `imdb/`, `wikitext-2/` and `tinyshakespeare/`, and skips
-every folder that is missing. `OUT/mixture` has text of three kinds, `OUT/pairs` pairs of sentences of three tasks,
-`OUT/reviews` sentences about films.
+every folder that is missing. `OUT/mixture` has text of three kinds, `OUT/kinds` further kinds too (the text files of
+`--kinds`), `OUT/pairs` pairs of sentences of three tasks, `OUT/reviews` sentences about films.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import random
 import re
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,15 +128,18 @@ def tinyshakespeare(source: Path, out: Path) -> None:
     save([{"text": f"{text}\n\n"} for text in texts], out / "test.parquet", Value("string"))
 
 
-def mixture(out: Path) -> None:
-    """Pieces of about 2,000 characters, in turn from WikiText-2 (validation), IMDB and AG News: text to convert on."""
-    parts = []
-    for name, split in (("wikitext-2", "validation"), ("imdb", "train"), ("ag_news", "train")):
-        texts = load_dataset("parquet", data_files=str(out / name / f"{split}.parquet"), split="train")["text"]
+def mixture(out: Path, name: str = "mixture", files: Sequence[Path] = ()) -> None:
+    """Pieces of about 2,000 characters, in turn from WikiText-2 (validation), IMDB, AG News and each of the files.
+
+    It is text to convert on. It ends with the kind of which there is least.
+    """
+    parts = [pieces(file.read_text(encoding="utf-8").splitlines(keepends=True), 2000) for file in files]
+    for folder, split in (("wikitext-2", "validation"), ("imdb", "train"), ("ag_news", "train")):
+        texts = load_dataset("parquet", data_files=str(out / folder / f"{split}.parquet"), split="train")["text"]
         parts.append(pieces(texts, 2000))
-    rows = [{"text": text} for three in zip(*parts, strict=False) for text in three]
-    save(rows, out / "mixture" / "train.parquet", Value("string"))
-    shutil.copy(out / "wikitext-2" / "test.parquet", out / "mixture" / "test.parquet")
+    rows = [{"text": text} for turn in zip(*parts, strict=False) for text in turn]
+    save(rows, out / name / "train.parquet", Value("string"))
+    shutil.copy(out / "wikitext-2" / "test.parquet", out / name / "test.parquet")
 
 
 def pairs(out: Path) -> None:
@@ -179,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--kinds", type=Path, nargs="+", default=[], help="Text files, each of a further kind of text.")
     arguments = parser.parse_args()
     source, out = arguments.source, arguments.out
     for folder, prepare in (
@@ -192,6 +196,8 @@ def main() -> None:
             prepare(source / folder, out / folder)
     if all((out / folder).is_dir() for folder in ("ag_news", "imdb", "wikitext-2")):
         mixture(out)
+        if arguments.kinds:
+            mixture(out, "kinds", arguments.kinds)
     for task in GLUE:
         if (source / "glue" / task).is_dir():
             glue(source / "glue" / task, out / "glue" / task.replace("-", "").lower(), task)
