@@ -67,6 +67,9 @@ def convert(
     min_recall: Annotated[
         str | None, typer.Option(help="Smallest recall of a language model, such as 97% of the stock model's.")
     ] = None,
+    recall_distance: Annotated[
+        int | None, typer.Option(min=1, help="Tokens after which recall is measured; 200 if left out.")
+    ] = None,
     layers: Annotated[str, typer.Option(help='Layers, such as "0-5,7"; auto takes all, or as many as fit.')] = "auto",
     heads: Annotated[
         str | None, typer.Option(help="auto: choose key/value heads in place of layers, for a window.")

@@ -77,6 +77,7 @@ def convert(
     tokens: int = 300_000,
     max_loss: float | None = None,
     min_recall: float | None = None,
+    recall_distance: int | None = None,
     layers: Literal["auto"] | int | Iterable[int] = "auto",
     modules: str | None = None,
     heads: Literal["auto"] | None = None,
@@ -120,6 +121,9 @@ def convert(
             passage of 96 tokens gains when it is read again after 200 tokens, or after as many as a wider window has.
             It is a budget as `max_loss` is; with both, both must be met. Recall is measured too, without a budget,
             where a variant hides keys (a window, or linear attention).
+        recall_distance: in a causal language model, measure recall after so many tokens instead. Layers and heads are
+            then chosen for texts of this length: heads that find a passage after 200 tokens may not find it after
+            2,000. It needs held-out rows, and positions, for 192 tokens more, and the measurements take longer.
         layers: the layers to convert: numbers, or "auto" for all; with `max_loss` or `min_recall`, "auto" means as
             many as the budget allows, the cheapest first.
         modules: convert only inside these modules, as in `patch_model`: "language_model" leaves the vision tower of a
@@ -171,7 +175,7 @@ def convert(
     refuse_adapters(model)
     refuse_rounded(root)
     refuse_name(processor, "processor")
-    _check_numbers(max_loss, min_recall, keep, tokens, eval_tokens)
+    _check_numbers(max_loss, min_recall, recall_distance, keep, tokens, eval_tokens)
     _check_heads(heads, variant, keep, options)
     if bits is not None:
         _check_bits(root, bits)
@@ -186,6 +190,7 @@ def convert(
         modules=modules,
         max_loss=max_loss,
         min_recall=min_recall,
+        recall_distance=recall_distance,
         heads=heads,
         keep=keep,
         absorb=absorb,
@@ -301,7 +306,9 @@ def refuse_rounded(root: PreTrainedModel) -> None:
         )
 
 
-def _check_numbers(max_loss: Any, min_recall: Any, keep: Any, tokens: Any, eval_tokens: Any) -> None:
+def _check_numbers(
+    max_loss: Any, min_recall: Any, recall_distance: Any, keep: Any, tokens: Any, eval_tokens: Any
+) -> None:
     """Refuse numbers that are out of range, and texts such as "2%", which the command line alone reads.
 
     Raises:
@@ -311,6 +318,8 @@ def _check_numbers(max_loss: Any, min_recall: Any, keep: Any, tokens: Any, eval_
         raise ValueError(f"max_loss is a share above 0 and at most 1 (0.02 is 2 %), got {max_loss!r}.")
     if min_recall is not None and not (isinstance(min_recall, Real) and 0 < float(min_recall) <= 1):
         raise ValueError(f"min_recall is a share above 0 and at most 1 (0.97 is 97 %), got {min_recall!r}.")
+    if recall_distance is not None and not (isinstance(recall_distance, Integral) and int(recall_distance) >= 1):
+        raise ValueError(f"recall_distance is a whole number of tokens, at least 1, got {recall_distance!r}.")
     if not (isinstance(keep, Real) and 0 <= float(keep) < 1):
         raise ValueError(f"keep is the share of layers that stay as they are, from 0 to below 1, got {keep!r}.")
     if not (isinstance(tokens, Integral) and int(tokens) >= 1):
@@ -384,6 +393,7 @@ def _settings(
         **({} if args.world_size == 1 else {"processes": args.world_size}),
         **({} if asked.bits is None else {"bits": asked.bits}),
         **({} if asked.min_recall is None else {"min_recall": asked.min_recall}),
+        **({} if asked.recall_distance is None else {"recall_distance": asked.recall_distance}),
         **({} if asked.heads is None else {"heads": asked.heads}),
     }
 
@@ -396,19 +406,21 @@ def _reserved(variant: str, tokens: int, bits: int | None) -> int:
 
 
 def _passages(root: PreTrainedModel, asked: Asked, held: Rows) -> tuple[Passages | None, str | None]:
-    """The passages to measure recall on, where a budget or the variant asks for them; or why it cannot be measured.
+    """The passages to measure recall on, where the caller or the variant asks for them; or why it cannot be measured.
 
     Raises:
-        ValueError: there is a budget for recall, and it cannot be measured.
+        ValueError: there is a budget for recall, or a distance, and it cannot be measured.
     """
     reach = reach_of(asked.variant, asked.options)
-    if asked.min_recall is None and (reach is None or not predicts_next(root)):
+    named = [name for name in ("min_recall", "recall_distance") if getattr(asked, name) is not None]
+    if not named and (reach is None or not predicts_next(root)):
         return None, None
+    rows = [held.rows[place] for place in range(len(held))]
     try:
-        return passages_beyond(root, [held.rows[place] for place in range(len(held))], reach), None
+        return passages_beyond(root, rows, reach, asked.recall_distance), None
     except ValueError as problem:
-        if asked.min_recall is not None:
-            raise ValueError(f"min_recall: {problem}") from None
+        if named:
+            raise ValueError(f"{named[-1]}: {problem}") from None
         return None, str(problem)
 
 

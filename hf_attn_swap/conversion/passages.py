@@ -30,10 +30,18 @@ def least(reaches: Iterable[int | None]) -> int | None:
     return min((each for each in reaches if each is not None), default=None)
 
 
-def passages_beyond(model: nn.Module, rows: Iterable[Any], reach: int | None) -> Passages:
+def passages_beyond(
+    model: nn.Module, rows: Iterable[Any], reach: int | None, distance: int | None = None
+) -> Passages:
     """Passages that are read again where a query no longer sees them.
+
+    Args:
+        model: a causal language model.
+        rows: token ids, as `recall` takes them.
+        reach: how many of the last keys a query sees; None for all.
+        distance: the tokens between the two readings; None is `DISTANCE`, or the reach of a wider window.
 
     Raises:
         ValueError: as `recall`: the model is no causal language model, or the rows or the model are too short.
     """
-    return Passages.of(model, rows, (max(DISTANCE, reach or 0),))
+    return Passages.of(model, rows, (distance or max(DISTANCE, reach or 0),))

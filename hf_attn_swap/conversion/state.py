@@ -45,6 +45,7 @@ class Asked:
     bits: int | None
     plan: Plan
     min_recall: float | None = None
+    recall_distance: int | None = None
     heads: str | None = None
 
     @property

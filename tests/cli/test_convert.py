@@ -303,6 +303,8 @@ def test_a_budget_for_recall(command: Command, tiny_llama: Path, texts: Path, tm
     assert outcome.code != 0
     assert "min_recall: a passage of 96 tokens and 200 tokens after it do not fit" in outcome.err
     assert "a share such as 2% or 0.02 was expected" in command(*words, "--min-recall", "nearly").err
+    outcome = command(*words, "--recall-distance", "300")
+    assert "recall_distance: a passage of 96 tokens and 300 tokens after it do not fit" in outcome.err
 
 
 def test_compare_measures_costs_on_few_batches(

@@ -112,6 +112,16 @@ def test_where_recall_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert converted(long(), "belief", text(), min_recall=0.1, tokens=1).lost.recall_distance == 200
 
 
+def test_recall_after_a_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It decides which layers stay, and is measured where no key is hidden, too."""
+    asked = planted(monkeypatch, 0)
+    report = converted(long(), "window", text(), recall_distance=120, keep=0.34, tokens=1, **WINDOW)
+    assert report.lost.recall_distance == 120
+    assert set(asked) == {120}
+    assert report.kept.keys() == {0}
+    assert converted(long(), "belief", text(), recall_distance=70, tokens=1).lost.recall_distance == 70
+
+
 def test_texts_that_are_too_short_are_said() -> None:
     report = converted(stock("llama"), "window", rows("llama"), tokens=1, **WINDOW)
     assert report.lost.recall is None
@@ -202,6 +212,13 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         converted(stock("bert"), "outeffhop", rows("bert"), min_recall=0.97)
     with refused("min_recall: a passage of 96 tokens and 200 tokens after it do not fit"):
         converted(stock("llama"), "window", rows("llama"), min_recall=0.97, **WINDOW)
+    for value in (0, 2.5, "2k"):
+        with refused("recall_distance is a whole number of tokens, at least 1"):
+            converted(long(), "window", text(), recall_distance=value, **WINDOW)
+    with refused("recall_distance: recall is measured by the next token; BertForMaskedLM is no causal language model."):
+        converted(stock("bert"), "outeffhop", rows("bert"), recall_distance=64)
+    with refused("recall_distance: a passage of 96 tokens and 9999 tokens after it do not fit"):
+        converted(long(), "window", text(), recall_distance=9999, **WINDOW)
     monkeypatch.setattr(Passages, "measure", lambda self, model, progress: Recall(gains={200: (-0.1,)}))
     model, before = long(), weights(long())
     with refused("min_recall: the stock model gains nothing when a passage is read again (-0.1 nats per token)"):
