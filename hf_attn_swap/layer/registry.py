@@ -55,11 +55,11 @@ def _proposal(name: str) -> str:
     """
     names = {each: cls.name for cls in VARIANTS.values() for each in (cls.name, *cls.aliases)}
     words = {word for word in re.findall(r"[a-z]{4,}", name.lower()) if word != "attention"}
-    sharing = {
-        cls.name
+    said = {
+        cls.name: " ".join((cls.name, *cls.aliases, cls.about.summary, cls.about.paper)).lower()
         for cls in VARIANTS.values()
-        if words & {*re.findall(r"[a-z]+", " ".join((cls.name, *cls.aliases, cls.about.summary, cls.about.paper)).lower())}
     }
+    sharing = {each for each, text in said.items() if words & {*re.findall(r"[a-z]+", text)}}
     meant = (
         _similar(name, names, ALMOST) or [each for each in VARIANTS if each in sharing] or _similar(name, names, 0.6)
     )
