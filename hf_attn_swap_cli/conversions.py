@@ -127,9 +127,7 @@ def quantize(
     eval_tokens: HeldOutTokens = None,
     tokens: Annotated[
         str,
-        typer.Option(
-            help="Budget of a training with rounding, such as 20k; half is for --variant. 1 trains nothing."
-        ),
+        typer.Option(help="Budget of a training with rounding, such as 20k; half is for --variant. 1 trains nothing."),
     ] = "1",
     max_loss: Loss = None,
     option: Options = None,
