@@ -129,7 +129,8 @@ def quantize(
     eval_data: HeldOut = None,
     eval_tokens: HeldOutTokens = None,
     tokens: Annotated[
-        str, typer.Option(help="Budget of a training with rounding (half of it goes to --variant), such as 20k.")
+        str,
+        typer.Option(help="Budget of a training with rounding, such as 20k; half is for --variant. 1 trains nothing."),
     ] = "1",
     max_loss: Loss = None,
     option: Options = None,

@@ -160,7 +160,9 @@ def describe_command(
     show(description.table())
     numbers = [row.layer for row in description.rows if row.layer is not None]
     if numbers and all(row.strength is None for row in description.rows):
-        print(f"Layers 0 to {numbers[-1]} can be swapped: hf-attn-swap patch {model} VARIANT OUT")
+        which = "Layer 0" if numbers[-1] == 0 else f"Layers 0 to {numbers[-1]}"
+        print(f"{which} can be swapped: hf-attn-swap patch {model} VARIANT OUT")
+        print(f"Some variants ask more of a layer: hf-attn-swap describe {model} --variant VARIANT")
 
 
 @app.command(name="shim", cls=Command)

@@ -29,7 +29,15 @@ from .memory import bags_table, recall_table
 from .names import canonical_label
 from .overview import results_table
 from .papers import claims_table
-from .runs import conversion_table, perplexities_table, published_table, recorded, scratch_table, tasks_table
+from .runs import (
+    conversion_table,
+    minutes_table,
+    perplexities_table,
+    published_table,
+    recorded,
+    scratch_table,
+    tasks_table,
+)
 from .speed import (
     compile_table,
     decode_table,
@@ -138,6 +146,7 @@ def cost_table() -> str:
 TABLES = {
     "variants": variants_table,
     "published": published_table,
+    "minutes": minutes_table,
     "conversion": conversion_table,
     "results": results_table,
     "scratch": scratch_table,

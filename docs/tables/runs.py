@@ -26,6 +26,17 @@ def published_table() -> str:
     return markdown(header, [[_link(run), *_figures(run), *_what(run), _seeds(run)] for run in cards()])
 
 
+def minutes_table() -> str:
+    """One Markdown row per distilled model that has a card: what it read, and how long it took by the clock."""
+    header = ("card", "attention", "training rows", "tokens of a row", "on", "minutes")
+    rows = []
+    for run in cards():
+        if "distil" in (run.steps or ()):
+            read = (f"{run.data.rows['train']:,}", str(run.budget.sequence_length))
+            rows.append([_link(run), _attention(run), *read, run.hardware, f"{run.converted.wall_seconds / 60:.0f}"])
+    return markdown(header, rows)
+
+
 def conversion_table(variant: str | None = None) -> str:
     """One Markdown row per conversion with a control, the best difference first within a study.
 

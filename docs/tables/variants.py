@@ -19,6 +19,11 @@ from .seeds import figures, with_marks
 from .speed import long_texts_of, speed_of
 
 MATHEMATICS = Path(__file__).parents[1] / "mathematics.md"
+ELSEWHERE = {  # where the figures of a variant are that no recorded run of a recipe holds
+    "sink": "[A sink and smoothed channels](../results/outliers.md#a-sink-and-smoothed-channels) has the figures.",
+    "window": "[Long texts in little memory](../guides/convert.md#long-texts-in-little-memory) has what was lost, and "
+    "[Speed and memory](../results/speed.md#windows) the time and the cache.",
+}
 STEPS = {
     "keys": "keys K, V",
     "scores": "scores S",
@@ -169,13 +174,15 @@ def _cost(name: str) -> str:
     if (table := long_texts_of(name)) is not None:
         parts.append(f"A small BERT on long texts; 1 is stock.\n\n{figures(table)}")
     where = "[Speed and memory](../results/speed.md) says what was measured, and how."
+    if not parts and name in ELSEWHERE:
+        return ELSEWHERE[name]
     return "\n\n".join([*(parts or ["Not measured yet in whole models."]), where])
 
 
 def _results(name: str) -> str:
     """The recorded runs of the variant, alone or in a composition."""
     if not recorded(name):
-        return "No recorded run yet."
+        return ELSEWHERE.get(name, "No recorded run yet.")
     tables = {
         "Converted from pretrained weights": conversion_table(name),
         "From random weights": scratch_table(name),

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..measuring.batches import evaluating, forward, without_labels
+from ..measuring.positions import max_positions
 from .reading import countable
 from .rows import ROWS, Rows, as_rows
 
@@ -75,21 +76,21 @@ def try_longest(root: PreTrainedModel, rows: Rows) -> Any:
     """Run the stock model on the longest of some rows. Returns the output.
 
     Raises:
-        ValueError: the model cannot read the row.
+        ValueError: the model cannot read the row, or was made for fewer positions.
     """
     batch = rows.collate([rows.longest()])
     size = batch["input_ids"].shape[-1] if "input_ids" in batch else 0
-    positions = getattr(root.config, "max_position_embeddings", None)
+    positions = max_positions(root)
+    if positions is not None and size > positions:  # rotary positions run on without an error, and mean nothing there
+        raise ValueError(
+            f"a row has {size:,} tokens, and the model has {positions:,} positions; take length={positions} or less."
+        )
     try:
         with evaluating(root):
             return forward(root, without_labels(batch))
     except torch.OutOfMemoryError:
         raise
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        if isinstance(positions, int) and size > positions:
-            raise ValueError(
-                f"a row has {size} tokens, and the model has {positions} positions; take length={positions} or less."
-            ) from error
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(
             f"{type(root).__name__} cannot read a row with {', '.join(sorted(batch))}: {reason}. Rows that are ready "

@@ -42,7 +42,7 @@ def get_variant(name: str) -> type[Variant]:
     if found is None:
         raise ValueError(
             f"unknown variant {name!r}{_proposal(name)}; known: {', '.join(VARIANTS)}, and compositions such as "
-            "'modern_hopfield+belief'."
+            "'modern_hopfield+belief'. A variant of your own is known after its file was imported."
         )
     return found
 
@@ -50,16 +50,16 @@ def get_variant(name: str) -> type[Variant]:
 def _proposal(name: str) -> str:
     """A question that names the variants that are meant, most likely; empty if there are none.
 
-    Those with a name that is almost the same; otherwise those with a word of this name in their names or their
-    summary; otherwise the one with the most similar name.
+    Those with a name that is almost the same; otherwise those with a word of this name in their names, their summary
+    or their papers; otherwise the one with the most similar name.
     """
     names = {each: cls.name for cls in VARIANTS.values() for each in (cls.name, *cls.aliases)}
     words = {word for word in re.findall(r"[a-z]{4,}", name.lower()) if word != "attention"}
-    sharing = {
-        cls.name
+    said = {
+        cls.name: " ".join((cls.name, *cls.aliases, cls.about.summary, cls.about.paper)).lower()
         for cls in VARIANTS.values()
-        if words & {*re.findall(r"[a-z]+", " ".join((cls.name, *cls.aliases, cls.about.summary)).lower())}
     }
+    sharing = {each for each, text in said.items() if words & {*re.findall(r"[a-z]+", text)}}
     meant = (
         _similar(name, names, ALMOST) or [each for each in VARIANTS if each in sharing] or _similar(name, names, 0.6)
     )

@@ -164,7 +164,7 @@ class Lost:
         if self.agreement is not None:
             yield "Same first choice as the stock model", f"{self.agreement:.1%}"
         if self.relative_error is not None:
-            yield "Relative error of the outputs (0 is no loss)", f"{self.relative_error:.3g}"
+            yield "Relative squared error of the outputs (0 is no loss)", f"{self.relative_error:.3g}"
         if self.recall is not None and self.stock_recall is not None:
             words = f"Recall after {self.recall_distance:,} tokens, nats per token (the stock model's)"
             yield words, f"{self.recall:.3g} ({self.stock_recall:.3g})"

@@ -15,6 +15,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from ..layer.registry import canonical_name, parse, parse_options
 from ..loading import read_block
@@ -302,12 +303,18 @@ def read_config(source: str, **hub: Any) -> PreTrainedConfig:
     """The config of a folder or of a name on the Hub; `hub` may hold `revision` and `token`.
 
     Raises:
-        ValueError: `source` is a path, and there is no such folder. (Without this check it would be looked up on the
-            Hub as a name.)
+        ValueError: `source` is a path, and there is no such folder (without this check it would be looked up on the
+            Hub as a name), or no model in it.
         OSError: there is no such model, or the Hub cannot be reached.
     """
+    if Path(source).is_file():
+        raise ValueError(f"{source} is a file; name the folder that save_pretrained wrote, or a model on the Hub.")
     if not Path(source).is_dir() and (source.startswith(("/", ".", "~")) or source.count("/") > 1):
         raise ValueError(f"There is no folder {source!r}.")
+    if Path(source).is_dir() and not (Path(source) / CONFIG_NAME).is_file():
+        raise ValueError(
+            f"The folder {source} holds no model: it has no {CONFIG_NAME}. Name a folder that save_pretrained wrote."
+        )
     config: PreTrainedConfig = AutoConfig.from_pretrained(source, **hub)
     return config
 

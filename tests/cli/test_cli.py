@@ -264,11 +264,28 @@ def test_patch_copies_the_modules_of_sentence_transformers(command: Command, tin
         assert (out / name).read_bytes() == (source / name).read_bytes()
 
 
+def test_a_file_or_a_folder_without_a_model_is_refused(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no model")
+    found = command("describe", tmp_path / "notes.txt")
+    assert found.code == 2
+    assert "notes.txt is a file; name the folder that save_pretrained wrote" in found.err
+    found = command("describe", tmp_path)
+    assert found.code == 2
+    assert f"The folder {tmp_path} holds no model: it has no config.json." in found.err
+
+
+def test_describe_a_model_of_one_layer(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_bert / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    assert "\nLayer 0 can be swapped" in command("describe", tmp_path).out
+
+
 def test_describe_stock_and_converted(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
     stock = command("describe", tiny_bert)
     assert stock.code == 0
     assert "0 of 2 self-attention modules swapped" in stock.out
     assert "Layers 0 to 1 can be swapped" in stock.out
+    assert f"hf-attn-swap describe {tiny_bert} --variant VARIANT" in stock.out
     command("patch", tiny_bert, "modern_hopfield", tmp_path / "out", "--layers", "0", "--strength", "0.25")
     converted = command("describe", tmp_path / "out")
     assert "1 of 2 self-attention modules swapped" in converted.out

@@ -95,6 +95,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str) -> None:
         ("linear_attention", "'simpletron' or 'simpletron_res' or 'simpletron_resl'"),
         ("window_attention", "'window'"),
         ("gate", "'gated'"),
+        ("longformer", "'window'"),
     ],
 )
 def test_a_word_of_a_name_or_a_summary_is_answered_with_those_that_have_it(word: str, meant: str) -> None:
@@ -110,5 +111,5 @@ def _refusal(name: str) -> str:
 
 
 def test_a_name_like_no_other_is_answered_with_all() -> None:
-    with refused("unknown variant 'qqqq'; known: ", *list_variants()):
+    with refused("unknown variant 'qqqq'; known: ", *list_variants(), "A variant of your own is known after its file"):
         parse("qqqq")

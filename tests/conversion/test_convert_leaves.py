@@ -140,8 +140,9 @@ def test_adapters_of_the_user_are_refused(wrapped: bool) -> None:
     assert same(weights(model), before)
 
 
-def test_rows_longer_than_the_model() -> None:
-    model = stock("gpt2")
+@pytest.mark.parametrize("family", ["gpt2", "llama"])  # llama's rotary positions would run on without an error
+def test_rows_longer_than_the_model(family: str) -> None:
+    model = stock(family)
     before = weights(model)
     data = [{"input_ids": torch.full((70,), 3)} for _ in range(8)]
     with refused("a row has 70 tokens, and the model has 64 positions; take length=64 or less."):

@@ -13,8 +13,9 @@ import pytest
 from docs.tables.conversions import BUDGET, HYBRIDS, NEWS, PHOTOS, SENTENCES, budget_table, compared_table
 from docs.tables.eight_bits import eight_bits_table, largest_table
 from docs.tables.overview import STUDIES, results_table
-from docs.tables.runs import CARDS, RECORDS, perplexities_table, tasks_table
+from docs.tables.runs import CARDS, RECORDS, minutes_table, perplexities_table, tasks_table
 from docs.tables.stanhop import found_in_table_1, found_in_table_2, measured_size, simple_table, stanhop_table, studies
+from hf_attn_swap.publish.results import RESULTS_FILE, RunResult
 
 NO_LINK = re.compile(r"\]\([^)]*\)")
 
@@ -220,3 +221,11 @@ def test_stanhop() -> None:
             runs = [run for key, run in first["runs"].items() if key.rpartition("/")[0] == name.strip("`")]
             assert f"{fmean(run['kurtosis'] for run in runs):.3f}" in part
     assert f"{first['options']['steps']} steps of {first['options']['batch']} windows" in measured_size()
+
+
+def test_minutes_are_those_of_the_records() -> None:
+    rows = cells(minutes_table())
+    assert {row[0].partition("]")[0].lstrip("[") for row in rows} >= {"smollm2-distilled-belief"}
+    for row in rows:
+        run = RunResult.load(CARDS / row[0].partition("]")[0].lstrip("[") / RESULTS_FILE)
+        assert (row[2], row[5]) == (f"{run.data.rows['train']:,}", f"{run.converted.wall_seconds / 60:.0f}")
