@@ -291,7 +291,10 @@ def test_heads_of_a_window(command: Command, tiny_llama: Path, long_texts: Path,
     rows = describe(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).rows
     full = {row.layer: row.options.get("window", every[row.layer])["full_heads"] for row in rows}  # all, without a swap
     assert named == {f"{layer}.{head}" for layer, heads in full.items() for head in heads}
-    for swap in RunResult.load(tmp_path / "out/results.json").swaps:
+    record = RunResult.load(tmp_path / "out/results.json")
+    assert (record.budget.steps, record.budget.learning_rate, record.budget.optimizer) == (0, None, None)
+    assert "learning rate" not in (tmp_path / "out/README.md").read_text()
+    for swap in record.swaps:
         assert {tuple(full[layer]) for layer in swap.layers} == {tuple(swap.components[0].options["full_heads"])}
     assert "got 'some'" in command("convert", tiny_llama, "window", tmp_path / "no", *words, "--heads", "some").err
 
