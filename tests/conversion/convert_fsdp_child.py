@@ -1,7 +1,7 @@
-"""A conversion in a process of its own, alone or one of several; test_convert_fsdp runs it.
+"""Conversions in a process of its own, alone or one of several; test_convert_fsdp runs it.
 
-Arguments: the case, the folder, the file of the result, the rows per step of each process, and the training step at
-which the last process is killed (0: none).
+Arguments: the folder of the results, the rows per step of each process, the training step after which the last process
+is killed (0: none), and the cases.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from transformers import TrainingArguments
 
@@ -26,21 +25,24 @@ from hf_attn_swap.conversion.steps.distil import StopWithin
 from .converting import converted, rows, stock, timeless, weights
 
 STEP = Distil(learning_rate=2e-3, hidden=1.0)
+ADAPTERS = replace(STEP, rank=4)
+GATES = "outeffhop+gated"
 CASES: dict[str, tuple[str, str, Distil, dict[str, Any]]] = {
-    "adapters": ("llama", "outeffhop+gated", replace(STEP, rank=4), {}),
-    "body": ("bert", "simpletron_resl", STEP, {"max_loss": 1e-12, "layers": [0, 1, 2]}),
-    "all": ("llama", "outeffhop", replace(STEP, trainable=("all",)), {}),
-    "carried": ("bert", "modern_hopfield", STEP, {"keep": 0.4}),
-    "low_memory": ("llama", "outeffhop+gated", replace(STEP, rank=4), {"low_memory": True}),
-    "window": ("llama", "window", replace(STEP, rank=4), {"heads": "auto", "keep": 0.5, "window": 2}),
-    "bits": ("llama", "outeffhop+gated", STEP, {"bits": 8, "tokens": 384}),
-    "bf16": ("llama", "outeffhop+gated", replace(STEP, rank=4), {}),
-    "layers": ("llama", "outeffhop+gated", replace(STEP, layers=0.5), {}),
-    "half": ("llama", "outeffhop+gated", replace(STEP, rank=4), {}),
+    "adapters": ("llama", GATES, ADAPTERS, {}),  # and gates beside them
+    "all": ("llama", "outeffhop", replace(STEP, trainable=("all",)), {}),  # the embeddings too
+    "tied": ("bert", "outeffhop", replace(STEP, trainable=("all",)), {}),  # a weight and a bias of the head are tied
+    "measured": ("bert", "simpletron_resl", STEP, {"max_loss": 1e-12, "layers": [0, 1, 2]}),  # within the training
+    "carried": ("bert", "modern_hopfield", replace(STEP, learning_rate=1e-4), {"keep": 0.4}),
+    "layers": ("llama", GATES, replace(STEP, layers=0.5), {}),  # with the values from before the training
+    "low_memory": ("llama", GATES, ADAPTERS, {"low_memory": True}),
+    "heads": ("llama", "window", ADAPTERS, {"heads": "auto", "keep": 0.5, "window": 2}),
+    "twice": ("llama", GATES, STEP, {"tokens": 288, "stages": 2}),  # the second training starts from trained weights
+    "8 bits": ("llama", GATES, STEP, {"bits": 8, "tokens": 384}),
+    "bf16": ("llama", GATES, ADAPTERS, {}),
 }
 
 
-def main(case: str, folder: str, result: str, batch: int, last: int) -> None:
+def main(folder: Path, batch: int, last: int, cases: list[str]) -> None:
     warnings.filterwarnings("ignore")
     lesson.SAVE_EVERY = 2
     real = StopWithin.on_step_end
@@ -51,24 +53,26 @@ def main(case: str, folder: str, result: str, batch: int, last: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     StopWithin.on_step_end = killed  # type: ignore[method-assign]
-    name, variant, stage, more = CASES[case]
-    model = stock(name)
-    if case == "half":
-        model.to(torch.bfloat16)
-    args = TrainingArguments(
-        output_dir=folder,
-        report_to="none",
-        use_cpu=True,
-        bf16=case in ("bf16", "half"),
-        ddp_backend="gloo" if "WORLD_SIZE" in os.environ else None,
-    )
-    data = rows(name, 40)
-    more = {"tokens": 192, **more, "output_dir": folder, "args": args, "stages": [replace(stage, batch=batch)]}
-    report = converted(model, variant, data, **more)
-    if args.should_save:
-        save_file({name: each.clone().contiguous() for name, each in weights(model).items()}, result)
-        Path(result).with_suffix(".json").write_text(json.dumps(timeless(report)))
+    for case in cases:
+        name, variant, stage, more = CASES[case]
+        args = TrainingArguments(
+            output_dir=str(folder / case),
+            report_to="none",
+            use_cpu=True,
+            bf16=case == "bf16",
+            ddp_backend="gloo" if "WORLD_SIZE" in os.environ else None,
+        )
+        stages = [replace(stage, batch=batch)]
+        if more.get("stages") == 2:
+            stages = [replace(stages[0], tokens=96), *stages]
+        given = {"tokens": 192, **more, "output_dir": folder / case, "args": args, "stages": stages}
+        model = stock(name)
+        report = converted(model, variant, rows(name, 40), **given)
+        if args.should_save:
+            found = {name: each.clone().contiguous() for name, each in weights(model).items()}
+            save_file(found, folder / f"{case}.safetensors")
+            (folder / f"{case}.json").write_text(json.dumps(timeless(report)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -1,0 +1,102 @@
+"""A conversion whose trainings FSDP2 splits over two processes gives what one process gives with the same batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.harness.process import python, together
+
+from .convert_fsdp_child import CASES
+from .converting import same, stock
+
+CHILD = "tests.conversion.convert_fsdp_child"
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+TIMEOUT = 500  # seconds; a process that waits for the other would wait for ever
+ALIKE = [case for case in CASES if case not in ("8 bits", "bf16")]
+
+
+def result(folder: Path, case: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    found: dict[str, Any] = json.loads((folder / f"{case}.json").read_text())
+    return load_file(folder / f"{case}.safetensors"), found
+
+
+def split(folder: Path, *cases: str, count: int = 2, last: int = 0) -> list[int]:
+    """Run these cases in processes that FSDP2 splits trainings over. Returns the exit codes."""
+    done = together(count, "-m", CHILD, folder, 8 // count, last, *cases, timeout=TIMEOUT, env=FSDP2, check=False)
+    assert last or not any(each.returncode for each in done), "".join(each.stderr[-2000:] for each in done)
+    return [each.returncode for each in done]
+
+
+def compare(one: Path, two: Path, case: str, weights: float = 1e-5, losses: float = 1e-4) -> None:
+    """The same weights, which have trained, and the same steps and losses."""
+    (wanted, report), (got, other) = result(one, case), result(two, case)
+    assert wanted.keys() == got.keys()
+    before = stock(CASES[case][0]).state_dict()
+    changed = [name for name in before.keys() & wanted.keys() if not torch.allclose(before[name], wanted[name])]
+    assert changed or case in ("8 bits", "carried"), "it has trained"
+    for name, value in wanted.items():
+        assert torch.allclose(got[name].float(), value.float(), rtol=0, atol=weights), (case, name)
+    for step, same_step in zip(report["steps"], other["steps"], strict=True):
+        assert (step["name"], step["tokens"], step["layers"]) == tuple(
+            same_step[key] for key in ("name", "tokens", "layers")
+        )
+        assert same_step["lost"]["divergence"] == pytest.approx(step["lost"]["divergence"], rel=losses, abs=1e-7)
+
+
+def test_split_over_one_process(tmp_path: Path) -> None:
+    """Cheap: all of the way but the exchange."""
+    one, split_in_one = tmp_path / "one", tmp_path / "split"
+    python("-m", CHILD, one, 8, 0, "adapters")
+    split(split_in_one, "adapters", count=1)
+    compare(one, split_in_one, "adapters")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    python("-m", CHILD, folder, 8, 0, *CASES, timeout=TIMEOUT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    split(folder, *CASES)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALIKE)
+def test_two_processes_equal_one(case: str, one: Path, two: Path) -> None:
+    compare(one, two, case)
+    if case == "measured":
+        assert result(two, case)[1]["met"] is False
+    said = " ".join(result(two, case)[1]["said"])
+    assert "2 processes trained together, so a training step read 2 x 4 rows. FSDP2 split the trainings" in said
+
+
+@pytest.mark.slow
+def test_with_rounding(one: Path, two: Path) -> None:
+    """A value on the border of two integers may be rounded to either, so the results are near, not equal."""
+    compare(one, two, "8 bits", weights=1e-3, losses=1e-2)
+    assert any(step["name"].startswith("distilled in 8 bits") for step in result(two, "8 bits")[1]["steps"])
+    compare(one, two, "bf16", weights=5e-3, losses=5e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["adapters", "all"])
+def test_a_process_that_is_killed(case: str, two: Path, tmp_path: Path) -> None:
+    """After the checkpoint of the second training step. The same command goes on, and ends with the same weights."""
+    assert split(tmp_path, case, last=3)[1] == -9
+    assert [path.name for path in (tmp_path / case / "distil-1").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert not (tmp_path / f"{case}.json").exists()
+    split(tmp_path, case)
+    (wanted, report), (got, other) = result(two, case), result(tmp_path, case)
+    assert same(got, wanted)
+    assert other == report
