@@ -146,6 +146,7 @@ def splitting(trainer: Trainer, plugin: FullyShardedDataParallelPlugin) -> Itera
         trainer.is_fsdp_enabled = True
     used, model = state.fsdp_plugin, cast(nn.Module, trainer.model)
     used.cpu_ram_efficient_loading = False
+    used.state_dict_config = used.optim_state_dict_config = None  # those of another type
     used.set_state_dict_type("SHARDED_STATE_DICT")
     used.auto_wrap_policy = transformer_auto_wrap_policy
     used.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks_of(model)})
