@@ -25,17 +25,18 @@ from hf_attn_swap.conversion.steps.distil import StopWithin
 from .converting import converted, rows, stock, timeless, weights
 
 STEP = Distil(learning_rate=2e-3, hidden=1.0)
+CALM = replace(STEP, learning_rate=3e-4)
 ADAPTERS = replace(STEP, rank=4)
 GATES = "outeffhop+gated"
 CASES: dict[str, tuple[str, str, Distil, dict[str, Any]]] = {
     "adapters": ("llama", GATES, ADAPTERS, {}),  # and gates beside them
     "all": ("llama", "outeffhop", replace(STEP, trainable=("all",)), {}),  # the embeddings too
-    "tied": ("bert", "outeffhop", replace(STEP, trainable=("all",)), {}),  # a weight and a bias of the head are tied
+    "tied": ("bert", "outeffhop", replace(CALM, trainable=("all",)), {}),  # a weight and a bias of the head are tied
     "measured": ("bert", "simpletron_resl", STEP, {"max_loss": 1e-12, "layers": [0, 1, 2]}),  # within the training
-    "carried": ("bert", "modern_hopfield", replace(STEP, learning_rate=1e-4), {"keep": 0.4}),
+    "carried": ("bert", "modern_hopfield", CALM, {"keep": 0.4}),
     "layers": ("llama", GATES, replace(STEP, layers=0.5), {}),  # with the values from before the training
     "low_memory": ("llama", GATES, ADAPTERS, {"low_memory": True}),
-    "heads": ("llama", "window", ADAPTERS, {"heads": "auto", "keep": 0.5, "window": 2}),
+    "heads": ("llama", "window", ADAPTERS, {"heads": "auto", "keep": 0.5, "window": 2, "sinks": 1}),
     "twice": ("llama", GATES, STEP, {"tokens": 288, "stages": 2}),  # the second training starts from trained weights
     "8 bits": ("llama", GATES, STEP, {"bits": 8, "tokens": 384}),
     "bf16": ("llama", GATES, ADAPTERS, {}),
