@@ -88,7 +88,7 @@ def _student_and_teacher(state: State, args: TrainingArguments) -> tuple[nn.Modu
         if state.taught is None:
             state.taught = Teacher(state.student, state.teacher, state.originals)
         return state.student, state.taught
-    state.model.to(args.device)  # type: ignore[call-arg]  # as a trainer does with a model that it trains whole
+    state.model.to(args.device)  # as a trainer does with a model that it trains whole
     taught = state.taught  # the step has chosen another teacher
     itself = taught is None and state.teacher is None
     state.apart = SplitCopy(state.student, state.originals, teaches=itself)
