@@ -30,7 +30,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
-from accelerate.utils import is_compiled_module
+from accelerate.utils import FullyShardedDataParallelPlugin, is_compiled_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -56,7 +56,7 @@ from .outcome import ConversionReport
 from .parts import EVERYTHING
 from .passages import passages_beyond, reach_of
 from .plan import plan_of
-from .processes import of_the_first, refuse_split_weights
+from .processes import how_to_split, of_the_first
 from .rows import Rows
 from .sensitivity import HeadSensitivity, Sensitivity
 from .split import split, try_longest
@@ -208,7 +208,7 @@ def convert(
             inside.enter_context(as_before(each))
         folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
         args = args or TrainingArguments(output_dir=str(folder), report_to="none")
-        refuse_split_weights(args, root)
+        fsdp = how_to_split(args, root)
         if output_dir is not None:
             inside.enter_context(claimed(folder, writes=args.should_save, inside=True))
             inside.enter_context(told_where(folder))
@@ -225,7 +225,12 @@ def convert(
         output = try_longest(root, train)
         for stage in asked.plan.distil:
             refuse_without_logits(stage.losses, output)
-        settings = _settings(root, teacher, asked, tokens, train, held, args)
+        settings = _settings(root, teacher, asked, tokens, train, held, args, fsdp)
+        if of_the_first(settings["weights"], args) != settings["weights"]:
+            raise ValueError(
+                "the processes have other weights than the first; each has to load the whole model (for FSDP, with "
+                "--fsdp_cpu_ram_efficient_loading false)."
+            )
         passages, why_not = _passages(root, asked, held)
         state = State(
             model=model,
@@ -238,6 +243,7 @@ def convert(
             request=asked,
             budget=Budget(left=tokens, reserved=_reserved(variant, tokens, bits)),
             progress=progress,
+            fsdp=fsdp,
         )
         if eval_data is not None and not held.whole:
             state.say(
@@ -368,6 +374,7 @@ def _settings(
     train: Rows,
     held: Rows,
     args: TrainingArguments,
+    fsdp: FullyShardedDataParallelPlugin | None,
 ) -> dict[str, Any]:
     """All that decides about the result, as plain data: a journal of other settings is refused."""
     return {
@@ -391,6 +398,7 @@ def _settings(
         **({} if asked.modules is None else {"modules": asked.modules}),
         **({"bf16": True} if args.bf16 else {}),
         **({} if args.world_size == 1 else {"processes": args.world_size}),
+        **({} if fsdp is None else {"fsdp": fsdp.fsdp_version}),
         **({} if asked.bits is None else {"bits": asked.bits}),
         **({} if asked.min_recall is None else {"min_recall": asked.min_recall}),
         **({} if asked.recall_distance is None else {"recall_distance": asked.recall_distance}),
@@ -476,7 +484,8 @@ def _together(state: State) -> list[str]:
     count, rows = state.args.world_size, rows_per_step(state.asked.plan.last, state.rows)
     if count == 1 or not any(step.tokens for step in state.record):
         return []
-    return [f"{count} processes trained together, so a training step read {count} x {rows} rows."]
+    split = "" if state.fsdp is None else " FSDP2 split the trainings over them."
+    return [f"{count} processes trained together, so a training step read {count} x {rows} rows.{split}"]
 
 
 def _ends(rows: Rows) -> list[Tensor]:

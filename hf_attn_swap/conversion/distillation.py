@@ -102,7 +102,7 @@ class DistillationTrainer(TrainerWithoutLabels):
             )
         self._switch_off_dropout(model)
         unwrapped = self.accelerator.unwrap_model(model)
-        with without_cache(unwrapped):
+        with without_cache(unwrapped), without_cache(self.teacher.root):
             seen = self._compared(model, unwrapped, batch)
         with self.accelerator.autocast():
             loss = sum(weight * each.value(seen) for weight, each in self.losses.used)
@@ -116,7 +116,7 @@ class DistillationTrainer(TrainerWithoutLabels):
         if STATES in self.needs:
             wanted["output_hidden_states"] = True
         root = self.root
-        teaching = self.teacher.model or root
+        teaching = self.teacher.model or self.teacher.root
         split = self._can_split(root, model) and self.split_head is not False
         if split:
             # The last token by index: for a slice of one token per row, torch would copy the whole head.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments, set_seed
@@ -26,6 +28,7 @@ from .plan import Plan
 from .processes import of_the_first
 from .rows import Rows
 from .snapshot import Snapshot, copied, given_back, put, taken
+from .split_copy import SplitCopy
 from .teacher import Teacher
 
 
@@ -102,6 +105,8 @@ class State:
         taught: the teacher of the trainings, once there is one.
         parts: the names of the parts that were taken.
         originals: the values, before any step, of the parameters that steps have changed, on the CPU.
+        fsdp: how FSDP2 splits a copy of the student while it trains; None if the student itself trains.
+        apart: this copy, during a training.
     """
 
     model: nn.Module
@@ -123,6 +128,8 @@ class State:
     taught: Teacher | None = None
     parts: set[str] = field(default_factory=set)
     originals: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    fsdp: FullyShardedDataParallelPlugin | None = None
+    apart: SplitCopy | None = None
 
     # -- The model -----------------------------------------------------------------------------------------------------
 
@@ -163,7 +170,8 @@ class State:
     def lost(self) -> Lost:
         """What the model loses on the held-out rows, as it is; of several processes, what the first has measured."""
         assert self.held is not None
-        with own_precision(self.student):
+        learnt = contextlib.nullcontext() if self.apart is None else self.apart.learnt()
+        with learnt, own_precision(self.student):
             found = self.held.lost(self.student, progress=self.progress)
         return of_the_first(found, self.args)
 

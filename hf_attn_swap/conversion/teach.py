@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from transformers import PrinterCallback, TrainerCallback
+from torch import nn
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from ..text.bar import silent
 from .distillation import DistillationTrainer
 from .lesson import Lesson, last_whole_checkpoint
 from .parts import choose_trainable
+from .split_copy import SplitCopy, splitting
 from .stages import Align, Distil
 from .state import State
-from .teacher import Teacher
+from .teacher import Teacher, note_retrained, trains_the_original
 from .trainer import TrainerWithoutLabels
 from .transfer import AttentionTransferTrainer
 
@@ -42,7 +46,8 @@ def teach(
         ValueError: the stage does not fit the model; see the trainers.
     """
     trainer: TrainerWithoutLabels
-    given = {"train_dataset": lesson.rows, "data_collator": state.rows.collate, "callbacks": [*callbacks]}
+    given: dict[str, Any] = {"train_dataset": lesson.rows, "data_collator": state.rows.collate}
+    given["callbacks"] = [*callbacks]
     if isinstance(stage, Align):
         trainer = AttentionTransferTrainer(state.model, lesson.args, trainable=stage.trainable, **given)
     else:
@@ -51,12 +56,11 @@ def teach(
             state.adapt(stage.rank)
         choose_trainable(state.student, trainable)
         _keep_what_trains(state)
-        if state.taught is None:
-            state.taught = Teacher(state.student, state.teacher, state.originals)
+        student, teacher = _student_and_teacher(state, lesson.args)
         trainer = DistillationTrainer(
-            state.student,
+            student,
             lesson.args,
-            teacher=state.taught,
+            teacher=teacher,
             losses=stage.losses,
             trainable=trainable,
             **given,
@@ -65,9 +69,32 @@ def teach(
     if silent():
         trainer.remove_callback(PrinterCallback)
     prepare(trainer)
-    trainer.train(resume_from_checkpoint=last_whole_checkpoint(Path(trainer.args.output_dir or ".")))
+    try:
+        with contextlib.nullcontext() if state.fsdp is None else splitting(trainer, state.fsdp):
+            trainer.train(resume_from_checkpoint=last_whole_checkpoint(Path(trainer.args.output_dir or ".")))
+            if state.apart is not None:
+                state.apart.gather()
+                if trains_the_original(state.student):
+                    note_retrained(state.installation)
+    finally:
+        state.apart = None
     state.changed = True
     return int(trainer.state.global_step)
+
+
+def _student_and_teacher(state: State, args: TrainingArguments) -> tuple[nn.Module, Teacher]:
+    """What trains, and what teaches it."""
+    if state.fsdp is None:
+        if state.taught is None:
+            state.taught = Teacher(state.student, state.teacher, state.originals)
+        return state.student, state.taught
+    state.model.to(args.device)  # as a trainer does with a model that it trains whole
+    taught = state.taught  # the step has chosen another teacher
+    itself = taught is None and state.teacher is None
+    state.apart = SplitCopy(state.student, state.originals, teaches=itself)
+    if taught is None:
+        taught = Teacher(state.student, state.teacher, state.apart.originals, apart=True)
+    return state.apart.model, taught
 
 
 def _keep_what_trains(state: State) -> None:

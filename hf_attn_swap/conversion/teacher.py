@@ -34,6 +34,7 @@ class Teacher:
         model: another model as the teacher; None makes the student its own teacher.
         originals: the values, before any training, of parameters that earlier trainings have changed. With them the
             teacher is the model from before these trainings.
+        apart: True if a copy of the student trains in its place (`SplitCopy`), and the student keeps its first values.
 
     Raises:
         ValueError: the student is no longer the original at strength 0, or the other model does not fit the student.
@@ -44,11 +45,14 @@ class Teacher:
         student: nn.Module,
         model: PreTrainedModel | None = None,
         originals: Mapping[nn.Parameter, torch.Tensor] | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         installation = need_installation(student)
         self.root = installation.root
         self.model = model
         self.originals = dict(originals or {})
+        self.apart = student if apart and model is None else None
         self.frozen: dict[str, torch.Tensor] = {}
         if model is not None:
             check_teacher(self.root, model)
@@ -65,6 +69,8 @@ class Teacher:
                     f"layer {layer.number}: an earlier conversion trained its weights, so strength 0 is no longer the "
                     "original; pass the original model as teacher."
                 )
+        if apart:
+            return
         unused = _unused_at_strength_0(student)
         self.frozen = {
             name: self.originals.get(parameter, parameter).detach().to(parameter.device, copy=True)
@@ -87,6 +93,8 @@ class Teacher:
         if self.model is not None:
             self.model.to(device=next(unwrapped.parameters()).device)  # type: ignore[call-arg]  # torch's own argument
             return self.model(**batch)
+        if self.apart is not None:
+            student = unwrapped = self.apart
         with need_installation(self.root).stock(), evaluating(unwrapped), _without_adapters(unwrapped):
             if self.frozen:
                 refuse_frozen_copies(is_sharded(unwrapped))

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from accelerate.utils import disable_fsdp_ram_efficient_loading
 from transformers import PreTrainedModel, TrainingArguments
 
 from ..conversion.convert import convert, refuse_converted
 from ..conversion.journal import NAME
 from ..conversion.outcome import ConversionReport
-from ..conversion.processes import refuse_split_weights
+from ..conversion.processes import how_to_split
 from ..layer.calibration import FITS
 from ..layer.registry import parse, parse_options
 from ..writing import beside, claimed, saved_whole, told_where
@@ -115,7 +116,8 @@ def convert_checkpoint(
     auto = model_class(read_config(source, **hub), task)
     work = beside(out, WORK)
     training = _training(work, on_cpu=where == "cpu", bf16=bf16)
-    refuse_split_weights(training)
+    if how_to_split(training) is not None:
+        disable_fsdp_ram_efficient_loading()  # which would give weights to the first process alone
     if training.world_size > 1:
         notify(f"{training.world_size} processes: a training step reads {training.world_size} times the rows of one")
     with claimed(out, writes=training.should_save):

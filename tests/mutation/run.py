@@ -182,6 +182,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/passages.py": (RECALLED,),
     "conversion/plan.py": (PLANNED, STAGES),
     "conversion/processes.py": (stage("conversion/test_processes.py"),),
+    "conversion/split_copy.py": (stage("conversion/test_processes.py", "conversion/test_convert_fsdp.py"),),
     "conversion/progress.py": (stage("conversion/test_progress.py"),),
     "conversion/norms.py": (ROTATE,),
     "conversion/orthogonal.py": (ROTATE,),

@@ -1,0 +1,174 @@
+"""Trains a copy of the student that FSDP2 splits over processes, beside the whole student of each process.
+
+The other steps of a conversion read and write whole weights, so each process keeps the whole model. While the copy
+trains, the whole model has its first values and teaches; then it gets what the copy has learnt. Weights that do not
+train are the same tensors in both until FSDP2 takes its shard of them. Gradients, the optimizer and what the copy has
+of the weights are split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .snapshot import copied, put
+
+EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
+
+
+class SplitCopy:
+    """A copy of a student, which a trainer splits.
+
+    Args:
+        student: the whole student, in which what trains requires gradients.
+        originals: the values, before any training, of the parameters that have changed or will.
+        teaches: True if the student teaches the copy: until `gather`, it has its first values.
+
+    Attributes:
+        model: the copy.
+        originals: the same values, by the parameters of the copy before it is split.
+    """
+
+    def __init__(self, student: nn.Module, originals: Mapping[nn.Parameter, Tensor], *, teaches: bool) -> None:
+        parameters = list(student.parameters())
+        self.trained = [each for each in parameters if each.requires_grad]
+        self.first = dict(originals) if teaches else {}
+        self.others = {each: copied(each) for each in parameters if each in self.first and not each.requires_grad}
+        shared = [each for each in parameters if not each.requires_grad and each not in self.first]
+        self.model = copy.deepcopy(student, {id(each): each for each in shared})
+        pairs = zip(parameters, self.model.parameters(), strict=True)
+        self.originals = {ours: originals[each] for each, ours in pairs if each in originals}
+        put(self.first)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Write what the copy has learnt into the student. Every process has to come here."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a pass without gradients leaves the outermost weights gathered
+        for whole, split in zip(self.trained, trained_in(self.model), strict=True):
+            whole.copy_(split.full_tensor())
+        put(self.others)
+
+    @contextlib.contextmanager
+    def learnt(self) -> Iterator[None]:
+        """Inside, the student has what the copy has learnt so far. Every process has to come here."""
+        self.gather()
+        try:
+            yield
+        finally:
+            put(self.first)
+
+
+def trained_in(model: nn.Module) -> list[DTensor]:
+    """What trains in a model that is split.
+
+    Raises:
+        RuntimeError: some of it is not split, so each process would train it by itself.
+    """
+    found = [each for each in model.parameters() if each.requires_grad]
+    whole = [name for name, each in model.named_parameters() if each.requires_grad and not isinstance(each, DTensor)]
+    if whole:
+        raise RuntimeError(f"FSDP2 did not split {whole[0]} (and {len(whole) - 1} others) over the processes.")
+    return [each for each in found if isinstance(each, DTensor)]
+
+
+def refuse_for_fsdp(model: nn.Module, *, mixed: bool) -> None:
+    """Refuse a model that FSDP2 cannot split as `splitting` does.
+
+    Args:
+        model: the stock model.
+        mixed: True if it trains in mixed precision, where FSDP2 keeps in float32 what trains.
+
+    Raises:
+        ValueError: weights are not in float32, or two blocks share a weight.
+    """
+    dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    if dtypes != {torch.float32} and not mixed:
+        raise ValueError(
+            "FSDP2 trains weights of one precision together, and adapters train in float32; load the model in float32 "
+            "(--dtype float32), or train with bf16=True (--bf16)."
+        )
+    blocks = [(f"{name}.", block) for name, block in model.named_modules(remove_duplicate=False) if _is_block(block)]
+    home: dict[nn.Parameter, nn.Module] = {}
+    for name, each in model.named_parameters(remove_duplicate=False):
+        inside = max((start for start, _ in blocks if name.startswith(start)), key=len, default="")
+        block = next((block for start, block in blocks if start == inside), model)
+        if home.setdefault(each, block) is not block:
+            raise ValueError(
+                f"FSDP2 splits each block of a model by itself, and {name} is a weight of another block as well; start "
+                "the conversion with accelerate launch --multi_gpu."
+            )
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model, each of which is gathered alone while it computes."""
+    return [module for module in model.modules() if _is_block(module)]
+
+
+def _is_block(module: nn.Module) -> bool:
+    return isinstance(module, GradientCheckpointingLayer)
+
+
+class MustBeSplit(TrainerCallback):
+    """Stops a training, before its first step, of which the processes would not train the same weights."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look at all that trains."""
+        trained_in(kwargs["model"])
+        _show(kwargs["model"])
+
+
+@contextlib.contextmanager
+def splitting(trainer: Trainer, plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
+    """Inside, the trainer splits its model by FSDP2, on CPUs as well: there accelerate alone would train by DDP.
+
+    The parts that are gathered are the blocks, and then all the rest. Every process has all weights, so none has to be
+    sent; and the checkpoints are those of split weights.
+    """
+    state: Any = trainer.accelerator.state
+    before, missing = state.distributed_type, getattr(state, "fsdp_plugin", None) is None
+    if missing:
+        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
+        if state.mixed_precision != "no":
+            plugin.set_mixed_precision(state.mixed_precision)
+        trainer.is_fsdp_enabled = True
+    used, model = state.fsdp_plugin, cast(nn.Module, trainer.model)
+    used.cpu_ram_efficient_loading = False
+    used.state_dict_config = used.optim_state_dict_config = None  # those of another type
+    used.set_state_dict_type("SHARDED_STATE_DICT")
+    used.auto_wrap_policy = transformer_auto_wrap_policy
+    used.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks_of(model)})
+    _hide(model)
+    trainer.add_callback(MustBeSplit())
+    try:
+        yield
+    finally:
+        if missing:
+            state.distributed_type = before
+            del state.fsdp_plugin
+
+
+def _hide(model: nn.Module) -> None:
+    """Hide the embeddings and the head from accelerate, which would split them by themselves.
+
+    What else shares a weight or a bias with them would then have another one, as in BERT's head.
+    """
+    for name in EMBEDDINGS:
+        setattr(model, name, lambda: None)
+
+
+def _show(model: nn.Module) -> None:
+    for name in EMBEDDINGS:
+        delattr(model, name)
