@@ -30,9 +30,7 @@ def least(reaches: Iterable[int | None]) -> int | None:
     return min((each for each in reaches if each is not None), default=None)
 
 
-def passages_beyond(
-    model: nn.Module, rows: Iterable[Any], reach: int | None, distance: int | None = None
-) -> Passages:
+def passages_beyond(model: nn.Module, rows: Iterable[Any], reach: int | None, distance: int | None = None) -> Passages:
     """Passages that are read again where a query no longer sees them.
 
     Args:
