@@ -101,6 +101,7 @@ def main() -> None:
                 warmup_steps=0.1,
                 logging_steps=20,
                 save_strategy="no",
+                dataloader_pin_memory=torch.cuda.is_available(),
                 report_to="none",
                 seed=given.seed,
             ),
