@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import PIL.Image
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, IterableDataset, Value, load_dataset
@@ -16,6 +17,12 @@ from hf_attn_swap.training import data as data_module
 from hf_attn_swap.training.data import filled_rows, inputs_of, open_rows
 
 from .conftest import write_rows
+
+
+@pytest.fixture(autouse=True)
+def streams_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """datasets waits for the threads of a stream that is not read to its end: 5 seconds each time."""
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.2, raising=False)
 
 
 def files(tmp_path: Path, **changes: Any) -> TextDataArguments:
