@@ -198,6 +198,8 @@ def main() -> None:
         mixture(out)
         if arguments.kinds:
             mixture(out, "kinds", arguments.kinds)
+    elif arguments.kinds:
+        parser.error("--kinds are mixed with ag_news, imdb and wikitext-2; put these three folders into SOURCE.")
     for task in GLUE:
         if (source / "glue" / task).is_dir():
             glue(source / "glue" / task, out / "glue" / task.replace("-", "").lower(), task)

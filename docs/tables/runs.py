@@ -33,7 +33,8 @@ def minutes_table() -> str:
     for run in cards():
         if "distil" in (run.steps or ()):
             read = (f"{run.data.rows['train']:,}", str(run.budget.sequence_length))
-            rows.append([_link(run), _attention(run), *read, run.hardware, f"{run.converted.wall_seconds / 60:.0f}"])
+            minutes = f"{run.converted.wall_seconds / 60:.0f}"
+            rows.append([_link(run), _attention(run), *read, run.hardware, minutes])
     return markdown(header, rows)
 
 

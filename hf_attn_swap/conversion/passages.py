@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..layer.registry import build_options, parse, parse_options
-from ..measuring.recall import Passages
+from ..measuring.recall import LENGTH, Passages
 
 DISTANCE = 200  # tokens between the two readings of a passage, unless a window is wider
 
@@ -40,6 +40,12 @@ def passages_beyond(model: nn.Module, rows: Iterable[Any], reach: int | None, di
         distance: the tokens between the two readings; None is `DISTANCE`, or the reach of a wider window.
 
     Raises:
-        ValueError: as `recall`: the model is no causal language model, or the rows or the model are too short.
+        ValueError: as `recall`: the model is no causal language model, or the rows or the model are too short. Or a
+            query still sees the whole passage after this distance.
     """
+    if distance is not None and reach is not None and distance + LENGTH <= reach:
+        raise ValueError(
+            f"a query sees the last {reach:,} keys, and so the whole passage of {LENGTH} tokens after {distance:,} "
+            f"tokens; take at least {reach - LENGTH + 1:,}."
+        )
     return Passages.of(model, rows, (distance or max(DISTANCE, reach or 0),))

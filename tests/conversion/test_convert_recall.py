@@ -120,6 +120,7 @@ def test_recall_after_a_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(asked) == {120}
     assert report.kept.keys() == {0}
     assert converted(long(), "belief", text(), recall_distance=70, tokens=1).lost.recall_distance == 70
+    assert converted(long(), "window", text(), recall_distance=105, tokens=1, window=200).lost.recall_distance == 105
 
 
 def test_texts_that_are_too_short_are_said() -> None:
@@ -217,6 +218,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
             converted(long(), "window", text(), recall_distance=value, **WINDOW)
     with refused("recall_distance: recall is measured by the next token; BertForMaskedLM is no causal language model."):
         converted(stock("bert"), "outeffhop", rows("bert"), recall_distance=64)
+    with refused("recall_distance: a query sees the last 200 keys, and so the whole passage of 96 tokens after 104 "):
+        converted(long(), "window", text(), recall_distance=104, tokens=1, window=200)
     with refused("recall_distance: a passage of 96 tokens and 9999 tokens after it do not fit"):
         converted(long(), "window", text(), recall_distance=9999, **WINDOW)
     monkeypatch.setattr(Passages, "measure", lambda self, model, progress: Recall(gains={200: (-0.1,)}))

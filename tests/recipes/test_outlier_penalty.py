@@ -42,9 +42,9 @@ def test_the_penalty(weight: float, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model.save_pretrained(tmp_path / "model")
     byte_tokenizer("right").save_pretrained(tmp_path / "model")
     words = [str(tmp_path / name) for name in ("model", "texts.parquet", "out")]
-    more = {"--weight": weight, "--batch": 8, "--length": 16, "--learning-rate": 0.05, "--scale": 4}
+    options = f"--weight {weight} --batch 8 --length 16 --learning-rate 0.05 --scale 4".split()
     try:
-        recipe("outlier_penalty.py", [*words, *(str(word) for pair in more.items() for word in pair)], monkeypatch)
+        recipe("outlier_penalty.py", [*words, *options], monkeypatch)
     finally:
         LOSSES.pop("outliers", None)
     trained = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
