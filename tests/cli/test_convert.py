@@ -423,7 +423,7 @@ def test_two_processes_convert_one_model(tiny_bert: Path, texts: Path, tmp_path:
     words = ["-m", "hf_attn_swap.cli", "convert", str(tiny_bert), "belief", "out", "--data", str(texts)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*launch, *words, "--tokens", "200"],
+        [*launch, *words, "--tokens", "2000"],
         env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
