@@ -4,7 +4,8 @@
 
 The network has no MLP and no residual connection: x <- alpha x' + (1 - alpha) softmax(H) V W_o with x' = LayerNorm(x)
 and H <- alpha' H + (1 - alpha') S. The recipe computes all four cells of (alpha, alpha'); the paper prints only the two
-with equal values. Measured is the residual ratio of the tokens (docs/mathematics.md, section Diagnostics) after each
+with equal values. The pictures are CIFAR-10's own 32 x 32 pixels in patches of 4; the paper names no size for this
+table. Measured is the residual ratio of the tokens (docs/mathematics.md, section Diagnostics) after each
 layer, on real images, for several seeds of the weights. The computation is in fp64, because the ratio cannot fall below
 2e-7 in fp32. Axes: B batch, T token, H head, D head width, E model width.
 """

@@ -28,7 +28,7 @@ from .eight_bits import eight_bits_table, largest_table
 from .memory import bags_table, recall_table
 from .names import canonical_label
 from .overview import results_table
-from .papers import claims_table
+from .papers import claims_table, coverage_table
 from .runs import (
     conversion_table,
     minutes_table,
@@ -150,6 +150,7 @@ TABLES = {
     "conversion": conversion_table,
     "results": results_table,
     "scratch": scratch_table,
+    "coverage": coverage_table,
     "papers": lambda: claims_table({run.name: run for run in recorded()}),
     "curve": curve_table,
     "curve-smollm2": lambda: curve_table(CURVE_SMOLLM2),

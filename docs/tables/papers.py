@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.text.table import markdown
 
 from .stanhop import found_in_table_1, found_in_table_2, measured_size
+
+# Of the best control of a claim: a run whose own control is below this did not train, and compares nothing.
+TRAINED = 0.6
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,8 @@ def layers(count: int) -> str:
 CLAIMS = (
     Claim(
         "SimpleTRON, Table 1",
-        "ListOps, accuracy, the best of five seeds: softmax 36.37, `simpletron` 37.45, `simpletron_res` 37.10, "
-        "`simpletron_resl` 37.55",
+        "ListOps, accuracy: softmax 36.37 (taken from the LRA benchmark), `simpletron` 37.45 (the best of five "
+        "trainings; their mean is 37.15), `simpletron_res` 37.10, `simpletron_resl` 37.55",
         {
             f"simpletron{end}": f"bert-small-lra-listops-simpletron{end.replace('_', '-')}"
             for end in ("", "_res", "_resl")
@@ -48,8 +52,8 @@ CLAIMS = (
     ),
     Claim(
         "SimpleTRON, Table 1",
-        "IMDB, bytes, accuracy, the best of five seeds: softmax 64.27, `simpletron` 66.75, `simpletron_res` 66.65, "
-        "`simpletron_resl` 66.71",
+        "IMDB, bytes, accuracy: softmax 64.27 (taken from the LRA benchmark), `simpletron` 66.75 (the best of five "
+        "trainings; their mean is 66.61), `simpletron_res` 66.65, `simpletron_resl` 66.71",
         {f"simpletron{end}": f"bert-small-lra-text-simpletron{end.replace('_', '-')}" for end in ("", "_res", "_resl")}
         | {f"simpletron_resl, {length} bytes": f"bert-small-lra-text-{length}-simpletron-resl" for length in (64, 256)},
         "2 layers of width 64, 128 bytes, 2,000 steps of 32 (there: 4 of width 256, 4,000 bytes, 20,000 of 32)",
@@ -67,6 +71,25 @@ CLAIMS = (
         {layers(depth): f"minilm-{depth}-layers-ag-news-simpletron-resl" for depth in (1, 2, 4)}
         | {"6 layers": "minilm-ag-news-simpletron-resl"},
         "MiniLM, 6,000 rows, one epoch (fewer layers: 4,000 rows, two epochs)",
+    ),
+    Claim(
+        "SimpleTRON, section 4 and Figure 2 (c)",
+        "queries, keys and values trained under `simpletron`, frozen and put back under softmax: the rest retrained "
+        "reaches the vanilla Transformer",
+        {"softmax from `simpletron_resl`": "minilm-ag-news-softmax-from-simpletron-resl"},
+        "MiniLM on AG News, one epoch; beside softmax trained as usual (there: the LRA benchmark)",
+    ),
+    Claim(
+        "Modern Hopfield attention, Table 6",
+        "CIFAR-100, ViT-T, one of α and α′ moved from 0.5: 72.13 at 0.5 and 0.5, α′ = 0 71.16, α = 0 69.89",
+        {
+            "0.5 and 0.5": "minilm-ag-news-modern-hopfield-patched",
+            "α = 0": "minilm-ag-news-modern-hopfield-0",
+            "α′ = 0": "minilm-ag-news-modern-hopfield-1",
+            "0.25 and 0.25": "minilm-ag-news-modern-hopfield-2",
+            "0.75 and 0.75": "minilm-ag-news-modern-hopfield-3",
+        },
+        "MiniLM's weights on AG News, one epoch (there: from scratch)",
     ),
     Claim(
         "Modern Hopfield attention, Tables 1 and 2",
@@ -158,7 +181,9 @@ def claims_table(runs: Mapping[str, RunResult], *, mark: str = "") -> str:
             rows.append((claim.paper, claim.says, claim.found(), claim.scale))
             continue
         known = {label: runs[name] for label, name in claim.runs.items() if name in runs}
-        found = "; ".join(f"{label} {_beside(run)}{_alone(run, mark)}" for label, run in known.items())
+        found = "; ".join(
+            f"{label} {_beside(run)}{_sign(run, known.values())}{_alone(run, mark)}" for label, run in known.items()
+        )
         if len(known) < len(claim.runs):
             found += "; the rest not measured yet" if known else "not measured yet"
         rows.append((claim.paper, claim.says, found, claim.scale))
@@ -169,7 +194,22 @@ def _beside(run: RunResult) -> str:
     assert run.control is not None
     ours, theirs = run.converted.metrics[0], run.control.metrics[0]
     unit, digits = (100, 1) if ours.higher_is_better else (1, 3)
-    return f"{unit * ours.mean:.{digits}f} ({unit * theirs.mean:.{digits}f}){' *' if _clear(run) else ''}"
+    return f"{unit * ours.mean:.{digits}f} ({unit * theirs.mean:.{digits}f})"
+
+
+def _trained(run: RunResult, others: Iterable[RunResult]) -> bool:
+    """False if the control reached far less than the controls of the other runs of the same claim."""
+    if run.control is None or not run.control.metrics[0].higher_is_better:
+        return True
+    best = max(other.control.metrics[0].mean for other in others if other.control is not None)
+    return run.control.metrics[0].mean >= TRAINED * best
+
+
+def _sign(run: RunResult, others: Iterable[RunResult]) -> str:
+    """What stands behind the figures: * as `_clear` says, or that they compare nothing."""
+    if not _trained(run, others):
+        return " (no test: the control did not train)"
+    return " *" if _clear(run) else ""
 
 
 def _alone(run: RunResult, mark: str) -> str:
@@ -183,3 +223,93 @@ def _clear(run: RunResult) -> bool:
     pairs = zip(run.converted.metrics[0].values, run.control.metrics[0].values, strict=True)
     signs = {(ours > theirs) - (ours < theirs) for ours, theirs in pairs}
     return run.difference is not None and not run.difference.low <= 0 <= run.difference.high and len(signs) == 1
+
+
+MEASURED, AGAINST, NOT_MEASURED, NO_FIGURES = "measured", "measured, against the paper", "not measured", "no figures"
+HERE, OUTLIERS, SCRATCH, MEMORY, DYNAMICS = "", "outliers.md", "scratch.md", "memory.md", "dynamics.md"
+SPEED = "speed.md"
+LARGE = "needs a GPU: the sizes of the paper"
+NO_COMMAND = "no command draws it yet"
+
+# Every table and figure of the papers: what it shows, its status, and where the figures stand or why there are none.
+COVERAGE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
+    "SimpleTRON": (
+        ("Table 1", "Long Range Arena: ListOps and text in small; matching not", MEASURED, HERE),
+        ("Figure 1", "the layer", NO_FIGURES, ""),
+        ("Figure 2 (a, b)", "training curves of ListOps and matching", NOT_MEASURED, NO_COMMAND),
+        ("Figure 2 (c)", "frozen queries, keys and values back under softmax", AGAINST, HERE),
+        ("Figure 3", "training curves of 8 blocks", NOT_MEASURED, NO_COMMAND),
+        ("Figure 4", "the block with two skips", NO_FIGURES, ""),
+        ("Figure 5", "deviation of the heads over the training", NOT_MEASURED, NO_COMMAND),
+        ("Section 4", "AG News by depth, from scratch and from BERT", AGAINST, HERE),
+        ("Section 4", "memory", MEASURED, SPEED),
+    ),
+    "Modern Hopfield attention": (
+        ("Tables 1 and 2", "perplexity of GPT-2 and LLaMA, in small", MEASURED, HERE),
+        ("Table 3", "ViT on CIFAR-10, in small; CIFAR-100 and others not", MEASURED, HERE),
+        ("Table 4", "ViT-B on ImageNet-1K", NOT_MEASURED, LARGE),
+        ("Table 5", "transfer of ViT from ImageNet-1K", NOT_MEASURED, LARGE),
+        ("Table 6", "one of α and α′ moved; on pretrained weights", AGAINST, HERE),
+        ("Table 7", "depth without residual connections, in small", AGAINST, HERE),
+        ("Table 8", "rank collapse at the start", MEASURED, OUTLIERS),
+        ("Tables 9 and 10", "the settings of the trainings", NO_FIGURES, ""),
+        ("Figure 1", "the layer", NO_FIGURES, ""),
+        (
+            "Figures 2 and 6 to 14",
+            "cosines of pairs of tokens over the layers: `report` draws them for any model",
+            NOT_MEASURED,
+            LARGE,
+        ),
+        ("Figures 3 to 5", "discretisations", NO_FIGURES, ""),
+        (
+            "Figures 15 to 22",
+            "attention entropy over the layers: means per head in place of violins",
+            MEASURED,
+            OUTLIERS,
+        ),
+    ),
+    "BeliefFormer": (
+        ("Table 1", "parameters and time, ViT on ImageNet", NOT_MEASURED, LARGE),
+        ("Table 2", "parameters and time, GPT-2", NOT_MEASURED, LARGE),
+        ("Table 3", "ViT-Small on CIFAR-10, in small", MEASURED, HERE),
+        ("Table 4", "repositories that were used", NO_FIGURES, ""),
+        ("Figures 1 and 2", "the projection, and its code", NO_FIGURES, ""),
+        ("Figure 3", "norms and angles of Δ W_o beside MH W_o", NOT_MEASURED, NO_COMMAND),
+        ("Figure 4", "ViT on ImageNet", NOT_MEASURED, LARGE),
+        ("Figure 5", "GPT-2 on 5 billion tokens, in small", MEASURED, HERE),
+    ),
+    "OutEffHop": (
+        (
+            "Table 1",
+            "outliers and 8 bits: STanHop-Net; BERT, OPT and ViT as conversions, not from scratch",
+            MEASURED,
+            HERE,
+        ),
+        ("Table 2", "STanHop-Net on ETTh1 at two horizons; other data not", MEASURED, HERE),
+        ("Table 3", "the settings of Figure 7", NO_FIGURES, ""),
+        ("Table 4", "resources of the trainings", NOT_MEASURED, LARGE),
+        ("Figure 1", "an outlier, drawn", NO_FIGURES, ""),
+        ("Figures 2 to 4", "largest norm over the training", NOT_MEASURED, NO_COMMAND),
+        ("Figure 5", "capacity of memories, and bags", AGAINST, MEMORY),
+        ("Figure 6", "memories under noise", AGAINST, MEMORY),
+        ("Figure 7", "ViT on CIFAR-10, in small", MEASURED, HERE),
+    ),
+    "Self-attention dynamics": (
+        ("Figures 1 and 2", "Theorems 1 and 2, as tests and by `dynamics`", MEASURED, DYNAMICS),
+        ("Figures 3 and 4", "one head of ALBERT-xlarge; heads of a small ALBERT and of MiniLM", AGAINST, DYNAMICS),
+        ("Figures 5 and 6", "all heads: a small ALBERT and MiniLM", MEASURED, DYNAMICS),
+    ),
+}
+
+
+def coverage_table() -> str:
+    """One row per table or figure of the papers, and below them how many rows have each status."""
+    rows, count = [], Counter[str]()
+    for paper, items in COVERAGE.items():
+        for item, shows, status, where in items:
+            count[status] += 1
+            place = f"[{where.removesuffix('.md')}]({where})" if where.endswith(".md") else where
+            rows.append((paper, item, shows, status, place or ("above" if status != NO_FIGURES else "")))
+    words = ", ".join(f"{count[status]} {status}" for status in (MEASURED, AGAINST, NOT_MEASURED, NO_FIGURES))
+    table = markdown(("paper", "table or figure", "shows", "status", "where"), rows)
+    return f"{table}\n\n{len(rows)} rows: {words}."

@@ -22,11 +22,11 @@ Recordings = Mapping[str, Recording]
 
 
 def similarity(recordings: Recordings) -> Figure:
-    """Violins over samples of the mean cosine between tokens, per layer; 1 is a collapse to one token."""
-    figure, axes = _figure("layer", "mean cosine between tokens")
+    """Violins over pairs of tokens of their cosine, per layer; a peak at 1 is a collapse to one token."""
+    figure, axes = _figure("layer", "cosine of two tokens")
     for number, (label, recording) in enumerate(recordings.items()):
         places = _places(recording)
-        samples = [[value for value in recording.layers[p].similarity if math.isfinite(value)] for p in places]
+        samples = [[value for value in recording.layers[p].pairs if math.isfinite(value)] for p in places]
         at, colour = _beside(places, number, len(recordings)), COLOURS[number % len(COLOURS)]
         spread = [(x, each) for x, each in zip(at, samples, strict=True) if len(set(each)) > 1]
         if spread:

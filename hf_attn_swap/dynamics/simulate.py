@@ -112,8 +112,9 @@ def simulate(
         time: length of the simulation.
         step: length of a step of "rk4" and "published". "dopri5" chooses its own steps, and is recorded at multiples
             of `step`.
-        method: "rk4" (classical Runge-Kutta), "dopri5" (adaptive), or "published", the multi-head report's scheme.
-            That scheme holds the attention fixed inside a step, so its stages cancel and forward Euler remains.
+        method: "rk4" (order 4, Kutta's 3/8 rule), "dopri5" (adaptive), or "published", the multi-head report's scheme.
+            Its stages add one vector to all tokens and hold the attention fixed, so that all stages are equal and
+            forward Euler remains.
         value: "identity", "head" (each head's own V_h), or one matrix (E,E) for all heads, which multiplies column
             vectors.
         rescale: True integrates z, which stays bounded; False integrates x, which overflows at long times.

@@ -50,7 +50,7 @@ def softmax_n(scores: Tensor, n: float | Tensor = 1.0, dim: int = -1) -> Tensor:
     Raises:
         ValueError: n is negative.
 
-    Source: OutEffHop (Hu et al., 2024), eq. 2.2; stable for every n by shifting with max(log n, max_j s_j).
+    Source: OutEffHop (Hu et al., 2024), eq. 2.11; stable for every n by shifting with max(log n, max_j s_j).
     """
     if isinstance(n, (int, float)):
         if n < 0:

@@ -7,7 +7,7 @@ dS = P' (m dP - <dO, O'>) with P' = exp(S - lse'), which is the exact gradient o
 to <dO, O'>, because its value is 0. m is what dropout multiplies the weights by, and 1 without dropout.
 Pairs of a score c_j and a value u_j, which every query sees, join in the same way: lse' = log(n + exp(lse) + sum_j
 exp(c_j)), O' = exp(lse - lse') O + sum_j p_j u_j with p_j = exp(c_j - lse'), and dc_j = p_j (<dO, u_j> - <dO, O'>).
-OutEffHop (Hu et al., 2024), eq. 2.2; FlashAttention-2, section 2.3.2, for the backward pass.
+OutEffHop (Hu et al., 2024), eq. 2.11; FlashAttention-2, section 2.3.2, for the backward pass.
 Axes: B batch, H head, G key/value head, Q query, K key, N pair, D head width.
 """
 

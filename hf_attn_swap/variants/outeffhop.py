@@ -2,7 +2,7 @@
 
 p_j = exp(s_j) / (n + sum_k exp(s_k)), where n is the strength; n = 0 is ordinary attention.
 This is softmax attention with one more key, whose score is log n and whose value is 0, so SDPA computes it exactly.
-OutEffHop (Hu et al., 2024), eq. 2.2; docs/mathematics.md, section Normalizers.
+OutEffHop (Hu et al., 2024), eq. 2.11; docs/mathematics.md, section Normalizers.
 Axes: B batch, H head, G key/value head, Q query, K key, D head width.
 """
 

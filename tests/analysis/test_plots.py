@@ -32,7 +32,7 @@ def test_similarity(recordings: dict[str, Recording]) -> None:
     assert labels(figure) == list(recordings)
     drawn = [line.get_ydata() for line in figure.axes[0].lines if line.get_marker() == "."]
     for line, recording in zip(drawn, recordings.values(), strict=True):
-        assert line == pytest.approx([np.median(recording.layers[place].similarity) for place in range(3)])
+        assert line == pytest.approx([np.median(recording.layers[place].pairs) for place in range(3)])
     assert len(figure.axes[0].collections) == 2 * (3 + 3)  # a body per layer, and three bars, per model
 
 
