@@ -83,7 +83,7 @@ CLAIMS = (
         "Modern Hopfield attention, Table 6",
         "CIFAR-100, ViT-T, one of α and α′ moved from 0.5: 72.13 at 0.5 and 0.5, α′ = 0 71.16, α = 0 69.89",
         {
-            "0.5 and 0.5": "minilm-ag-news-modern-hopfield-patched",
+            "0.5 and 0.5": "minilm-ag-news-modern-hopfield",
             "α = 0": "minilm-ag-news-modern-hopfield-0",
             "α′ = 0": "minilm-ag-news-modern-hopfield-1",
             "0.25 and 0.25": "minilm-ag-news-modern-hopfield-2",
