@@ -126,6 +126,7 @@ class Carried:
         masks: the forms of masks that were worked out in this pass; see `Masks`.
         gradients: True if the pass computes gradients. A layer cannot see this under re-entrant checkpointing.
         arrived: True after a layer received this object, which shows that the model passes keyword arguments on.
+        from_first_seen: True if the positions begin at 0 at the first seen token of each row (`wiring/positions.py`).
     """
 
     scores: dict[int, Hidden] = field(default_factory=dict)
@@ -136,6 +137,7 @@ class Carried:
     masks: list[Made] = field(default_factory=list)
     gradients: bool = True
     arrived: bool = False
+    from_first_seen: bool = False
 
 
 @_passed_whole

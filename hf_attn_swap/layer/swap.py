@@ -57,6 +57,12 @@ class Argument:
             return args[self.position]
         return kwargs.get(self.name)
 
+    def put(self, args: Any, kwargs: dict[str, Any], value: Any) -> tuple[Any, dict[str, Any]]:
+        """The arguments of a call with another value here, given by position if it was given by position."""
+        if self.position is not None and len(args) > self.position:
+            return (*args[: self.position], value, *args[self.position + 1 :]), kwargs
+        return args, {**kwargs, self.name: value}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:

@@ -13,14 +13,17 @@ Axes: B batch, G key/value head, L token, D head width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..functional.linear import without_autocast
+from .seam import NAMES
 from .state import CROPPED, Rows, State, removed
 
 
@@ -113,6 +116,26 @@ class Sums:
         if self.state is None or self.seen is None:
             return self
         return Sums(choose(self.state), choose(self.seen), self.length)
+
+
+def cache_of(args: Any, kwargs: dict[str, Any]) -> Any:
+    """The cache among the arguments of an attention module, whatever its name: a `Cache`, or what has its methods.
+
+    Raises:
+        ValueError: the cache is paged: it takes keys and values, but has no length of one text.
+    """
+    for value in (*kwargs.values(), *args):
+        if isinstance(value, Cache):
+            return value
+        if value is None or isinstance(value, (Tensor, tuple, Mapping)) or not hasattr(value, "update"):
+            continue
+        if not hasattr(value, "get_seq_length"):
+            raise ValueError(
+                f"{NAMES[0]} cannot swap attention with a paged cache (continuous batching, {type(value).__name__}); "
+                "use the stock attention for this model."
+            )
+        return value
+    return None
 
 
 def keep_all_keys(cache: Any) -> None:
@@ -228,10 +251,7 @@ class LinearState(State):
             return
         kept = self.length - self.base.length - remove
         if kept < 0:
-            raise ValueError(
-                f"a state of linear attention cannot go back {remove} tokens; only to {CROPPED} before the end of the "
-                "longest text so far. Keep a copy of the cache from before these tokens, or use use_cache=False."
-            )
+            raise self.cannot_go_back(remove)
         left = Chunk.joined(self.tail).part(0, kept)
         self.tail = [left] if kept else []
         self.full = self.base.plus(left) if kept else self.base

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import Cache
 
 from ..core.call import Call, Carried
 from ..families import stock_class
 from ..families.source import arguments
-from ..layer.swap import STOCK, Argument, Phase, Swap, Wiring
-from .cache import LinearState, keep_all_keys
+from ..layer.swap import STOCK, Phase, Swap, Wiring
+from .cache import LinearState, cache_of, keep_all_keys
+from .positions import rotated_from_first_seen
 from .seam import CALL, CARRIED, LAYER, NAMES, MaskWithContext, kind_of_masks, swap_of
 from .state import State
 from .window_cache import WindowState, can_hold
@@ -182,16 +182,9 @@ def before_core_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) ->
     mask = place.of(args, kwargs)
     if isinstance(mask, MaskWithContext):  # attention transfer repeats a call with the arguments of the first call
         mask = mask.mask
-    args, kwargs = _start(module, module, *_with_mask(place, mask, args, kwargs))
+    args, kwargs = _start(module, module, *place.put(args, kwargs, mask))
     context = {name: kwargs[name] for name in (CALL, CARRIED, STOCK) if name in kwargs}
-    return _with_mask(place, MaskWithContext(mask, context), args, kwargs)
-
-
-def _with_mask(place: Argument, mask: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of an attention module with another mask, given by position if it was given by position."""
-    if place.position is not None and len(args) > place.position:
-        return (*args[: place.position], mask, *args[place.position + 1 :]), kwargs
-    return args, {**kwargs, place.name: mask}
+    return place.put(args, kwargs, MaskWithContext(mask, context))
 
 
 def before_bert(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -289,7 +282,7 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     if kwargs.get(STOCK):
         # The stock layer repeats a call of the swapped layer, with the swapped layer's arguments.
         return args, {name: value for name, value in kwargs.items() if name != CALL}
-    cache = _cache(args, kwargs)
+    cache = cache_of(args, kwargs)
     if swap is None or swap.phase == Phase.OFF:
         return args, kwargs
     wiring = wiring_of(swap)
@@ -323,6 +316,9 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     )
     _refuse_adapter(core, container, swap, wiring)
     _warn_frozen(swap)
+    behind = carried is not None and carried.from_first_seen
+    if swap.at("keys") is not None and wiring.mask is not None and not behind:
+        args, kwargs = rotated_from_first_seen(core, wiring.mask.of(args, kwargs), args, kwargs)
     return args, {**kwargs, CALL: call}
 
 
@@ -330,26 +326,6 @@ def wiring_of(swap: Swap) -> Wiring:
     """The place of a swap in its model. Every swap that computes has a place."""
     assert swap.wiring is not None, "a swap computes in no model"
     return swap.wiring
-
-
-def _cache(args: Any, kwargs: dict[str, Any]) -> Any:
-    """The cache among the arguments of an attention module, whatever its name: a `Cache`, or what has its methods.
-
-    Raises:
-        ValueError: the cache is paged: it takes keys and values, but has no length of one text.
-    """
-    for value in (*kwargs.values(), *args):
-        if isinstance(value, Cache):
-            return value
-        if value is None or isinstance(value, (Tensor, tuple, Mapping)) or not hasattr(value, "update"):
-            continue
-        if not hasattr(value, "get_seq_length"):
-            raise ValueError(
-                f"{NAMES[0]} cannot swap attention with a paged cache (continuous batching, {type(value).__name__}); "
-                "use the stock attention for this model."
-            )
-        return value
-    return None
 
 
 def _layer_in_cache(core: nn.Module, wiring: Wiring, cache: Any) -> int | None:

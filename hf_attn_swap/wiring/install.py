@@ -32,6 +32,7 @@ from . import adapters, hooks, preconditions, seam
 from .blocks import BLOCKS, Block, Facts, swapped_class
 from .layers import Layer, layers_at, swaps_in
 from .placed import Placed, encoder_of, orders_of, places_of, takes_keywords
+from .positions import FromFirstSeen
 
 ATTRIBUTE = "attn_swap_installation"
 CONFIGS = "attn_swap_configs"  # an attribute of each module with a config: the config from before patching, and ours
@@ -384,6 +385,9 @@ class Installation:
                 self._pre(stack, hooks.before_stack)
                 self.record.handles.append(stack.register_forward_hook(hooks.after_stack, with_kwargs=True))
             own = [each for each in placed if each.stack is stack]
+            adding = [each.site for each in own if any(swap.at("keys") is not None for swap in each.swaps)]
+            if adding and (hook := FromFirstSeen.of(stack, adding)) is not None:
+                self._pre(stack, hook)
             encoder = encoder_of(stack, [each.site.container for each in own])
             for order in orders_of(self.root, stack if encoder is None else encoder, own):
                 self._pre(stack if encoder is None else encoder, order)

@@ -166,6 +166,16 @@ class State(CacheLayerMixin):
         """Keep only these rows of the batch."""
         self._rows(lambda rows: rows[indices])
 
+    def cannot_go_back(self, tokens: int) -> ValueError:
+        """The error of `crop` if so many tokens cannot be taken back."""
+        return ValueError(
+            f"a cache of {self.holds} cannot go back {tokens} tokens; only to {CROPPED} before the end of the longest "
+            "text so far. Assisted generation must propose fewer tokens at once: generate with "
+            f"prompt_lookup_num_tokens={CROPPED} at most, or set num_assistant_tokens={CROPPED} at most in the "
+            "assistant's generation_config. Otherwise keep a copy of the cache from before these tokens, or use "
+            "use_cache=False."
+        )
+
     def _rows(self, choose: Rows) -> None:
         """Take other rows of the batch. `choose` maps a tensor to the tensor with the new rows."""
         self.visible = None if self.visible is None else choose(self.visible)

@@ -108,10 +108,7 @@ class WindowState(State):
             return
         kept = length - self.held.before
         if self.held.before and kept < self.span.window - 1:
-            raise ValueError(
-                f"a cache of the keys of a window cannot go back {remove} tokens; only to {CROPPED} before the end of "
-                "the longest text so far. Keep a copy of the cache from before these tokens, or use use_cache=False."
-            )
+            raise self.cannot_go_back(remove)
         self.last = self.last[0][:, :, :kept], self.last[1][:, :, :kept]
         if self.whole is not None:
             self.whole = self.whole[0][:, :, :length], self.whole[1][:, :, :length]

@@ -13,6 +13,7 @@ from transformers import Cache
 from hf_attn_swap import patch_model
 from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.wiring.cache import LinearState
+from hf_attn_swap.wiring.state import CROPPED
 from tests import zoo
 
 from .cells import DEEP, LINEAR
@@ -90,6 +91,20 @@ def test_prompt_lookup(family: str, name: str, length: int, proposed: int, monke
     model, prompt = causal(family, name), repeating(family, length)
     model.generation_config.eos_token_id = model.config.vocab_size - 1  # some versions of transformers need an end
     assert_same_tokens(model, prompt, monkeypatch, [model], prompt_lookup_num_tokens=proposed)
+
+
+@pytest.mark.parametrize(("name", "options"), [(LINEAR[0], {}), ("window", {"window": 8})])
+def test_more_proposals_than_a_cache_takes_back(name: str, options: dict[str, Any]) -> None:
+    """The sentence says how many tokens may be proposed, and so many may."""
+    model = patch_model(fresh("llama", max_position_embeddings=512), name, **options)
+    model.generation_config.eos_token_id = model.config.vocab_size - 1
+    prompt = {"input_ids": torch.arange(3, 53).repeat(1, 5)}
+    asked: dict[str, Any] = {"max_new_tokens": 2 * CROPPED, "do_sample": False}
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens=") as caught:
+        model.generate(**prompt, **asked, prompt_lookup_num_tokens=CROPPED + 30)
+    allowed = int(str(caught.value).partition("prompt_lookup_num_tokens=")[2].split()[0])
+    got = model.generate(**prompt, **asked, prompt_lookup_num_tokens=allowed)
+    assert torch.equal(got, model.generate(**prompt, **asked))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
