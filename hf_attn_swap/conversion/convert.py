@@ -40,6 +40,7 @@ from ..measuring.lost import predicts_next
 from ..measuring.recall import Passages
 from ..patch import choose_layers, swappable, unpatch_model
 from ..quantization.static import check_linears
+from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
 from ..variants.sink import Sink
 from ..variants.softmax import Softmax
@@ -194,7 +195,7 @@ def convert(
         heads=heads,
         keep=keep,
         absorb=absorb,
-        processor=processor,
+        processor=own_tokenizer(processor),
         low_memory=low_memory,
         bits=bits,
         plan=plan_of(root, variant, stages, low_memory=low_memory),
