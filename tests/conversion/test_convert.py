@@ -432,7 +432,7 @@ QUICK = ("regression",)
 
 @pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_kinds_of_models(kind: str) -> None:
-    """With the settings that are chosen for the kind, the report is of the model that is left: trained, or as it was before a training that hurt."""
+    """With the settings chosen for the kind, the report is of the model that is left, trained or as before."""
     model, name = KINDS[kind](), OF.get(kind, "bert")
     original = copy.deepcopy(model)
     held = rows(name, 8, first=50)
