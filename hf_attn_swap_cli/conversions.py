@@ -61,7 +61,7 @@ def convert(
     eval_data: HeldOut = None,
     eval_tokens: HeldOutTokens = None,
     tokens: Annotated[
-        str, typer.Option(help="Budget of the distillation, such as 300k (patches, for images).")
+        str, typer.Option(help="Budget of the distillation, such as 300k (patches, for images). 0 trains nothing.")
     ] = "300k",
     max_loss: Loss = None,
     min_recall: Annotated[
@@ -77,6 +77,7 @@ def convert(
     keep: Annotated[
         float, typer.Option(help="Share of layers, or of heads, that keep their attention: the costliest.")
     ] = 0.0,
+    fit: Annotated[str, typer.Option(help="auto, gain or map: what is fitted per head; none fits nothing.")] = "auto",
     absorb: Annotated[
         bool, typer.Option("--absorb/--no-absorb", help="Try one token as a sink, in a causal language model.")
     ] = True,
@@ -131,8 +132,8 @@ def quantize(
     eval_tokens: HeldOutTokens = None,
     tokens: Annotated[
         str,
-        typer.Option(help="Budget of a training with rounding, such as 20k; half is for --variant. 1 trains nothing."),
-    ] = "1",
+        typer.Option(help="Budget of a training with rounding, such as 20k; half is for --variant. 0 trains nothing."),
+    ] = "0",
     max_loss: Loss = None,
     option: Options = None,
     length: Length = 512,
@@ -189,6 +190,7 @@ def run_conversion(
     token: str | None,
     quiet: bool,
     min_recall: str | None = None,
+    fit: str = "auto",
     **more: Any,
 ) -> None:
     """Convert a checkpoint, print the report, and publish the result if that was asked for."""
@@ -222,6 +224,7 @@ def run_conversion(
         eval_tokens=None if eval_tokens is None else parse_count(eval_tokens),
         max_loss=parse_share(max_loss),
         min_recall=parse_share(min_recall),
+        fit=None if fit == "none" else fit,
         layers="auto" if layers == "auto" else parse_layers(layers) or [],
         options=parse_options(option or [], composed="+" in variant),
         token=token,

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ..conversion.rows import is_blank
 from ..measuring.batches import Batch
 from ..publish.checkpoint import processor_of
+from ..text.tokenizer import own_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ def prepare(
     images = model.main_input_name == "pixel_values"
     if images and len(columns) > 1:
         raise ValueError("this model takes images; name one column.")
-    processor = processor_of(model, source, hub or {})
+    processor = own_tokenizer(processor_of(model, source, hub or {}))
     like = next(model.parameters())
     if images:
         return _images(processor, [row[0] for row in values], batch_size, shown, like)
@@ -105,8 +106,6 @@ def _texts(
 ) -> Inputs:
     if not all(isinstance(text, str) for row in values for text in row):
         raise ValueError("this model takes text; name the column that holds it.")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     options = {"return_tensors": "pt", "truncation": True, "padding": True}
     order = sorted(values, key=lambda row: sum(map(len, row)))
 

@@ -21,6 +21,7 @@ from ..core.kind import Kind
 from ..layer.registry import parse, parse_options
 from ..measuring.batches import evaluating
 from ..patch import build_swap, need_installation, swappable
+from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
 from ..variants.sink import Sink
 from ..wiring.install import Installation
@@ -107,6 +108,7 @@ def absorb_sink(
             pairs of the swaps. The model is then unchanged.
     """
     refuse_name(processor, "processor")
+    processor = own_tokenizer(processor)
     return absorb_rows(model, processor, _rows(model, processor, texts), tokens=tokens)
 
 

@@ -15,8 +15,8 @@ The steps, each measured on held-out rows (`steps/`, a file each):
     11. integers:  with bits=8, weights in 8-bit integers, and a static range for each input
 
 With a budget, the cheapest layers come first. A group whose loss comes within the budget is followed by the next group.
-If the tokens are used up before, the last group is taken back. Without a choice of layers, a distillation that
-diverged is taken back. Labels are not read by any step.
+If the tokens are used up before, the last group is taken back. Without a choice of layers, the weights with
+which the model lost least are the result: a training that made it worse is taken back. Labels are not read by any step.
 The method is this package's own; docs/mathematics.md, section Conversion.
 """
 
@@ -34,12 +34,14 @@ from accelerate.utils import FullyShardedDataParallelPlugin, is_compiled_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
+from ..layer.calibration import FITS
 from ..layer.registry import canonical_keys, parse
 from ..measuring.held_out import HeldOut
 from ..measuring.lost import predicts_next
 from ..measuring.recall import Passages
 from ..patch import choose_layers, swappable, unpatch_model
 from ..quantization.static import check_linears
+from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
 from ..variants.sink import Sink
 from ..variants.softmax import Softmax
@@ -60,7 +62,7 @@ from .processes import how_to_split, of_the_first
 from .rows import Rows
 from .sensitivity import HeadSensitivity, Sensitivity
 from .split import split, try_longest
-from .stages import Stage
+from .stages import Calibrate, Stage
 from .state import Asked, Budget, State
 from .steps import STEPS
 from .teacher import check_teacher, is_sharded
@@ -82,6 +84,7 @@ def convert(
     modules: str | None = None,
     heads: Literal["auto"] | None = None,
     keep: float = 0.0,
+    fit: Literal["auto", "gain", "map"] | None = "auto",
     absorb: bool = True,
     stages: Sequence[Stage] | None = None,
     low_memory: bool = False,
@@ -113,8 +116,8 @@ def convert(
             labels, a classifier's accuracy is the measure, or the rank correlation of a regression.
         eval_tokens: how much of `eval_data` is measured on at most: tokens of text, patches of images, or rows of other
             data. None is 32,768 tokens or patches, or 256 rows.
-        tokens: the budget of the distillation, in tokens of text; in patches, for images; in rows, for other data. A
-            budget below one step trains nothing.
+        tokens: the budget of the distillation, in tokens of text; in patches, for images; in rows, for other data. 0
+            trains nothing, as does a budget below one step.
         max_loss: the largest loss, as a share (0.02 is 2 %) of what `Lost.share` names for this kind of model, such as
             perplexity. The conversion stops as soon as the loss is within this budget.
         min_recall: in a causal language model, the smallest recall as a share of the stock model's (0.97): what a
@@ -132,6 +135,8 @@ def convert(
             (`window`, by its option `full_heads`): `keep` is then the share of the heads that keep all keys.
         keep: the share of layers that keep their own attention: the costliest layers. With `heads`, the share of
             key/value heads.
+        fit: a "gain" or a "map" per head, by least squares (`calibrate`). "auto" takes one of them, scaled values or
+            no fit, whichever loses least, and none if the swap alone is within the budget. None fits nothing.
         absorb: in a causal language model that is converted in all layers, try the keys and values of one token as a
             `sink` beside the variant, and keep them if less is lost. It needs the tokenizer (`processor`), and the
             report says what was found. See `absorb_sink`.
@@ -177,6 +182,7 @@ def convert(
     refuse_name(processor, "processor")
     _check_numbers(max_loss, min_recall, recall_distance, keep, tokens, eval_tokens)
     _check_heads(heads, variant, keep, options)
+    _check_fit(fit, stages)
     if bits is not None:
         _check_bits(root, bits)
     if teacher is not None:
@@ -192,9 +198,10 @@ def convert(
         min_recall=min_recall,
         recall_distance=recall_distance,
         heads=heads,
+        fit=fit,
         keep=keep,
         absorb=absorb,
-        processor=processor,
+        processor=own_tokenizer(processor),
         low_memory=low_memory,
         bits=bits,
         plan=plan_of(root, variant, stages, low_memory=low_memory),
@@ -328,8 +335,8 @@ def _check_numbers(
         raise ValueError(f"recall_distance is a whole number of tokens, at least 1, got {recall_distance!r}.")
     if not (isinstance(keep, Real) and 0 <= float(keep) < 1):
         raise ValueError(f"keep is the share of layers that stay as they are, from 0 to below 1, got {keep!r}.")
-    if not (isinstance(tokens, Integral) and int(tokens) >= 1):
-        raise ValueError(f"tokens must be a whole number of at least 1, such as 300_000, got {tokens!r}.")
+    if not (isinstance(tokens, Integral) and int(tokens) >= 0):
+        raise ValueError(f"tokens must be a whole number such as 300_000 (0 trains nothing), got {tokens!r}.")
     if eval_tokens is not None and not (isinstance(eval_tokens, Integral) and int(eval_tokens) >= 1):
         raise ValueError(f"eval_tokens must be a whole number of at least 1, such as 32_768, got {eval_tokens!r}.")
 
@@ -353,6 +360,18 @@ def _check_heads(heads: Any, variant: str, keep: float, options: dict[str, Any])
         raise ValueError('heads="auto" chooses the heads that keep all keys: give their share, such as keep=0.5.')
     if OPTION in (options if len(classes) == 1 else canonical_keys(options).get(name, {})):
         raise ValueError(f'heads="auto" chooses {OPTION}; leave one of them out.')
+
+
+def _check_fit(fit: Any, stages: Sequence[Stage] | None) -> None:
+    """Refuse an unknown fit, and a second one.
+
+    Raises:
+        ValueError: says what can be named.
+    """
+    if fit not in ("auto", None, *FITS):
+        raise ValueError(f'fit is "auto", None or one of {", ".join(FITS)}, got {fit!r}.')
+    if fit != "auto" and any(isinstance(stage, Calibrate) for stage in stages or ()):
+        raise ValueError("the stage Calibrate names a fit; leave out fit, or this stage.")
 
 
 def _check_bits(root: PreTrainedModel, bits: Any) -> None:
@@ -403,6 +422,7 @@ def _settings(
         **({} if asked.min_recall is None else {"min_recall": asked.min_recall}),
         **({} if asked.recall_distance is None else {"recall_distance": asked.recall_distance}),
         **({} if asked.heads is None else {"heads": asked.heads}),
+        **({} if asked.fit == "auto" else {"fit": asked.fit}),
     }
 
 

@@ -142,8 +142,8 @@ class ConversionReport:
             f"{self.model}: {len(self.layers)} of {count} layers run {self.variant}; {self.lost.measure}: "
             f"{in_words(self.lost)}, on {self.held_out} held-out rows"
         )
-        if self.steps[-1].name == UNDONE:
-            words += "; the distillation diverged and was taken back: take a smaller learning rate, or more texts"
+        if any(step.name == UNDONE for step in self.steps):
+            words += "; training hurt and was taken back: take a smaller learning rate, or more texts"
         if not self.budget:
             return f"{words}."
         return f"{words} ({'within' if self.met else 'NOT within'} the budget of {self.budget})."

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, default_data_collator
 
 from ..measuring.batches import LABELS, Batch, gives_numbers, is_label
 from ..measuring.lost import predicts_next
+from ..text.tokenizer import own_tokenizer
 from ..wiring.install import model_root
 from .reading import MOST_ROWS, countable, first_rows, parts_of, runs, sample, shuffled
 
@@ -159,7 +160,7 @@ def as_rows(
         ValueError: there are no rows, the data are of another kind than the model takes, a processor is missing, or
             the text is shorter than two blocks.
     """
-    root = model_root(model)
+    root, processor = model_root(model), own_tokenizer(processor)
     if hasattr(data, "iloc") and hasattr(data, "tolist"):  # a column of pandas counts by its index, not by its place
         data = data.tolist()
     if not _is_sequence(data) and (most is None or not _is_stream(data)):
@@ -340,8 +341,6 @@ def _check_texts(root: PreTrainedModel, tokenizer: Any) -> None:
         raise ValueError(f"{type(root).__name__} takes {root.main_input_name}, but the data are texts.")
     if tokenizer is None:
         raise ValueError("texts need a tokenizer; pass it as processor=AutoTokenizer.from_pretrained(...).")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class Asked:
     min_recall: float | None = None
     recall_distance: int | None = None
     heads: str | None = None
+    fit: str | None = "auto"
 
     @property
     def budgeted(self) -> bool:

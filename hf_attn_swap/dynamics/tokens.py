@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..text.tokenizer import own_tokenizer
 from ..wiring.install import model_root
 
 
@@ -35,7 +36,7 @@ def embedded_tokens(model: Any, tokenizer: Any, text: str) -> tuple[Tensor, list
         ValueError: the text has no tokens.
     """
     root = model_root(model)
-    encoded = tokenizer(text, return_tensors="pt", truncation=True).to(next(root.parameters()).device)
+    encoded = own_tokenizer(tokenizer)(text, return_tensors="pt", truncation=True).to(next(root.parameters()).device)
     if not encoded["input_ids"].numel():
         raise ValueError("the text has no tokens; pass another text.")
     was = root.training

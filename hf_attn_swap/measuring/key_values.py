@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ..text.bar import bar
 from ..text.table import Table, Tabled
+from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
 from .asked import asked, need_next_token
 from .batches import evaluating
@@ -105,7 +106,7 @@ class PairTexts:
             raise ValueError(
                 f"key_values takes at least one text and numbers of pairs from 2, got {texts} texts and {tuple(pairs)}."
             )
-        break_T = torch.tensor(tokenizer("\n", add_special_tokens=False)["input_ids"], dtype=torch.long)
+        break_T = torch.tensor(own_tokenizer(tokenizer)("\n", add_special_tokens=False)["input_ids"], dtype=torch.long)
         known_T = torch.unique(stream(rows))
         known_T = known_T[~torch.isin(known_T, break_T)]
         line = 2 + len(break_T)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..text.bar import bar
 from ..text.table import Table, Tabled
+from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
 from .asked import asked, need_next_token
 from .batches import evaluating
@@ -159,7 +160,7 @@ class Haystacks:
                 f"a needle needs at least one text and 1 to {len(NAMES) - 1} depths from 0 to 1, got {texts} texts and "
                 f"the depths {tuple(depths)}."
             )
-        stream_L = stream(rows)
+        stream_L, tokenizer = stream(rows), own_tokenizer(tokenizer)
         limit = max_positions(model)
         room = len(stream_L) if limit is None else min(len(stream_L), limit)
         found: dict[int, tuple[Hidden, ...]] = {}

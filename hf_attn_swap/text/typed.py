@@ -28,14 +28,14 @@ def parse_count(text: str) -> int:
     """Turn "300k", "1.5M" or "20000" into a number.
 
     Raises:
-        ValueError: `text` is no such number, or below 1.
+        ValueError: `text` is no such number, or below 0.
     """
     scale = {"k": 1_000, "m": 1_000_000}.get(text.strip()[-1:].lower())
     try:
         number = round(float(text.strip()[:-1]) * scale) if scale else int(text)
     except (ValueError, OverflowError):
-        number = 0
-    if number < 1:
+        number = -1
+    if number < 0:
         raise ValueError(f"a number such as 300k, 1.5M or 20000 was expected, got {text!r}.")
     return number
 

@@ -28,7 +28,7 @@ def test_texts_of_a_language_model_are_joined_and_cut() -> None:
     found = as_rows(stock("llama"), ["abcdefg", "", "  ", "hijkl"], words, length=5)
     assert [row["input_ids"] for row in found.rows] == [words(part)["input_ids"] for part in ("abcde", "fghij")]
     assert (len(found), found.length, found.unit) == (2, 5, "tokens")
-    assert words.pad_token == "."
+    assert words.pad_token is None, "the tokenizer of the caller"
 
 
 def test_texts_of_another_model_are_a_row_each() -> None:

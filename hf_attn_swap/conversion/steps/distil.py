@@ -1,12 +1,13 @@
 """Step 7: the original model teaches the swapped model, group of layers by group of layers.
 
 If the tokens are used up before a group is within the budget, the group is taken back. Where no budget chooses the
-layers, a distillation that diverged is taken back.
+layers, the model gets back the weights with which it lost least: before the training, or after an earlier part of it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -16,9 +17,9 @@ from transformers import TrainerCallback
 from ...patch import set_strength
 from ..adapters import adapted_weights
 from ..as_before import flags_as_before
-from ..engine import Part, Step
+from ..engine import Found, Part, Step
 from ..lesson import epochs_of, exhausted, rows_read, share_of_budget
-from ..outcome import UNDONE
+from ..outcome import UNDONE, StepRecord, in_words
 from ..progress import quiet
 from ..snapshot import Snapshot
 from ..stages import Distil
@@ -26,8 +27,7 @@ from ..state import State
 from ..teach import teach
 
 CHECKS = 4  # measurements within one training
-DIVERGED = 2  # a distillation is taken back if the loss is so many times larger than before it, or no number
-ROUNDING = 1e-4  # KL or relative error: a smaller loss is within the rounding, and never says that training diverged
+ROUNDING = 1e-4  # KL or relative error: smaller losses are within the rounding, and count as equal
 COSTLY, ABOVE = "its swap costs most", "the loss would be above the budget"
 WHOLE = "all its heads keep all keys"
 
@@ -44,21 +44,24 @@ def distil(state: State) -> Iterator[Part]:
             running = list(itertools.chain(*groups[: number + 1]))
             name = f"group {number + 1} swapped" if choosing else "layers chosen"
             yield Part(name, partial(_run_in, running), again=True)
-        untrained, swapped = state.record[-1], None if choosing else state.snapshot()
+        best, weights = state.record[-1], None
         for place, stage in enumerate(itertools.chain(plan.distil, itertools.repeat(plan.last)), 1):
             if exhausted(state) or state.within:
                 break
+            if not choosing and best is state.record[-1]:
+                weights = state.snapshot()
             budget = _tokens(stage, place - len(plan.distil), state.budget.free, len(groups) - number)
             name = f"{'align' if stage.aligns else 'distil'} {f'{number + 1}.{place}' if choosing else place}"
             yield Part(name, partial(train, stage, max(1, budget), name))
+            if _order(state, state.record[-1]) <= _order(state, best):
+                best = state.record[-1]
         if before is not None and not state.within:
             ran = list(itertools.chain(*groups[:number]))
             yield Part("last group taken back", partial(_take_back, before, ran), again=True)
             state.kept |= {index: ABOVE for later in groups[number:] for index in later}
             break
-        bound = max(ROUNDING, DIVERGED * untrained.lost.cost)
-        if swapped is not None and state.record[-1] is not untrained and not state.record[-1].lost.cost <= bound:
-            yield Part(UNDONE, partial(_diverged, swapped), again=True)
+        if weights is not None and best is not state.record[-1]:
+            yield Part(UNDONE, partial(_undo_training, weights, best, state.record[-1]), again=True)
 
 
 def distilled(stage: Distil, name: str) -> Step:
@@ -140,10 +143,22 @@ def _tokens(stage: Distil, behind: int, free: int, groups: int) -> int:
     return free // groups if behind == 0 else free
 
 
-def _diverged(swapped: Snapshot, state: State) -> None:
-    """Undo the distillation."""
-    state.restore(swapped)
-    state.leave_adapters(merged=False)
+def _order(state: State, row: StepRecord) -> tuple[bool, float]:
+    """The smaller, the better: what is within a budget comes first, then what loses less; no number comes last."""
+    cost = math.inf if math.isnan(row.lost.cost) else max(ROUNDING, row.lost.cost)
+    return not state.asked.allows(row.lost), cost
+
+
+def _undo_training(weights: Snapshot, best: StepRecord, last: StepRecord, state: State) -> Found:
+    """Go back to the weights with which the model lost least."""
+    state.restore(weights)
+    if not state.changed:
+        state.leave_adapters(merged=False)
+    state.say(
+        f"Training hurt, so it was taken back to {best.name!r}: {in_words(best.lost)} lost there ({best.lost.cost:.3g} "
+        f"by the loss that trains), {in_words(last.lost)} after {last.name!r} ({last.lost.cost:.3g})."
+    )
+    return Found(lost=best.lost)
 
 
 def _rise(stage: Distil) -> str:

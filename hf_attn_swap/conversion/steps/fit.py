@@ -23,9 +23,10 @@ ROWS_AT_A_TIME = 8
 
 
 def fit(state: State) -> Iterator[Part]:
-    """Fit the swap, unless the swap alone is within the budget, or is stock attention."""
-    wanted = state.asked.plan.calibrate is not None
-    if wanted or not (state.within or parse(state.asked.variant) == (Softmax,)):
+    """Fit the swap, unless the swap alone is within the budget, or is stock attention, or no fit was asked for."""
+    asked = state.asked
+    wanted = asked.plan.calibrate is not None or asked.fit in FITS
+    if wanted or (asked.fit is not None and not (state.within or parse(asked.variant) == (Softmax,))):
         yield Part("fit", _fit)
 
 
@@ -45,10 +46,11 @@ def _fit(state: State) -> Found:
     wanted = state.asked.plan.calibrate
     count = _calibration_rows(state.rows) if wanted is None else wanted.rows
     batches = _batches(state.rows, count, 1 if state.asked.low_memory else ROWS_AT_A_TIME)
-    if wanted is None:
+    way = state.asked.fit if wanted is None else wanted.fit
+    if way not in FITS:
         return _best_fit(state, batches)
-    _calibrate(state, batches, wanted.fit, wanted, scale=True, progress=state.progress)
-    return Found(f"fit: {wanted.fit}", state.lost())
+    _calibrate(state, batches, way, wanted or Calibrate(), scale=True, progress=state.progress)
+    return Found(f"fit: {way}", state.lost())
 
 
 def _best_fit(state: State, batches: Sequence[Batch]) -> Found:
