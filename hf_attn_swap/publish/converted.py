@@ -13,6 +13,7 @@ from typing import Any
 import transformers
 from accelerate.utils import disable_fsdp_ram_efficient_loading
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.utils import is_compressed_tensors_available
 
 from ..conversion.convert import convert, refuse_converted
 from ..conversion.journal import NAME
@@ -105,9 +106,15 @@ def convert_checkpoint(
         ValueError: the class, variant, option, layer or device is unknown, the data do not fit, `out` is not an empty
             folder, or another command writes into it.
         OSError: `source` cannot be read, or `out` cannot be written.
+        ImportError: the result would be 8-bit integers, and compressed-tensors is not installed to load them.
     """
     if base_model is not None:
         _base(source, base_model, revision)  # refused now, and not after the conversion
+    if arguments.get("bits") is not None and not is_compressed_tensors_available():
+        raise ImportError(
+            "compressed-tensors is not installed, and the saved integers could not be loaded without it; pip install "
+            '"hf-attn-swap[quant]".'
+        )
     _refuse_full(out, overwrite, source)
     parse_options(parse(variant), options)
     check_dtype(dtype)
