@@ -91,8 +91,8 @@ def int8_static(model: M, ranges: Mapping[str, Range], *, symmetric: bool = Fals
 
     Raises:
         ValueError: there is no range, a path is no Linear that can be rounded, or the model is quantised already, has
-            adapters, Conv1D, experts that are no Linears, tied projections, hooks on them, offloaded weights or weights that are not finite. The
-            model is then unchanged.
+            adapters, Conv1D, experts that are no Linears, tied projections, hooks on them, offloaded weights or weights
+            that are not finite. The model is then unchanged.
     """
     root = model_root(model)
     linears = _linears(root)
