@@ -167,7 +167,7 @@ def _product(q_MK: Tensor, weight_NK: Tensor) -> Tensor:
     with without_autocast(q_MK.device):
         pairs = zip(q_MK.split(EXACT, 1), weight_NK.split(EXACT, 1), strict=True)
         sums = [F.linear(q, weight.float()) for q, weight in pairs]
-    return sums[0] if len(sums) == 1 else sum(one.int() for one in sums).float()
+    return sums[0] if len(sums) == 1 else sum((one.int() for one in sums[1:]), sums[0].int()).float()
 
 
 def _exact(kind: torch.dtype, end: int, weight: int, rows: int) -> bool:
