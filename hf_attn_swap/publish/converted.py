@@ -13,6 +13,7 @@ from typing import Any
 import transformers
 from accelerate.utils import disable_fsdp_ram_efficient_loading
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.utils import is_compressed_tensors_available
 
 from ..conversion.convert import convert, refuse_converted
 from ..conversion.journal import NAME
@@ -20,6 +21,7 @@ from ..conversion.outcome import ConversionReport
 from ..conversion.processes import how_to_split
 from ..layer.calibration import FITS
 from ..layer.registry import parse, parse_options
+from ..variants.softmax import Softmax
 from ..writing import beside, claimed, saved_whole, told_where
 from .card import RECALL, render
 from .checkpoint import (
@@ -105,6 +107,7 @@ def convert_checkpoint(
         ValueError: the class, variant, option, layer or device is unknown, the data do not fit, `out` is not an empty
             folder, or another command writes into it.
         OSError: `source` cannot be read, or `out` cannot be written.
+        ImportError: the result would be 8-bit integers, and compressed-tensors is not installed to load them.
     """
     if base_model is not None:
         _base(source, base_model, revision)  # refused now, and not after the conversion
@@ -123,6 +126,11 @@ def convert_checkpoint(
     with claimed(out, writes=training.should_save):
         if training.should_save:
             _refuse_full(out, overwrite, source)  # again: another command may have ended in the meantime
+        if arguments.get("bits") is not None and not is_compressed_tensors_available():
+            raise ImportError(
+                "compressed-tensors is not installed, and the saved integers could not be loaded without it; "
+                'pip install "hf-attn-swap[quant]".'
+            )
         rows, held = data()
         notify(f"loading {source} as {auto.__name__}")
         with damage_named(source, **hub):
@@ -133,7 +141,14 @@ def convert_checkpoint(
         try:
             refuse_converted(model)
         except ValueError:
-            raise ValueError(f"{source} is converted already; convert the stock model.") from None
+            if arguments.get("bits") is None:
+                raise ValueError(f"{source} is converted already; convert the stock model.") from None
+            raise ValueError(
+                f"{source} is converted already, and this command rounds stock models: give it the stock model and "
+                "--variant. To round a model as it is, with what it has learnt, use Python: model = "
+                "from_pretrained(...); int8_static(model, input_ranges(model, batches)); model.save_pretrained(...). "
+                "These functions are in hf_attn_swap.quantization."
+            ) from None
         model.to(training.device if device is None else where)
         with told_where(out):
             report = convert(
@@ -180,7 +195,11 @@ def results(
     training: TrainingArguments,
 ) -> RunResult:
     """The record of a conversion for the card: the converted model beside the base model as it is."""
-    modules, swaps = read_swaps(model.config.attn_swap)
+    count = len(report.layers) + len(report.kept)
+    own = {"variant": Softmax.name, "options": {Softmax.name: {}}, "layers": list(report.layers), "strength": 1.0}
+    plain = {"modules": count, "swaps": [own]}
+    block = getattr(model.config, "attn_swap", None) or plain
+    modules, swaps = read_swaps(block)
     lost = report.lost
     converted, stock = [], []
     for metric, higher, ours, theirs in (
@@ -231,7 +250,7 @@ def results(
         versions=versions(),
         hardware=_hardware(training),
         wall_seconds=seconds,
-        intended_use="As the base model; the attention is another one.",
+        intended_use="As the base model." if block is plain else "As the base model; the attention is another one.",
         limits=("The loss was measured on a few held-out rows of the same data; other data can lose more.",),
         license="other",
         language=(),

@@ -45,12 +45,15 @@ def int8_loaded(model: M) -> M:
         )
     if any(module.weight.is_meta for module in loaded.values()):
         raise ValueError("8-bit integers cannot be offloaded; load the model without offloading.")
-    zeros = [module.input_zero_point for module in loaded.values()]
     quantizer: Any = root.hf_quantizer
     quantizer.compressor.remove_decompression_hook(root)
+    symmetric = all(module.input_zero_point is None for module in loaded.values())
+    for module in loaded.values():
+        if module.input_zero_point is None and not symmetric:  # one scheme describes them all
+            module.input_zero_point = torch.zeros_like(module.input_scale, dtype=torch.int8)
     replace(root, loaded)
     quantizer.remove_quantization_config(root)
-    describe(root, not any(bool(zero.any()) for zero in zeros))
+    describe(root, symmetric)
     return model
 
 
@@ -66,14 +69,8 @@ def stored_integers(module: nn.Module) -> Int8Linear | None:
     if zero is not None and bool(zero.any()):
         return None
     held: Any = module
-    zero = getattr(held, "input_zero_point", None)
-    return Int8Linear(
-        held.weight.data,
-        held.bias,
-        held.weight_scale.data,
-        held.input_scale.data,
-        torch.zeros(1, dtype=torch.int8) if zero is None else zero.data,
-    )
+    zero = None if inputs.symmetric else held.input_zero_point.data
+    return Int8Linear(held.weight.data, held.bias, held.weight_scale.data, held.input_scale.data, zero)
 
 
 def replace(root: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
@@ -85,15 +82,11 @@ def replace(root: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
 
 
 def describe(root: Any, symmetric: bool) -> None:
-    """Let the config say how the integers are read, in a copy: other models may share the config.
+    """Let the config say how the integers are read.
 
     Everything that is still a Linear is named as one to leave alone.
     """
-    if installation_of(root) is None:  # a patched model has copies already
-        memo: dict[int, Any] = {}
-        for module in root.modules():
-            if isinstance(module.__dict__.get("config"), PreTrainedConfig):
-                module.__dict__["config"] = copy.deepcopy(module.__dict__["config"], memo)
+    own_config(root)
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
     inputs = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "tensor", "dynamic": False}
     root.config.quantization_config = {
@@ -103,3 +96,12 @@ def describe(root: Any, symmetric: bool) -> None:
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
         "ignore": [path for path, module in root.named_modules() if isinstance(module, nn.Linear)],
     }
+
+
+def own_config(root: nn.Module) -> None:
+    """Give a model a copy of its config, which other models may share. A patched model has one already."""
+    if installation_of(root) is None:
+        memo: dict[int, Any] = {}
+        for module in root.modules():
+            if isinstance(module.__dict__.get("config"), PreTrainedConfig):
+                module.__dict__["config"] = copy.deepcopy(module.__dict__["config"], memo)

@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import ParametrizationList
 from transformers.pytorch_utils import Conv1D
 
 from ..layer.swap import Swap
+
+MATMULS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d, Conv1D)
 
 
 def quantizable(root: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -29,6 +33,24 @@ def quantizable(root: Any) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+def refuse_stacked(root: Any) -> None:
+    """Refuse matrices that are stacked in one parameter, as the experts of a mixture are: no protocol rounds them.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    for path, module in root.base_model.named_modules():
+        if "attn_swap" in path.split(".") or isinstance(module, (_ConvNd, ParametrizationList)):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 3 and len(parameter) > 1:
+                raise ValueError(
+                    f"{path}.{name} ({type(module).__name__}) is a stack of {len(parameter)} matrices, such as the "
+                    "experts of a mixture. 8 bits are for Linears: the stack would stay as it is, and transformers "
+                    "cannot load it beside 8-bit integers. Keep this model in bf16, or quantise a model without it."
+                )
+
+
 def linears(root: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield path and module of every projection of `quantizable` that is a Linear or GPT-2's Conv1D."""
     for path, module in quantizable(root):
@@ -37,8 +59,11 @@ def linears(root: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_matmul(module: nn.Module) -> bool:
-    """Return True for a projection: Linear, Conv2d (patch embedding), and GPT-2's Conv1D."""
-    return isinstance(module, nn.Linear | nn.Conv2d | Conv1D)
+    """Return True for a projection: Linear, Conv2d (patch embedding), and GPT-2's Conv1D.
+
+    A subclass that computes more, as a router that is a Linear and returns a tuple, is none.
+    """
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in MATMULS)
 
 
 def is_norm(module: nn.Module) -> bool:

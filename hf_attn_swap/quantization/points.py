@@ -79,11 +79,23 @@ class Point:
         return torch.fake_quantize_per_tensor_affine(wide, self.step, zero, 0, LEVELS).to(tensor.dtype)
 
 
-def rounded_rows(weight: Tensor, axis: int) -> Tensor:
-    """A matrix in 8 bits, symmetric, with one step for each index of an axis: max |w| / 127."""
+def int8_rows(weight: Tensor, axis: int = 0) -> tuple[Tensor, Tensor]:
+    """A matrix in 8 bits, symmetric, with one step for each index of an axis: max |w| / 127.
+
+    Returns:
+        The whole numbers in fp32 at least, in the shape of the weight; and the steps, with an axis of length 1, in the
+        dtype of the weight, because a checkpoint is loaded in one dtype.
+    """
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    steps = (wide.abs().amax(1 - axis, keepdim=True) / HALF).clamp_min(torch.finfo(wide.dtype).tiny)
-    return ((wide / steps).round() * steps).to(weight.dtype)
+    steps = (wide.abs().amax(1 - axis, keepdim=True) / HALF).to(weight.dtype)
+    steps = steps.clamp_min(torch.finfo(weight.dtype).tiny)
+    return (wide / steps.to(wide.dtype)).round_().clamp_(-HALF, HALF), steps
+
+
+def rounded_rows(weight: Tensor, axis: int) -> Tensor:
+    """The matrix that `int8_rows` stands for, in the dtype of the weight."""
+    whole, steps = int8_rows(weight, axis)
+    return (whole * steps).to(weight.dtype)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..layer.swap import Phase, Swap
 from ..measuring.batches import as_batches, forward
 from ..measuring.watched import watched
 from ..text.bar import bar
-from .places import is_matmul
+from .places import is_matmul, refuse_stacked
 from .points import MOMENTUM, Point, Quantized
 from .straight_through import train_rounded
 
@@ -35,6 +35,7 @@ def quantized(
     if model.training:
         raise ValueError("8-bit ranges are fitted in evaluation; call model.eval() first.")
     with watched(model) as root, contextlib.ExitStack() as stack:
+        refuse_stacked(root)
         placed = quantizer(root)
         if placed.gradients and any(getattr(module, "gradient_checkpointing", False) for module in root.modules()):
             raise ValueError(
@@ -109,9 +110,9 @@ class Quantizer:
 
     def weight(self, path: str, module: nn.Module, stack: contextlib.ExitStack) -> None:
         """Put a rounded weight instead of a module's weight, until the stack closes."""
-        weight = module.weight
+        weight = getattr(module, "weight", None)
         if not isinstance(weight, nn.Parameter):
-            return  # this norm has no parameters
+            return  # a norm without a scale
         with torch.no_grad():
             point = _widest(f"{path}.weight", weight)
             rounded = self.rounded_weight(module, weight, point)

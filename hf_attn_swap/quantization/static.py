@@ -21,7 +21,7 @@ from ..text.bar import bar
 from ..wiring.install import model_root
 from .checkpoint import describe, replace
 from .linear import WIDEST, Int8Linear
-from .places import quantizable
+from .places import quantizable, refuse_stacked
 from .points import Point
 
 M = TypeVar("M", bound=nn.Module)
@@ -91,8 +91,8 @@ def int8_static(model: M, ranges: Mapping[str, Range], *, symmetric: bool = Fals
 
     Raises:
         ValueError: there is no range, a path is no Linear that can be rounded, or the model is quantised already, has
-            adapters, Conv1D, tied projections, hooks on them, offloaded weights or weights that are not finite. The
-            model is then unchanged.
+            adapters, Conv1D, experts that are no Linears, tied projections, hooks on them, offloaded weights or weights
+            that are not finite. The model is then unchanged.
     """
     root = model_root(model)
     linears = _linears(root)
@@ -118,7 +118,7 @@ def check_linears(root: Any) -> None:
     """Refuse a model that cannot be rounded as a whole.
 
     Raises:
-        ValueError: it has no Linear, rounded weights, adapters or Conv1D.
+        ValueError: it has no Linear, rounded weights, adapters, Conv1D, or experts that are no Linears.
     """
     _linears(root)
 
@@ -135,6 +135,7 @@ def _linears(root: Any) -> dict[str, nn.Linear]:
         raise ValueError(f"this {type(root).__name__} has rounded weights already; load it in full precision.")
     if any(hasattr(module, "base_layer") for module in root.modules()):
         raise ValueError("adapters are not rounded; merge them first: model = model.merge_and_unload().")
+    refuse_stacked(root)
     chosen = dict(quantizable(root))
     if any(type(module).__name__ == "Conv1D" for module in chosen.values()):
         raise ValueError(

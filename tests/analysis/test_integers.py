@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig, LlamaForCausalLM
 
@@ -77,6 +79,8 @@ def test_an_inexact_product_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None
         pairs = a.int()[:, :, None] * b.int()[None]
         return (pairs[:, ::2] + pairs[:, 1::2]).clamp(-(2**15), 2**15 - 1).sum(1, dtype=torch.int32)
 
+    quickest = [torch.uint8, torch.int8, None]
+    monkeypatch.setattr(linear, "_seconds", quickest.index)
     monkeypatch.setattr(torch, "_int_mm", saturates)
     assert linear.integers.__wrapped__() == torch.int8
 
@@ -85,6 +89,33 @@ def test_an_inexact_product_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch, "_int_mm", missing)
     assert linear.integers.__wrapped__() is None
+
+
+def test_a_slow_product_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exact one that is much slower than fp32, as on processors without VNNI."""
+
+    def slow(a: Tensor, b: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return a.int() @ b.int()
+
+    monkeypatch.setattr(torch, "_int_mm", slow)
+    assert linear.integers.__wrapped__() is None
+    monkeypatch.setattr(linear, "_seconds", lambda kind: 2 if kind is None else 1)
+    assert linear.integers.__wrapped__() == torch.uint8
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_floating_point_gives_the_sums_of_integers(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
+    """Sums above 2^24, which fp32 would round, and products that autocast would round to bf16."""
+    torch.manual_seed(0)
+    x, weight = torch.rand(5, 1700) + 0.5, torch.rand(7, 1700) + 0.5
+    made = Int8Linear.rounded(weight, None, 0.0, 1.5)
+    outputs = []
+    for kind in (torch.int8, None):
+        monkeypatch.setattr(linear, "integers", lambda kind=kind: kind)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            outputs.append(made(x))
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("variant", [None, "outeffhop"])
@@ -170,6 +201,18 @@ def test_encoder_loads_again(tmp_path: Path) -> None:
     got = forward(quantised(model, batch, symmetric=True), batch)
     model.save_pretrained(tmp_path)
     assert torch.equal(forward(int8_loaded(AutoModelForMaskedLM.from_pretrained(tmp_path)).eval(), batch), got)
+
+
+def test_a_symmetric_scheme_has_no_zero_points(tmp_path: Path) -> None:
+    """An engine stops at tensors that the scheme in the config does not have."""
+    pytest.importorskip("compressed_tensors", reason=LOADS)
+    model, batch = fresh("llama", torch.float32), batch_of("llama", torch.float32)
+    got = forward(quantised(model, batch, symmetric=True), batch)
+    for folder in (tmp_path / "once", tmp_path / "twice"):
+        model.save_pretrained(folder)
+        assert not any("zero_point" in name for name in load_file(folder / "model.safetensors"))
+        model = loaded(folder, torch.float32, swapped=False)
+        assert torch.equal(forward(model, batch), got)
 
 
 def test_what_is_saved_is_read_as_static_int8(tmp_path: Path) -> None:

@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Llama4TextConfig,
+    MixtralConfig,
+    NanoChatConfig,
+    OlmoConfig,
+    OlmoeConfig,
+    PhimoeConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.analysis import record
-from hf_attn_swap.quantization import Point, fake_w8a8, int8_dynamic, machine_w8a8, points
+from hf_attn_swap.quantization import (
+    Point,
+    fake_w8a8,
+    input_ranges,
+    int8_dynamic,
+    int8_static,
+    machine_w8a8,
+    points,
+)
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, padding_side, perturb
@@ -280,11 +300,11 @@ def test_what_was_not_reached_is_refused_and_inputs_are_left_alone() -> None:
 
 def test_without_torchao_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchao.quantization", None)
-    with pytest.raises(ImportError, match=r"hf-attn-swap\[quant\]"):
+    with pytest.raises(ImportError, match=r"hf-attn-swap\[torchao\]"):
         int8_dynamic(fresh("bert", torch.float32))
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed (extra quant)")
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed (extra torchao)")
 @pytest.mark.filterwarnings("ignore")  # torchao's own
 @pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name != "gpt2"])
 def test_integer_kernels(name: str) -> None:
@@ -293,3 +313,95 @@ def test_integer_kernels(name: str) -> None:
     wanted = forward(model, batch)
     got = forward(int8_dynamic(model), batch)
     assert 0 < (got - wanted).norm() < 0.2 * wanted.norm()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed (extra torchao)")
+@pytest.mark.filterwarnings("ignore")  # torchao's own
+@pytest.mark.parametrize("variant", [None, "gated"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_dynamic_integers_are_saved(name: str, variant: str | None, tmp_path: Path) -> None:
+    model, batch = zoo.build(name, head="lm").eval(), batch_of(name, torch.float32)
+    other = type(model)(model.config)
+    if variant is not None:
+        perturb(patch_model(model, variant))
+    got = forward(int8_dynamic(model), batch)
+    model.save_pretrained(tmp_path)
+    assert not hasattr(other.config, "quantization_config")
+    assert torch.equal(forward(type(model).from_pretrained(tmp_path).eval(), batch), got)
+
+
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "pad_token_id": 1,
+}
+TOKENS = {"input_ids": torch.arange(5, 25)[None]}
+
+
+@pytest.mark.parametrize("protocol", [fake_w8a8, machine_w8a8])
+@pytest.mark.parametrize("config", [OlmoConfig(**SMALL), NanoChatConfig(**SMALL)], ids=lambda config: config.model_type)
+def test_norms_without_a_scale(config: Any, protocol: Any) -> None:
+    model = AutoModelForCausalLM.from_config(config).eval()
+    wanted = forward(model, TOKENS)
+    with protocol(model, [TOKENS]), torch.no_grad():
+        got = forward(model, TOKENS)
+    assert 0 < (got - wanted).norm() < 0.2 * wanted.norm()
+
+
+@pytest.mark.parametrize("protocol", [fake_w8a8, machine_w8a8])
+def test_a_router_that_is_a_linear_stays_wide(protocol: Any) -> None:
+    """It returns its scores and the chosen experts, which are no numbers to round."""
+
+    class Router(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scores = super().forward(x)
+            return scores, scores.argmax(-1)
+
+    model = fresh("llama", torch.float32)
+    router, seen = Router(8, 2), []
+    inputs = torch.randn(3, 8)
+    model.base_model.add_module("router", router)
+    model.base_model.register_forward_hook(lambda *_: seen.append(router(inputs)[0]))
+    batch = batch_of("llama", torch.float32)
+    with protocol(model, [batch]), torch.no_grad():
+        forward(model, batch)
+    assert torch.equal(seen[-1], nn.functional.linear(inputs, router.weight, router.bias))
+
+
+def made_static(model: Any, batches: Any) -> None:
+    int8_static(model, input_ranges(model, batches))
+
+
+def within(protocol: Any) -> Any:
+    def run(model: Any, batches: Any) -> None:
+        with protocol(model, batches):
+            forward(model, *batches)
+
+    return run
+
+
+@pytest.mark.parametrize("rounds", [within(fake_w8a8), within(machine_w8a8), made_static])
+@pytest.mark.parametrize(
+    "config",
+    [
+        MixtralConfig(**SMALL, num_local_experts=4),
+        Qwen2MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32),
+        Qwen3MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=32),
+        OlmoeConfig(**SMALL, num_experts=4),
+        PhimoeConfig(**SMALL, num_local_experts=4),
+        Llama4TextConfig(**SMALL, intermediate_size_mlp=96, num_local_experts=4, head_dim=16),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_stacked_experts_are_refused(config: Any, rounds: Any) -> None:
+    """Their weights would stay wide, and a checkpoint beside 8-bit integers could not be loaded."""
+    model = AutoModelForCausalLM.from_config(config).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="experts"):
+        rounds(model, [TOKENS])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not hasattr(model.config, "quantization_config")

@@ -28,9 +28,10 @@ import hf_attn_swap.analysis.outliers as outliers
 from hf_attn_swap import describe, patch_model
 from hf_attn_swap.conversion import rows as rows_module
 from hf_attn_swap.measuring.recall import recall
+from hf_attn_swap.publish import converted
 from hf_attn_swap.publish.converted import auto_class
 from hf_attn_swap.publish.results import RunResult
-from hf_attn_swap.quantization import machine_w8a8
+from hf_attn_swap.quantization import int8_loaded, machine_w8a8
 from hf_attn_swap.text.typed import parse_count, parse_share
 from hf_attn_swap.training import data as data_module
 from hf_attn_swap_cli import measures
@@ -466,7 +467,18 @@ def test_models_with_other_outputs_are_not_compared(
     assert "so they cannot be compared." in outcome.err
 
 
+READS = """
+import sys, torch
+from transformers import AutoModelForSequenceClassification
+model = AutoModelForSequenceClassification.from_pretrained(sys.argv[1]).eval()
+torch.save(model(torch.arange(6)[None]).logits, sys.argv[2])
+assert not any(name.startswith("hf_attn_swap") for name in sys.modules)
+"""
+
+
 def test_quantize_saves_integers(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
+    """Nothing is swapped in it, so transformers loads it without this package."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra quant)")
     out = tmp_path / "out"
     words = ("--data", texts, "--length", "16", "--device", "cpu", "--base-model", "me/tiny-bert")
     outcome = command("quantize", tiny_bert, out, *words)
@@ -482,12 +494,46 @@ def test_quantize_saves_integers(command: Command, tiny_bert: Path, texts: Path,
     assert json.loads((out / "config.json").read_text())["quantization_config"]["format"] == "int-quantized"
     assert RunResult.load(out / "results.json").variant == "softmax"
     card = (out / "README.md").read_text()
-    assert 'pip install "hf-attn-swap[quant]"' in card
+    assert "pip install compressed-tensors" in card
+    assert "import hf_attn_swap" not in card
+    assert "replaced" not in card
     assert "base_model_relation: quantized" in card
     assert "8-bit integers: " in card
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["BertForSequenceClassification"]
+    assert not {"attn_swap", "attn_implementation", "auto_map"} & config.keys()
+    assert not any(name.endswith(".py") or "attn_swap" in name for name in [*weights, *map(str, out.iterdir())])
+    subprocess.run([sys.executable, "-c", READS, out, tmp_path / "logits"], check=True, cwd=tmp_path)
+    model = int8_loaded(AutoModelForSequenceClassification.from_pretrained(out)).eval()
+    with torch.no_grad():
+        wanted = model(torch.arange(6)[None]).logits
+    assert (torch.load(tmp_path / "logits") - wanted).norm() < 1e-5 * wanted.norm()
 
 
-def test_quantize_within_a_budget(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
+def test_quantize_needs_what_loads_its_result(
+    command: Command, tiny_bert: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converted, "is_compressed_tensors_available", lambda: False)
+    outcome = command("quantize", tiny_bert, tmp_path / "out", "--data", texts)
+    assert outcome.code == 2
+    assert 'pip install "hf-attn-swap[quant]"' in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_quantize_says_how_a_converted_model_is_rounded(
+    command: Command, tiny_bert: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converted, "is_compressed_tensors_available", lambda: True)
+    assert command("patch", tiny_bert, "belief", tmp_path / "belief").code == 0
+    outcome = command("quantize", tmp_path / "belief", tmp_path / "out", "--data", texts)
+    assert outcome.code == 2
+    assert "int8_static" in outcome.err
+
+
+def test_quantize_within_a_budget(
+    command: Command, tiny_bert: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converted, "is_compressed_tensors_available", lambda: True)  # nothing is loaded again
     out = tmp_path / "out"
     words = (
         "quantize",

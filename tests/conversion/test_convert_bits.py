@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from hf_attn_swap import describe
 from hf_attn_swap.conversion import lesson
 from hf_attn_swap.conversion.steps.distil import StopWithin
 from hf_attn_swap.quantization import Int8Linear
@@ -50,8 +49,33 @@ def test_the_steps_and_what_they_leave(training: bool) -> None:
     assert loss["in 8 bits, smoothed"] < loss["in 8 bits"] / 2
     assert loss["8-bit integers"] == pytest.approx(loss["in 8 bits, smoothed"], rel=0.1)
     assert sum(isinstance(module, Int8Linear) for module in model.modules()) == 7 * len(model.model.layers)
-    assert "smoothed" in str(describe(model))
+    assert any("smoothed" in line.lower() for line in report.notes())
     assert forward(model, batch_of("llama", torch.float32)).isfinite().all()
+
+
+def test_without_a_sink_the_result_is_a_stock_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smoothed weights stay as they are, and so does every number."""
+    leaves, before = integers._leave_stock, []
+
+    def noted(state: Any) -> None:
+        assert any(swap.fitted for swap in swaps(state.model))
+        before.append(forward(state.model, batch))
+        leaves(state)
+
+    batch = batch_of("llama", torch.float32)
+    monkeypatch.setattr(integers, "_leave_stock", noted)
+    report = in_bits(model := llama(), absorb=False)
+    assert len(report.layers) > 0
+    assert not swaps(model)
+    assert getattr(model.config, "attn_swap", None) is None
+    assert any(isinstance(module, Int8Linear) for module in model.modules())
+    assert torch.equal(forward(model, batch), *before)
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_the_report_says_that_this_processor_is_slow(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integers, "kernel_dtype", lambda: None if slow else torch.uint8)
+    assert any("VNNI" in line for line in in_bits(stock("bert"), name="bert").notes()) is slow
 
 
 def test_smoothing_that_loses_more_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,12 +97,15 @@ def push_folder(
         ValueError: as for `push`, or the folder holds no converted model.
     """
     folder = Path(folder)
-    modules, swaps = read_swaps(saved_block(folder))
     if results is None and (folder / RESULTS_FILE).is_file():
         results = folder / RESULTS_FILE
+    run = results if results is None or isinstance(results, RunResult) else RunResult.load(results)
+    if run is None or run.swapped:
+        modules, swaps = read_swaps(saved_block(folder))
+    else:
+        modules, swaps = run.modules, run.swaps
     files = _weights(folder)
-    if results is not None:
-        run = results if isinstance(results, RunResult) else RunResult.load(results)
+    if run is not None:
         _check_same(run, modules, swaps)
         files |= {RESULTS_FILE: run.to_json().encode(), CARD: render(run, repo_id).encode()}
     api = HfApi(token=token)

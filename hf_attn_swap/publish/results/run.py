@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...layer.calibration import FITS
+from ...variants.softmax import Softmax
 from .parts import AppliedSwap, BaseModel, Budget, Cost, DataSet, Interval, Measured, Metric, different
 from .record import Record, read_record
 
@@ -112,6 +113,11 @@ class RunResult(Record):
     def variant(self) -> str:
         """The variant in one line; the variants of a hybrid model are separated by commas."""
         return ", ".join(dict.fromkeys(swap.variant for swap in self.swaps))
+
+    @property
+    def swapped(self) -> bool:
+        """False for a model that was only quantized, and keeps its own softmax attention."""
+        return self.base.relation != "quantized" or self.variant != Softmax.name
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form; `study`, `steps` and `stock` are left out where they are not recorded."""
