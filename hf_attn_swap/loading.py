@@ -175,7 +175,9 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
             at = home(layer.site.container, layer.site.core)
             try:
                 for name, spec in entry.fitted.items():
-                    swap.put(FITTED[name].from_spec(spec, swap.geometry).beside(at))
+                    with at.device:
+                        fit = FITTED[name].from_spec(spec, swap.geometry)
+                    swap.put(fit.beside(at))
             except ValueError as problem:
                 raise _damaged(problem) from None
             swaps[layer] = swap

@@ -241,9 +241,11 @@ def build_swap(
         ValueError: a variant does not fit the module.
     """
     site = layer.site
+    device, dtype = home(site.container, site.core)
     try:
-        fitted, sizes = fit_options(classes, options, site.kind), site.family.geometry(site.core)
-        swap = Swap(classes, fitted, sizes, strength=strength, selection=selection)
+        fitted, sizes = fit_options(classes, options, site.kind), site.geometry()
+        with device:  # whatever the default device is: from a meta tensor nothing could be moved
+            swap = Swap(classes, fitted, sizes, strength=strength, selection=selection)
     except ValueError as problem:
         raise ValueError(f"{site.path}: {problem}") from None
     if site.resized is not None and any(swap.at(place) is not None for place in ("read", "write")):
@@ -263,6 +265,12 @@ def build_swap(
             f"{site.path}: {type(site.core).__name__} {site.biased}, but {'+'.join(swap.names)} computes no scores, so "
             "this has no place in it; use another variant, or leave these layers out (modules= or layers=)."
         )
+    if site.query_scale is None and swap.places().replacement is not None:
+        raise ValueError(
+            f"{site.path}: {type(site.core).__name__} scales its queries by a factor that hf_attn_swap cannot read, "
+            f"but {'+'.join(swap.names)} needs them unscaled; use another variant, or leave these layers out "
+            "(modules= or layers=)."
+        )
     wrapped = "forward" in site.container.__dict__ and not isinstance(site.container, Block)
     if wrapped and swap.writes and site.family.block in BLOCKS:
         raise ValueError(f"{site.path}: its forward is already wrapped (device dispatch); patch the model before.")
@@ -271,12 +279,12 @@ def build_swap(
             f"{site.path}: {'+'.join(swap.names)} acts after W_o, which {type(site.core).__name__} leaves to another "
             "module that hf_attn_swap does not know; use a variant that changes only what comes before W_o."
         )
-    device, dtype = home(site.container, site.core)
     swap.to(device=device, dtype=dtype)
     if device.type != "meta":
-        generator = torch.Generator().manual_seed(layer.number)
-        for variant in swap.variants:
-            variant.reset(generator)
+        with torch.device("cpu"):  # the device of the generator
+            generator = torch.Generator().manual_seed(layer.number)
+            for variant in swap.variants:
+                variant.reset(generator)
     return swap.train(site.core.training)
 
 

@@ -258,7 +258,8 @@ def replaced(variant: Replacement, inputs: Inputs, call: Call, want_weights: boo
         ValueError: the architecture or the mask adds numbers to scores, or the cache holds a state while the caller
             wants weights or gives a mask of queries and keys.
     """
-    inputs = replace(inputs, masks=inputs.masks.closed())
+    raw = inputs.query / variant.geometry.query_scale if variant.geometry.query_scale != 1 else inputs.query
+    inputs = replace(inputs, query=raw, masks=inputs.masks.closed())
     _refuse_bias(variant, inputs)
     summed = inputs.masks.given is None and (inputs.masks.causal or inputs.query.shape[2] == 1)
     if call.state is not None and not summed and call.state.give_up():
