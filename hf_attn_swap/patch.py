@@ -79,6 +79,9 @@ def patch_model(
         installation.start(model)
     else:
         installation.refuse_merged("patched again", swaps)
+        _warn_of_loss(swaps)
+        for layer, swap in swaps.items():
+            swap.retrained = layer.swapped and layer.swap.retrained
     installation.put(swaps)
     _warn_user(root, swaps.values())
     return model
@@ -280,11 +283,9 @@ def build_swap(
             "module that hf_attn_swap does not know; use a variant that changes only what comes before W_o."
         )
     swap.to(device=device, dtype=dtype)
+    swap.seed = layer.number
     if device.type != "meta":
-        with torch.device("cpu"):  # the device of the generator
-            generator = torch.Generator().manual_seed(layer.number)
-            for variant in swap.variants:
-                variant.reset(generator)
+        swap.reset(layer.number)
     return swap.train(site.core.training)
 
 
@@ -341,6 +342,24 @@ def check_layers(layers: int | Iterable[int] | None, count: int) -> list[int]:
     if wrong := [index for index in chosen if not 0 <= index < count]:
         raise ValueError(f"layers {wrong} do not exist; this model has swappable layers 0 to {count - 1}.")
     return sorted(set(chosen))
+
+
+def _warn_of_loss(layers: Iterable[Layer]) -> None:
+    """Warn about what a conversion or a training left in swaps that are about to leave their layers."""
+    lost: dict[str, list[int]] = {}
+    for layer in layers:
+        swaps = layer.copies
+        words = sorted({fit.words() for swap in swaps for fit in swap.fitted.values()})
+        words += ["trained parameters"] if any(swap.trained for swap in swaps) else []
+        words += ["weights that were trained for it"] if any(swap.retrained for swap in swaps) else []
+        if words:
+            lost.setdefault(f"{'+'.join(swaps[0].names)} ({', '.join(words)})", []).append(layer.number)
+    for what, numbers in lost.items():
+        warnings.warn(
+            f"layers {numbers} lose the converted {what}; save the model before you patch it again, or leave these "
+            "layers out (layers=).",
+            stacklevel=3,
+        )
 
 
 def _warn_user(root: nn.Module, swaps: Iterable[Swap]) -> None:
