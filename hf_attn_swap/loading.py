@@ -37,6 +37,7 @@ from .wiring.install import ATTRIBUTE, VERSION, Installation, Record
 ABSENT = object()
 LIMIT = 100_000  # no model has more attention modules, so a larger number comes from a damaged file
 PLACE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+SHOWN = 3  # how many weights an error names
 LONGEST = 400  # the largest number of characters that an error quotes from a damaged file
 KEYS = {"variant", "layers", "options", "strength"}
 OPTIONAL_KEYS = {"modules", "retrained"}  # beside the names of fits
@@ -175,7 +176,9 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
             at = home(layer.site.container, layer.site.core)
             try:
                 for name, spec in entry.fitted.items():
-                    swap.put(FITTED[name].from_spec(spec, swap.geometry).beside(at))
+                    with at.device:
+                        fit = FITTED[name].from_spec(spec, swap.geometry)
+                    swap.put(fit.beside(at))
             except ValueError as problem:
                 raise _damaged(problem) from None
             swaps[layer] = swap
@@ -195,10 +198,18 @@ def _check_loaded(model: nn.Module, info: dict[str, Any], where: str) -> None:
             f"{where}: the swap in config.json was made for another model than {type(model).__name__} (another number "
             "of attention modules); load the class that was saved."
         )
+    if described and info.get("missing_keys") and info.get("unexpected_keys"):
+        saved, opened = model.config.model_type, type(model.config).model_type  # type: ignore[union-attr]  # described
+        if saved != opened:
+            raise ValueError(
+                f"{where}: a model of the type {saved!r}, but {type(model).__name__} is of the type {opened!r}; "
+                "load it with the class that was saved, or with an AutoModel class."
+            )
     for kind in ("missing", "unexpected", "mismatched"):
         keys = (key if isinstance(key, str) else key[0] for key in info.get(f"{kind}_keys") or ())
         if wrong := sorted(key for key in keys if ".attn_swap." in f".{key}"):
-            raise ValueError(f"{where}: {kind} weights of the swapped attention: {', '.join(wrong)}.")
+            more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+            raise ValueError(f"{where}: {kind} weights of the swapped attention: {', '.join(wrong[:SHOWN])}{more}.")
     for module in model.modules():
         if isinstance(module, Swap):
             module.fresh = False

@@ -79,6 +79,9 @@ def patch_model(
         installation.start(model)
     else:
         installation.refuse_merged("patched again", swaps)
+        _warn_of_loss(swaps)
+        for layer, swap in swaps.items():
+            swap.retrained = layer.swapped and layer.swap.retrained
     installation.put(swaps)
     _warn_user(root, swaps.values())
     return model
@@ -241,9 +244,11 @@ def build_swap(
         ValueError: a variant does not fit the module.
     """
     site = layer.site
+    device, dtype = home(site.container, site.core)
     try:
-        fitted, sizes = fit_options(classes, options, site.kind), site.family.geometry(site.core)
-        swap = Swap(classes, fitted, sizes, strength=strength, selection=selection)
+        fitted, sizes = fit_options(classes, options, site.kind), site.geometry()
+        with device:  # whatever the default device is: from a meta tensor nothing could be moved
+            swap = Swap(classes, fitted, sizes, strength=strength, selection=selection)
     except ValueError as problem:
         raise ValueError(f"{site.path}: {problem}") from None
     if site.resized is not None and any(swap.at(place) is not None for place in ("read", "write")):
@@ -263,6 +268,12 @@ def build_swap(
             f"{site.path}: {type(site.core).__name__} {site.biased}, but {'+'.join(swap.names)} computes no scores, so "
             "this has no place in it; use another variant, or leave these layers out (modules= or layers=)."
         )
+    if site.query_scale is None and swap.places().replacement is not None:
+        raise ValueError(
+            f"{site.path}: {type(site.core).__name__} scales its queries by a factor that hf_attn_swap cannot read, "
+            f"but {'+'.join(swap.names)} needs them unscaled; use another variant, or leave these layers out "
+            "(modules= or layers=)."
+        )
     wrapped = "forward" in site.container.__dict__ and not isinstance(site.container, Block)
     if wrapped and swap.writes and site.family.block in BLOCKS:
         raise ValueError(f"{site.path}: its forward is already wrapped (device dispatch); patch the model before.")
@@ -271,12 +282,10 @@ def build_swap(
             f"{site.path}: {'+'.join(swap.names)} acts after W_o, which {type(site.core).__name__} leaves to another "
             "module that hf_attn_swap does not know; use a variant that changes only what comes before W_o."
         )
-    device, dtype = home(site.container, site.core)
     swap.to(device=device, dtype=dtype)
+    swap.seed = layer.number
     if device.type != "meta":
-        generator = torch.Generator().manual_seed(layer.number)
-        for variant in swap.variants:
-            variant.reset(generator)
+        swap.reset(layer.number)
     return swap.train(site.core.training)
 
 
@@ -333,6 +342,24 @@ def check_layers(layers: int | Iterable[int] | None, count: int) -> list[int]:
     if wrong := [index for index in chosen if not 0 <= index < count]:
         raise ValueError(f"layers {wrong} do not exist; this model has swappable layers 0 to {count - 1}.")
     return sorted(set(chosen))
+
+
+def _warn_of_loss(layers: Iterable[Layer]) -> None:
+    """Warn about what a conversion or a training left in swaps that are about to leave their layers."""
+    lost: dict[str, list[int]] = {}
+    for layer in layers:
+        swaps = layer.copies
+        words = sorted({fit.words() for swap in swaps for fit in swap.fitted.values()})
+        words += ["trained parameters"] if any(swap.trained for swap in swaps) else []
+        words += ["weights that were trained for it"] if any(swap.retrained for swap in swaps) else []
+        if words:
+            lost.setdefault(f"{'+'.join(swaps[0].names)} ({', '.join(words)})", []).append(layer.number)
+    for what, numbers in lost.items():
+        warnings.warn(
+            f"layers {numbers} lose the converted {what}; save the model before you patch it again, or leave these "
+            "layers out (layers=).",
+            stacklevel=3,
+        )
 
 
 def _warn_user(root: nn.Module, swaps: Iterable[Swap]) -> None:

@@ -159,5 +159,5 @@ def _layout(installation: Installation) -> list[tuple[Any, ...]]:
             swap = layer.swap
             spec = swap.spec()
             order = swap.wiring.order if swap.carries and swap.wiring is not None else None
-        found.append((stock_class(site.core).__name__, site.family.geometry(site.core), spec, order))
+        found.append((stock_class(site.core).__name__, site.geometry(), spec, order))
     return found

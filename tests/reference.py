@@ -131,8 +131,6 @@ class SlowLayer(nn.Module):
             q, k = apply_rotary_pos_emb(q, k, *rotary)
         self.groups = groups = q.shape[1] // k.shape[1]
         k, v = (torch.stack([t[:, h // groups] for h in range(q.shape[1])], 1) for t in (k, v))
-        if self.kind == "OPTAttention":  # OPT scales its queries, which matters where there is no softmax
-            return q * width**-0.5, k, v, 1.0
         return q, k, v, width**-0.5
 
     def output_projection(self, joined: Tensor) -> Tensor:

@@ -85,6 +85,7 @@ def try_longest(root: PreTrainedModel, rows: Rows) -> Any:
         raise ValueError(
             f"a row has {size:,} tokens, and the model has {positions:,} positions; take length={positions} or less."
         )
+    _check_tokens(root, batch)
     try:
         with evaluating(root):
             return forward(root, without_labels(batch))
@@ -96,3 +97,21 @@ def try_longest(root: PreTrainedModel, rows: Rows) -> Any:
             f"{type(root).__name__} cannot read a row with {', '.join(sorted(batch))}: {reason}. Rows that are ready "
             "must hold every input that the model needs, such as decoder_input_ids."
         ) from error
+
+
+def _check_tokens(root: PreTrainedModel, batch: Any) -> None:
+    """Refuse a token that the model does not have: the tokenizer is most likely that of another model.
+
+    Raises:
+        ValueError: a number in `input_ids` is as large as the number of embeddings, or larger.
+    """
+    ids = batch.get("input_ids")
+    try:
+        known = getattr(root.get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:  # a model that has none
+        known = None
+    if known is not None and isinstance(ids, torch.Tensor) and int(ids.max()) >= known:
+        raise ValueError(
+            f"a row has the token {int(ids.max()):,}, and {type(root).__name__} knows {known:,} tokens; give the "
+            "tokenizer of this model (processor=)."
+        )

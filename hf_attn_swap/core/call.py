@@ -42,6 +42,8 @@ class Geometry:
         head_dim: width of a head, which is that of its values, D.
         hidden: width of the module's input and output, E.
         key_dim: width of a query and of a key; None means as wide as a value.
+        query_scale: the factor by which the module itself has multiplied its queries, instead of a scaling of the
+            attention function. A variant without scores divides by it.
     """
 
     heads: int
@@ -49,6 +51,7 @@ class Geometry:
     head_dim: int
     hidden: int
     key_dim: int | None = None
+    query_scale: float = 1.0
 
 
 class Home(NamedTuple):

@@ -6,13 +6,14 @@ Each known architecture has one small file. `generic` finds the places in every 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
 from torch import nn
 
+from ..core.call import Geometry
 from ..core.kind import Kind
 from . import generic
 from .base import Family
@@ -52,6 +53,8 @@ class Site:
         packed: why the module's input is not one row per query, which some variants need, or None.
         resized: why the module's output is no tensor like its input, which some variants need, or None.
         biased: what the module does to its scores, beside scaling and masking, as the predicate of a sentence; or None.
+        query_scale: the factor by which the module itself multiplies its queries in place of the attention function;
+            None if the source does not show a number.
         by_mask: True if the forward hands its mask on to the attention function, but no keyword arguments.
         states: the name of the container's first argument, which is the input of the attention.
         others: the arguments of the core that are the states of another sequence, if they are given.
@@ -73,6 +76,7 @@ class Site:
     packed: str | None
     resized: str | None
     biased: str | None
+    query_scale: float | None
     by_mask: bool
     states: str
     others: tuple[str, ...]
@@ -90,6 +94,10 @@ class Site:
     def input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The input x of the attention, among the arguments of a call of the container."""
         return args[0] if args else kwargs[self.states]
+
+    def geometry(self) -> Geometry:
+        """The sizes of the module, and the scale of its queries (1 if it is not known)."""
+        return replace(self.family.geometry(self.core), query_scale=self.query_scale or 1.0)
 
     @property
     def kind(self) -> Kind:
@@ -144,6 +152,7 @@ def _walk(model: nn.Module) -> Iterator[Site]:
             packed=generic.packed(core, cls),
             resized=generic.resized(core),
             biased=generic.biased(core, cls),
+            query_scale=generic.query_scale(core, cls, family),
             by_mask=generic.by_mask(cls),
             states=next(iter(arguments(stock_class(container))), ""),
             others=other_states(cls, family.key),

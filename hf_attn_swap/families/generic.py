@@ -7,7 +7,9 @@ guessed.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import math
 from typing import Any
 
 from torch import nn
@@ -23,9 +25,11 @@ from .source import (
     learned_input,
     mixes_mask,
     names_implementation,
+    number,
     other_states,
     passed_through,
     projected,
+    scales,
     stock_class,
     unknown_keywords,
 )
@@ -96,6 +100,19 @@ def biased(module: nn.Module, cls: Any) -> str | None:
     if mixes_mask(cls):
         return "adds numbers of its own to its scores, by way of the mask"
     return None
+
+
+def query_scale(module: nn.Module, cls: Any, family: Family) -> float | None:
+    """The factor by which this module scales its queries (and keys) where the attention function gets a scaling of 1.
+
+    None if it cannot be read. With another scaling, what a module multiplies its queries by is part of its queries, as
+    its norms and its rotary embedding are.
+    """
+    given = {call.keywords.get("scaling", "None") for call in interface_calls(cls)}
+    if any(number(ast.parse(text, mode="eval").body, module) != 1 for text in given):
+        return 1.0
+    factors = [number(factor, module) for factor in scales(cls, (family.query, family.key))]
+    return None if None in factors else float(math.prod(factors))  # type: ignore[arg-type]  # none of them is None
 
 
 def _passes(module: nn.Module, cls: Any, name: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from torch import nn
 from transformers import AttentionInterface
 
+_OPERATIONS = {ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Pow: operator.pow}
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -382,6 +384,100 @@ def _origins(node: ast.AST, forward: ast.FunctionDef, seen: set[str]) -> set[str
     return set()
 
 
+@_once_per_forward
+def scales(cls: Any, projections: tuple[str | None, ...]) -> tuple[ast.AST | None, ...]:
+    """What the forward of this class multiplies its queries and keys by, behind their projections.
+
+    Each factor is an expression, which `number` may be able to read. None stands for what is no plain factor: a product
+    of two tensors, what a method of the module computes, or a factor that depends on a condition.
+
+    Args:
+        cls: the class of an attention module.
+        projections: the paths from the module to the projections of its queries and keys.
+    """
+    forward = _function(cls)
+    factors: dict[int, ast.AST | None] = {}  # by the node: queries and keys pass some nodes together
+    if forward is None:
+        return ()
+    always = {id(node) for step in forward.body if not isinstance(step, ast.If) for node in ast.walk(step)}
+    seen: set[str] = set()
+
+    def follow(node: ast.AST) -> None:
+        if isinstance(node, ast.Name) and node.id not in seen:
+            seen.add(node.id)
+            for value in _values(node.id, forward):
+                follow(value)
+        elif isinstance(node, ast.IfExp):
+            follow(node.body)
+            follow(node.orelse)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
+            turned = _is_number(node.left) and isinstance(node.op, ast.Mult)
+            tensor, factor = (node.right, node.left) if turned else (node.left, node.right)
+            inverse = ast.BinOp(ast.Constant(1.0), ast.Div(), factor) if isinstance(node.op, ast.Div) else factor
+            factors[id(node)] = inverse if _is_number(factor) and id(node) in always else None
+            follow(tensor)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func).removeprefix("self.")
+            if isinstance(node.func, ast.Attribute) and _name(node.func.value) != "self":
+                if node.func.attr.startswith(("mul", "div")):
+                    factors[id(node)] = None
+                follow(node.func.value)
+            elif name not in projections:
+                method = _function(cls, name)
+                if method is not None and any(isinstance(part, (ast.Mult, ast.Div)) for part in ast.walk(method)):
+                    factors[id(node)] = None
+                for given in node.args[:2]:  # a rotary embedding takes queries and keys, then its angles
+                    follow(given)
+
+    for node in _given_tensors(cls, forward):
+        follow(node)
+    return tuple(factors.values())
+
+
+def number(expression: ast.AST | None, module: nn.Module) -> float | None:
+    """The value of an expression of numbers and of attributes of a module; None if it is no such expression."""
+    match expression:
+        case ast.Constant(value=int() | float() as value):
+            return float(value)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            inside = number(operand, module)
+            return None if inside is None else -inside
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            held = getattr(module, name, None)
+            return float(held) if isinstance(held, (int, float)) else None
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            one, other = number(left, module), number(right, module)
+            return None if one is None or other is None else float(_OPERATIONS[type(op)](one, other))
+    return None
+
+
+def _is_number(node: ast.AST) -> bool:
+    """True if an expression consists of numbers and of attributes of the module."""
+    known = (ast.Constant, ast.Attribute, ast.Name, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Load)
+    parts = list(ast.walk(node))
+    return all(isinstance(part, known) and (not isinstance(part, ast.Name) or part.id == "self") for part in parts)
+
+
+def _given_tensors(cls: Any, forward: ast.FunctionDef) -> Iterator[ast.AST]:
+    """What the forward of this class gives to the attention function as its queries and keys."""
+    names = {name for node in ast.walk(forward) for name in _bound_to(node, _interfaces(cls))}
+    for call in ast.walk(forward):
+        if isinstance(call, ast.Call) and _name(call.func) in names:
+            yield from call.args[1:3]
+            yield from (keyword.value for keyword in call.keywords if keyword.arg in ("query", "key"))
+
+
+def _values(name: str, forward: ast.FunctionDef) -> Iterator[ast.AST]:
+    """As `_assigned`, with what the name is assigned together with other names, and by an operator."""
+    for node in ast.walk(forward):
+        if isinstance(node, ast.Assign) and any(
+            _name(part) == name for target in node.targets for part in getattr(target, "elts", [target])
+        ):
+            yield node.value
+        elif isinstance(node, ast.AugAssign) and _name(node.target) == name:
+            yield ast.copy_location(ast.BinOp(ast.Name(name), node.op, node.value), node)
+
+
 def _assigned(name: str, forward: ast.FunctionDef) -> Iterator[ast.AST]:
     """Every expression that the forward assigns to this name alone."""
     for node in ast.walk(forward):
@@ -472,10 +568,10 @@ def _interfaces(cls: Any) -> frozenset[str]:
     return frozenset(name for name in used if isinstance(names.get(name), AttentionInterface))
 
 
-def _function(cls: Any) -> ast.FunctionDef | None:
-    """The parsed forward of a class; None if the class has no Python source."""
+def _function(cls: Any, method: str = "forward") -> ast.FunctionDef | None:
+    """The parsed forward of a class, or another method; None if the class has no Python source of it."""
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(cls, method))))
     except (OSError, TypeError, AttributeError):  # no Python source: built in, compiled, or no forward at all
         return None
     found = ast.parse(source).body[0]

@@ -20,7 +20,7 @@ from ..core.masks import traced
 from ..kernels import softmax_n, weighted, windows
 from ..kernels.dispatch import Form, Setting, joined_form, weighted_form, windows_form
 from ..kernels.weighing import Rule
-from ..variants.base import Replacement, Variant
+from ..variants.base import Replacement, Variant, same_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
     if inputs.position_bias is not None:
         scores = scores + inputs.position_bias
     if places.carrier is not None:
-        scores = places.carrier.carry(scores, call)
+        scores = same_shape(places.carrier, "carry", scores, places.carrier.carry(scores, call))
     scores = call.tapped("scores", scores)
     if (bias := inputs.masks.bias()) is not None:
         scores = scores + bias
@@ -225,12 +225,12 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     wide = scores.to(_wide(scores))
     if places.normalizer is not None:
-        weights = places.normalizer.normalize(wide, call)
+        weights = same_shape(places.normalizer, "normalize", wide, places.normalizer.normalize(wide, call))
     else:
         weights = torch.softmax(wide, -1)
     weights = call.tapped(NORMALIZED, weights)
     if places.adjuster is not None:
-        weights = places.adjuster.adjust(weights, call)
+        weights = same_shape(places.adjuster, "adjust", weights, places.adjuster.adjust(weights, call))
     if allowed is not None:  # a query that may see no key reads zeros, as in SDPA
         weights = weights.masked_fill(~allowed, 0.0)
     weights = call.tapped("probabilities", weights.to(value.dtype))
@@ -258,7 +258,8 @@ def replaced(variant: Replacement, inputs: Inputs, call: Call, want_weights: boo
         ValueError: the architecture or the mask adds numbers to scores, or the cache holds a state while the caller
             wants weights or gives a mask of queries and keys.
     """
-    inputs = replace(inputs, masks=inputs.masks.closed())
+    raw = inputs.query / variant.geometry.query_scale if variant.geometry.query_scale != 1 else inputs.query
+    inputs = replace(inputs, query=raw, masks=inputs.masks.closed())
     _refuse_bias(variant, inputs)
     summed = inputs.masks.given is None and (inputs.masks.causal or inputs.query.shape[2] == 1)
     if call.state is not None and not summed and call.state.give_up():

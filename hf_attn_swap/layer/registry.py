@@ -14,6 +14,7 @@ from ..core.options import check_values, plain
 from ..variants.base import VARIANTS, Variant
 
 Options = dict[str, dict[str, Any]]
+LONGEST = 100  # the largest number of characters that an error quotes
 ALMOST = 0.8  # the similarity of two names of which one has a letter or two wrong
 
 
@@ -82,7 +83,10 @@ def parse(variant: str) -> tuple[type[Variant], ...]:
             same place is taken twice: by two variants, or by one variant under two names.
     """
     if not isinstance(variant, str):
-        raise ValueError(f"the variant must be a name such as 'belief', got {variant!r}.")
+        given = f"{variant!r}"
+        if len(given) > LONGEST:  # a model, for one: the arguments may be in the wrong order
+            given = f"a {type(variant).__name__}; patch_model and convert take the model first, then the variant"
+        raise ValueError(f"the variant must be a name such as 'belief', got {given}.")
     classes = tuple(get_variant(name.strip()) for name in variant.split("+"))
     taken: dict[str, str] = {}
     for cls in classes:

@@ -7,6 +7,7 @@ Axes: B batch, L token, H head, Q query, K key, D head width, E model width.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from ..core.call import Call, Carried, FusedSoftmax, Geometry, Inputs, Strength
 from ..core.masks import transformed
 from ..kernels.dispatch import Form, Setting
-from ..variants.base import Replacement, Variant, mix
+from ..variants.base import Replacement, Variant, mix, same_shape
 from .compute import Places, attend, ordinary, reference, replaced
 from .fitted import FITTED, HEADS, WEIGHTS, Fitted
 from .registry import Options, build_options
@@ -137,6 +138,7 @@ class Swap(nn.Module):
         self.geometry = geometry
         self.wiring: Wiring | None = None
         self.fresh = True  # False if a checkpoint has given the new parameters their values
+        self.seed = 0  # of the values at the start
         self.retrained = False  # True if a conversion trained weights: strength 0 is no longer the original
         self.selection = selection
         self.options = options
@@ -347,7 +349,7 @@ class Swap(nn.Module):
         heads = call.tapped("context", heads)
         reader = self.at("read")
         if reader is not None:
-            heads = reader.read(heads, call)
+            heads = same_shape(reader, "read", heads, reader.read(heads, call))
         return self._corrected(heads, call.strength_in(heads.dtype)), weights
 
     def _corrected(self, heads_BLHD: Tensor, strength: Strength) -> Tensor:
@@ -376,8 +378,30 @@ class Swap(nn.Module):
         """Let the variants change the output of W_o: from (B,L,E) to (B,L,E)."""
         for variant in self.variants:
             if "write" in variant.changes:
-                out_BLE = variant.write(out_BLE, call)
+                out_BLE = same_shape(variant, "write", out_BLE, variant.write(out_BLE, call))
         return out_BLE
+
+    def reset(self, seed: int) -> None:
+        """Give the new parameters their values at the start, drawn by a generator of their own with this seed."""
+        self.seed = seed
+        with torch.device("cpu"):  # the device of the generator
+            generator = torch.Generator().manual_seed(seed)
+            for variant in self.variants:
+                variant.reset(generator)
+
+    def new_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the variants, without those of fits."""
+        return [parameter for variant in self.variants for parameter in variant.parameters()]
+
+    @property
+    def trained(self) -> bool:
+        """True if the parameters of the variants are no longer those at the start. They must not be on meta."""
+        own = self.new_parameters()
+        if any(parameter.is_meta or type(parameter).__name__ == "DTensor" for parameter in own):
+            return False
+        start = copy.deepcopy(self)
+        start.reset(self.seed)
+        return any(not torch.equal(now, then) for now, then in zip(own, start.new_parameters(), strict=True))
 
     def form(self, setting: Setting) -> Form:
         """The form that computes this layer's heads in this setting."""

@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -268,9 +269,22 @@ def parse(
     try:
         files = [configurations.find(word, recipe) for word in words[:count]]
         words = [*_without_accelerator(classes), *_from_yaml(files), *words[count:]]
-        return tuple(parser.parse_args_into_dataclasses(words))
+        *values, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
+        if unknown:
+            raise ValueError(_unknown(unknown[0], classes))
+        return tuple(values)
     except (ValueError, OSError) as problem:
         parser.exit(2, f"error: {' '.join(str(problem).split())}\n")
+
+
+def _unknown(word: str, classes: Sequence[Any]) -> str:
+    """The error for a word that no option takes."""
+    if not word.startswith("-"):
+        return f"{word!r} belongs to no option; write options as --name value (--help lists them)."
+    options = [f"--{option.name}" for cls in classes for option in fields(cls) if option.init]
+    meant = get_close_matches(word.partition("=")[0], options, n=1)
+    proposal = f"; did you mean {meant[0]}?" if meant else "."
+    return f"unknown option {word}{proposal} --help lists the options."
 
 
 def _from_yaml(paths: Sequence[Path]) -> list[str]:

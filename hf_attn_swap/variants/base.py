@@ -38,6 +38,22 @@ def mix(start: Tensor, end: Tensor, strength: Strength) -> Tensor:
     return torch.lerp(start, end, strength)
 
 
+def same_shape(variant: Variant, method: str, given: Tensor, changed: Tensor) -> Tensor:
+    """What a method of a variant returned, if it has the shape of what the method was given.
+
+    Another shape might be broadcast later, without an error.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if not torch.jit.is_tracing() and changed.shape != given.shape:  # a tracer warns about every comparison of sizes
+        raise ValueError(
+            f"{variant.name}: its method {method} returned a tensor of shape {tuple(changed.shape)}, expected "
+            f"{tuple(given.shape)}, the shape that it was given; let it return one number for each number."
+        )
+    return changed
+
+
 def unset_linear(width: int, out: int, *, bias: bool) -> nn.Linear:
     """A Linear without values. `reset` must set them, because drawing them here would use the global generator."""
     linear: nn.Linear = nn.utils.skip_init(nn.Linear, width, out, bias=bias)  # type: ignore[no-untyped-call]  # torch's

@@ -14,6 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..layer.swap import Swap
+
 WRAPPERS = {"base_model.model.": "model.unload()", "base_model.": "model.get_base_model()"}
 
 
@@ -45,6 +47,7 @@ def warn_alone(root: PreTrainedModel, save: str) -> None:
         root: the patched model inside the adapters.
         save: the line that saves the patched model without them.
     """
+    _warn_of_parameters(root)
     name = name_of_base(root)
     record = root.__dict__["attn_swap_installation"]  # `install.ATTRIBUTE`; `install` imports this file
     if record.bases.get(os.path.normpath(name)) == root.config.attn_swap:
@@ -62,6 +65,25 @@ def warn_alone(root: PreTrainedModel, save: str) -> None:
         f'    model = {cls}.from_pretrained("converted")',
         stacklevel=2,
     )
+
+
+def _warn_of_parameters(root: PreTrainedModel) -> None:
+    """Warn if the swaps have parameters that the adapter does not hold, and that train, or have never trained."""
+    children = [module._modules.get("attn_swap") for module in root.modules()]  # PEFT's wrapper, if it saves the swap
+    swaps = [child for child in children if isinstance(child, Swap) and child.new_parameters()]
+    names = " and ".join(dict.fromkeys("+".join(swap.names) for swap in swaps))
+    if any(parameter.requires_grad for swap in swaps for parameter in swap.new_parameters()):
+        warnings.warn(
+            f"an adapter is saved without the parameters of {names}, which train beside it: they would be lost. Make "
+            'the adapter with modules_to_save=["attn_swap"], or save the swapped model too.',
+            stacklevel=2,
+        )
+    elif swaps and not any(swap.trained for swap in swaps):
+        warnings.warn(
+            f"the parameters of {names} have not trained, because the adapter froze them. Make the adapter with "
+            'modules_to_save=["attn_swap"], so that they train and are saved with it.',
+            stacklevel=2,
+        )
 
 
 def name_of_base(root: PreTrainedModel) -> str:

@@ -96,14 +96,20 @@ def _shortens(root: Any, group: str, members: list[Layer]) -> bool:
 
 def _alike(blocks: list[nn.Module]) -> bool:
     """True if the numbers of these blocks are the same, but for numbers that count the blocks."""
-    plain = (bool, int, float, tuple, type(None))
     for name in vars(blocks[0]):
         values = [vars(block).get(name) for block in blocks]
-        if name.startswith("_") or not all(isinstance(each, plain) for each in values) or len(set(values)) == 1:
+        if name.startswith("_") or not all(map(_plain, values)) or all(value == values[0] for value in values):
             continue
-        if not all(type(each) is int for each in values) or len({each - i for i, each in enumerate(values)}) > 1:  # type: ignore[operator]  # whole numbers
+        if not all(type(value) is int for value in values) or len({value - i for i, value in enumerate(values)}) > 1:  # type: ignore[operator]  # whole numbers
             return False
     return True
+
+
+def _plain(value: Any) -> bool:
+    """True for a number, for None, and for a tuple of these; a module may also keep configs in tuples."""
+    if isinstance(value, tuple):
+        return all(map(_plain, value))
+    return isinstance(value, (bool, int, float, type(None)))
 
 
 def _obstacle(root: Any, site: Site, stack: nn.Module, paths: dict[int, str], members: list[Site]) -> str | None:

@@ -25,8 +25,8 @@ def home(container: nn.Module, core: nn.Module) -> Home:
     floating = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
     like = floating if floating is not None else next(iter(parameters), None)
     device = torch.device("cpu") if like is None else like.device
-    if device.type == "meta":
-        device = _execution_device(container) or device
+    if any(parameter.is_meta for parameter in parameters):  # offloaded, or built without weights, perhaps in part
+        device = _execution_device(container) or torch.device("meta")
     dtype = _compute_dtype(container, core) if floating is None else floating.dtype
     return Home(device, dtype)
 

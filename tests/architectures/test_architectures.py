@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import TrainingArguments
+from transformers import EsmConfig, EsmModel, TrainingArguments
 
 from docs.tables.architectures import PAGE, known, known_version, page
 from docs.tables.model_names import called
@@ -22,6 +22,7 @@ from hf_attn_swap.conversion import AttentionTransferTrainer
 from hf_attn_swap.describe import NOTHING
 from hf_attn_swap.families import sites
 from tests.contract.harness import perturb, refused, swaps
+from tests.slow import slow_simple_attention
 
 from .cached import decodings
 from .children import Walk, Work, read, walked
@@ -313,3 +314,56 @@ def test_a_child_that_dies_costs_one_variant() -> None:
         "opt": [NOT_BUILT, NOT_BUILT, NOT_BUILT],
         "llama": [EXACT, WRONG, EXACT],
     }
+
+
+def test_linear_attention_reads_unscaled_queries() -> None:
+    """This module scales its queries itself, and reshapes them by a method of its own."""
+    model, probes, _ = stock_and_probes("qwen2_audio_encoder")
+    patch_model(model, "simpletron_resl", layers=[0])
+    site = next(site for site in sites(model) if site.usable)
+    passed: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, tensor: torch.Tensor) -> None:
+        passed[name] = tensor
+
+    for name in ("query", "key", "value"):
+        projection = site.core.get_submodule(getattr(site.family, name))
+        projection.register_forward_hook(lambda _, args, output, name=name: keep(name, output))
+    output = site.container.get_submodule(str(site.family.output))
+    output.register_forward_pre_hook(lambda _, args: keep("heads", args[0]))
+    with torch.no_grad():
+        model(**probes[0].batch)
+    heads = site.geometry().heads
+    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in map(passed.get, ("query", "key", "value")))
+    wanted = slow_simple_attention(q, k, v, allowed=torch.ones(*q.shape[:3], k.shape[2], dtype=torch.bool))
+    assert distance([passed["heads"]], [wanted.transpose(1, 2).flatten(2)]) <= 1e-5
+
+
+def test_the_scale_of_queries_is_read() -> None:
+    """By the attention function, or by the module itself (ESM, before its angles), or not at all (T5)."""
+    esm = EsmModel(EsmConfig(vocab_size=33, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, pad_token_id=1))
+    found = [{site.query_scale for site in sites(model)} for model in (fresh("llama"), esm, fresh("t5"))]
+    assert found == [{1.0}, {0.25}, {1.0}]
+
+
+def test_linear_attention_refuses_queries_of_unknown_scale() -> None:
+    """TimesFM learns a scale for each number of a head."""
+    with refused("scales its queries by a factor", "TimesFmAttention"):
+        patch_model(fresh("timesfm"), "simpletron_resl")
+
+
+def test_a_part_that_is_not_built_on_meta_is_loaded(tmp_path: Path) -> None:
+    """DiffLlama draws some of its numbers on the CPU even while `from_pretrained` builds it without weights."""
+    stock, probes, _ = stock_and_probes("diffllama")
+    for variant in ("softmax", "sink"):
+        model = perturb(patch_model(copy.deepcopy(stock), variant))
+        model.save_pretrained(tmp_path / variant)
+        loaded = type(stock).from_pretrained(tmp_path / variant).eval()
+        assert distance(run(loaded, probes[0]), run(model, probes[0])) <= 1e-6
+
+
+def test_windowed_blocks_are_patched_again() -> None:
+    """A patched block keeps configs, which cannot be hashed."""
+    model = patch_model(fresh("sam3_vit_model"), "belief")
+    patch_model(model, "modern_hopfield")
+    assert {name for swap in swaps(model) for name in swap.names} == {"modern_hopfield"}

@@ -222,3 +222,10 @@ FORMULAS = [
 def test_formulas(call: Any, reason: str) -> None:
     with refused(reason):
         call()
+
+
+def test_arguments_in_the_wrong_order() -> None:
+    """The sentence says the order, and prints no model."""
+    with pytest.raises(ValueError, match="take the model first") as refusal:
+        patch_model("belief", fresh("bert"))  # type: ignore[type-var, arg-type]
+    assert len(str(refusal.value)) < 200

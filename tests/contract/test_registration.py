@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from hf_attn_swap import patch_model
 from hf_attn_swap.core.call import Geometry
 from hf_attn_swap.kernels.dispatch import Form, Setting
 from hf_attn_swap.variants.about import About
 from hf_attn_swap.variants.base import METHODS, PLACES, REPLACING, VARIANTS, Replacement, Variant, register
 
-from .harness import refused
+from .harness import batch_of, forward, fresh, refused
 
 pytestmark = pytest.mark.usefixtures("registry_as_before")
 NAME = "tried_out"
@@ -149,3 +150,16 @@ def test_impossible_aliases(aliases: tuple[str, ...], why: str) -> None:
     with refused(repr(aliases[-1]), why):
         register(NAME, aliases=aliases)(variant(("read",), "read"))
     assert NAME not in VARIANTS
+
+
+@pytest.mark.parametrize("place", ["scores", "normalizer", "weights", "read", "write"])
+def test_a_method_that_returns_another_shape(place: str) -> None:
+    """One row less would be broadcast, without an error."""
+
+    def smaller(self: Any, tensor: Any, *_: Any) -> Any:
+        return tensor[:, :1]
+
+    register(NAME)(variant((place,), **{METHODS[place]: smaller}))
+    model = patch_model(fresh("gpt2"), NAME)
+    with refused(NAME, METHODS[place], "shape", "expected"):
+        forward(model, batch_of("gpt2"))

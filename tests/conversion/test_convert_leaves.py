@@ -151,6 +151,14 @@ def test_rows_longer_than_the_model(family: str) -> None:
     assert not swaps(model)
 
 
+def test_rows_of_another_tokenizer() -> None:
+    model = stock("llama")
+    known = model.config.vocab_size
+    data = [{"input_ids": torch.full((8,), known + 3)} for _ in range(8)]
+    with refused(f"the token {known + 3}", f"knows {known} tokens", "the tokenizer of this model"):
+        converted(model, "belief", data)
+
+
 def test_rows_without_inputs_that_the_model_needs() -> None:
     data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows("t5", 8)]
     with refused("T5ForConditionalGeneration cannot read a row with input_ids: You "):

@@ -106,3 +106,11 @@ def test_weights_beside_no_config(tmp_path: Path) -> None:
     loaded = type(model).from_pretrained(tmp_path, config=model.config)
     batch = batch_of("bert", torch.float32)
     assert torch.equal(forward(loaded, batch), forward(model, batch))
+
+
+@pytest.mark.parametrize("variant", ["belief", "gated"])
+def test_a_class_of_another_model_type(variant: str, tmp_path: Path) -> None:
+    """All weights would be new, and those of the swap too if it has any."""
+    patch_model(fresh("llama", torch.float32), variant).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"of the type 'llama'.*of the type 'bert'"):
+        transformers.BertModel.from_pretrained(tmp_path)

@@ -180,3 +180,35 @@ def test_every_parameter_gets_its_gradient(name: str, variant: str) -> None:
     for key, gradient in gradients.items():
         if ".attn_swap." in key:
             assert gradient.abs().max() > 0, key
+
+
+def test_patching_again_says_what_is_lost() -> None:
+    """A gate that has trained, and a mark of weights that were trained for the swap, which the new swap keeps."""
+    model = patch_model(fresh("bert"), "gated")
+    with torch.no_grad():
+        swaps(model)[0].gated.gate.bias.add_(1.0)
+    swaps(model)[1].retrained = True
+    with pytest.warns(UserWarning, match="lose the converted gated") as caught:
+        patch_model(model, "belief")
+    told = " ".join(str(warning.message) for warning in caught)
+    assert "layers [0] lose the converted gated (trained parameters)" in told
+    assert "layers [1]" in told
+    assert "layers [2]" not in told
+    assert [swap.retrained for swap in swaps(model)] == [False, True, False]
+
+
+@pytest.mark.parametrize("variant", WITH_PARAMETERS)
+def test_patching_an_untrained_swap_again_loses_nothing(variant: str) -> None:
+    model = patch_model(fresh("bert"), variant)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch_model(model, "belief")
+
+
+@pytest.mark.parametrize("variant", WITH_PARAMETERS)
+def test_another_default_device(variant: str) -> None:
+    """New parameters are drawn on the model's device, with equal values, whatever device is the default."""
+    usual, other = patch_model(fresh("bert"), variant), fresh("bert")
+    with torch.device("meta"):
+        patch_model(other, variant)
+    assert all(torch.equal(one, two) for one, two in zip(usual.parameters(), other.parameters(), strict=True))

@@ -188,3 +188,14 @@ def test_labels_written_wrong_end_before_training(tiny: Path, tmp_path: Path, mo
     with pytest.raises(SystemExit, match="unknown label 9"):
         recipe("text_classification.py", words[:place] + words[place + 2 :], monkeypatch)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"), [("--varient", "did you mean --variant"), ("--nothing_alike_at_all", "--help lists")]
+)
+def test_a_misspelt_option(word: str, sentence: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        parse((ModelArguments,), ["--model_name_or_path", "x", word, "belief"])
+    told = capsys.readouterr().err
+    assert f"unknown option {word}" in told
+    assert sentence in told
