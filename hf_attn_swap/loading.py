@@ -53,7 +53,7 @@ class Entry:
         strength: the strength, from 0 to 1.
         modules: the argument `modules` that chose the layers, or None.
         fitted: what the entry says of each fit, checked, by the fit's name.
-        retrained: True if a distillation or a transfer changed weights.
+        retrained: True if a distillation changed weights.
     """
 
     classes: tuple[type[Variant], ...]

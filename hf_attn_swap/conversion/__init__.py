@@ -1,7 +1,7 @@
 """Convert a trained model with little loss, step by step; `hf_attn_swap.convert` takes all steps by one call.
 
 The steps are a rotated stream, absorbed sinks, smoothed channels, a neutral start, matched heads, scaled values,
-calibration, the choice of layers, a schedule of the strength, attention transfer, and distillation.
+calibration, the choice of layers, a schedule of the strength, and distillation.
 """
 
 from .absorb import absorb_sink
@@ -16,11 +16,9 @@ from .rotate import rotate
 from .schedule import StrengthSchedule
 from .sensitivity import head_sensitivity
 from .smooth import smooth
-from .transfer import AttentionTransferTrainer
 from .value_scale import scale_values
 
 __all__ = [
-    "AttentionTransferTrainer",
     "DistillationTrainer",
     "Losses",
     "StrengthSchedule",

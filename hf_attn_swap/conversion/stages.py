@@ -4,7 +4,6 @@ A YAML file holds them as a list, in the order in which a run takes them. The na
 
     stages:
       - {stage: calibrate, fit: gain}
-      - align
       - {stage: distil, tokens: 300000, rank: 32, learning_rate: 5.0e-4}
       - fine_tune
 
@@ -71,38 +70,6 @@ class Calibrate:
     def recorded(self) -> str:
         """The name of this stage in the record of a run."""
         return self.fit
-
-
-@stage_kind
-@dataclass(frozen=True, kw_only=True)
-class Align:
-    """Attention transfer: every swapped layer learns what the original attention gives on the same input.
-
-    Attributes:
-        epochs: passes over the training rows.
-        tokens: the budget in tokens, in place of `epochs`.
-        learning_rate: the highest learning rate.
-        trainable: the parts that train, as in `AttentionTransferTrainer`.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-
-    name: ClassVar[str] = "align"
-    epochs: float = 1.0
-    tokens: int | None = None
-    learning_rate: float = 1e-3
-    trainable: tuple[str, ...] = ("query", "key", "swap")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "trainable", _names(self.trainable))
-        _positive(self, "epochs", "tokens", "learning_rate")
-        _one_budget(self)
-
-    @property
-    def recorded(self) -> str:
-        """The name of this stage in the record of a run."""
-        return "transfer"
 
 
 @stage_kind
@@ -180,7 +147,7 @@ class FineTune:
         return FINE_TUNE
 
 
-Stage = Calibrate | Align | Distil | FineTune
+Stage = Calibrate | Distil | FineTune
 
 
 def read_stages(entries: Sequence[str]) -> tuple[Stage, ...]:
@@ -188,17 +155,12 @@ def read_stages(entries: Sequence[str]) -> tuple[Stage, ...]:
 
     Raises:
         ValueError: a text is neither a name nor a JSON object, a stage or an option is unknown, a value is out of
-            range, fine_tune is neither first nor last, or align follows a stage that changes the weights.
+            range, or fine_tune is neither first nor last.
     """
     stages = tuple(_read(entry) for entry in entries)
     for place, stage in enumerate(stages):
         if isinstance(stage, FineTune) and place not in (0, len(stages) - 1):
             raise ValueError("the stage fine_tune must be the first or the last.")
-        if isinstance(stage, Align) and any(isinstance(before, (Align, Distil)) for before in stages[:place]):
-            raise ValueError(
-                "the stage align must come once, before distil: its teacher is the attention with the weights that "
-                "this stage starts from."
-            )
     return stages
 
 
@@ -230,7 +192,7 @@ def _names(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _one_budget(stage: Align | Distil) -> None:
+def _one_budget(stage: Distil) -> None:
     """Refuse two budgets at once.
 
     Raises:

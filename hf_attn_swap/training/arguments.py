@@ -102,7 +102,7 @@ class ConversionArguments:
 
     stages: list[str] = field(
         default_factory=list,
-        metadata={"help": "Stages in their order, each a name or JSON: calibrate, align, distil, fine_tune."},
+        metadata={"help": "Stages in their order, each a name or JSON: calibrate, distil, fine_tune."},
     )
     schedule: str | None = field(
         default=None, metadata={"help": '"linear" or "cosine": strength rises from 0 during the fine-tuning.'}

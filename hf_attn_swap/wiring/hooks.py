@@ -180,7 +180,7 @@ def before_core_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) ->
     place = wiring_of(swap).mask
     assert place is not None, "a core that passes on neither keywords nor its mask is refused"
     mask = place.of(args, kwargs)
-    if isinstance(mask, MaskWithContext):  # attention transfer repeats a call with the arguments of the first call
+    if isinstance(mask, MaskWithContext):  # the loss `layers` repeats a call with the arguments of the first call
         mask = mask.mask
     args, kwargs = _start(module, module, *_with_mask(place, mask, args, kwargs))
     context = {name: kwargs[name] for name in (CALL, CARRIED, STOCK) if name in kwargs}

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_attn_swap import patch_model, set_strength, unpatch_model
-from hf_attn_swap.conversion import AttentionTransferTrainer, Losses, calibrate, merge_calibration, neutral_start
+from hf_attn_swap.conversion import Losses, calibrate, merge_calibration, neutral_start
 from hf_attn_swap.conversion.adapters import with_adapters
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
@@ -21,7 +21,6 @@ from .distilling import (
     EVERY,
     HIDDEN,
     adapted,
-    arguments,
     distiller,
     loss_of,
     moved,
@@ -252,8 +251,6 @@ def test_a_distilled_model_is_no_teacher_of_itself(tmp_path: Path) -> None:
     for each in (model, loaded):
         with refused("an earlier conversion trained its weights, so strength 0 is no longer the original; pass the"):
             distiller(each, tmp_path, trainable="body")
-        with refused("an earlier conversion trained its weights, so strength 0 is no longer the original attention"):
-            AttentionTransferTrainer(each, arguments(tmp_path))
         with refused("there is no original attention left to fit to"):
             calibrate(each, batches, progress=False)
     stock = fresh("bert", torch.float32)
@@ -313,12 +310,10 @@ def test_adapters_leave_the_original_until_they_are_merged(tmp_path: Path) -> No
     assert retrained(trainer.merged())
 
 
-def test_a_transfer_is_noted(tmp_path: Path) -> None:
+def test_only_a_training_of_the_original_weights_is_noted(tmp_path: Path) -> None:
     for trainable, changes in (("query", True), ("swap", False)):
         model = patch_model(fresh("bert", torch.float32), "gated")
-        rows = rows_of(batch_of("bert", torch.float32))
-        args = arguments(tmp_path, num_train_epochs=1)
-        AttentionTransferTrainer(model, args, trainable=trainable, train_dataset=rows).train()
+        distiller(model, tmp_path, trainable=trainable, args={"num_train_epochs": 1}).train()
         assert retrained(model) is changes
 
 

@@ -106,7 +106,6 @@ ROTATE = stage("conversion/test_rotate.py")
 SCALE = stage("conversion/test_value_scale.py", keyword=f"{FEW} and not architectures")
 SMOOTH = stage("conversion/test_smooth.py", keyword=f"not (way_back or found) or (({DEEP}) and (gated or found))")
 TEACHER = stage("conversion/test_teacher.py", keyword=FEW)
-TRANSFER = stage("conversion/test_transfer.py", "conversion/test_transfer_cache.py", keyword=FEW)
 
 STEPS = stage("conversion/test_steps.py")
 STAGES = stage("training/test_stages.py", keyword="not control")
@@ -166,19 +165,20 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/convert.py": (REFUSED, LEAVES, REPORTED, RECALLED),
     "conversion/cut.py": (CUT,),
     "conversion/distillation.py": (DISTIL, DISTIL_MORE, TEACHER),
-    "conversion/dropout.py": (TRANSFER, DISTIL_MORE),
+    "conversion/dropout.py": (DISTIL_MORE,),
     "conversion/engine.py": (STEPS, RESUMED),
     "conversion/full_heads.py": (BY_HEADS,),
     "conversion/gauge.py": (SMOOTH, NEUTRAL),
     "conversion/heads.py": (HEADS,),
     "conversion/journal.py": (stage("conversion/test_journal.py"),),
+    "conversion/layer_errors.py": (DISTIL, LOSSES),
     "conversion/lesson.py": (stage("conversion/test_lesson.py"), SPENT),
     "conversion/losses.py": (DISTIL, LOSSES, TEACHER),
     "conversion/merge.py": (MERGE,),
     "conversion/moments.py": (CALIBRATE,),
     "conversion/neutral.py": (NEUTRAL,),
     "conversion/outcome.py": (REPORTED, CHOSEN, BITS, RECALLED),
-    "conversion/parts.py": (TRANSFER, TEACHER),
+    "conversion/parts.py": (TEACHER,),
     "conversion/passages.py": (RECALLED,),
     "conversion/plan.py": (PLANNED, STAGES),
     "conversion/processes.py": (stage("conversion/test_processes.py"),),
@@ -199,7 +199,6 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/state.py": (STEPS, CHOSEN, RESUMED),
     "conversion/steps/": (STEPS, SPENT, CHOSEN),
     "conversion/steps/absorb.py": (ABSORBED,),
-    "conversion/steps/align.py": (STAGES,),
     "conversion/steps/choose.py": (CHOSEN, RECALLED),
     "conversion/steps/heads.py": (BY_HEADS,),
     "conversion/steps/integers.py": (BITS,),
@@ -211,8 +210,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/teach.py": (STEPS, STAGES),
     "conversion/teacher.py": (TEACHER,),
     "conversion/trace.py": (ROTATE, SMOOTH),
-    "conversion/trainer.py": (TRANSFER, DISTIL_MORE, TEACHER),
-    "conversion/transfer.py": (TRANSFER, DISTIL, LOSSES),
+    "conversion/trainer.py": (DISTIL_MORE, TEACHER),
     "conversion/value_scale.py": (SCALE,),
     "memory/": (stage("memory/test_layers.py", "memory/test_promises.py"),),
     "memory/stanhop.py": (stage("memory/test_stanhop.py"),),
