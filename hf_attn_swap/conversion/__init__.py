@@ -1,7 +1,7 @@
 """Convert a trained model with little loss, step by step; `hf_attn_swap.convert` takes all steps by one call.
 
 The steps are a rotated stream, absorbed sinks, smoothed channels, a neutral start, matched heads, scaled values,
-calibration, the choice of layers, a schedule of the strength, and distillation.
+calibration, the choice of layers, and distillation.
 """
 
 from .absorb import absorb_sink
@@ -13,7 +13,6 @@ from .losses import Losses
 from .merge import merge_calibration
 from .neutral import neutral_start
 from .rotate import rotate
-from .schedule import StrengthSchedule
 from .sensitivity import head_sensitivity
 from .smooth import smooth
 from .value_scale import scale_values
@@ -21,7 +20,6 @@ from .value_scale import scale_values
 __all__ = [
     "DistillationTrainer",
     "Losses",
-    "StrengthSchedule",
     "absorb_sink",
     "calibrate",
     "choose_gamma",

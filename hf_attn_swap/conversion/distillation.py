@@ -72,9 +72,7 @@ class DistillationTrainer(TrainerWithoutLabels):
         data = kwargs.get("train_dataset")
         if data is not None and hasattr(data, "__len__") and len(data) == 0:
             raise ValueError("the training data are empty; distillation needs a few thousand tokens without labels.")
-        if all(layer.swap.phase == Phase.OFF for layer in installation.layers()) and not any(
-            hasattr(callback, "strength") for callback in kwargs.get("callbacks") or ()
-        ):
+        if all(layer.swap.phase == Phase.OFF for layer in installation.layers()):
             raise ValueError("the model is at strength 0, the teacher itself; call set_strength(model, 1.0) first.")
         choose_trainable(model, trainable)
         self.teacher = teacher if isinstance(teacher, Teacher) else Teacher(model, teacher)

@@ -76,8 +76,6 @@ def plan_of(
         raise ValueError("every Distil but the last needs its tokens; the last takes what is left of convert's tokens.")
     if any(stage.epochs != Distil.epochs for stage in distil):
         raise ValueError("convert counts tokens, not epochs: give Distil its tokens, or convert more tokens.")
-    if any(stage.schedule_share for stage in distil):
-        raise ValueError("convert has no strength schedule; the recipes have one (schedule_share).")
     if low_memory and distil[-1].rank is None:
         raise ValueError("low_memory trains adapters; give the Distil stages a rank, such as 16.")
     return Plan(calibrate=calibrate, distil=distil, others=others)

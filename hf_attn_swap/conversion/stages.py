@@ -22,7 +22,6 @@ from typing import Any, ClassVar, TypeVar
 from ..layer.calibration import check_fit
 from .losses import Losses
 from .parts import BODY
-from .schedule import StrengthSchedule
 
 FINE_TUNE = "fine_tune"
 KINDS: dict[str, type[Any]] = {}  # every kind of stage, by the name that a user writes
@@ -85,8 +84,6 @@ class Distil(Losses):
         trainable: the parts that train without adapters, as in `DistillationTrainer`; "body" is everything but the
             embeddings.
         batch: rows per training step and process; None takes the recipe's.
-        schedule_share: the strength rises from 0 over this share of the training steps; 0 is strength 1 from the start.
-        schedule_order: all layers "together", or one after another, "up" from the first or "down" from the last.
 
     Raises:
         ValueError: a value is out of range, or would have no effect beside the others.
@@ -99,8 +96,6 @@ class Distil(Losses):
     rank: int | None = None
     trainable: tuple[str, ...] = ("body",)
     batch: int | None = None
-    schedule_share: float = 0.0
-    schedule_order: str = "together"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,19 +104,11 @@ class Distil(Losses):
         _one_budget(self)
         if self.rank is not None and self.trainable != (BODY,):
             raise ValueError("distil: with a rank, adapters train; leave out trainable, or the rank.")
-        StrengthSchedule(share=self.schedule_share, order=self.schedule_order)
 
     @property
     def recorded(self) -> str:
         """The name of this stage in the record of a run."""
         return "distil"
-
-    @property
-    def schedule(self) -> StrengthSchedule | None:
-        """Moves the strength during the training; None if the strength stays."""
-        if not self.schedule_share:
-            return None
-        return StrengthSchedule(share=self.schedule_share, order=self.schedule_order)
 
     @property
     def aligns(self) -> bool:

@@ -482,7 +482,6 @@ STAGES = {
     "the same rank and trainable": [replace(BODY, tokens=100), ADAPTERS],
     "every Distil but the last needs its tokens": [BODY, BODY],
     "the last takes what is left": [replace(BODY, tokens=100)],
-    "no strength schedule": [replace(BODY, schedule_share=0.5)],
 }
 
 

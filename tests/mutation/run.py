@@ -93,9 +93,7 @@ CUT = stage("conversion/test_cut.py")
 DISTIL = stage(
     "conversion/test_distillation.py", keyword="formula or padding or (learned and bert) or relative or inputs"
 )
-DISTIL_MORE = stage(
-    "conversion/test_distillation.py", keyword="left_out or more_than or schedule or (dropout and bert)"
-)
+DISTIL_MORE = stage("conversion/test_distillation.py", keyword="left_out or more_than or (dropout and bert)")
 HEADS = stage("conversion/test_heads.py", keyword=f"{FEW} and not compiled")
 LOSSES = stage("conversion/test_losses.py")
 MERGE = stage("conversion/test_merge.py", keyword="not saved and (llama or gpt2 or not merged)")
@@ -190,7 +188,6 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/report.py": (CALIBRATE, CUT),
     "conversion/rows.py": (ROWS, READING),
     "conversion/rotate.py": (ROTATE,),
-    "conversion/schedule.py": (stage("conversion/test_schedule.py", keyword="not sharded"),),
     "conversion/sensitivity.py": (stage("conversion/test_sensitivity.py"), RECALLED, BY_HEADS),
     "conversion/smooth.py": (SMOOTH,),
     "conversion/snapshot.py": (stage("conversion/test_snapshot.py"), STEPS),

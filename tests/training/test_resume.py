@@ -24,7 +24,7 @@ RECIPE = RECIPES / "text_classification.py"
 pytestmark = needs_recipes
 ALIGN, DISTIL = '{"stage": "distil", "epochs": 2, "layers": 1, "logits": 0}', '{"stage": "distil", "epochs": 2}'
 STAGES = ("--stages", "calibrate", ALIGN, DISTIL, "fine_tune")
-CONVERSION = ("--variant", "simpletron_resl", *STAGES, "--schedule", "linear")
+CONVERSION = ("--variant", "simpletron_resl", *STAGES)
 SAVING = ("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "2", "--num_train_epochs", "3")
 
 

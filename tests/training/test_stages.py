@@ -101,9 +101,9 @@ def test_from_yaml(tmp_path: Path) -> None:
         (("--stages", "fine_tune"), (FineTune(),), ()),
         (("--stages", "calibrate", "fine_tune"), (Calibrate(), FineTune()), ("map",)),
         (
-            ("--stages", "calibrate", '{"stage": "distil", "rank": 4}', "fine_tune", "--schedule", "linear"),
+            ("--stages", "calibrate", '{"stage": "distil", "rank": 4}', "fine_tune"),
             (Calibrate(), Distil(rank=4), FineTune()),
-            ("map", "distil", "schedule"),
+            ("map", "distil"),
         ),
         (
             ("--stages", "fine_tune", "calibrate", '{"stage": "distil", "tokens": 9}'),
@@ -150,10 +150,6 @@ def test_a_stage_refused(stage: str, reason: str, capsys: Any) -> None:
         (
             ("--stages", '{"stage": "calibrate"}', '{"stage": "fine_tune"}', '{"stage": "distil"}'),
             "the stage fine_tune must be the first or the last",
-        ),
-        (
-            ("--stages", "fine_tune", "distil", "--schedule", "linear"),
-            "a schedule moves the strength during the fine-tuning, which must then be the last stage",
         ),
     ],
 )
