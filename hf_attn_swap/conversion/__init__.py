@@ -6,7 +6,6 @@ calibration, the choice of layers, and distillation.
 
 from .absorb import absorb_sink
 from .calibrate import calibrate
-from .cut import choose_gamma, cut_shares
 from .distillation import DistillationTrainer
 from .heads import match_heads
 from .losses import Losses
@@ -22,8 +21,6 @@ __all__ = [
     "Losses",
     "absorb_sink",
     "calibrate",
-    "choose_gamma",
-    "cut_shares",
     "head_sensitivity",
     "match_heads",
     "merge_calibration",

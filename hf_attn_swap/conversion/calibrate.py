@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.call import NORMALIZED, Call
+from ..core.call import Call
 from ..layer.calibration import Calibration, check_fit
 from ..layer.registry import parse, parse_options
 from ..layer.swap import Phase
@@ -35,7 +34,6 @@ from ..measuring.batches import Batch, as_batches, forward, read_by, refuse_othe
 from ..patch import build_swap, need_installation
 from ..text.bar import bar
 from ..wiring.install import Installation
-from .cut import Share
 from .heads import first_rows, match_heads
 from .moments import Moments
 from .neutral import neutral_start
@@ -44,7 +42,6 @@ from .target import Target
 from .value_scale import scale_values
 
 RIDGE = 1e-4
-LARGEST_CUT = 0.1  # of a layer's attention; a warning follows above
 
 
 def calibrate(
@@ -89,9 +86,7 @@ def calibrate(
         options: the options of `source`.
 
     Returns:
-        R^2 per layer and head before and after the fit, the fitted gains, the share of the attention that a variant
-        such as `clipped_softmax` cuts away, and the shortest and longest row in tokens. A warning says so if this share
-        is above a tenth in a layer.
+        R^2 per layer and head before and after the fit, the fitted gains, and the shortest and longest row in tokens.
 
     Raises:
         ValueError: the model is not patched or has merged layers, there is no batch, there are too few real tokens, the
@@ -146,20 +141,13 @@ def _fit(
         layers = tuple(fitting.apply(*solution) for fitting, solution in zip(fittings, solved, strict=True))
     shortest, longest = torch.cat(lengths).aminmax()
     left = max((target.left for target in targets), key=abs)
-    report = CalibrationReport(
+    return CalibrationReport(
         fit=fit,
         source=source,
         layers=layers,
         lengths=(int(shortest), int(longest)),
         left=left,
     )
-    if max(layer.cut or 0.0 for layer in report.layers) > LARGEST_CUT:
-        warnings.warn(
-            f"{report.cut_words} The heads lose what these weights read; patch the model with a gamma closer to 0, "
-            "such as hf_attn_swap.conversion.choose_gamma finds for these batches.",
-            stacklevel=2,
-        )
-    return report
 
 
 def _noted(batches: Iterator[Batch], read: list[Batch]) -> Iterator[Batch]:
@@ -189,11 +177,10 @@ def _undone_after_an_error(installation: Installation) -> Iterator[None]:
 
 @dataclass
 class _Fitting:
-    """The fit of one layer: its target, the sums of products so far, and what the variant cuts of the attention."""
+    """The fit of one layer: its target, and the sums of products so far."""
 
     target: Target
     moments: Moments
-    cut: Share = field(default_factory=Share)
 
     def hook(self, batch: Batch, lengths: list[Tensor], hooked: contextlib.ExitStack) -> None:
         """Add the tokens of the next forward pass to the sums. During that pass the source's swap is in the model."""
@@ -204,27 +191,12 @@ class _Fitting:
             swap = self.target.swap
             order = swap.place_in(call.carried)
             own = Call(x=call.x, start=call.start, carried=call.carried, order=order, first=swap.is_first(order))
-            own.tap = self._tap(own, batch)
             heads = swap(inputs, own, sdpa, False)[0]
             real = token_mask(batch, heads)
             self.moments.add(heads[real], self.target.wanted(output[0])[real])
             lengths.append(real.sum(1).cpu())
 
         hooked.callback(self.target.source.register_forward_hook(collect).remove)
-
-    def _tap(self, call: Call, batch: Batch) -> Any:
-        """A tap that measures what the variant of the place "weights" cuts away; None without such a variant."""
-        adjuster = self.target.swap.at("weights")
-        if adjuster is None or adjuster.replaces:
-            return None
-
-        def see(place: str, tensor: Tensor) -> Tensor:
-            if place == NORMALIZED:
-                lost = tensor - adjuster.adjust(tensor, call)
-                self.cut.add(lost.clamp_min(0), tensor, batch)
-            return tensor
-
-        return see
 
     def solve(self, ridge: float) -> tuple[Tensor, Tensor | None]:
         """Return the weight and the bias of the fit. The layer does not change."""
@@ -248,7 +220,6 @@ class _Fitting:
             after=after,
             gains=tuple(weight.tolist()) if bias is None else None,
             tokens=self.moments.rows,
-            cut=self.cut.value if self.cut.whole else None,
         )
 
 

@@ -18,7 +18,6 @@ from .masks import Made, Masks
 Strength = float | Tensor
 T = TypeVar("T")
 Three = tuple[Tensor, Tensor, Tensor]
-NORMALIZED = "normalized"  # the name under which a tap gets the weights before the place "weights"
 
 
 class FusedSoftmax(Protocol):
@@ -159,8 +158,8 @@ class Call:
         recomputed: True if the block is under activation checkpointing. Carried scores must then not change in place.
         state: what the cache holds of this layer in place of all keys and values (linear attention, a window), or None.
         tap: a function that is given a name and a tensor, and returns the tensor that the computation goes on with.
-            The names are "scores" (before the mask), "normalized" (the weights in fp32 at least, before the place
-            "weights"), "probabilities" (the weights that multiply the values) and "context" (the heads).
+            The names are "scores" (before the mask), "probabilities" (the weights that multiply the values) and
+            "context" (the heads).
         exact_strength: 1.0 at full strength, and below a (1,) tensor in fp32. A variant asks for it by `strength_in`.
         skip_scale: the factor of x in a skip: 1, or 2^-k after a neutral start.
         head_order: by the number of each head of the carried scores, the head of this layer that meets it (matched

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from hf_attn_swap import describe, families, patch_model, set_strength, unpatch_model
-from hf_attn_swap.conversion import cut_shares
 from hf_attn_swap.conversion.teacher import Teacher
 from hf_attn_swap.layer.calibration import Calibration
 from hf_attn_swap.patch import need_installation
@@ -97,14 +96,6 @@ def test_the_copies_of_peft_belong_to_their_layer() -> None:
     set_strength(model, 0.25)
     assert {swap.strength for swap in swaps(model)} == {0.25}
     assert {float(swap.strength_value) for swap in swaps(model)} == {0.25}
-
-
-def test_the_cut_is_seen_in_the_copy_that_runs() -> None:
-    batch = batch_of("llama")
-    wanted = cut_shares(patch_model(fresh("llama"), "gated"), [batch], (-0.1,), progress=False)
-    found = cut_shares(with_copies(patch_model(fresh("llama"), "gated")), [batch], (-0.1,), progress=False)
-    assert found == wanted
-    assert len(found) == len(layers(patch_model(fresh("llama"), "gated")))
 
 
 def test_a_teacher_switches_off_copies_that_came_later() -> None:

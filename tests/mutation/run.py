@@ -89,7 +89,6 @@ A_NEW_FIT = stage("lifecycle/test_a_new_fit.py", keyword=f"not lives or ({DEEP})
 FEW = "not (albert or gpt2 or opt or vit)"
 ABSORB = stage("conversion/test_absorb.py")
 CALIBRATE = stage("conversion/test_calibrate.py", keyword="bert or llama or not (every_variant or least or training)")
-CUT = stage("conversion/test_cut.py")
 DISTIL = stage(
     "conversion/test_distillation.py", keyword="formula or padding or (learned and bert) or relative or inputs"
 )
@@ -159,9 +158,8 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/adapters.py": (TEACHER, LEAVES),
     "conversion/as_before.py": (LEAVES, REFUSED),
     "conversion/bits.py": (BITS,),
-    "conversion/calibrate.py": (CALIBRATE, CUT),
+    "conversion/calibrate.py": (CALIBRATE,),
     "conversion/convert.py": (REFUSED, LEAVES, REPORTED, RECALLED),
-    "conversion/cut.py": (CUT,),
     "conversion/distillation.py": (DISTIL, DISTIL_MORE, TEACHER),
     "conversion/dropout.py": (DISTIL_MORE,),
     "conversion/engine.py": (STEPS, RESUMED),
@@ -185,7 +183,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/norms.py": (ROTATE,),
     "conversion/orthogonal.py": (ROTATE,),
     "conversion/reading.py": (READING,),
-    "conversion/report.py": (CALIBRATE, CUT),
+    "conversion/report.py": (CALIBRATE,),
     "conversion/rows.py": (ROWS, READING),
     "conversion/rotate.py": (ROTATE,),
     "conversion/sensitivity.py": (stage("conversion/test_sensitivity.py"), RECALLED, BY_HEADS),
