@@ -40,6 +40,7 @@ PLACE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision
 LONGEST = 400  # the largest number of characters that an error quotes from a damaged file
 KEYS = {"variant", "layers", "options", "strength"}
 OPTIONAL_KEYS = {"modules", "retrained"}  # beside the names of fits
+REMOVED = {"head_order": "matched heads"}  # fits of earlier versions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,11 @@ def _read(block: Any) -> tuple[int, list[Entry]]:
 def _read_swap(entry: Any, modules: int) -> Entry:
     """Check one entry of the block, for a model with `modules` modules that can be swapped."""
     given = set(entry) if isinstance(entry, dict) else set()
+    for name in given & REMOVED.keys():
+        raise ValueError(
+            f"it was saved by an earlier version with {REMOVED[name]} ({name}), which this version cannot run; convert "
+            "the pretrained model anew, or install the version that saved it."
+        )
     check_keys(entry, KEYS | ((OPTIONAL_KEYS | set(FITTED)) & given), "a swap")
     layers, options = entry["layers"], entry["options"]
     if not isinstance(layers, list) or not layers or not all(is_whole(i) and 0 <= i < modules for i in layers):

@@ -367,3 +367,10 @@ def _warn_user(root: nn.Module, swaps: Iterable[Swap]) -> None:
 def _with_subclasses(cls: type[Any]) -> set[type[Any]]:
     """A class and all its subclasses."""
     return {cls}.union(*map(_with_subclasses, cls.__subclasses__()))
+
+
+def softmax_swaps(installation: Installation) -> dict[Layer, Swap]:
+    """A swap with ordinary attention for every swapped layer, to watch the stock model."""
+    classes = parse("softmax")
+    options = parse_options(classes, {})
+    return {layer: build_swap(layer, classes, options) for layer in installation.layers()}

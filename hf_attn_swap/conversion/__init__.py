@@ -1,13 +1,12 @@
 """Convert a trained model with little loss, step by step; `hf_attn_swap.convert` takes all steps by one call.
 
-The steps are a rotated stream, absorbed sinks, smoothed channels, a neutral start, matched heads, scaled values,
+The steps are a rotated stream, absorbed sinks, smoothed channels, a neutral start, scaled values,
 calibration, the choice of layers, and distillation.
 """
 
 from .absorb import absorb_sink
 from .calibrate import calibrate
 from .distillation import DistillationTrainer
-from .heads import match_heads
 from .losses import Losses
 from .merge import merge_calibration
 from .neutral import neutral_start
@@ -22,7 +21,6 @@ __all__ = [
     "absorb_sink",
     "calibrate",
     "head_sensitivity",
-    "match_heads",
     "merge_calibration",
     "neutral_start",
     "rotate",

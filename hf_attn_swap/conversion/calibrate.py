@@ -34,7 +34,6 @@ from ..measuring.batches import Batch, as_batches, forward, read_by, refuse_othe
 from ..patch import build_swap, need_installation
 from ..text.bar import bar
 from ..wiring.install import Installation
-from .heads import first_rows, match_heads
 from .moments import Moments
 from .neutral import neutral_start
 from .report import CalibrationReport, LayerFit
@@ -52,7 +51,6 @@ def calibrate(
     ridge: float = RIDGE,
     source: str = "softmax",
     neutral: bool = True,
-    match: bool = True,
     scale: bool = True,
     progress: bool = True,
     **options: Any,
@@ -77,9 +75,6 @@ def calibrate(
             was fine-tuned with "simpletron_resl" and is now patched with "softmax". The source must have no parameters.
         neutral: let the skip of pre-norm layers start at almost nothing first, as `neutral_start` does. Layers whose
             norm has no free scale are left alone, and so are all layers if the source has a skip too.
-        match: let the heads of a variant that carries scores (`modern_hopfield`) first meet the carried scores that
-            are most like their own, as `match_heads` does, on the first batches. If the source is not "softmax", they
-            stay as they are, and so does every head with `match=False`.
         scale: first choose the scale of the values of a variant that projects on values (`belief`), as `scale_values`
             does, on the first batches. If the source is not "softmax", the scales stay as they are.
         progress: show a progress bar.
@@ -91,7 +86,6 @@ def calibrate(
     Raises:
         ValueError: the model is not patched or has merged layers, there is no batch, there are too few real tokens, the
             fit or the source is unknown, or activations are not finite. The model is unchanged after an error.
-        ImportError: heads are to be matched, and SciPy is missing.
     """
     check_fit(fit)
     if not ridge >= 0:
@@ -104,10 +98,6 @@ def calibrate(
             first = next(found)
             found = itertools.chain([first], found)
             neutral_start(model, first)
-        if match and source == "softmax" and any(target.swap.carries for target in targets):
-            some = list(first_rows(found))
-            found = itertools.chain(some, found)
-            match_heads(model, some, progress=False)
         if scale and source == "softmax" and any(target.swap.projects for target in targets):
             read: list[Batch] = []
             scale_values(model, _noted(found, read), progress=progress)

@@ -26,12 +26,11 @@ from torch import Tensor, nn
 from ..core.call import Call
 from ..layer.value_scale import LARGEST_SCALE, ValueScale
 from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
-from ..patch import need_installation
+from ..patch import need_installation, softmax_swaps
 from ..text.bar import bar
 from ..wiring.home import home
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
-from .heads import softmax_swaps
 
 TOKENS = 4096  # so many tokens are enough,
 NUMBERS = 2**22  # and so many numbers of them per layer, N * G * D: wide models read fewer tokens

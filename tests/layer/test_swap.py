@@ -14,10 +14,10 @@ from hf_attn_swap.core.kind import Kind
 from hf_attn_swap.kernels.dispatch import Form, Setting
 from hf_attn_swap.layer.calibration import Calibration
 from hf_attn_swap.layer.compute import Places
-from hf_attn_swap.layer.head_order import MatchedHeads
 from hf_attn_swap.layer.neutral_start import SkipScale
 from hf_attn_swap.layer.registry import fit_options, parse, parse_options
 from hf_attn_swap.layer.swap import Argument, Phase, Swap, Wiring
+from hf_attn_swap.layer.value_scale import ValueScale
 from hf_attn_swap.variants.base import PLACES, VARIANTS
 from tests.contract.cells import PAIRS, SINGLES
 from tests.contract.harness import refused
@@ -121,17 +121,17 @@ def test_a_new_swap() -> None:
 
 def test_fits_act_in_the_order_of_their_registration() -> None:
     swap = swap_of("modern_hopfield").eval()
-    gain, order, skip = Calibration("gain", SIZES), MatchedHeads((1, 0, 3, 2)), SkipScale(3)
-    for fit in (gain, order, skip):
+    gain, scale, skip = Calibration("gain", SIZES), ValueScale(SIZES), SkipScale(3)
+    for fit in (gain, scale, skip):
         swap.put(fit)
-    assert list(swap.fitted.values()) == [skip, order, gain]
+    assert list(swap.fitted.values()) == [skip, scale, gain]
     assert not gain.training, "in the mode of the layer"
-    assert swap.fit_of(MatchedHeads) is order
-    assert swap.spec()["head_order"] == [1, 0, 3, 2]
+    assert swap.fit_of(ValueScale) is scale
+    assert swap.spec()["value_scale"] is True
     before = swap.fitted
-    swap.drop(MatchedHeads.name)
+    swap.drop(ValueScale.name)
     swap.drop("no such fit")
-    assert swap.fit_of(MatchedHeads) is None
+    assert swap.fit_of(ValueScale) is None
     swap.put(Calibration("map", SIZES))
     swap.restore(before)
     assert swap.fitted == before

@@ -93,7 +93,6 @@ DISTIL = stage(
     "conversion/test_distillation.py", keyword="formula or padding or (learned and bert) or relative or inputs"
 )
 DISTIL_MORE = stage("conversion/test_distillation.py", keyword="left_out or more_than or (dropout and bert)")
-HEADS = stage("conversion/test_heads.py", keyword=f"{FEW} and not compiled")
 LOSSES = stage("conversion/test_losses.py")
 MERGE = stage("conversion/test_merge.py", keyword="not saved and (llama or gpt2 or not merged)")
 NEUTRAL = stage("conversion/test_neutral.py", keyword=FEW)
@@ -131,7 +130,6 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "layer/calibration.py": (MERGE, CALIBRATE, A_NEW_FIT),
     "layer/compute.py": (SWAP, MASKS, SINK, LINEAR, CARRIED_REFUSALS, BIASED, SUMS, OPERATORS),
     "layer/fitted.py": (A_NEW_FIT,),
-    "layer/head_order.py": (HEADS,),
     "layer/neutral_start.py": (NEUTRAL,),
     "layer/registry.py": (ARGUMENTS, BY_KIND, NAMES),
     "layer/smoothing.py": (SMOOTH,),
@@ -165,7 +163,6 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/engine.py": (STEPS, RESUMED),
     "conversion/full_heads.py": (BY_HEADS,),
     "conversion/gauge.py": (SMOOTH, NEUTRAL),
-    "conversion/heads.py": (HEADS,),
     "conversion/journal.py": (stage("conversion/test_journal.py"),),
     "conversion/layer_errors.py": (DISTIL, LOSSES),
     "conversion/lesson.py": (stage("conversion/test_lesson.py"), SPENT),
