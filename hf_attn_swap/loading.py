@@ -40,7 +40,7 @@ PLACE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision
 LONGEST = 400  # the largest number of characters that an error quotes from a damaged file
 KEYS = {"variant", "layers", "options", "strength"}
 OPTIONAL_KEYS = {"modules", "retrained"}  # beside the names of fits
-REMOVED = {"head_order": "matched heads"}  # fits of earlier versions
+REMOVED = {"head_order": "matched heads", "neutral_start": "a neutral start"}  # fits of earlier versions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

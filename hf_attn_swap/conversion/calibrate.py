@@ -35,7 +35,6 @@ from ..patch import build_swap, need_installation
 from ..text.bar import bar
 from ..wiring.install import Installation
 from .moments import Moments
-from .neutral import neutral_start
 from .report import CalibrationReport, LayerFit
 from .target import Target
 from .value_scale import scale_values
@@ -50,7 +49,6 @@ def calibrate(
     fit: str = "map",
     ridge: float = RIDGE,
     source: str = "softmax",
-    neutral: bool = True,
     scale: bool = True,
     progress: bool = True,
     **options: Any,
@@ -61,8 +59,8 @@ def calibrate(
 
     `simpletron_resl` and `modern_hopfield` add a multiple of the layer's input to its output (a skip). In a
     post-LayerNorm block (BERT, ALBERT) the fit undoes this skip: the target is multiplied by a factor, and LayerNorm
-    removes the factor. In a pre-norm block no fit can undo the skip, so a neutral start comes first; the report says
-    what it left. The heads of `simpletron*` grow with the number of tokens, so calibrate at the length at which you use
+    removes the factor. In a pre-norm block no fit can undo the skip, and the report says
+    what is left. The heads of `simpletron*` grow with the number of tokens, so calibrate at the length at which you use
     the model.
 
     Args:
@@ -73,8 +71,6 @@ def calibrate(
         ridge: the penalty on large values, as a share of the mean square of the variant's heads.
         source: the attention that the weights were trained with. It is "simpletron_resl", for example, for a model that
             was fine-tuned with "simpletron_resl" and is now patched with "softmax". The source must have no parameters.
-        neutral: let the skip of pre-norm layers start at almost nothing first, as `neutral_start` does. Layers whose
-            norm has no free scale are left alone, and so are all layers if the source has a skip too.
         scale: first choose the scale of the values of a variant that projects on values (`belief`), as `scale_values`
             does, on the first batches. If the source is not "softmax", the scales stay as they are.
         progress: show a progress bar.
@@ -94,10 +90,6 @@ def calibrate(
     targets = _targets(installation, source, options, constant=fit == "map")
     found = as_batches(batches)
     with _undone_after_an_error(installation):
-        if neutral and _new_skip(targets):
-            first = next(found)
-            found = itertools.chain([first], found)
-            neutral_start(model, first)
         if scale and source == "softmax" and any(target.swap.projects for target in targets):
             read: list[Batch] = []
             scale_values(model, _noted(found, read), progress=progress)
@@ -145,11 +137,6 @@ def _noted(batches: Iterator[Batch], read: list[Batch]) -> Iterator[Batch]:
     for batch in batches:
         read.append(batch)
         yield batch
-
-
-def _new_skip(targets: Sequence[Target]) -> bool:
-    """True if a layer adds its input, and the attention that the weights were trained with did not."""
-    return any(target.swap.adds_input and not target.source.adds_input for target in targets)
 
 
 @contextlib.contextmanager

@@ -61,8 +61,7 @@ class CalibrationReport:
         source: the attention to which the layers were fitted.
         layers: the fit of each layer.
         lengths: the shortest and the longest row of the calibration batches, in real tokens.
-        left: the multiple of a layer's input that the swap adds and that no fit can undo; 0 in post-LayerNorm blocks,
-            and almost 0 after a neutral start.
+        left: the multiple of a layer's input that the swap adds and that no fit can undo; 0 in post-LayerNorm blocks.
     """
 
     fit: str
@@ -83,8 +82,7 @@ class CalibrationReport:
             return ""
         return (
             f"The swap adds {self.left:g} times the input in every layer, which no fit can undo in a pre-norm block: "
-            "choose neutral=True where the norm's scale is free, or options without this skip (modern_hopfield: "
-            "alpha=0), or train the model for long."
+            "choose options without this skip (modern_hopfield: alpha=0), or train the model for long."
         )
 
     def summary(self) -> str:

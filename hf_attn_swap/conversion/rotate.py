@@ -28,11 +28,10 @@ from ..families import sites
 from ..layer.smoothing import parts, plain
 from ..measuring.batches import Batch, as_batches, evaluating, forward, on_device, real_tokens
 from ..wiring.install import installation_of, model_root
-from .neutral import tensors
 from .norms import Affine, affine, commutes
 from .orthogonal import mean_keeping, spreading
 from .stream import ELSE, Stream, stream_of
-from .trace import Trace, is_matrix, is_table, owners
+from .trace import Trace, is_matrix, is_table, owners, tensors
 
 BATCHES = 4  # that are read
 ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}  # norms compute in fp32 also in a model in fp64

@@ -49,7 +49,6 @@ class Calibrate:
         fit: "gain" or "map".
         rows: the number of training rows.
         source: the attention that the weights were trained with.
-        neutral_start: let the skip of pre-norm layers start at almost nothing.
 
     Raises:
         ValueError: a value is out of range.
@@ -59,7 +58,6 @@ class Calibrate:
     fit: str = "map"
     rows: int = 512
     source: str = "softmax"
-    neutral_start: bool = True
 
     def __post_init__(self) -> None:
         check_fit(self.fit)

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from .neutral import is_norm
-from .trace import Trace, channels_read, is_matrix, is_table
+from .trace import Trace, channels_read, is_matrix, is_norm, is_table
 
 ELSE = "quantise it without a rotation."
 

@@ -161,7 +161,6 @@ class Call:
             The names are "scores" (before the mask), "probabilities" (the weights that multiply the values) and
             "context" (the heads).
         exact_strength: 1.0 at full strength, and below a (1,) tensor in fp32. A variant asks for it by `strength_in`.
-        skip_scale: the factor of x in a skip: 1, or 2^-k after a neutral start.
         value_squares: (H,D), the squares of the scales of the values (scaled values); None if all are 1.
         used: how often the attention function was asked with this call.
     """
@@ -181,14 +180,8 @@ class Call:
     state: Any = None
     tap: Callable[[str, Tensor], Tensor] | None = None
     exact_strength: Strength = 1.0
-    skip_scale: float = 1.0
     value_squares: Tensor | None = None
     used: int = 0
-
-    @property
-    def skipped(self) -> Tensor:
-        """The input x (B,Q,E) as a skip adds it: times `skip_scale`."""
-        return self.x if self.skip_scale == 1.0 else self.skip_scale * self.x
 
     def strength_in(self, dtype: torch.dtype) -> Strength:
         """The strength: 1.0 at full strength, and below a (1,) tensor in `dtype`.

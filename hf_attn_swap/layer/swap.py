@@ -251,11 +251,6 @@ class Swap(nn.Module):
         return any(variant.wants_residual for variant in self.variants)
 
     @property
-    def adds_input(self) -> bool:
-        """True if the layer's output contains a multiple of the layer's input (a skip)."""
-        return any(variant.shares[0] != 0 for variant in self.variants) and not self.wants_residual
-
-    @property
     def projects(self) -> bool:
         """True if a variant projects heads on values."""
         return any(variant.projects for variant in self.variants)

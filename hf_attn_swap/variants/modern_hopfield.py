@@ -172,7 +172,7 @@ class ModernHopfield(Variant):
         return carried.attend(form, inputs, call, sdpa, below, decay, share)
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
-        skipped = call.residual if self.wants_residual else call.skipped
+        skipped = call.residual if self.wants_residual else call.x
         if skipped is None:
             raise ValueError(
                 "modern_hopfield: no residual stream was found around this attention module; use skip='input'."

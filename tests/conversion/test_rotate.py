@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from hf_attn_swap import patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import absorb_sink, rotate, smooth
-from hf_attn_swap.conversion.neutral import is_norm
 from hf_attn_swap.conversion.norms import affine, commutes
 from hf_attn_swap.conversion.orthogonal import mean_keeping, spreading
+from hf_attn_swap.conversion.trace import is_norm
 from hf_attn_swap.families import sites
 from hf_attn_swap.quantization import fake_w8a8
 from tests import zoo

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_attn_swap import patch_model, set_strength, unpatch_model
-from hf_attn_swap.conversion import Losses, calibrate, merge_calibration, neutral_start
+from hf_attn_swap.conversion import Losses, calibrate, merge_calibration
 from hf_attn_swap.conversion.adapters import with_adapters
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
@@ -203,9 +203,8 @@ def test_another_model_can_teach_merged_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_neutral_start_and_calibration_do_not_change_it(name: str, tmp_path: Path) -> None:
+def test_a_calibration_does_not_change_it(name: str, tmp_path: Path) -> None:
     model = patch_model(fresh(name, torch.float32), "simpletron_resl")
-    neutral_start(model)
     calibrate(model, [batch_of(name, torch.float32, seed=seed) for seed in range(12)], progress=False)
     trainer, batch = distiller(model, tmp_path, name, trainable=("swap",)), batch_of(name, torch.float32)
     assert trainer.teacher.frozen == {}

@@ -80,14 +80,12 @@ def test_own_tokens_that_cannot_be_found() -> None:
         call().own_values(HEADS)
 
 
-def test_strength_and_skip() -> None:
+def test_strength_in_a_dtype() -> None:
     full, between = call(), call(exact_strength=torch.tensor([0.3]))
     assert (full.strength_in(torch.float16), full.between, between.between) == (1.0, False, True)
     half = between.strength_in(torch.float16)
     assert isinstance(half, Tensor)
     assert half.dtype == torch.float16
-    assert full.skipped is full.x
-    assert torch.equal(call(skip_scale=0.25).skipped, full.x / 4)
 
 
 def test_a_tap_is_asked() -> None:

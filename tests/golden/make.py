@@ -67,7 +67,7 @@ def hybrid() -> Any:
 
 
 def calibrated() -> Any:
-    """A calibration after a neutral start, with weights that were trained afterwards."""
+    """A calibration, with weights that were trained afterwards."""
     model = moved(patch_model(llama(), "modern_hopfield"))
     calibrate(model, [{"input_ids": torch.randint(16, (64, 12))}], progress=False)
     note_retrained(need_installation(model))

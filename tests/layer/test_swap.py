@@ -14,7 +14,6 @@ from hf_attn_swap.core.kind import Kind
 from hf_attn_swap.kernels.dispatch import Form, Setting
 from hf_attn_swap.layer.calibration import Calibration
 from hf_attn_swap.layer.compute import Places
-from hf_attn_swap.layer.neutral_start import SkipScale
 from hf_attn_swap.layer.registry import fit_options, parse, parse_options
 from hf_attn_swap.layer.swap import Argument, Phase, Swap, Wiring
 from hf_attn_swap.layer.value_scale import ValueScale
@@ -121,10 +120,10 @@ def test_a_new_swap() -> None:
 
 def test_fits_act_in_the_order_of_their_registration() -> None:
     swap = swap_of("modern_hopfield").eval()
-    gain, scale, skip = Calibration("gain", SIZES), ValueScale(SIZES), SkipScale(3)
-    for fit in (gain, scale, skip):
+    gain, scale = Calibration("gain", SIZES), ValueScale(SIZES)
+    for fit in (gain, scale):
         swap.put(fit)
-    assert list(swap.fitted.values()) == [skip, scale, gain]
+    assert list(swap.fitted.values()) == [scale, gain]
     assert not gain.training, "in the mode of the layer"
     assert swap.fit_of(ValueScale) is scale
     assert swap.spec()["value_scale"] is True

@@ -95,7 +95,6 @@ DISTIL = stage(
 DISTIL_MORE = stage("conversion/test_distillation.py", keyword="left_out or more_than or (dropout and bert)")
 LOSSES = stage("conversion/test_losses.py")
 MERGE = stage("conversion/test_merge.py", keyword="not saved and (llama or gpt2 or not merged)")
-NEUTRAL = stage("conversion/test_neutral.py", keyword=FEW)
 READING = stage("conversion/test_reading.py")
 ROWS = stage("conversion/test_rows.py", "conversion/test_batches.py")
 ROTATE = stage("conversion/test_rotate.py")
@@ -130,7 +129,6 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "layer/calibration.py": (MERGE, CALIBRATE, A_NEW_FIT),
     "layer/compute.py": (SWAP, MASKS, SINK, LINEAR, CARRIED_REFUSALS, BIASED, SUMS, OPERATORS),
     "layer/fitted.py": (A_NEW_FIT,),
-    "layer/neutral_start.py": (NEUTRAL,),
     "layer/registry.py": (ARGUMENTS, BY_KIND, NAMES),
     "layer/smoothing.py": (SMOOTH,),
     "layer/swap.py": (SWAP, STRENGTHS, STRENGTH_DTYPE, CARRIED_REFUSALS, SINK, A_NEW_FIT),
@@ -162,14 +160,13 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/dropout.py": (DISTIL_MORE,),
     "conversion/engine.py": (STEPS, RESUMED),
     "conversion/full_heads.py": (BY_HEADS,),
-    "conversion/gauge.py": (SMOOTH, NEUTRAL),
+    "conversion/gauge.py": (SMOOTH,),
     "conversion/journal.py": (stage("conversion/test_journal.py"),),
     "conversion/layer_errors.py": (DISTIL, LOSSES),
     "conversion/lesson.py": (stage("conversion/test_lesson.py"), SPENT),
     "conversion/losses.py": (DISTIL, LOSSES, TEACHER),
     "conversion/merge.py": (MERGE,),
     "conversion/moments.py": (CALIBRATE,),
-    "conversion/neutral.py": (NEUTRAL,),
     "conversion/outcome.py": (REPORTED, CHOSEN, BITS, RECALLED),
     "conversion/parts.py": (TEACHER,),
     "conversion/passages.py": (RECALLED,),

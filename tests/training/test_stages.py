@@ -69,10 +69,8 @@ def test_values_of_a_stage() -> None:
     for given, names in (("value", ("value",)), (["query", "key"], ("query", "key"))):
         (stage,) = read_stages([json.dumps({"stage": "distil", "trainable": given})])
         assert stage == Distil(trainable=names)
-    (stage,) = read_stages(
-        ['{"stage": "calibrate", "fit": "gain", "neutral_start": false, "source": "simpletron_resl"}']
-    )
-    assert stage == Calibrate(fit="gain", neutral_start=False, source="simpletron_resl")
+    (stage,) = read_stages(['{"stage": "calibrate", "fit": "gain", "source": "simpletron_resl"}'])
+    assert stage == Calibrate(fit="gain", source="simpletron_resl")
     assert stage.recorded == "gain"
 
 
@@ -266,11 +264,11 @@ def test_every_distillation_has_the_original_as_its_teacher(tiny: Path, tmp_path
             assert torch.equal(value, before[name]), name
 
 
-def test_a_calibration_says_where_it_started(tmp_path: Path) -> None:
-    """In a pre-norm model, modern_hopfield starts neutrally; belief does not."""
+def test_a_calibration_says_that_it_scaled_values(tmp_path: Path) -> None:
+    """The values of belief are scaled for its projection; modern_hopfield has none."""
     rows = Dataset.from_dict({"input_ids": torch.arange(48).view(4, 12).tolist()})
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
-    for variant, words in (("modern_hopfield", True), ("belief", False)):
+    for variant, words in (("modern_hopfield", False), ("belief", True)):
         model = patch_model(fresh("llama", torch.float32), variant)
         state = State(
             model=model,
@@ -282,4 +280,4 @@ def test_a_calibration_says_where_it_started(tmp_path: Path) -> None:
         take(state, steps_of([Calibrate(fit="gain")]))
         (sentence,) = state.notes["sentences"]
         count = len(swaps(model))
-        assert (f"The skip of {count} layers starts at 2^-10" in sentence) is words
+        assert (f"The values of {count} layers are scaled" in sentence) is words
