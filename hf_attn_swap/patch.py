@@ -77,8 +77,6 @@ def patch_model(
     ordering.check(root, planned)
     if patched is None:
         installation.start(model)
-    else:
-        installation.refuse_merged("patched again", swaps)
     installation.put(swaps)
     _warn_user(root, swaps.values())
     return model
@@ -95,14 +93,12 @@ def unpatch_model(model: M, /, *, layers: int | Iterable[int] | None = None) -> 
         The same model.
 
     Raises:
-        ValueError: the model is not patched, a layer is not swapped, or a calibration was merged into the weights of a
-            layer.
+        ValueError: the model is not patched, or a layer is not swapped.
     """
     installation = need_installation(model)
     swapped = installation.layers()
     chosen = swapped if layers is None else choose_layers(swappable(installation), layers, None)
     _refuse_stock(chosen, swapped)
-    installation.refuse_merged("unpatched", chosen)
     if len(chosen) == len(swapped):
         installation.remove(model)
     else:
@@ -125,8 +121,7 @@ def set_strength(
         The same model.
 
     Raises:
-        ValueError: the strength does not lie between 0 and 1, the model is not patched, a layer is not swapped, or a
-            calibration was merged into the weights of a layer (the strength of such a layer stays 1).
+        ValueError: the strength does not lie between 0 and 1, the model is not patched, or a layer is not swapped.
     """
     strength = check_strength(strength)
     installation = need_installation(model)

@@ -80,8 +80,8 @@ def calibrate(
         R^2 per layer and head before and after the fit, the fitted gains, and the shortest and longest row in tokens.
 
     Raises:
-        ValueError: the model is not patched or has merged layers, there is no batch, there are too few real tokens, the
-            fit or the source is unknown, or activations are not finite. The model is unchanged after an error.
+        ValueError: the model is not patched or was changed by a conversion, there is no batch, there are too few real
+            tokens, the fit or the source is unknown, or activations are not finite. The model is unchanged after an error.
     """
     check_fit(fit)
     if not ridge >= 0:
@@ -211,13 +211,9 @@ def _targets(installation: Installation, source: str, options: dict[str, Any], *
             raise ValueError(
                 "PEFT holds copies of the swaps (modules_to_save); call calibrate before you add the adapters."
             )
-        if swap.merged is not None:
-            raise ValueError(
-                f"layer {index}: an earlier calibration was merged into the weights; load the unmerged model."
-            )
         if swap.retrained:
             raise ValueError(
-                f"layer {index}: an earlier conversion trained its weights for {'+'.join(swap.names)}, so there is no "
+                f"layer {index}: an earlier conversion changed its weights for {'+'.join(swap.names)}, so there is no "
                 "original attention left to fit to; calibrate before the training."
             )
         original = build_swap(layer, classes, chosen)

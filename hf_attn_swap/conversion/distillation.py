@@ -53,8 +53,8 @@ class DistillationTrainer(TrainerWithoutLabels):
         kwargs: the other arguments of `Trainer`.
 
     Raises:
-        ValueError: the model is not patched, is at strength 0, or has merged layers and no other teacher; the teacher
-            has other outputs; `trainable` is unknown; nothing trains; or the data set is empty.
+        ValueError: the model is not patched, is at strength 0, or was changed by a conversion and has no other teacher;
+            the teacher has other outputs; `trainable` is unknown; nothing trains; or the data set is empty.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _swapped(installation: Installation, *, known: bool) -> list[Site]:
-    """The blocks that run their variant; a merged layer, a retrained layer and a model at strength 0 are refused.
+    """The blocks that run their variant; a retrained layer and a model at strength 0 are refused.
 
     Args:
         installation: the swaps of the model.
@@ -95,14 +95,9 @@ def _swapped(installation: Installation, *, known: bool) -> list[Site]:
     layers = installation.layers()
     for layer in layers:
         index, swap = layer.number, layer.swap
-        if swap.merged is not None:
-            raise ValueError(
-                f"layer {index}: its calibration was merged, so the original attention is gone; load the "
-                "unmerged model."
-            )
         if swap.retrained and not known:
             raise ValueError(
-                f"layer {index}: an earlier conversion trained its weights, so strength 0 is no longer the original "
+                f"layer {index}: an earlier conversion changed its weights, so strength 0 is no longer the original "
                 "attention; start again from the pretrained model."
             )
     running = [layer.site for layer in layers if layer.swap.phase != Phase.OFF]

@@ -85,7 +85,6 @@ def scale_values(model: nn.Module, batches: Iterable[Any], *, progress: bool = T
         raise ValueError(
             "no swapped layer projects on values, so there is nothing to scale; layers with belief or belief_star do."
         )
-    installation.refuse_merged("scaled", projecting)
     if trained := [layer.number for layer in projecting if layer.swap.retrained]:
         raise ValueError(
             f"a conversion trained the weights of layers {trained} for the scales that their values have; scale the "

@@ -20,7 +20,7 @@ from ..core.masks import transformed
 from ..kernels.dispatch import Form, Setting
 from ..variants.base import Replacement, Variant, mix
 from .compute import Places, attend, ordinary, reference, replaced
-from .fitted import FITTED, HEADS, WEIGHTS, Fitted
+from .fitted import FITTED, HEADS, Fitted
 from .registry import Options, build_options
 
 STOCK = "attn_swap_stock"  # a keyword argument of an attention module: if True, the module runs as if not swapped
@@ -77,8 +77,6 @@ class Wiring:
         borrows: True if the keys and values of the core are those of another layer, which alone are in a cache.
         lent: True if a layer of the stack borrows the keys and values of another layer.
         dropout_path: the path from the container to the hidden dropout after W_o, or None.
-        folded_path: the path to the matrix that a calibration is merged into: from the container to W_o, or from the
-            core to W_v if the variant leaves W_o out. None if the path is not known.
     """
 
     path: str
@@ -94,7 +92,6 @@ class Wiring:
     borrows: bool
     lent: bool
     dropout_path: str | None
-    folded_path: str | None
 
 
 class Swap(nn.Module):
@@ -131,7 +128,7 @@ class Swap(nn.Module):
         self.geometry = geometry
         self.wiring: Wiring | None = None
         self.fresh = True  # False if a checkpoint has given the new parameters their values
-        self.retrained = False  # True if a conversion trained weights: strength 0 is no longer the original
+        self.retrained = False  # True if a conversion changed weights: strength 0 is no longer the original
         self.selection = selection
         self.options = options
         for cls in classes:
@@ -197,11 +194,6 @@ class Swap(nn.Module):
             self.drop(name)
         for fit in before.values():
             self.put(fit)
-
-    @property
-    def merged(self) -> Fitted | None:
-        """The fit that was merged into the model's weights, or None."""
-        return next((fit for fit in self.fitted.values() if fit.place == WEIGHTS), None)
 
     def at(self, place: str) -> Variant | None:
         """The variant that changes this place, or None."""

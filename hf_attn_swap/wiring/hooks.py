@@ -276,8 +276,7 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     """Check the call, and add its `Call` to the keyword arguments.
 
     Raises:
-        ValueError: the model has another attention implementation now, the call is cross-attention, or an adapter sits
-            on a matrix that a calibration was merged into.
+        ValueError: the model has another attention implementation now, or the call is cross-attention.
     """
     swap = swap_of(core)
     chosen: str | None = core.config._attn_implementation  # type: ignore[assignment,union-attr]  # checked when patching
@@ -321,7 +320,6 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
         recomputed=checkpointed,
         dropout=container.get_submodule(wiring.dropout_path) if wiring.dropout_path else None,
     )
-    _refuse_adapter(core, container, swap, wiring)
     _warn_frozen(swap)
     return args, {**kwargs, CALL: call}
 
@@ -408,24 +406,6 @@ def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, carried: Carried
     if state is not None:
         state.claim(core)
     return state
-
-
-def _refuse_adapter(core: nn.Module, container: nn.Module, swap: Swap, wiring: Wiring) -> None:
-    """Refuse an adapter on a matrix that a calibration was merged into.
-
-    The adapter was trained for the matrix without the calibration, and its effect would be another one here.
-
-    Raises:
-        ValueError: there is such an adapter.
-    """
-    if swap.merged is None or wiring.folded_path is None:
-        return
-    folded = (container if swap.keeps_projection else core).get_submodule(wiring.folded_path)
-    if hasattr(folded, "base_layer"):
-        raise ValueError(
-            f"{type(core).__name__}: an adapter sits on {wiring.folded_path}, into which a calibration was merged; "
-            f"leave {wiring.folded_path} out of target_modules, or add adapters to the model from before the merge."
-        )
 
 
 def _warn_frozen(swap: Swap) -> None:

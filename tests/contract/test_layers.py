@@ -14,12 +14,11 @@ from torch import nn
 
 from hf_attn_swap import describe, families, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion.teacher import Teacher
-from hf_attn_swap.layer.calibration import Calibration
 from hf_attn_swap.patch import need_installation
 from hf_attn_swap.wiring.layers import Layer
 
 from .cells import FAMILY_NAMES
-from .harness import batch_of, forward, fresh, refused, swaps
+from .harness import batch_of, fresh, swaps
 
 # PEFT 0.21 reads a property that transformers 5.23 has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -123,15 +122,3 @@ def test_a_strength_has_one_setter() -> None:
         installation.set_strength({third: 0.25})
         assert third.swap.strength == 0.25
     assert [entry["strength"] for entry in model.config.attn_swap["swaps"]] == [0.0, 0.5, 1.0]
-
-
-def test_a_merged_layer_keeps_its_strength_for_every_caller() -> None:
-    model = patch_model(fresh("bert"), "softmax")
-    installation = need_installation(model)
-    layer = installation.layers()[1]
-    layer.swap.put(Calibration("gain", layer.swap.geometry).merged())
-    with refused("layers [1] cannot be set to a strength below 1", "merged"):
-        installation.set_strength({layer: 0.5})
-    installation.set_strength({layer: 1.0})
-    assert {swap.strength for swap in swaps(model)} == {1.0}
-    assert forward(model, batch_of("bert")).isfinite().all()

@@ -194,7 +194,7 @@ def test_another_model_can_teach_merged_layers(tmp_path: Path) -> None:
     model = patch_model(fresh("bert", torch.float32), "simpletron_resl")
     calibrate(model, [batch_of("bert", torch.float32, seed=seed) for seed in range(12)], progress=False)
     merge_calibration(model)
-    with refused("its calibration was merged, so strength 0 is no longer the original; pass the original model"):
+    with refused("so strength 0 is no longer the original; pass the original model"):
         distiller(model, tmp_path, trainable="body")
     trainer = distiller(model, tmp_path, trainable="body", teacher=fresh("bert", torch.float32))
     first = loss_of(trainer, batch)
@@ -248,7 +248,7 @@ def test_a_distilled_model_is_no_teacher_of_itself(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     loaded = type(model).from_pretrained(tmp_path / "saved")
     for each in (model, loaded):
-        with refused("an earlier conversion trained its weights, so strength 0 is no longer the original; pass the"):
+        with refused("an earlier conversion changed its weights, so strength 0 is no longer the original; pass the"):
             distiller(each, tmp_path, trainable="body")
         with refused("there is no original attention left to fit to"):
             calibrate(each, batches, progress=False)

@@ -36,7 +36,6 @@ WIRING = Wiring(
     borrows=False,
     lent=False,
     dropout_path=None,
-    folded_path=None,
 )
 
 
@@ -59,7 +58,6 @@ def test_what_it_says_of_its_variants(name: str) -> None:
     assert swap.keeps_projection is all(cls.keeps_projection for cls in classes)
     assert swap.projects is any(cls.projects for cls in classes)
     assert swap.wants_residual is any(variant.wants_residual for variant in swap.variants)
-    assert swap.adds_input is (any(variant.shares[0] for variant in swap.variants) and not swap.wants_residual)
     assert swap.further_keys == sum(variant.further_keys for variant in swap.variants)
     assert swap.replacement is (own[0] if classes[0].replaces else None)
     for place in PLACES:
@@ -72,10 +70,8 @@ def test_what_it_says_of_its_variants(name: str) -> None:
 
 
 def test_a_skip_from_the_input_or_from_the_residual_stream() -> None:
-    assert swap_of("modern_hopfield", skip="input").adds_input
     residual = swap_of("modern_hopfield", skip="residual")
     assert residual.wants_residual
-    assert not residual.adds_input
 
 
 @pytest.mark.parametrize(
@@ -106,7 +102,7 @@ def test_the_strength_outlives_casts_and_moves() -> None:
 
 def test_a_new_swap() -> None:
     swap = swap_of("gated")
-    assert (swap.fresh, swap.retrained, swap.wiring, swap.fitted, swap.merged) == (True, False, None, {}, None)
+    assert (swap.fresh, swap.retrained, swap.wiring, swap.fitted) == (True, False, None, {})
     assert swap.spec() == {"variant": "gated", "options": swap.options, "strength": 1.0}
     swap.retrained, swap.selection = True, "language"
     assert swap.spec() == {
@@ -134,9 +130,6 @@ def test_fits_act_in_the_order_of_their_registration() -> None:
     swap.put(Calibration("map", SIZES))
     swap.restore(before)
     assert swap.fitted == before
-    merged = gain.merged()
-    swap.put(merged)
-    assert swap.merged is merged
     swap.restore({})
     assert swap.fitted == {}
 
