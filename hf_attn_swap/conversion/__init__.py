@@ -1,6 +1,6 @@
 """Convert a trained model with little loss, step by step; `hf_attn_swap.convert` takes all steps by one call.
 
-The steps are a rotated stream, absorbed sinks, smoothed channels, scaled values,
+The steps are absorbed sinks, smoothed channels, scaled values,
 calibration, the choice of layers, and distillation.
 """
 
@@ -9,7 +9,6 @@ from .calibrate import calibrate
 from .distillation import DistillationTrainer
 from .losses import Losses
 from .merge import merge_calibration
-from .rotate import rotate
 from .sensitivity import head_sensitivity
 from .smooth import smooth
 from .value_scale import scale_values
@@ -21,7 +20,6 @@ __all__ = [
     "calibrate",
     "head_sensitivity",
     "merge_calibration",
-    "rotate",
     "scale_values",
     "smooth",
 ]

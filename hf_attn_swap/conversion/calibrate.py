@@ -81,7 +81,8 @@ def calibrate(
 
     Raises:
         ValueError: the model is not patched or was changed by a conversion, there is no batch, there are too few real
-            tokens, the fit or the source is unknown, or activations are not finite. The model is unchanged after an error.
+            tokens, the fit or the source is unknown, or activations are not finite. The model is unchanged after an
+            error.
     """
     check_fit(fit)
     if not ridge >= 0:

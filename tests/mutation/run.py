@@ -97,7 +97,6 @@ LOSSES = stage("conversion/test_losses.py")
 MERGE = stage("conversion/test_merge.py", keyword="not saved and (llama or gpt2 or not merged)")
 READING = stage("conversion/test_reading.py")
 ROWS = stage("conversion/test_rows.py", "conversion/test_batches.py")
-ROTATE = stage("conversion/test_rotate.py")
 SCALE = stage("conversion/test_value_scale.py", keyword=f"{FEW} and not architectures")
 SMOOTH = stage("conversion/test_smooth.py", keyword=f"not (way_back or found) or (({DEEP}) and (gated or found))")
 TEACHER = stage("conversion/test_teacher.py", keyword=FEW)
@@ -174,12 +173,9 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/processes.py": (stage("conversion/test_processes.py"),),
     "conversion/split_copy.py": (stage("conversion/test_processes.py", "conversion/test_convert_fsdp.py"),),
     "conversion/progress.py": (stage("conversion/test_progress.py"),),
-    "conversion/norms.py": (ROTATE,),
-    "conversion/orthogonal.py": (ROTATE,),
     "conversion/reading.py": (READING,),
     "conversion/report.py": (CALIBRATE,),
     "conversion/rows.py": (ROWS, READING),
-    "conversion/rotate.py": (ROTATE,),
     "conversion/sensitivity.py": (stage("conversion/test_sensitivity.py"), RECALLED, BY_HEADS),
     "conversion/smooth.py": (SMOOTH,),
     "conversion/snapshot.py": (stage("conversion/test_snapshot.py"), STEPS),
@@ -194,11 +190,10 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/steps/relearn.py": (BITS,),
     "conversion/steps/smooth.py": (BITS,),
     "conversion/steps/stock.py": (BITS,),
-    "conversion/stream.py": (ROTATE,),
     "conversion/target.py": (CALIBRATE,),
     "conversion/teach.py": (STEPS, STAGES),
     "conversion/teacher.py": (TEACHER,),
-    "conversion/trace.py": (ROTATE, SMOOTH),
+    "conversion/trace.py": (SMOOTH,),
     "conversion/trainer.py": (DISTIL_MORE, TEACHER),
     "conversion/value_scale.py": (SCALE,),
     "memory/": (stage("memory/test_layers.py", "memory/test_promises.py"),),
