@@ -41,6 +41,7 @@ SHOWN = 3  # how many weights an error names
 LONGEST = 400  # the largest number of characters that an error quotes from a damaged file
 KEYS = {"variant", "layers", "options", "strength"}
 OPTIONAL_KEYS = {"modules", "retrained"}  # beside the names of fits
+REMOVED = {"head_order": "matched heads", "neutral_start": "a neutral start"}  # fits of earlier versions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class Entry:
         strength: the strength, from 0 to 1.
         modules: the argument `modules` that chose the layers, or None.
         fitted: what the entry says of each fit, checked, by the fit's name.
-        retrained: True if a distillation or a transfer changed weights.
+        retrained: True if a distillation changed weights.
     """
 
     classes: tuple[type[Variant], ...]
@@ -109,6 +110,11 @@ def _read(block: Any) -> tuple[int, list[Entry]]:
 def _read_swap(entry: Any, modules: int) -> Entry:
     """Check one entry of the block, for a model with `modules` modules that can be swapped."""
     given = set(entry) if isinstance(entry, dict) else set()
+    for name in given & REMOVED.keys():
+        raise ValueError(
+            f"it was saved by an earlier version with {REMOVED[name]} ({name}), which this version cannot run; convert "
+            "the pretrained model anew, or install the version that saved it."
+        )
     check_keys(entry, KEYS | ((OPTIONAL_KEYS | set(FITTED)) & given), "a swap")
     layers, options = entry["layers"], entry["options"]
     if not isinstance(layers, list) or not layers or not all(is_whole(i) and 0 <= i < modules for i in layers):

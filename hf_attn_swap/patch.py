@@ -78,7 +78,6 @@ def patch_model(
     if patched is None:
         installation.start(model)
     else:
-        installation.refuse_merged("patched again", swaps)
         _warn_of_loss(swaps)
         for layer, swap in swaps.items():
             swap.retrained = layer.swapped and layer.swap.retrained
@@ -98,14 +97,12 @@ def unpatch_model(model: M, /, *, layers: int | Iterable[int] | None = None) -> 
         The same model.
 
     Raises:
-        ValueError: the model is not patched, a layer is not swapped, or a calibration was merged into the weights of a
-            layer.
+        ValueError: the model is not patched, or a layer is not swapped.
     """
     installation = need_installation(model)
     swapped = installation.layers()
     chosen = swapped if layers is None else choose_layers(swappable(installation), layers, None)
     _refuse_stock(chosen, swapped)
-    installation.refuse_merged("unpatched", chosen)
     if len(chosen) == len(swapped):
         installation.remove(model)
     else:
@@ -128,8 +125,7 @@ def set_strength(
         The same model.
 
     Raises:
-        ValueError: the strength does not lie between 0 and 1, the model is not patched, a layer is not swapped, or a
-            calibration was merged into the weights of a layer (the strength of such a layer stays 1).
+        ValueError: the strength does not lie between 0 and 1, the model is not patched, or a layer is not swapped.
     """
     strength = check_strength(strength)
     installation = need_installation(model)
@@ -394,3 +390,10 @@ def _warn_user(root: nn.Module, swaps: Iterable[Swap]) -> None:
 def _with_subclasses(cls: type[Any]) -> set[type[Any]]:
     """A class and all its subclasses."""
     return {cls}.union(*map(_with_subclasses, cls.__subclasses__()))
+
+
+def softmax_swaps(installation: Installation) -> dict[Layer, Swap]:
+    """A swap with ordinary attention for every swapped layer, to watch the stock model."""
+    classes = parse("softmax")
+    options = parse_options(classes, {})
+    return {layer: build_swap(layer, classes, options) for layer in installation.layers()}

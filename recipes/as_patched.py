@@ -18,6 +18,7 @@ over the layers and in the worst layer.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import sys
@@ -30,9 +31,11 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion import calibrate, cut_shares, scale_values
+from hf_attn_swap.conversion import calibrate, scale_values
 from hf_attn_swap.conversion.absorb import TEXTS, Absorbed, absorb_rows
 from hf_attn_swap.layer.registry import canonical_name
+from hf_attn_swap.measuring.batches import read_by, token_mask
+from hf_attn_swap.patch import need_installation
 from hf_attn_swap.text.table import markdown, markdown_row
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -159,8 +162,37 @@ def main() -> None:
         shares = []
         if canonical_name(choice["variant"]) == "clipped_softmax":
             gamma = model.config.attn_swap["swaps"][0]["options"]["clipped_softmax"]["gamma"]
-            shares = [found[0] for found in cut_shares(stock, measured, [gamma], progress=False).values()]
+            shares = cut_shares(stock, measured, gamma)
         print(shown(json.dumps(choice), shares, result(outputs(model, measured), wanted, measured, causal)), flush=True)
+
+
+def cut_shares(stock: Any, batches: list[Batch], gamma: float) -> list[float]:
+    """What a clip with this gamma cuts of each layer's attention in the stock model, as a share of all weights.
+
+    With zeta = 1, a weight p loses min(p, |gamma| (1 - p)). Queries that are padding do not count.
+    """
+    model = patch_model(copy.deepcopy(stock), "softmax").eval()
+    layers = need_installation(model).layers()
+    lost, whole = [0.0] * len(layers), [0.0] * len(layers)
+
+    def watch(place: int, batch: Batch) -> Any:
+        def see(name: str, weights_BHQK: torch.Tensor) -> torch.Tensor:
+            if name == "probabilities":
+                rows = weights_BHQK.transpose(1, 2)
+                rows = rows[token_mask(batch, rows)].double()
+                lost[place] += float(torch.minimum(rows, -gamma * (1 - rows)).sum())
+                whole[place] += float(rows.sum())
+            return weights_BHQK
+
+        return lambda module, args: setattr(args[1], "tap", see)
+
+    for batch in batches:
+        with contextlib.ExitStack() as hooked, torch.no_grad():
+            for place, layer in enumerate(layers):
+                hook = watch(place, read_by(layer.site.core, batch))
+                hooked.callback(layer.swap.register_forward_pre_hook(hook).remove)
+            model(**batch)
+    return [part / total for part, total in zip(lost, whole, strict=True) if total]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ The data are rows of token ids, or texts, which the model's tokenizer turns into
         --test_data data/wikitext-2 --tokens 160000 --rows 4 --test_rows 32 --learning_rate 3e-4 \
         --variants simpletron_resl --out recipes/figures/distil-curve-smollm2.json
 
-For each variant a new copy of the model is swapped, fitted (as `FITS` says, from a neutral start) and distilled without
+For each variant a new copy of the model is swapped, fitted (as `FITS` says) and distilled without
 labels on rows of token ids. Every weight trains. After a short rise, the learning rate is constant, or falls with the
 square root of the steps (`--lr_scheduler_type inverse_sqrt`), so that every budget has seen the same rule.
 At budgets in equal ratios, KL to the original model and the share of equal first choices are measured on the test rows.

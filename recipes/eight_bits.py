@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from as_patched import Batch, absorbed, rows_of  # as_patched.py lies beside this recipe
 from datasets import Dataset
+from rotate import rotate  # beside this recipe, too
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoConfig,
@@ -55,7 +56,7 @@ from transformers import (
 
 from hf_attn_swap import patch_model, unpatch_model
 from hf_attn_swap.analysis.largest import Largest
-from hf_attn_swap.conversion import DistillationTrainer, rotate, smooth
+from hf_attn_swap.conversion import DistillationTrainer, smooth
 from hf_attn_swap.layer.smoothing import Smoothing
 from hf_attn_swap.measuring.batches import token_mask, without_labels
 from hf_attn_swap.patch import need_installation

@@ -35,7 +35,7 @@ from hf_attn_swap import configurations
 
 Run = dict[str, Any]
 NAMED = ("label", "output_dir")
-OF_VARIANT = ("variant", "options", "layers", "modules", "label", "stages", "schedule")
+OF_VARIANT = ("variant", "options", "layers", "modules", "label", "stages")
 
 
 def expand(run: Run) -> Iterator[Run]:

@@ -107,8 +107,8 @@ def _both(
         patch_model(model, variant, **options)
         if fit is not None:
             notes.append(f"Calibrated on the same rows: {calibrate(model, inputs.batches, fit=fit).summary()}")
-    elif any(layer.swap.merged is not None for layer in need_installation(model).layers()):
-        notes.append("A calibration was merged into the weights, so the unswapped model cannot be shown beside.")
+    elif any(layer.swap.retrained for layer in need_installation(model).layers()):
+        notes.append("A conversion changed the weights, so the unswapped model cannot be shown beside.")
     else:
         with need_installation(model).strengths_kept():
             set_strength(model, 0.0)

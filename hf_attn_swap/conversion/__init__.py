@@ -1,38 +1,25 @@
 """Convert a trained model with little loss, step by step; `hf_attn_swap.convert` takes all steps by one call.
 
-The steps are a rotated stream, absorbed sinks, smoothed channels, a neutral start, matched heads, scaled values,
-calibration, the choice of layers, a schedule of the strength, attention transfer, and distillation.
+The steps are absorbed sinks, smoothed channels, scaled values,
+calibration, the choice of layers, and distillation.
 """
 
 from .absorb import absorb_sink
 from .calibrate import calibrate
-from .cut import choose_gamma, cut_shares
 from .distillation import DistillationTrainer
-from .heads import match_heads
 from .losses import Losses
 from .merge import merge_calibration
-from .neutral import neutral_start
-from .rotate import rotate
-from .schedule import StrengthSchedule
 from .sensitivity import head_sensitivity
 from .smooth import smooth
-from .transfer import AttentionTransferTrainer
 from .value_scale import scale_values
 
 __all__ = [
-    "AttentionTransferTrainer",
     "DistillationTrainer",
     "Losses",
-    "StrengthSchedule",
     "absorb_sink",
     "calibrate",
-    "choose_gamma",
-    "cut_shares",
     "head_sensitivity",
-    "match_heads",
     "merge_calibration",
-    "neutral_start",
-    "rotate",
     "scale_values",
     "smooth",
 ]

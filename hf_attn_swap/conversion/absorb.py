@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from ..core.kind import Kind
 from ..layer.registry import parse, parse_options
 from ..measuring.batches import evaluating
-from ..patch import build_swap, need_installation, swappable
+from ..patch import build_swap, need_installation, softmax_swaps, swappable
 from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
 from ..variants.sink import Sink
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
-from .heads import softmax_swaps
 
 MASSIVE = 1000.0  # a token is massive if an activation is above this number of medians,
 LARGE = 100.0  # and above this number: Sun et al. (2024), section 2

@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.call import NORMALIZED, Call
+from ..core.call import Call
 from ..layer.calibration import Calibration, check_fit
 from ..layer.registry import parse, parse_options
 from ..layer.swap import Phase
@@ -35,16 +34,12 @@ from ..measuring.batches import Batch, as_batches, forward, read_by, refuse_othe
 from ..patch import build_swap, need_installation
 from ..text.bar import bar
 from ..wiring.install import Installation
-from .cut import Share
-from .heads import first_rows, match_heads
 from .moments import Moments
-from .neutral import neutral_start
 from .report import CalibrationReport, LayerFit
 from .target import Target
 from .value_scale import scale_values
 
 RIDGE = 1e-4
-LARGEST_CUT = 0.1  # of a layer's attention; a warning follows above
 
 
 def calibrate(
@@ -54,8 +49,6 @@ def calibrate(
     fit: str = "map",
     ridge: float = RIDGE,
     source: str = "softmax",
-    neutral: bool = True,
-    match: bool = True,
     scale: bool = True,
     progress: bool = True,
     **options: Any,
@@ -66,8 +59,8 @@ def calibrate(
 
     `simpletron_resl` and `modern_hopfield` add a multiple of the layer's input to its output (a skip). In a
     post-LayerNorm block (BERT, ALBERT) the fit undoes this skip: the target is multiplied by a factor, and LayerNorm
-    removes the factor. In a pre-norm block no fit can undo the skip, so a neutral start comes first; the report says
-    what it left. The heads of `simpletron*` grow with the number of tokens, so calibrate at the length at which you use
+    removes the factor. In a pre-norm block no fit can undo the skip, and the report says
+    what is left. The heads of `simpletron*` grow with the number of tokens, so calibrate at the length at which you use
     the model.
 
     Args:
@@ -78,25 +71,18 @@ def calibrate(
         ridge: the penalty on large values, as a share of the mean square of the variant's heads.
         source: the attention that the weights were trained with. It is "simpletron_resl", for example, for a model that
             was fine-tuned with "simpletron_resl" and is now patched with "softmax". The source must have no parameters.
-        neutral: let the skip of pre-norm layers start at almost nothing first, as `neutral_start` does. Layers whose
-            norm has no free scale are left alone, and so are all layers if the source has a skip too.
-        match: let the heads of a variant that carries scores (`modern_hopfield`) first meet the carried scores that
-            are most like their own, as `match_heads` does, on the first batches. If the source is not "softmax", they
-            stay as they are, and so does every head with `match=False`.
         scale: first choose the scale of the values of a variant that projects on values (`belief`), as `scale_values`
             does, on the first batches. If the source is not "softmax", the scales stay as they are.
         progress: show a progress bar.
         options: the options of `source`.
 
     Returns:
-        R^2 per layer and head before and after the fit, the fitted gains, the share of the attention that a variant
-        such as `clipped_softmax` cuts away, and the shortest and longest row in tokens. A warning says so if this share
-        is above a tenth in a layer.
+        R^2 per layer and head before and after the fit, the fitted gains, and the shortest and longest row in tokens.
 
     Raises:
-        ValueError: the model is not patched or has merged layers, there is no batch, there are too few real tokens, the
-            fit or the source is unknown, or activations are not finite. The model is unchanged after an error.
-        ImportError: heads are to be matched, and SciPy is missing.
+        ValueError: the model is not patched or was changed by a conversion, there is no batch, there are too few real
+            tokens, the fit or the source is unknown, or activations are not finite. The model is unchanged after an
+            error.
     """
     check_fit(fit)
     if not ridge >= 0:
@@ -105,14 +91,6 @@ def calibrate(
     targets = _targets(installation, source, options, constant=fit == "map")
     found = as_batches(batches)
     with _undone_after_an_error(installation):
-        if neutral and _new_skip(targets):
-            first = next(found)
-            found = itertools.chain([first], found)
-            neutral_start(model, first)
-        if match and source == "softmax" and any(target.swap.carries for target in targets):
-            some = list(first_rows(found))
-            found = itertools.chain(some, found)
-            match_heads(model, some, progress=False)
         if scale and source == "softmax" and any(target.swap.projects for target in targets):
             read: list[Batch] = []
             scale_values(model, _noted(found, read), progress=progress)
@@ -146,20 +124,13 @@ def _fit(
         layers = tuple(fitting.apply(*solution) for fitting, solution in zip(fittings, solved, strict=True))
     shortest, longest = torch.cat(lengths).aminmax()
     left = max((target.left for target in targets), key=abs)
-    report = CalibrationReport(
+    return CalibrationReport(
         fit=fit,
         source=source,
         layers=layers,
         lengths=(int(shortest), int(longest)),
         left=left,
     )
-    if max(layer.cut or 0.0 for layer in report.layers) > LARGEST_CUT:
-        warnings.warn(
-            f"{report.cut_words} The heads lose what these weights read; patch the model with a gamma closer to 0, "
-            "such as hf_attn_swap.conversion.choose_gamma finds for these batches.",
-            stacklevel=2,
-        )
-    return report
 
 
 def _noted(batches: Iterator[Batch], read: list[Batch]) -> Iterator[Batch]:
@@ -167,11 +138,6 @@ def _noted(batches: Iterator[Batch], read: list[Batch]) -> Iterator[Batch]:
     for batch in batches:
         read.append(batch)
         yield batch
-
-
-def _new_skip(targets: Sequence[Target]) -> bool:
-    """True if a layer adds its input, and the attention that the weights were trained with did not."""
-    return any(target.swap.adds_input and not target.source.adds_input for target in targets)
 
 
 @contextlib.contextmanager
@@ -189,11 +155,10 @@ def _undone_after_an_error(installation: Installation) -> Iterator[None]:
 
 @dataclass
 class _Fitting:
-    """The fit of one layer: its target, the sums of products so far, and what the variant cuts of the attention."""
+    """The fit of one layer: its target, and the sums of products so far."""
 
     target: Target
     moments: Moments
-    cut: Share = field(default_factory=Share)
 
     def hook(self, batch: Batch, lengths: list[Tensor], hooked: contextlib.ExitStack) -> None:
         """Add the tokens of the next forward pass to the sums. During that pass the source's swap is in the model."""
@@ -204,27 +169,12 @@ class _Fitting:
             swap = self.target.swap
             order = swap.place_in(call.carried)
             own = Call(x=call.x, start=call.start, carried=call.carried, order=order, first=swap.is_first(order))
-            own.tap = self._tap(own, batch)
             heads = swap(inputs, own, sdpa, False)[0]
             real = token_mask(batch, heads)
             self.moments.add(heads[real], self.target.wanted(output[0])[real])
             lengths.append(real.sum(1).cpu())
 
         hooked.callback(self.target.source.register_forward_hook(collect).remove)
-
-    def _tap(self, call: Call, batch: Batch) -> Any:
-        """A tap that measures what the variant of the place "weights" cuts away; None without such a variant."""
-        adjuster = self.target.swap.at("weights")
-        if adjuster is None or adjuster.replaces:
-            return None
-
-        def see(place: str, tensor: Tensor) -> Tensor:
-            if place == NORMALIZED:
-                lost = tensor - adjuster.adjust(tensor, call)
-                self.cut.add(lost.clamp_min(0), tensor, batch)
-            return tensor
-
-        return see
 
     def solve(self, ridge: float) -> tuple[Tensor, Tensor | None]:
         """Return the weight and the bias of the fit. The layer does not change."""
@@ -248,7 +198,6 @@ class _Fitting:
             after=after,
             gains=tuple(weight.tolist()) if bias is None else None,
             tokens=self.moments.rows,
-            cut=self.cut.value if self.cut.whole else None,
         )
 
 
@@ -263,13 +212,9 @@ def _targets(installation: Installation, source: str, options: dict[str, Any], *
             raise ValueError(
                 "PEFT holds copies of the swaps (modules_to_save); call calibrate before you add the adapters."
             )
-        if swap.merged is not None:
-            raise ValueError(
-                f"layer {index}: an earlier calibration was merged into the weights; load the unmerged model."
-            )
         if swap.retrained:
             raise ValueError(
-                f"layer {index}: an earlier conversion trained its weights for {'+'.join(swap.names)}, so there is no "
+                f"layer {index}: an earlier conversion changed its weights for {'+'.join(swap.names)}, so there is no "
                 "original attention left to fit to; calibrate before the training."
             )
         original = build_swap(layer, classes, chosen)

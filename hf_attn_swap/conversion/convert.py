@@ -6,7 +6,7 @@ The steps, each measured on held-out rows (`steps/`, a file each):
     2. swap:       the variant in all layers that may be converted
     3. absorb:     in a causal language model, the keys and values of one token as a sink, if less is lost with it
     4. heads:      with heads="auto", what each key/value head alone costs decides which heads keep all keys
-    5. fit:        a neutral start, and no fit, a gain or a map per head, whichever loses least (or as `stages` say)
+    5. fit:        no fit, a gain or a map per head, whichever loses least (or as `stages` say)
     6. choose:     with a budget or a share to keep, what each layer alone costs decides about the order
     7. distil:     the original model teaches the swapped model, group of layers by group of layers
     8. finish:     adapters merged into the weights, no swap in layers that keep their own attention

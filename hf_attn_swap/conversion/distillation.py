@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -25,12 +25,13 @@ from ..measuring.batches import MASKS, without_labels
 from ..measuring.head import first_of, head_alone, keeps_logits, last_hidden, logits_of
 from ..patch import need_installation
 from ..wiring.install import Installation
+from .as_before import configs_of
+from .layer_errors import LayerErrors
 from .losses import LAYERS, LOGITS, SPLIT, STATES, Comparison, Losses, Pass
 from .parts import choose_trainable
 from .processes import zero_3
 from .teacher import Teacher, is_sharded, note_retrained, refuse_frozen_copies
 from .trainer import TrainerWithoutLabels
-from .transfer import layer_errors, without_cache
 
 
 class DistillationTrainer(TrainerWithoutLabels):
@@ -52,8 +53,8 @@ class DistillationTrainer(TrainerWithoutLabels):
         kwargs: the other arguments of `Trainer`.
 
     Raises:
-        ValueError: the model is not patched, is at strength 0, or has merged layers and no other teacher; the teacher
-            has other outputs; `trainable` is unknown; nothing trains; or the data set is empty.
+        ValueError: the model is not patched, is at strength 0, or was changed by a conversion and has no other teacher;
+            the teacher has other outputs; `trainable` is unknown; nothing trains; or the data set is empty.
     """
 
     def __init__(
@@ -71,14 +72,12 @@ class DistillationTrainer(TrainerWithoutLabels):
         data = kwargs.get("train_dataset")
         if data is not None and hasattr(data, "__len__") and len(data) == 0:
             raise ValueError("the training data are empty; distillation needs a few thousand tokens without labels.")
-        if all(layer.swap.phase == Phase.OFF for layer in installation.layers()) and not any(
-            hasattr(callback, "strength") for callback in kwargs.get("callbacks") or ()
-        ):
+        if all(layer.swap.phase == Phase.OFF for layer in installation.layers()):
             raise ValueError("the model is at strength 0, the teacher itself; call set_strength(model, 1.0) first.")
         choose_trainable(model, trainable)
         self.teacher = teacher if isinstance(teacher, Teacher) else Teacher(model, teacher)
         self.needs = self.losses.needs
-        self.errors = layer_errors(installation, self.teacher.originals) if LAYERS in self.needs else None
+        self.errors = LayerErrors(installation, self.teacher.originals) if LAYERS in self.needs else None
         args = copy.copy(args) if args is not None else TrainingArguments()
         if args.include_num_input_tokens_seen == "no" and installation.root.main_input_name == "input_ids":
             args.include_num_input_tokens_seen = "all"
@@ -169,6 +168,19 @@ class DistillationTrainer(TrainerWithoutLabels):
     def merged(self) -> nn.Module:
         """Return the trained model, with PEFT's adapters merged into the weights."""
         return merge_adapters(self.accelerator.unwrap_model(self.model), need_installation(self.root))
+
+
+@contextlib.contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Inside, `use_cache` is False in every config of the model, so that the model makes no cache."""
+    caching = [config for config in configs_of(model) if getattr(config, "use_cache", False)]
+    try:
+        for config in caching:
+            config.use_cache = False
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
 
 
 def merge_adapters(model: nn.Module, installation: Installation) -> nn.Module:

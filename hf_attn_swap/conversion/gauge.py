@@ -21,8 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..layer.smoothing import parts, plain, scaled
 from ..measuring.batches import Batch, on_device
-from .neutral import is_norm
-from .trace import Trace, channels_read, is_matrix, owners
+from .trace import Trace, channels_read, is_matrix, is_norm, owners
 
 ROUNDED = 0.01  # of fp16: a wrong pair is wrong by a multiple of this
 TRIED = 2  # pairs are tried with powers from -2 to 2

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainingArguments
 
 from .rows import Rows, mean_length, select
-from .stages import Align, Distil
+from .stages import Distil
 from .state import State
 
 SAVE_EVERY = 100  # training steps between two checkpoints
@@ -75,7 +75,7 @@ def rows_read(lesson: Lesson, training_steps: int) -> int:
     return min(len(lesson.rows), int(training_steps * each))
 
 
-def epochs_of(state: State, stage: Align | Distil, name: str) -> Lesson:
+def epochs_of(state: State, stage: Distil, name: str) -> Lesson:
     """The epochs, or the tokens, of a stage of a recipe, with the recipe's own arguments.
 
     Raises:
@@ -97,7 +97,7 @@ def epochs_of(state: State, stage: Align | Distil, name: str) -> Lesson:
         num_train_epochs=epochs,
         max_steps=-1,
         learning_rate=stage.learning_rate,
-        per_device_train_batch_size=getattr(stage, "batch", None) or args.per_device_train_batch_size,
+        per_device_train_batch_size=stage.batch or args.per_device_train_batch_size,
     )
     return Lesson(rows, own, words)
 

@@ -1,4 +1,4 @@
-"""Folds a calibration into the weights, so that the calibration costs no parameter and no time. It cannot be undone.
+"""Folds a calibration into the weights of a model that is exported: no parameter and no time is left of it.
 
 (A_h M_h + b_h) W_o,h = A_h (M_h W_o,h) + b_h W_o,h. The matrix M_h W_o,h replaces the rows W_o,h of the head, and
 b_h W_o,h is added to b_o. For a variant that does not use W_o, the gain multiplies W_v and b_v, because A is linear in
@@ -29,8 +29,9 @@ def merge_calibration(model: M, /) -> M:
     """Fold every calibration into W_o and b_o, in place; into W_v and b_v for variants that do not use W_o.
 
     So is every other fit of the heads that is a linear map of each head (`Fitted.linear`). The model's output stays the
-    same up to rounding. After a merge the package refuses another strength than 1, `unpatch_model`, and an adapter on a
-    merged matrix. config.json records the merge. docs/mathematics.md, section Calibration.
+    same up to rounding, and the fits are gone. As after a distillation, strength 0 is no longer the original model, and
+    config.json says so (`retrained`). Adapters belong to the model from before the merge, or are trained after it.
+    docs/mathematics.md, section Calibration.
 
     Returns:
         The same model.
@@ -57,7 +58,8 @@ def merge_calibration(model: M, /) -> M:
             _into_output(_projection(merge.site), merge)
         else:
             _into_values(merge)
-        merge.swap.put(merge.fit.merged())
+        merge.swap.drop(merge.fit.name)
+        merge.swap.retrained = True
     installation.refresh()
     return model
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..layer.registry import parse
 from ..measuring.head import names_head
 from ..measuring.lost import predicts_next
-from .stages import KINDS, Align, Calibrate, Distil, FineTune, Stage
+from .stages import KINDS, Calibrate, Distil, FineTune, Stage
 
 SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters
 MIDDLE = 500_000_000  # the same for a language model that becomes linear: 24 bytes per parameter while it trains
@@ -59,13 +59,11 @@ def plan_of(
     """
     if stages is None:
         return Plan(calibrate=None, distil=(default_distil(root, variant, low_memory=low_memory),))
-    own = (Calibrate, Align, Distil, FineTune)
+    own = (Calibrate, Distil, FineTune)
     others = tuple(stage for stage in stages if isinstance(stage, tuple(KINDS.values())) and not isinstance(stage, own))
     stages = [stage for stage in stages if stage not in others]
     calibrate = stages[0] if stages and isinstance(stages[0], Calibrate) else None
     distil = tuple(stage for stage in stages if isinstance(stage, Distil))
-    if any(isinstance(stage, Align) for stage in stages):
-        raise ValueError("convert has no stage Align; Distil(layers=1.0, logits=0.0, tokens=...) aligns the layers.")
     if any(isinstance(stage, FineTune) for stage in stages):
         raise ValueError("convert reads no labels; fine-tune the model before, or after with a Trainer of your own.")
     if len(distil) + (calibrate is not None) != len(stages):
@@ -78,8 +76,6 @@ def plan_of(
         raise ValueError("every Distil but the last needs its tokens; the last takes what is left of convert's tokens.")
     if any(stage.epochs != Distil.epochs for stage in distil):
         raise ValueError("convert counts tokens, not epochs: give Distil its tokens, or convert more tokens.")
-    if any(stage.schedule_share for stage in distil):
-        raise ValueError("convert has no strength schedule; the recipes have one (schedule_share).")
     if low_memory and distil[-1].rank is None:
         raise ValueError("low_memory trains adapters; give the Distil stages a rank, such as 16.")
     return Plan(calibrate=calibrate, distil=distil, others=others)

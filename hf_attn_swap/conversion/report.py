@@ -9,7 +9,7 @@ from typing import Any
 from ..text.table import Table
 
 TINY = 0.01  # a skip of less than this share of the input is not worth a sentence
-HEADER = ("layer", "module", "R2 before", "R2 after", "worst head", "negative gains", "cut")
+HEADER = ("layer", "module", "R2 before", "R2 after", "worst head", "negative gains")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,6 @@ class LayerFit:
         before, after: R^2 per head on the calibration tokens, before the fit and after the fit.
         gains: the fitted gain per head; None for maps.
         tokens: how many real tokens the fit used.
-        cut: the share of the attention weights that the variant cuts away, in [0, 1]; None if the variant cuts nothing.
     """
 
     layer: int
@@ -30,7 +29,6 @@ class LayerFit:
     after: tuple[float, ...]
     gains: tuple[float, ...] | None
     tokens: int
-    cut: float | None = None
 
     @property
     def negative(self) -> tuple[int, ...]:
@@ -51,7 +49,6 @@ class LayerFit:
             f"{fmean(self.after):.3f}",
             f"{worst} ({self.after[worst]:.3f})",
             negative,
-            "-" if self.cut is None else f"{self.cut:.1%}",
         )
 
 
@@ -64,8 +61,7 @@ class CalibrationReport:
         source: the attention to which the layers were fitted.
         layers: the fit of each layer.
         lengths: the shortest and the longest row of the calibration batches, in real tokens.
-        left: the multiple of a layer's input that the swap adds and that no fit can undo; 0 in post-LayerNorm blocks,
-            and almost 0 after a neutral start.
+        left: the multiple of a layer's input that the swap adds and that no fit can undo; 0 in post-LayerNorm blocks.
     """
 
     fit: str
@@ -80,43 +76,23 @@ class CalibrationReport:
         return 1 - fmean(value for layer in self.layers for value in layer.after)
 
     @property
-    def largest_cut(self) -> LayerFit | None:
-        """The layer that loses the largest share of its attention; None if the variant cuts nothing."""
-        known = [layer for layer in self.layers if layer.cut is not None]
-        return max(known, key=lambda layer: layer.cut or 0.0, default=None)
-
-    @property
-    def cut_words(self) -> str:
-        """A sentence on the share of the attention that the variant cuts away; empty if it cuts nothing."""
-        largest = self.largest_cut
-        if largest is None:
-            return ""
-        mean = fmean(layer.cut for layer in self.layers if layer.cut is not None)
-        return (
-            f"The clip cuts away {mean:.2%} of the attention weights on average, and {largest.cut:.2%} in layer "
-            f"{largest.layer}."
-        )
-
-    @property
     def skip_words(self) -> str:
         """A sentence on a skip that no fit can undo; empty if there is none, or a tiny one."""
         if abs(self.left) < TINY:
             return ""
         return (
             f"The swap adds {self.left:g} times the input in every layer, which no fit can undo in a pre-norm block: "
-            "choose neutral=True where the norm's scale is free, or options without this skip (modern_hopfield: "
-            "alpha=0), or train the model for long."
+            "choose options without this skip (modern_hopfield: alpha=0), or train the model for long."
         )
 
     def summary(self) -> str:
-        """The report in two sentences, and one more each for a skip that no fit can undo and for a clip."""
+        """The report in two sentences, and one more for a skip that no fit can undo."""
         shortest, longest = self.lengths
         span = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
         sentences = (
             f"{self.fit} fitted to {self.source} on {self.layers[0].tokens:,} tokens: {self.unexplained:.1%} of the "
             f"read-out stays unexplained. Rows had {span} tokens; use the model at such lengths.",
             self.skip_words,
-            self.cut_words,
         )
         return " ".join(filter(None, sentences))
 

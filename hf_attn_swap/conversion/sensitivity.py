@@ -209,7 +209,7 @@ def layer_sensitivity(
         progress: show a progress bar.
 
     Raises:
-        ValueError: the model is not patched, has merged layers or was trained by a conversion; a layer is not swapped;
+        ValueError: the model is not patched, was changed by a conversion; a layer is not swapped;
             or there is no batch.
     """
     installation, chosen = _swapped(model, layers)
@@ -276,9 +276,8 @@ def _swapped(model: nn.Module, layers: Iterable[int] | None) -> tuple[Installati
     chosen = sorted(swapped if layers is None else layers)
     if missing := [index for index in chosen if index not in swapped]:
         raise ValueError(f"layers {missing} are not swapped; swapped are {sorted(swapped)}.")
-    installation.refuse_merged("set to a strength below 1")
     if any(layer.swap.retrained for layer in swapped.values()):
-        raise ValueError("a conversion trained weights of this model; measure the layers before the distillation.")
+        raise ValueError("a conversion changed weights of this model; measure the layers before the distillation.")
     return installation, [swapped[index] for index in chosen]
 
 

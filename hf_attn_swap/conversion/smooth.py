@@ -26,8 +26,7 @@ from ..text.bar import bar
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
 from .gauge import Gauge, gauges, in_common
-from .neutral import tensors
-from .trace import is_matrix
+from .trace import is_matrix, tensors
 
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # that are tried; 0 stands for no smoothing
 TOKENS = 512  # of each held-out batch that an alpha is tried on

@@ -4,7 +4,6 @@ A YAML file holds them as a list, in the order in which a run takes them. The na
 
     stages:
       - {stage: calibrate, fit: gain}
-      - align
       - {stage: distil, tokens: 300000, rank: 32, learning_rate: 5.0e-4}
       - fine_tune
 
@@ -23,7 +22,6 @@ from typing import Any, ClassVar, TypeVar
 from ..layer.calibration import check_fit
 from .losses import Losses
 from .parts import BODY
-from .schedule import StrengthSchedule
 
 FINE_TUNE = "fine_tune"
 KINDS: dict[str, type[Any]] = {}  # every kind of stage, by the name that a user writes
@@ -51,7 +49,6 @@ class Calibrate:
         fit: "gain" or "map".
         rows: the number of training rows.
         source: the attention that the weights were trained with.
-        neutral_start: let the skip of pre-norm layers start at almost nothing.
 
     Raises:
         ValueError: a value is out of range.
@@ -61,7 +58,6 @@ class Calibrate:
     fit: str = "map"
     rows: int = 512
     source: str = "softmax"
-    neutral_start: bool = True
 
     def __post_init__(self) -> None:
         check_fit(self.fit)
@@ -71,38 +67,6 @@ class Calibrate:
     def recorded(self) -> str:
         """The name of this stage in the record of a run."""
         return self.fit
-
-
-@stage_kind
-@dataclass(frozen=True, kw_only=True)
-class Align:
-    """Attention transfer: every swapped layer learns what the original attention gives on the same input.
-
-    Attributes:
-        epochs: passes over the training rows.
-        tokens: the budget in tokens, in place of `epochs`.
-        learning_rate: the highest learning rate.
-        trainable: the parts that train, as in `AttentionTransferTrainer`.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-
-    name: ClassVar[str] = "align"
-    epochs: float = 1.0
-    tokens: int | None = None
-    learning_rate: float = 1e-3
-    trainable: tuple[str, ...] = ("query", "key", "swap")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "trainable", _names(self.trainable))
-        _positive(self, "epochs", "tokens", "learning_rate")
-        _one_budget(self)
-
-    @property
-    def recorded(self) -> str:
-        """The name of this stage in the record of a run."""
-        return "transfer"
 
 
 @stage_kind
@@ -118,8 +82,6 @@ class Distil(Losses):
         trainable: the parts that train without adapters, as in `DistillationTrainer`; "body" is everything but the
             embeddings.
         batch: rows per training step and process; None takes the recipe's.
-        schedule_share: the strength rises from 0 over this share of the training steps; 0 is strength 1 from the start.
-        schedule_order: all layers "together", or one after another, "up" from the first or "down" from the last.
 
     Raises:
         ValueError: a value is out of range, or would have no effect beside the others.
@@ -132,8 +94,6 @@ class Distil(Losses):
     rank: int | None = None
     trainable: tuple[str, ...] = ("body",)
     batch: int | None = None
-    schedule_share: float = 0.0
-    schedule_order: str = "together"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,19 +102,11 @@ class Distil(Losses):
         _one_budget(self)
         if self.rank is not None and self.trainable != (BODY,):
             raise ValueError("distil: with a rank, adapters train; leave out trainable, or the rank.")
-        StrengthSchedule(share=self.schedule_share, order=self.schedule_order)
 
     @property
     def recorded(self) -> str:
         """The name of this stage in the record of a run."""
         return "distil"
-
-    @property
-    def schedule(self) -> StrengthSchedule | None:
-        """Moves the strength during the training; None if the strength stays."""
-        if not self.schedule_share:
-            return None
-        return StrengthSchedule(share=self.schedule_share, order=self.schedule_order)
 
     @property
     def aligns(self) -> bool:
@@ -180,7 +132,7 @@ class FineTune:
         return FINE_TUNE
 
 
-Stage = Calibrate | Align | Distil | FineTune
+Stage = Calibrate | Distil | FineTune
 
 
 def read_stages(entries: Sequence[str]) -> tuple[Stage, ...]:
@@ -188,17 +140,12 @@ def read_stages(entries: Sequence[str]) -> tuple[Stage, ...]:
 
     Raises:
         ValueError: a text is neither a name nor a JSON object, a stage or an option is unknown, a value is out of
-            range, fine_tune is neither first nor last, or align follows a stage that changes the weights.
+            range, or fine_tune is neither first nor last.
     """
     stages = tuple(_read(entry) for entry in entries)
     for place, stage in enumerate(stages):
         if isinstance(stage, FineTune) and place not in (0, len(stages) - 1):
             raise ValueError("the stage fine_tune must be the first or the last.")
-        if isinstance(stage, Align) and any(isinstance(before, (Align, Distil)) for before in stages[:place]):
-            raise ValueError(
-                "the stage align must come once, before distil: its teacher is the attention with the weights that "
-                "this stage starts from."
-            )
     return stages
 
 
@@ -230,7 +177,7 @@ def _names(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _one_budget(stage: Align | Distil) -> None:
+def _one_budget(stage: Distil) -> None:
     """Refuse two budgets at once.
 
     Raises:

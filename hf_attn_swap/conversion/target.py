@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from ..core.call import Home
 from ..families import Site
-from ..layer.neutral_start import SkipScale
 from ..layer.swap import Swap
 from ..wiring.home import home
 from ..wiring.layers import Layer
@@ -184,7 +183,5 @@ def _shares(swap: Swap) -> tuple[float, float]:
     """Return (c, m) of the layer's output c x + m Z at strength 1."""
     for variant in swap.variants:
         if variant.shares != (0.0, 1.0):
-            skip, share = variant.shares
-            scale = swap.fit_of(SkipScale)
-            return skip if scale is None else skip * scale.factor, share
+            return variant.shares
     return 0.0, 1.0

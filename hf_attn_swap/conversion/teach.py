@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
@@ -15,16 +14,15 @@ from .distillation import DistillationTrainer
 from .lesson import Lesson, last_whole_checkpoint
 from .parts import choose_trainable
 from .split_copy import SplitCopy, splitting
-from .stages import Align, Distil
+from .stages import Distil
 from .state import State
 from .teacher import Teacher, note_retrained, trains_the_original
 from .trainer import TrainerWithoutLabels
-from .transfer import AttentionTransferTrainer
 
 
 def teach(
     state: State,
-    stage: Align | Distil,
+    stage: Distil,
     lesson: Lesson,
     *,
     callbacks: Iterable[TrainerCallback] = (),
@@ -45,26 +43,22 @@ def teach(
     Raises:
         ValueError: the stage does not fit the model; see the trainers.
     """
-    trainer: TrainerWithoutLabels
-    given: dict[str, Any] = {"train_dataset": lesson.rows, "data_collator": state.rows.collate}
-    given["callbacks"] = [*callbacks]
-    if isinstance(stage, Align):
-        trainer = AttentionTransferTrainer(state.model, lesson.args, trainable=stage.trainable, **given)
-    else:
-        trainable = stage.trainable if stage.rank is None else None
-        if stage.rank is not None and state.adapters is None:
-            state.adapt(stage.rank)
-        choose_trainable(state.student, trainable)
-        _keep_what_trains(state)
-        student, teacher = _student_and_teacher(state, lesson.args)
-        trainer = DistillationTrainer(
-            student,
-            lesson.args,
-            teacher=teacher,
-            losses=stage.losses,
-            trainable=trainable,
-            **given,
-        )
+    trainable = stage.trainable if stage.rank is None else None
+    if stage.rank is not None and state.adapters is None:
+        state.adapt(stage.rank)
+    choose_trainable(state.student, trainable)
+    _keep_what_trains(state)
+    student, teacher = _student_and_teacher(state, lesson.args)
+    trainer = DistillationTrainer(
+        student,
+        lesson.args,
+        teacher=teacher,
+        losses=stage.losses,
+        trainable=trainable,
+        train_dataset=lesson.rows,
+        data_collator=state.rows.collate,
+        callbacks=[*callbacks],
+    )
     _keep_what_trains(state)
     if silent():
         trainer.remove_callback(PrinterCallback)

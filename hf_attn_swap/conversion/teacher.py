@@ -59,14 +59,9 @@ class Teacher:
             model.eval().requires_grad_(False)
             return
         for layer in installation.layers():
-            if layer.swap.merged is not None:
-                raise ValueError(
-                    f"layer {layer.number}: its calibration was merged, so strength 0 is no longer the original; pass "
-                    "the original model as teacher, or load the unmerged model."
-                )
             if layer.swap.retrained and not self.originals:
                 raise ValueError(
-                    f"layer {layer.number}: an earlier conversion trained its weights, so strength 0 is no longer the "
+                    f"layer {layer.number}: an earlier conversion changed its weights, so strength 0 is no longer the "
                     "original; pass the original model as teacher."
                 )
         if apart:

@@ -7,6 +7,7 @@ back to the modules whose outputs reach it, without another norm or matrix in be
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ..layer.smoothing import parts, plain
 from ..measuring.batches import Batch
-from .neutral import is_norm, tensors
 
 
 class Trace:
@@ -136,3 +136,18 @@ def owners(root: nn.Module) -> dict[nn.Parameter, list[str]]:
         for parameter in module.parameters(recurse=False):
             found.setdefault(parameter, []).append(name)
     return found
+
+
+def tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors of an output, also inside tuples and dicts."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (Mapping, tuple, list)):
+        for each in output.values() if isinstance(output, Mapping) else output:
+            yield from tensors(each)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """True if a module has parameters of one axis alone, as a norm has its scale and its bias."""
+    parameters = list(module.parameters())
+    return bool(parameters) and all(each.dim() == 1 for each in parameters) and not any(True for _ in module.children())

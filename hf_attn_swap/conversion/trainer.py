@@ -1,4 +1,4 @@
-"""What the trainers that read no labels share: attention transfer and distillation."""
+"""A `Trainer` without labels and without dropout, for a teacher's targets; its checkpoints hold all that trains."""
 
 from __future__ import annotations
 

@@ -26,12 +26,11 @@ from torch import Tensor, nn
 from ..core.call import Call
 from ..layer.value_scale import LARGEST_SCALE, ValueScale
 from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
-from ..patch import need_installation
+from ..patch import need_installation, softmax_swaps
 from ..text.bar import bar
 from ..wiring.home import home
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
-from .heads import softmax_swaps
 
 TOKENS = 4096  # so many tokens are enough,
 NUMBERS = 2**22  # and so many numbers of them per layer, N * G * D: wide models read fewer tokens
@@ -86,7 +85,6 @@ def scale_values(model: nn.Module, batches: Iterable[Any], *, progress: bool = T
         raise ValueError(
             "no swapped layer projects on values, so there is nothing to scale; layers with belief or belief_star do."
         )
-    installation.refuse_merged("scaled", projecting)
     if trained := [layer.number for layer in projecting if layer.swap.retrained]:
         raise ValueError(
             f"a conversion trained the weights of layers {trained} for the scales that their values have; scale the "

@@ -7,7 +7,7 @@ Axes: B batch, L token, H head, G key/value head, Q query, K key, D head width, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -18,7 +18,6 @@ from .masks import Made, Masks
 Strength = float | Tensor
 T = TypeVar("T")
 Three = tuple[Tensor, Tensor, Tensor]
-NORMALIZED = "normalized"  # the name under which a tap gets the weights before the place "weights"
 
 
 class FusedSoftmax(Protocol):
@@ -164,12 +163,9 @@ class Call:
         recomputed: True if the block is under activation checkpointing. Carried scores must then not change in place.
         state: what the cache holds of this layer in place of all keys and values (linear attention, a window), or None.
         tap: a function that is given a name and a tensor, and returns the tensor that the computation goes on with.
-            The names are "scores" (before the mask), "normalized" (the weights in fp32 at least, before the place
-            "weights"), "probabilities" (the weights that multiply the values) and "context" (the heads).
+            The names are "scores" (before the mask), "probabilities" (the weights that multiply the values) and
+            "context" (the heads).
         exact_strength: 1.0 at full strength, and below a (1,) tensor in fp32. A variant asks for it by `strength_in`.
-        skip_scale: the factor of x in a skip: 1, or 2^-k after a neutral start.
-        head_order: by the number of each head of the carried scores, the head of this layer that meets it (matched
-            heads); None if they meet by number.
         value_squares: (H,D), the squares of the scales of the values (scaled values); None if all are 1.
         used: how often the attention function was asked with this call.
     """
@@ -189,15 +185,8 @@ class Call:
     state: Any = None
     tap: Callable[[str, Tensor], Tensor] | None = None
     exact_strength: Strength = 1.0
-    skip_scale: float = 1.0
-    head_order: tuple[int, ...] | None = None
     value_squares: Tensor | None = None
     used: int = 0
-
-    @property
-    def skipped(self) -> Tensor:
-        """The input x (B,Q,E) as a skip adds it: times `skip_scale`."""
-        return self.x if self.skip_scale == 1.0 else self.skip_scale * self.x
 
     def strength_in(self, dtype: torch.dtype) -> Strength:
         """The strength: 1.0 at full strength, and below a (1,) tensor in `dtype`.
@@ -274,26 +263,7 @@ class Inputs:
         """The query, the key and the value, as one tuple."""
         return self.query, self.key, self.value
 
-    def in_order(self, order: tuple[int, ...]) -> Inputs:
-        """The same inputs with their heads in another order. Keys and values are repeated for each query head.
-
-        The mask stays as it is, so it must be the same for all heads; and so must `position_bias`.
-        """
-        query, key, value = (heads_in_order(each, order) for each in self.three)
-        return replace(self, query=query, key=key, value=value)
-
     def repeated(self, tensor_BGKD: Tensor) -> Tensor:
         """Keys or values, repeated for each query head of their group: from (B,G,K,D) to (B,H,K,D)."""
         groups = self.query.shape[1] // tensor_BGKD.shape[1]
         return tensor_BGKD if groups == 1 else tensor_BGKD.repeat_interleave(groups, 1)
-
-
-def heads_in_order(heads: Tensor, order: tuple[int, ...], axis: int = 1) -> Tensor:
-    """The heads of a tensor in another order: place h of the result holds head order[h].
-
-    Keys and values of a group (B,G,K,D) are repeated for each of its query heads: the result is (B,H,K,D). No tensor of
-    numbers is sent to the device, which would have to wait for it.
-    """
-    parts = heads.unbind(axis)
-    group = len(order) // len(parts)
-    return torch.stack([parts[head // group] for head in order], axis)

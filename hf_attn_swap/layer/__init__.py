@@ -3,5 +3,5 @@
 from importlib import import_module
 
 # Every file that registers a fit, in the order in which a conversion makes them, and fits act and are described.
-for _name in ("neutral_start", "head_order", "value_scale", "smoothing", "calibration"):
+for _name in ("value_scale", "smoothing", "calibration"):
     import_module(f"{__name__}.{_name}")

@@ -2,7 +2,7 @@
 
 gain: A_h -> g_h A_h. map: A_h -> A_h M_h + b_h. The values g = 1, M = I and b = 0 change nothing.
 `hf_attn_swap.conversion.calibrate` fits the correction at strength 1. At a strength s between 0 and 1, the layer
-computes (1 - s) A + s calibrated(A). `hf_attn_swap.conversion.merge_calibration` folds it into the weights.
+computes (1 - s) A + s calibrated(A). `hf_attn_swap.conversion.merge_calibration` folds it into exported weights.
 No paper has this correction; see docs/mathematics.md, section Calibration.
 Axes: B batch, L token, H head, D head width.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..core.call import Geometry
 from ..core.checks import check_keys
 from ..variants.base import Variant
-from .fitted import HEADS, WEIGHTS, Fitted, fitted
+from .fitted import HEADS, Fitted, fitted
 
 FITS = ("gain", "map")
 
@@ -51,19 +51,21 @@ class Calibration(Fitted):
 
     @classmethod
     def check(cls, spec: Any, classes: tuple[type[Variant], ...], strength: float) -> None:
-        check_keys(spec, {"fit", "merged"}, "the calibration")
+        given = set(spec) if isinstance(spec, dict) else set()
+        check_keys(spec, {"fit"} | ({"merged"} & given), "the calibration")
         check_fit(spec["fit"])
-        if not isinstance(spec["merged"], bool):
-            raise ValueError(f"merged must be true or false, got {spec['merged']!r}.")
-        if spec["merged"] and strength != 1:
-            raise ValueError(f"a merged calibration needs strength 1, got {strength}.")
+        if spec.get("merged", False) is not False:  # earlier versions wrote false for every calibration
+            raise ValueError(
+                "it was saved by an earlier version with a merged calibration (merged), which this version cannot run; "
+                "convert the pretrained model anew, or install the version that saved it."
+            )
 
     @classmethod
     def from_spec(cls, spec: Any, geometry: Geometry) -> Fitted:
-        return MergedCalibration(spec["fit"]) if spec["merged"] else cls(spec["fit"], geometry)
+        return cls(spec["fit"], geometry)
 
     def spec(self) -> dict[str, Any]:
-        return {"fit": self.fit, "merged": False}
+        return {"fit": self.fit}
 
     def words(self) -> str:
         return f"calibrated ({self.fit})"
@@ -77,30 +79,6 @@ class Calibration(Fitted):
 
     def linear(self) -> tuple[Tensor, Tensor | None]:
         return self.weight, None if self.fit == "gain" else self.bias
-
-    def merged(self) -> MergedCalibration:
-        return MergedCalibration(self.fit)
-
-
-class MergedCalibration(Fitted):
-    """The record that a calibration is in the weights of the model. It has no parameters.
-
-    Args:
-        fit: "gain" or "map".
-    """
-
-    name = Calibration.name
-    place = WEIGHTS
-
-    def __init__(self, fit: str) -> None:
-        super().__init__()
-        self.fit = fit
-
-    def spec(self) -> dict[str, Any]:
-        return {"fit": self.fit, "merged": True}
-
-    def words(self) -> str:
-        return f"calibrated ({self.fit}, merged)"
 
 
 def check_fit(fit: object) -> None:

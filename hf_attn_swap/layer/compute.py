@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.call import NORMALIZED, Call, FusedSoftmax, Inputs
+from ..core.call import Call, FusedSoftmax, Inputs
 from ..core.masks import traced
 from ..kernels import softmax_n, weighted, windows
 from ..kernels.dispatch import Form, Setting, joined_form, weighted_form, windows_form
@@ -228,7 +228,6 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         weights = same_shape(places.normalizer, "normalize", wide, places.normalizer.normalize(wide, call))
     else:
         weights = torch.softmax(wide, -1)
-    weights = call.tapped(NORMALIZED, weights)
     if places.adjuster is not None:
         weights = same_shape(places.adjuster, "adjust", weights, places.adjuster.adjust(weights, call))
     if allowed is not None:  # a query that may see no key reads zeros, as in SDPA

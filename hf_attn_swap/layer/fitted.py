@@ -18,7 +18,7 @@ from ..variants.base import VARIANTS, Variant
 
 ENTRY = ("variant", "layers", "options", "strength", "modules", "retrained")  # keys of an entry that belong to no fit
 
-CALL, HEADS, WEIGHTS, AROUND = "call", "heads", "weights", "around"
+CALL, HEADS, AROUND = "call", "heads", "around"
 
 
 class Fitted(nn.Module):
@@ -29,8 +29,6 @@ class Fitted(nn.Module):
     - `CALL`: the method `prepare` puts something into the `Call` before the layer computes, for the variants to read.
     - `HEADS`: `forward` changes the heads, from (B,L,H,D) to (B,L,H,D), after the variant at the place "read". At a
       strength s between 0 and 1, the layer computes (1 - s) A + s forward(A).
-    - `WEIGHTS`: the fit was merged into the weights of the model, and acts in no call. The layer then stays swapped,
-      at strength 1.
     - `AROUND`: the fit scaled weights around the swap, so that the model stays the same function, and acts in no call.
       `undo` takes this back when the swap leaves its layer.
 
@@ -105,8 +103,6 @@ class Fitted(nn.Module):
     def linear(self) -> tuple[Tensor, Tensor | None]:
         """Place `HEADS`: the linear map of each head that the fit is. A merge folds it into the weights.
 
-        A fit that overrides this method overrides `merged` too.
-
         Returns:
             A gain per head (H,), or a matrix per head (H,D,D), applied as `heads @ matrix`; and the bias (H,D) or None.
 
@@ -114,10 +110,6 @@ class Fitted(nn.Module):
             ValueError: the fit is no linear map, so it cannot be merged.
         """
         raise ValueError(f"the fit {self.name!r} is no linear map of the heads, so it cannot be merged; keep it.")
-
-    def merged(self) -> Fitted:
-        """The fit that records in the layer, at the place `WEIGHTS`, that this fit is in the weights now."""
-        raise NotImplementedError
 
     def beside(self, like: Home | Tensor) -> Fitted:
         """Move the fit to the device of `like`, and cast its parameters and buffers to the dtype of `like`."""
@@ -138,9 +130,9 @@ def fitted(name: str) -> Callable[[F], F]:
     def add(cls: F) -> F:
         if name in (*FITTED, *VARIANTS, *ENTRY) or not name.isidentifier():
             raise ValueError(f"{name!r} cannot be the name of a fit; choose a free name of letters, digits and _.")
-        wanted = {CALL: "prepare", HEADS: "forward", WEIGHTS: "spec", AROUND: "undo"}.get(getattr(cls, "place", ""))
+        wanted = {CALL: "prepare", HEADS: "forward", AROUND: "undo"}.get(getattr(cls, "place", ""))
         if wanted is None:
-            raise ValueError(f"fit {name!r}: place must be one of {CALL}, {HEADS}, {WEIGHTS} and {AROUND}.")
+            raise ValueError(f"fit {name!r}: place must be one of {CALL}, {HEADS} and {AROUND}.")
         for method in (wanted, "check", "from_spec", "spec", "words"):
             if next(each for each in cls.__mro__ if method in vars(each)) in Fitted.__mro__:
                 raise ValueError(f"fit {name!r}, which acts at the place {cls.place!r}, needs the method {method}.")

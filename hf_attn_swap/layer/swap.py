@@ -21,7 +21,7 @@ from ..core.masks import transformed
 from ..kernels.dispatch import Form, Setting
 from ..variants.base import Replacement, Variant, mix, same_shape
 from .compute import Places, attend, ordinary, reference, replaced
-from .fitted import FITTED, HEADS, WEIGHTS, Fitted
+from .fitted import FITTED, HEADS, Fitted
 from .registry import Options, build_options
 
 STOCK = "attn_swap_stock"  # a keyword argument of an attention module: if True, the module runs as if not swapped
@@ -84,8 +84,6 @@ class Wiring:
         borrows: True if the keys and values of the core are those of another layer, which alone are in a cache.
         lent: True if a layer of the stack borrows the keys and values of another layer.
         dropout_path: the path from the container to the hidden dropout after W_o, or None.
-        folded_path: the path to the matrix that a calibration is merged into: from the container to W_o, or from the
-            core to W_v if the variant leaves W_o out. None if the path is not known.
     """
 
     path: str
@@ -101,7 +99,6 @@ class Wiring:
     borrows: bool
     lent: bool
     dropout_path: str | None
-    folded_path: str | None
 
 
 class Swap(nn.Module):
@@ -139,7 +136,7 @@ class Swap(nn.Module):
         self.wiring: Wiring | None = None
         self.fresh = True  # False if a checkpoint has given the new parameters their values
         self.seed = 0  # of the values at the start
-        self.retrained = False  # True if a conversion trained weights: strength 0 is no longer the original
+        self.retrained = False  # True if a conversion changed weights: strength 0 is no longer the original
         self.selection = selection
         self.options = options
         for cls in classes:
@@ -206,11 +203,6 @@ class Swap(nn.Module):
         for fit in before.values():
             self.put(fit)
 
-    @property
-    def merged(self) -> Fitted | None:
-        """The fit that was merged into the model's weights, or None."""
-        return next((fit for fit in self.fitted.values() if fit.place == WEIGHTS), None)
-
     def at(self, place: str) -> Variant | None:
         """The variant that changes this place, or None."""
         return next((variant for variant in self.variants if place in variant.changes), None)
@@ -257,11 +249,6 @@ class Swap(nn.Module):
     def wants_residual(self) -> bool:
         """True if a variant needs the residual stream of the block."""
         return any(variant.wants_residual for variant in self.variants)
-
-    @property
-    def adds_input(self) -> bool:
-        """True if the layer's output contains a multiple of the layer's input (a skip)."""
-        return any(variant.shares[0] != 0 for variant in self.variants) and not self.wants_residual
 
     @property
     def projects(self) -> bool:

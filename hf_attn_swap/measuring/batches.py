@@ -40,7 +40,7 @@ def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
 
 
 def without_labels(batch: Mapping[str, Any]) -> Batch:
-    """Return the batch without its labels, because calibration and attention transfer are not supervised."""
+    """Return the batch without its labels, because calibration and distillation are not supervised."""
     return {key: value for key, value in batch.items() if not is_label(key)}
 
 

@@ -195,7 +195,7 @@ def lost(model: nn.Module, batches: Iterable[Any], *, stock: nn.Module | None = 
         progress: show a progress bar.
 
     Raises:
-        ValueError: `stock` is None and the model is not patched, has merged layers or was retrained by a conversion;
+        ValueError: `stock` is None and the model is not patched, was changed by a conversion;
             or there are no batches.
     """
     if stock is None:
@@ -217,12 +217,11 @@ def refuse_changed(installation: Installation, advice: str) -> None:
     """Refuse a model whose strength 0 is no longer the stock model, and say what to do.
 
     Raises:
-        ValueError: a calibration was merged into weights, or a conversion trained weights.
+        ValueError: a conversion changed weights.
     """
-    installation.refuse_merged(f"compared with the model at strength 0 ({advice})")
     if any(layer.swap.retrained for layer in installation.layers()):
         raise ValueError(
-            f"a conversion trained weights of this model, so strength 0 is no longer the stock model; {advice}."
+            f"a conversion changed weights of this model, so strength 0 is no longer the stock model; {advice}."
         )
 
 

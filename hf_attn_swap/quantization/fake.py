@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.call import NORMALIZED
 from ..families import sites
 from ..layer.swap import Swap
 from ..memory.tap import Tap
@@ -110,7 +109,7 @@ class _Papers(Quantizer):
             if rotary:
                 inputs.query = self.round(f"{path}.query", inputs.query)
                 inputs.key = self.round(f"{path}.key", inputs.key)
-            call.tap = lambda name, tensor: tensor if name == NORMALIZED else self.round(f"{path}.{name}", tensor)
+            call.tap = lambda name, tensor: self.round(f"{path}.{name}", tensor)
             if self.fitting:  # of linear attention, k^T v is not rounded
                 covered, rest = self.attention(swap, args)
                 self.flops["covered"] += covered

@@ -98,17 +98,13 @@ class ConversionArguments:
     """The stages of a run, and what its fine-tuning leaves as it is. Without stages, the run fine-tunes and no more.
 
     Raises:
-        ValueError: a stage cannot be read or stands in a wrong place, or a schedule has no fine-tuning.
+        ValueError: a stage cannot be read, or stands in a wrong place.
     """
 
     stages: list[str] = field(
         default_factory=list,
-        metadata={"help": "Stages in their order, each a name or JSON: calibrate, align, distil, fine_tune."},
+        metadata={"help": "Stages in their order, each a name or JSON: calibrate, distil, fine_tune."},
     )
-    schedule: str | None = field(
-        default=None, metadata={"help": '"linear" or "cosine": strength rises from 0 during the fine-tuning.'}
-    )
-    schedule_share: float = field(default=0.5, metadata={"help": "Share of the steps in which the strength rises."})
     freeze: list[str] = field(
         default_factory=list, metadata={"help": "Projections that do not train: query, key, value, output."}
     )
@@ -124,12 +120,10 @@ class ConversionArguments:
         named = [stage.recorded for stage in self.plan]
         if named[-1:] == [FineTune().recorded]:
             named.pop()
-        return tuple(named) if self.schedule is None else (*named, "schedule")
+        return tuple(named)
 
     def __post_init__(self) -> None:
-        last = self.plan[-1]  # the stages are read here, and refused
-        if self.schedule is not None and not isinstance(last, FineTune):
-            raise ValueError("a schedule moves the strength during the fine-tuning, which must then be the last stage.")
+        self.plan  # noqa: B018  # the stages are read here, and refused
 
 
 @dataclass(kw_only=True)

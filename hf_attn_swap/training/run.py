@@ -27,7 +27,6 @@ from transformers import (
 )
 
 from .. import patch_model
-from ..conversion import StrengthSchedule
 from ..conversion.engine import take
 from ..conversion.journal import Journal
 from ..conversion.lesson import last_whole_checkpoint, without_secrets
@@ -36,7 +35,7 @@ from ..conversion.rows import Collator, ready_rows
 from ..conversion.stages import FineTune
 from ..conversion.state import State
 from ..conversion.steps import steps_of
-from ..patch import set_strength, unpatch_model
+from ..patch import unpatch_model
 from ..publish.checkpoint import damage_named
 from ..publish.results import versions
 from ..text.bar import silent, visible
@@ -122,13 +121,8 @@ def _run(
     args = without_secrets(replace(training, output_dir=str(folder), seed=seed, push_to_hub=False))
     tuned = Path(training.output_dir or "runs") / CONTROL / f"seed-{seed}" / TRAINED
     before, first, converted, sentences = _converted(task, model, conversion, args, settings, tuned)
-    callbacks: list[TrainerCallback] = []
-    if conversion.schedule is not None:
-        callbacks.append(StrengthSchedule(share=conversion.schedule_share, shape=conversion.schedule))
-        set_strength(converted, 0.0)
-        sentences.append(f"Strength 0 to 1 over {conversion.schedule_share:.0%} of the steps ({conversion.schedule}).")
     _freeze(converted, conversion.freeze)
-    trainer = Trainer(converted, args, task.collate, train_dataset=task.train, callbacks=callbacks)
+    trainer = Trainer(converted, args, task.collate, train_dataset=task.train)
     trainer.model_accepts_loss_kwargs &= not task.mean_loss
     if task.progress is not None or silent():
         trainer.remove_callback(PrinterCallback)
@@ -260,7 +254,7 @@ def _settings(
         budget["scheduler"] = SchedulerType(training.lr_scheduler_type).value
     converting: dict[str, Any] = {"freeze": conversion.freeze}
     if model.variant != CONTROL or conversion.steps:
-        converting |= {"stages": conversion.plan, "schedule": conversion.schedule, "share": conversion.schedule_share}
+        converting |= {"stages": conversion.plan}
     return {**own, **budget, **converting, **task.settings}
 
 

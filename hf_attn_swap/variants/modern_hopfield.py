@@ -5,8 +5,6 @@ a' = s alpha_prime; a = a' = 0 is ordinary attention.
 The scheme "forward_forward" has H_l = alpha' H_{l-1} + (1 - alpha') S_{l-1}, and normalizes (1 - s) S_l + s H_l.
 Modern Hopfield attention, eq. 10 and appendix F. The paper's recursive eq. 32 scales the carried part twice, against
 the sum that it is derived from; this file follows the sum. docs/mathematics.md, section Modern Hopfield attention.
-With matched heads, H keeps the order of the first layer's heads, and each layer puts its own heads into this order
-before S meets H, and back into its own after: docs/mathematics.md, section Matched heads.
 Axes: B batch, H head, Q query, K key, D head width, E model width.
 """
 
@@ -18,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.call import Call, FusedSoftmax, Hidden, Inputs, heads_in_order
+from ..core.call import Call, FusedSoftmax, Hidden, Inputs
 from ..core.options import REASON, Options
 from ..functional import hopfield_scores
 from ..kernels import carried
@@ -107,13 +105,6 @@ class ModernHopfield(Variant):
         )
 
     def carry(self, scores_BHQK: Tensor, call: Call) -> Tensor:
-        order = call.head_order
-        if order is None:
-            return self._carry(scores_BHQK, call)
-        return heads_in_order(self._carry(heads_in_order(scores_BHQK, order), call), _inverse(order))
-
-    def _carry(self, scores_BHQK: Tensor, call: Call) -> Tensor:
-        """`carry`, for scores whose heads are in the order of the carried scores."""
         below = self.previous(call)
         previous = None if below is None else _like(below.plain(), scores_BHQK)
         if self.options.scheme == "forward_forward":
@@ -171,31 +162,22 @@ class ModernHopfield(Variant):
         """The heads (B,Q,H,D) by a fused form of `kernels.carried`; None if the readable pipeline must run."""
         if inputs.masks.bias() is not None:
             return None
-        if inputs.masks.per_head:  # a fused form writes the mask into H, where matched heads have another order
+        if inputs.masks.per_head:  # a fused form writes into H a mask that all heads share
             return None
         below = self.previous(call)
         decay = self.options.alpha_prime
         if below is not None:
             _check((*inputs.query.shape[:3], inputs.key.shape[2]), below.shape)
         share = 1.0 if below is None and self.options.init == "first" else 1 - decay
-        order = call.head_order
-        if order is None:
-            return carried.attend(form, inputs, call, sdpa, below, decay, share)
-        heads = carried.attend(form, inputs.in_order(order), call, sdpa, below, decay, share)
-        return None if heads is None else heads_in_order(heads, _inverse(order), 2)
+        return carried.attend(form, inputs, call, sdpa, below, decay, share)
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
-        skipped = call.residual if self.wants_residual else call.skipped
+        skipped = call.residual if self.wants_residual else call.x
         if skipped is None:
             raise ValueError(
                 "modern_hopfield: no residual stream was found around this attention module; use skip='input'."
             )
         return mix(out_BLE, skipped.to(out_BLE), self.options.alpha * call.strength_in(out_BLE.dtype))
-
-
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    """The place of each head in an order: the order that leads back."""
-    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _like(carried_BHQK: Tensor, wanted: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class Simpletron(Replacement):
         assert call.kept is not None
         variant = call.kept if call.dropout is None else call.dropout(call.kept)
         if self.adds_input:
-            variant = variant + call.skipped
+            variant = variant + call.x
         return mix(out_BLE, variant.to(out_BLE), call.strength_in(out_BLE.dtype))
 
 
@@ -161,4 +161,4 @@ class SimpletronResL(Simpletron):
         return mix(ordinary_BLHD, heads_BLHD, call.strength_in(ordinary_BLHD.dtype))
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
-        return out_BLE + (call.strength_in(out_BLE.dtype) * call.skipped).to(out_BLE.dtype)
+        return out_BLE + (call.strength_in(out_BLE.dtype) * call.x).to(out_BLE.dtype)

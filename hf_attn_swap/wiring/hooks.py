@@ -180,7 +180,7 @@ def before_core_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) ->
     place = wiring_of(swap).mask
     assert place is not None, "a core that passes on neither keywords nor its mask is refused"
     mask = place.of(args, kwargs)
-    if isinstance(mask, MaskWithContext):  # attention transfer repeats a call with the arguments of the first call
+    if isinstance(mask, MaskWithContext):  # the loss `layers` repeats a call with the arguments of the first call
         mask = mask.mask
     args, kwargs = _start(module, module, *place.put(args, kwargs, mask))
     context = {name: kwargs[name] for name in (CALL, CARRIED, STOCK) if name in kwargs}
@@ -269,8 +269,7 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     """Check the call, and add its `Call` to the keyword arguments.
 
     Raises:
-        ValueError: the model has another attention implementation now, the call is cross-attention, or an adapter sits
-            on a matrix that a calibration was merged into.
+        ValueError: the model has another attention implementation now, or the call is cross-attention.
     """
     swap = swap_of(core)
     chosen: str | None = core.config._attn_implementation  # type: ignore[assignment,union-attr]  # checked when patching
@@ -314,7 +313,6 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
         recomputed=checkpointed,
         dropout=container.get_submodule(wiring.dropout_path) if wiring.dropout_path else None,
     )
-    _refuse_adapter(core, container, swap, wiring)
     _warn_frozen(swap)
     behind = carried is not None and carried.from_first_seen
     if swap.at("keys") is not None and wiring.mask is not None and not behind:
@@ -384,24 +382,6 @@ def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, carried: Carried
     if state is not None:
         state.claim(core)
     return state
-
-
-def _refuse_adapter(core: nn.Module, container: nn.Module, swap: Swap, wiring: Wiring) -> None:
-    """Refuse an adapter on a matrix that a calibration was merged into.
-
-    The adapter was trained for the matrix without the calibration, and its effect would be another one here.
-
-    Raises:
-        ValueError: there is such an adapter.
-    """
-    if swap.merged is None or wiring.folded_path is None:
-        return
-    folded = (container if swap.keeps_projection else core).get_submodule(wiring.folded_path)
-    if hasattr(folded, "base_layer"):
-        raise ValueError(
-            f"{type(core).__name__}: an adapter sits on {wiring.folded_path}, into which a calibration was merged; "
-            f"leave {wiring.folded_path} out of target_modules, or add adapters to the model from before the merge."
-        )
 
 
 def _warn_frozen(swap: Swap) -> None:

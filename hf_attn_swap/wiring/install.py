@@ -228,11 +228,7 @@ class Installation:
 
         Args:
             strengths: a number from 0 to 1 for each layer.
-
-        Raises:
-            ValueError: a calibration was merged into the weights of a layer that would get a strength below 1.
         """
-        self.refuse_merged("set to a strength below 1", [layer for layer, value in strengths.items() if value != 1])
         for layer, strength in strengths.items():
             for swap in layer.copies:
                 swap.compute_at(strength)
@@ -342,23 +338,6 @@ class Installation:
         fits = [(layer, fit) for layer in layers if layer.swapped for fit in layer.swap.fitted.values()]
         for write in [fit.undo(self.root, layer.path) for layer, fit in fits]:
             write()
-
-    def refuse_merged(self, what: str, layers: Iterable[Layer] | None = None) -> None:
-        """Refuse a change that would be wrong after a calibration was merged into the weights.
-
-        Args:
-            what: the change as a participle, such as "unpatched", for the error.
-            layers: the layers that would change; None means all swapped layers.
-
-        Raises:
-            ValueError: a calibration was merged into the weights of one of these layers.
-        """
-        wanted = self.layers() if layers is None else layers
-        if merged := [each.number for each in wanted if each.swapped and each.swap.merged is not None]:
-            raise ValueError(
-                f"layers {merged} cannot be {what}: a calibration was merged into their weights, which are no longer "
-                "the pretrained ones; load the model from before the merge."
-            )
 
     def _wire(self) -> None:
         """Register every hook and replace every class that the attached swaps need, after removing the former ones."""

@@ -117,7 +117,6 @@ def _wiring(site: Site, swap: Swap, order: int | None, *, first: bool, last: boo
         borrows=site.borrows,
         lent=lent,
         dropout_path=site.family.dropout if site.family.block == "core" else None,
-        folded_path=site.family.output if swap.keeps_projection else site.family.value,
     )
 
 

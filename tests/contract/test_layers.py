@@ -13,14 +13,12 @@ import torch
 from torch import nn
 
 from hf_attn_swap import describe, families, patch_model, set_strength, unpatch_model
-from hf_attn_swap.conversion import cut_shares
 from hf_attn_swap.conversion.teacher import Teacher
-from hf_attn_swap.layer.calibration import Calibration
 from hf_attn_swap.patch import need_installation
 from hf_attn_swap.wiring.layers import Layer
 
 from .cells import FAMILY_NAMES
-from .harness import batch_of, forward, fresh, refused, swaps
+from .harness import batch_of, fresh, swaps
 
 # PEFT 0.21 reads a property that transformers 5.23 has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -99,14 +97,6 @@ def test_the_copies_of_peft_belong_to_their_layer() -> None:
     assert {float(swap.strength_value) for swap in swaps(model)} == {0.25}
 
 
-def test_the_cut_is_seen_in_the_copy_that_runs() -> None:
-    batch = batch_of("llama")
-    wanted = cut_shares(patch_model(fresh("llama"), "gated"), [batch], (-0.1,), progress=False)
-    found = cut_shares(with_copies(patch_model(fresh("llama"), "gated")), [batch], (-0.1,), progress=False)
-    assert found == wanted
-    assert len(found) == len(layers(patch_model(fresh("llama"), "gated")))
-
-
 def test_a_teacher_switches_off_copies_that_came_later() -> None:
     """A teacher lives longer than a call, so it finds the layers anew."""
     batch = batch_of("llama")
@@ -132,15 +122,3 @@ def test_a_strength_has_one_setter() -> None:
         installation.set_strength({third: 0.25})
         assert third.swap.strength == 0.25
     assert [entry["strength"] for entry in model.config.attn_swap["swaps"]] == [0.0, 0.5, 1.0]
-
-
-def test_a_merged_layer_keeps_its_strength_for_every_caller() -> None:
-    model = patch_model(fresh("bert"), "softmax")
-    installation = need_installation(model)
-    layer = installation.layers()[1]
-    layer.swap.put(Calibration("gain", layer.swap.geometry).merged())
-    with refused("layers [1] cannot be set to a strength below 1", "merged"):
-        installation.set_strength({layer: 0.5})
-    installation.set_strength({layer: 1.0})
-    assert {swap.strength for swap in swaps(model)} == {1.0}
-    assert forward(model, batch_of("bert")).isfinite().all()

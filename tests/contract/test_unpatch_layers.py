@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hf_attn_swap import patch_model, unpatch_model
-from hf_attn_swap.conversion import calibrate, merge_calibration
 
 from .cells import FAMILY_NAMES
 from .harness import (
@@ -108,12 +107,3 @@ def test_refusals_change_nothing() -> None:
     assert torch.equal(forward(model, batch), wanted)
     with refused("this model is not patched"):
         unpatch_model(fresh("bert"), layers=[0])
-
-
-def test_a_merged_layer_cannot_be_taken_out() -> None:
-    model = patch_model(fresh("bert"), "simpletron_resl", layers=[0, 1])
-    calibrate(model, [batch_of("bert", seed=seed) for seed in range(12)], progress=False)
-    merge_calibration(model)
-    with refused("layers [0] cannot be unpatched: a calibration was merged into their weights"):
-        unpatch_model(model, layers=[0])
-    assert attentions(model) == ["simpletron_resl", "simpletron_resl", "softmax (stock)"]

@@ -25,7 +25,7 @@ OF_PATCHING = {"attn_swap", "attn_implementation"}
 # They take no model that a user goes on with, or read and write a place that the tests of publishing have.
 ELSEWHERE = {
     *("doctor", "list_variants", "from_pretrained", "push", "int8_loaded"),
-    *("choose_gamma", "cut_shares", "match_heads", "merge_calibration", "neutral_start", "rotate"),
+    "merge_calibration",
 }
 
 

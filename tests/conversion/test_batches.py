@@ -10,13 +10,13 @@ import torch
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.analysis import lost
-from hf_attn_swap.conversion import AttentionTransferTrainer, Losses, calibrate
+from hf_attn_swap.conversion import Losses, calibrate
 from hf_attn_swap.measuring.batches import is_label, read_by, read_by_decoder, read_by_encoder, token_mask
 from tests import zoo
 from tests.generic.harness import behind_the_interface
 
 from .converting import stock
-from .distilling import arguments, distiller, loss_of
+from .distilling import distiller, loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 LOSSES = (Losses(), Losses(logits=0.0, hidden=1.0), Losses(logits=0.0, hidden=1.0, hidden_layers="last"))
@@ -88,9 +88,8 @@ def test_layers_and_fits_read_the_mask_of_their_stack(tmp_path: Path) -> None:
         given["decoder_input_ids"] = given["decoder_input_ids"].clone()
         given["decoder_input_ids"][0, -BESIDE:] = token
         model = patch_model(stock("t5"), "outeffhop")
-        trainer = AttentionTransferTrainer(model, arguments(tmp_path), trainable="query", train_dataset=[given])
-        with torch.no_grad():
-            error = float(trainer.compute_loss(model, given))
+        trainer = distiller(model, tmp_path, "t5", losses=Losses(logits=0.0, layers=1.0), trainable="query")
+        error = loss_of(trainer, given)
         fit = calibrate(model, [given] * 4, fit="gain", progress=False)
         found.append((error, [value for layer in fit.layers for value in layer.after]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)

@@ -24,7 +24,7 @@ from hf_attn_swap.conversion.convert import convert
 from hf_attn_swap.conversion.outcome import ConversionReport, StepRecord, in_words
 from hf_attn_swap.conversion.plan import default_distil
 from hf_attn_swap.conversion.rows import as_rows
-from hf_attn_swap.conversion.stages import Align, Calibrate, Distil, FineTune
+from hf_attn_swap.conversion.stages import Calibrate, Distil, FineTune
 from hf_attn_swap.conversion.steps.distil import StopWithin
 from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.measuring.lost import Lost
@@ -494,14 +494,12 @@ def test_stages_of_the_user() -> None:
 
 
 STAGES = {
-    "convert has no stage Align": [Align(), BODY],
     "reads no labels": [FineTune(), BODY],
     "which comes first": [BODY, Calibrate()],
     "need a Distil": [Calibrate()],
     "the same rank and trainable": [replace(BODY, tokens=100), ADAPTERS],
     "every Distil but the last needs its tokens": [BODY, BODY],
     "the last takes what is left": [replace(BODY, tokens=100)],
-    "no strength schedule": [replace(BODY, schedule_share=0.5)],
 }
 
 

@@ -11,7 +11,7 @@ from torch.distributions import Bernoulli, Normal, kl_divergence
 from torch.nn import functional as F
 
 from hf_attn_swap import describe, patch_model, set_strength
-from hf_attn_swap.conversion import Losses, StrengthSchedule, calibrate
+from hf_attn_swap.conversion import Losses, calibrate
 from hf_attn_swap.conversion.distillation import DistillationTrainer
 from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.measuring import divergence as divergence_module
@@ -401,19 +401,6 @@ def layer_runs(model: Any) -> list[bool]:
     for swap in swaps(model):
         swap.register_forward_hook(lambda *_: runs.append(True) if torch.is_grad_enabled() else None)
     return runs
-
-
-def test_with_a_schedule(tmp_path: Path) -> None:
-    """The strength rises from 0, where the student is the teacher, and the teacher stays at 0."""
-    model = patch_model(fresh("bert", torch.float32), "simpletron_resl", strength=0.0)
-    schedule, batch = StrengthSchedule(share=0.5), batch_of("bert", torch.float32)
-    trainer = distiller(model, tmp_path, trainable="body", callbacks=[schedule])
-    assert abs(loss_of(trainer, batch)) < 1e-6
-    untrained = loss_of(distiller(patch_model(fresh("bert", torch.float32), "simpletron_resl"), tmp_path), batch)
-    trainer.train()
-    assert {swap.strength for swap in swaps(model)} == {1.0}
-    assert loss_of(trainer, batch) < 0.8 * untrained
-    assert torch.equal(teacher_of(trainer, batch), forward(fresh("bert", torch.float32), batch))
 
 
 @pytest.mark.parametrize(("name", "losses"), [("bert", EVERY), ("llama", Losses())])

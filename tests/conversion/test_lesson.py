@@ -22,7 +22,7 @@ from hf_attn_swap.conversion.lesson import (
     share_of_budget,
 )
 from hf_attn_swap.conversion.rows import Rows
-from hf_attn_swap.conversion.stages import Align, Distil
+from hf_attn_swap.conversion.stages import Distil
 from hf_attn_swap.conversion.state import Budget
 from tests.contract.harness import refused
 
@@ -108,14 +108,14 @@ def test_epochs_of_a_stage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("tokens", "rows", "epochs"), [(1, 1, 1.0), (12, 4, 1.0), (30, 10, 1.0), (75, 10, 2.5)])
 def test_tokens_of_a_stage(tokens: int, rows: int, epochs: float, tmp_path: Path) -> None:
-    found = epochs_of(state(3, tmp_path), Align(tokens=tokens), "x")
+    found = epochs_of(state(3, tmp_path), Distil(tokens=tokens), "x")
     assert (len(found.rows), found.args.num_train_epochs, found.words) == (rows, epochs, f"{tokens:,} tokens")
     assert [row["input_ids"][0] for row in found.rows] == list(range(rows))
 
 
 def test_tokens_of_rows_that_have_none(tmp_path: Path) -> None:
-    with refused("align: tokens counts tokens of text; give epochs for other data."):
-        epochs_of(state(0, tmp_path), Align(tokens=10), "x")
+    with refused("distil: tokens counts tokens of text; give epochs for other data."):
+        epochs_of(state(0, tmp_path), Distil(tokens=10), "x")
 
 
 def test_the_last_whole_checkpoint(tmp_path: Path) -> None:

@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_attn_swap import patch_model, set_strength
+from hf_attn_swap.caches import with_cache
+from hf_attn_swap.conversion.layer_errors import LayerErrors
 from hf_attn_swap.conversion.losses import LOGITS, LOSSES, STATES, Comparison, Loss, Losses, register_loss
 from hf_attn_swap.conversion.stages import Distil, read_stages
-from hf_attn_swap.conversion.transfer import LayerErrors
 from tests import zoo
-from tests.contract.harness import batch_of, refused
+from tests.contract.harness import batch_of, distance, refused
+from tests.harness.checkpointing import enable
 
 from .converting import ADAPTERS, BODY, converted, rows, stock, timeless
 from .distilling import distiller, loss_of, rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
+LAYERS_ALONE = Losses(logits=0.0, layers=1.0)
 
 
 @pytest.fixture
@@ -158,3 +162,35 @@ def test_every_training_compares_layers_with_the_original_attention(stage: Disti
         assert first
         outside = [name for name in first if "attn_swap" not in name]
         assert all(torch.equal(first[name], second[name]) for name in outside)
+
+
+@pytest.mark.parametrize("variant", ["modern_hopfield", "simpletron_resl"])
+def test_the_loss_of_layers_under_activation_checkpointing(variant: str, tmp_path: Path) -> None:
+    """The same loss and gradients: a layer that is computed again is not compared again."""
+    batch, seen = batch_of("llama", torch.float32), []
+    for checkpointed in (False, True):
+        model = patch_model(zoo.build("llama"), variant)
+        trainer = distiller(model, tmp_path, "llama", losses=LAYERS_ALONE, trainable="body")
+        if checkpointed:
+            enable(model, activation_checkpointing_kwargs={"use_reentrant": False})
+        loss = trainer.compute_loss(model.train(), batch)
+        loss.backward()
+        seen.append((float(loss.detach()), {name: weight.grad for name, weight in model.named_parameters()}))
+    (plain, wanted), (saved, got) = seen
+    assert saved == pytest.approx(plain, rel=1e-5)
+    for name, gradient in wanted.items():
+        assert (gradient is None) == (got[name] is None), name
+        if gradient is not None:
+            assert distance(got[name], gradient) < 1e-4, name
+
+
+def test_the_loss_of_layers_without_a_cache(tmp_path: Path) -> None:
+    """Every layer runs twice, and a cache would hold every token twice: none is made, and one that is given refused."""
+    batch, model = batch_of("llama", torch.float32), patch_model(zoo.build("llama"), "belief")
+    trainer = distiller(model, tmp_path, "llama", losses=LAYERS_ALONE, trainable="body")
+    wanted = loss_of(trainer, batch)
+    model.config.use_cache = True
+    assert loss_of(trainer, {**batch, "use_cache": True}) == wanted
+    assert model.config.use_cache is True
+    with refused("leave the cache out"):
+        loss_of(trainer, {**batch, **with_cache(model, DynamicCache(config=model.config))})

@@ -11,8 +11,8 @@ import torch
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion.snapshot import Snapshot, given_back, taken
 from hf_attn_swap.layer.calibration import Calibration
-from hf_attn_swap.layer.head_order import MatchedHeads
 from hf_attn_swap.layer.swap import Swap
+from hf_attn_swap.layer.value_scale import ValueScale
 from tests.contract.harness import perturb, swaps
 
 from .converting import same, stock, weights
@@ -22,7 +22,7 @@ def changed(model: Any) -> None:
     """Other strengths, fits, parameters of the variant, and weights."""
     with torch.no_grad():
         for swap in swaps(model):
-            swap.drop(MatchedHeads.name)
+            swap.drop(ValueScale.name)
             swap.put(Calibration("map", swap.geometry))
             for parameter in swap.parameters():
                 parameter += 1
@@ -39,7 +39,7 @@ def held(model: Any) -> dict[int, list[Swap]]:
 def test_given_back(written: bool) -> None:
     model = perturb(patch_model(stock("bert"), "modern_hopfield+gated", strength=0.75))
     for swap in swaps(model):
-        swap.put(MatchedHeads((3, 1, 0, 2)))
+        swap.put(ValueScale(swap.geometry))
     swaps(model)[0].put(Calibration("gain", swaps(model)[0].geometry))
     before, specs = weights(model), [swap.spec() for swap in swaps(model)]
     kept = swaps(model)[1].fitted

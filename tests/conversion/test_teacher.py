@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_attn_swap import patch_model, set_strength, unpatch_model
-from hf_attn_swap.conversion import AttentionTransferTrainer, Losses, calibrate, merge_calibration, neutral_start
+from hf_attn_swap.conversion import Losses, calibrate, merge_calibration
 from hf_attn_swap.conversion.adapters import with_adapters
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
@@ -21,7 +21,6 @@ from .distilling import (
     EVERY,
     HIDDEN,
     adapted,
-    arguments,
     distiller,
     loss_of,
     moved,
@@ -195,7 +194,7 @@ def test_another_model_can_teach_merged_layers(tmp_path: Path) -> None:
     model = patch_model(fresh("bert", torch.float32), "simpletron_resl")
     calibrate(model, [batch_of("bert", torch.float32, seed=seed) for seed in range(12)], progress=False)
     merge_calibration(model)
-    with refused("its calibration was merged, so strength 0 is no longer the original; pass the original model"):
+    with refused("so strength 0 is no longer the original; pass the original model"):
         distiller(model, tmp_path, trainable="body")
     trainer = distiller(model, tmp_path, trainable="body", teacher=fresh("bert", torch.float32))
     first = loss_of(trainer, batch)
@@ -204,9 +203,8 @@ def test_another_model_can_teach_merged_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_neutral_start_and_calibration_do_not_change_it(name: str, tmp_path: Path) -> None:
+def test_a_calibration_does_not_change_it(name: str, tmp_path: Path) -> None:
     model = patch_model(fresh(name, torch.float32), "simpletron_resl")
-    neutral_start(model)
     calibrate(model, [batch_of(name, torch.float32, seed=seed) for seed in range(12)], progress=False)
     trainer, batch = distiller(model, tmp_path, name, trainable=("swap",)), batch_of(name, torch.float32)
     assert trainer.teacher.frozen == {}
@@ -250,10 +248,8 @@ def test_a_distilled_model_is_no_teacher_of_itself(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     loaded = type(model).from_pretrained(tmp_path / "saved")
     for each in (model, loaded):
-        with refused("an earlier conversion trained its weights, so strength 0 is no longer the original; pass the"):
+        with refused("an earlier conversion changed its weights, so strength 0 is no longer the original; pass the"):
             distiller(each, tmp_path, trainable="body")
-        with refused("an earlier conversion trained its weights, so strength 0 is no longer the original attention"):
-            AttentionTransferTrainer(each, arguments(tmp_path))
         with refused("there is no original attention left to fit to"):
             calibrate(each, batches, progress=False)
     stock = fresh("bert", torch.float32)
@@ -313,12 +309,10 @@ def test_adapters_leave_the_original_until_they_are_merged(tmp_path: Path) -> No
     assert retrained(trainer.merged())
 
 
-def test_a_transfer_is_noted(tmp_path: Path) -> None:
+def test_only_a_training_of_the_original_weights_is_noted(tmp_path: Path) -> None:
     for trainable, changes in (("query", True), ("swap", False)):
         model = patch_model(fresh("bert", torch.float32), "gated")
-        rows = rows_of(batch_of("bert", torch.float32))
-        args = arguments(tmp_path, num_train_epochs=1)
-        AttentionTransferTrainer(model, args, trainable=trainable, train_dataset=rows).train()
+        distiller(model, tmp_path, trainable=trainable, args={"num_train_epochs": 1}).train()
         assert retrained(model) is changes
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_attn_swap.core.call import Call, Carried, Hidden, Inputs, heads_in_order
+from hf_attn_swap.core.call import Call, Carried, Hidden, Inputs
 from hf_attn_swap.core.masks import Masks
 from tests.contract.harness import refused
 
@@ -80,14 +80,12 @@ def test_own_tokens_that_cannot_be_found() -> None:
         call().own_values(HEADS)
 
 
-def test_strength_and_skip() -> None:
+def test_strength_in_a_dtype() -> None:
     full, between = call(), call(exact_strength=torch.tensor([0.3]))
     assert (full.strength_in(torch.float16), full.between, between.between) == (1.0, False, True)
     half = between.strength_in(torch.float16)
     assert isinstance(half, Tensor)
     assert half.dtype == torch.float16
-    assert full.skipped is full.x
-    assert torch.equal(call(skip_scale=0.25).skipped, full.x / 4)
 
 
 def test_a_tap_is_asked() -> None:
@@ -103,17 +101,11 @@ def test_a_tap_is_asked() -> None:
     assert seen == ["scores"]
 
 
-def test_heads_in_another_order() -> None:
-    order = (4, 0, 5, 2, 1, 3)
+def test_keys_repeated_for_each_query_head() -> None:
     query, key, value = (drawn(BATCH, heads, KEYS, WIDTH, seed=heads) for heads in (HEADS, GROUPS, GROUPS))
     masks = Masks(queries=KEYS, keys=KEYS, device=query.device)
     inputs = Inputs(query=query, key=key, value=value, scaling=1.0, masks=masks, dropout=0.1)
-    turned = inputs.in_order(order)
-    assert torch.equal(turned.query, query[:, list(order)])
-    for got, given in ((turned.key, key), (turned.value, value)):
-        assert torch.equal(got, given.repeat_interleave(2, 1)[:, list(order)])
+    for given in (key, value):
         assert torch.equal(inputs.repeated(given), given.repeat_interleave(2, 1))
     assert inputs.repeated(query) is query
-    assert torch.equal(heads_in_order(query.transpose(1, 2), order, 2), query[:, list(order)].transpose(1, 2))
-    assert (turned.masks, turned.dropout, turned.further) == (masks, 0.1, 0)
     assert inputs.three == (query, key, value)

@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 import hf_attn_swap
 from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.conversion.calibrate import calibrate
-from hf_attn_swap.conversion.merge import merge_calibration
 from hf_attn_swap.conversion.smooth import smooth
 from hf_attn_swap.conversion.teacher import note_retrained
 from hf_attn_swap.layer.registry import canonical_name, tiny_options
@@ -37,7 +36,7 @@ def missing() -> Iterator[tuple[str, Any]]:
     makers = {
         name: lambda name=name: moved(patch_model(llama(), name, **tiny_options(name))) for name in list_variants()
     }
-    makers |= {"hybrid": hybrid, "calibrated": calibrated, "merged": merged, "scaled_values": scaled_values}
+    makers |= {"hybrid": hybrid, "calibrated": calibrated, "scaled_values": scaled_values}
     makers |= {"smoothed": smoothed}
     for name, make in makers.items():
         if name not in written:
@@ -67,7 +66,7 @@ def hybrid() -> Any:
 
 
 def calibrated() -> Any:
-    """A calibration after a neutral start and matched heads, with weights that were trained afterwards."""
+    """A calibration, with weights that were trained afterwards."""
     model = moved(patch_model(llama(), "modern_hopfield"))
     calibrate(model, [{"input_ids": torch.randint(16, (64, 12))}], progress=False)
     note_retrained(need_installation(model))
@@ -86,13 +85,6 @@ def smoothed() -> Any:
     model = moved(patch_model(llama(), "sink"))
     smooth(model, [{"input_ids": torch.randint(16, (64, 12))}], 0.5, progress=False)
     return model
-
-
-def merged() -> Any:
-    """A calibration that is merged into the weights."""
-    model = patch_model(bert(), "modern_hopfield", init="first")
-    calibrate(model, [{"input_ids": torch.randint(16, (64, 12))}], fit="gain", progress=False)
-    return merge_calibration(model)
 
 
 def moved(model: Any) -> Any:

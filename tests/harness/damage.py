@@ -112,8 +112,8 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     "strength not a number": (put(*SWAP, "strength", value=math.nan), "strength must be"),
     "strength infinite": (put(*SWAP, "strength", value=math.inf), "strength must be"),
     **{
-        f"neutral start {value!r}": (put(*SWAP, "neutral_start", value=value), "neutral_start must be a whole number")
-        for value in (0, -1, 61, 10**30, True, "10", 1.5, None, [10])
+        f"{name} of an earlier version": (put(*SWAP, name, value=value), f"earlier version .*{name}.* cannot run")
+        for name, value in (("neutral_start", 10), ("head_order", [1, 0]), ("head_order", None))
     },
     **{
         f"retrained {value!r}": (put(*SWAP, "retrained", value=value), "retrained must be true or absent")

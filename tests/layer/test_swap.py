@@ -14,10 +14,9 @@ from hf_attn_swap.core.kind import Kind
 from hf_attn_swap.kernels.dispatch import Form, Setting
 from hf_attn_swap.layer.calibration import Calibration
 from hf_attn_swap.layer.compute import Places
-from hf_attn_swap.layer.head_order import MatchedHeads
-from hf_attn_swap.layer.neutral_start import SkipScale
 from hf_attn_swap.layer.registry import fit_options, parse, parse_options
 from hf_attn_swap.layer.swap import Argument, Phase, Swap, Wiring
+from hf_attn_swap.layer.value_scale import ValueScale
 from hf_attn_swap.variants.base import PLACES, VARIANTS
 from tests.contract.cells import PAIRS, SINGLES
 from tests.contract.harness import refused
@@ -37,7 +36,6 @@ WIRING = Wiring(
     borrows=False,
     lent=False,
     dropout_path=None,
-    folded_path=None,
 )
 
 
@@ -60,7 +58,6 @@ def test_what_it_says_of_its_variants(name: str) -> None:
     assert swap.keeps_projection is all(cls.keeps_projection for cls in classes)
     assert swap.projects is any(cls.projects for cls in classes)
     assert swap.wants_residual is any(variant.wants_residual for variant in swap.variants)
-    assert swap.adds_input is (any(variant.shares[0] for variant in swap.variants) and not swap.wants_residual)
     assert swap.further_keys == sum(variant.further_keys for variant in swap.variants)
     assert swap.replacement is (own[0] if classes[0].replaces else None)
     for place in PLACES:
@@ -73,10 +70,8 @@ def test_what_it_says_of_its_variants(name: str) -> None:
 
 
 def test_a_skip_from_the_input_or_from_the_residual_stream() -> None:
-    assert swap_of("modern_hopfield", skip="input").adds_input
     residual = swap_of("modern_hopfield", skip="residual")
     assert residual.wants_residual
-    assert not residual.adds_input
 
 
 @pytest.mark.parametrize(
@@ -107,7 +102,7 @@ def test_the_strength_outlives_casts_and_moves() -> None:
 
 def test_a_new_swap() -> None:
     swap = swap_of("gated")
-    assert (swap.fresh, swap.retrained, swap.wiring, swap.fitted, swap.merged) == (True, False, None, {}, None)
+    assert (swap.fresh, swap.retrained, swap.wiring, swap.fitted) == (True, False, None, {})
     assert swap.spec() == {"variant": "gated", "options": swap.options, "strength": 1.0}
     swap.retrained, swap.selection = True, "language"
     assert swap.spec() == {
@@ -121,23 +116,20 @@ def test_a_new_swap() -> None:
 
 def test_fits_act_in_the_order_of_their_registration() -> None:
     swap = swap_of("modern_hopfield").eval()
-    gain, order, skip = Calibration("gain", SIZES), MatchedHeads((1, 0, 3, 2)), SkipScale(3)
-    for fit in (gain, order, skip):
+    gain, scale = Calibration("gain", SIZES), ValueScale(SIZES)
+    for fit in (gain, scale):
         swap.put(fit)
-    assert list(swap.fitted.values()) == [skip, order, gain]
+    assert list(swap.fitted.values()) == [scale, gain]
     assert not gain.training, "in the mode of the layer"
-    assert swap.fit_of(MatchedHeads) is order
-    assert swap.spec()["head_order"] == [1, 0, 3, 2]
+    assert swap.fit_of(ValueScale) is scale
+    assert swap.spec()["value_scale"] is True
     before = swap.fitted
-    swap.drop(MatchedHeads.name)
+    swap.drop(ValueScale.name)
     swap.drop("no such fit")
-    assert swap.fit_of(MatchedHeads) is None
+    assert swap.fit_of(ValueScale) is None
     swap.put(Calibration("map", SIZES))
     swap.restore(before)
     assert swap.fitted == before
-    merged = gain.merged()
-    swap.put(merged)
-    assert swap.merged is merged
     swap.restore({})
     assert swap.fitted == {}
 

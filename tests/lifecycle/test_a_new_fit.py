@@ -14,7 +14,7 @@ from torch import nn
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate, merge_calibration
 from hf_attn_swap.core.checks import check_keys
-from hf_attn_swap.layer.fitted import AROUND, CALL, FITTED, HEADS, WEIGHTS, Fitted, fitted
+from hf_attn_swap.layer.fitted import AROUND, CALL, FITTED, HEADS, Fitted, fitted
 from hf_attn_swap.layer.swap import Swap
 from hf_attn_swap.patch import need_installation
 from hf_attn_swap.variants.base import VARIANTS, register
@@ -44,16 +44,16 @@ def turned() -> Iterator[type[Fitted]]:
 
         @classmethod
         def check(cls, spec: Any, classes: Any, strength: float) -> None:
-            check_keys(spec, {"shift", "merged"}, "turned")
-            if not isinstance(spec["shift"], float) or not abs(spec["shift"]) < 9 or type(spec["merged"]) is not bool:
-                raise ValueError(f"turned: shift must be a small number and merged true or false, got {spec!r}.")
+            check_keys(spec, {"shift"}, "turned")
+            if not isinstance(spec["shift"], float) or not abs(spec["shift"]) < 9:
+                raise ValueError(f"turned: shift must be a small number, got {spec!r}.")
 
         @classmethod
         def from_spec(cls, spec: Any, geometry: Any) -> Fitted:
-            return Folded(spec["shift"]) if spec["merged"] else cls(spec["shift"], geometry)
+            return cls(spec["shift"], geometry)
 
         def spec(self) -> Any:
-            return {"shift": self.shift, "merged": False}
+            return {"shift": self.shift}
 
         def words(self) -> str:
             return f"heads turned ({self.shift})"
@@ -65,22 +65,6 @@ def turned() -> Iterator[type[Fitted]]:
             if self.shift:
                 return super().linear()
             return self.gain * self.sign, None
-
-        def merged(self) -> Fitted:
-            return Folded(self.shift)
-
-    class Folded(Fitted):
-        name, place = "turned", WEIGHTS
-
-        def __init__(self, shift: float) -> None:
-            super().__init__()
-            self.shift = shift
-
-        def spec(self) -> Any:
-            return {"shift": self.shift, "merged": True}
-
-        def words(self) -> str:
-            return "heads turned (merged)"
 
     yield Turned
     del FITTED["turned"]
@@ -195,16 +179,10 @@ def test_merged(turned: Any, variant: str, calibrated: bool, tmp_path: Path) -> 
     merge_calibration(model)
     assert distance(forward(model, batch), wanted) < 1e-11
     assert not any(".turned." in key or ".calibration." in key for key in model.state_dict())
-    assert "heads turned (merged)" in str(describe(model))
-    with refused("merged into"):
-        unpatch_model(model)
-    with refused("merged into"):
-        set_strength(model, 0.5)
+    assert "heads turned" not in str(describe(model))
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert same_bits(forward(loaded, batch), forward(model, batch))
-    with refused("merged into"):
-        unpatch_model(loaded)
 
 
 def test_a_fit_that_is_no_linear_map_is_not_merged(turned: Any) -> None:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.analysis import record
-from hf_attn_swap.conversion import calibrate, merge_calibration
+from hf_attn_swap.conversion import Losses, calibrate, merge_calibration
 from hf_attn_swap.quantization import fake_w8a8
 from tests.contract.cells import DEEP
 from tests.contract.harness import batch_of, distance, forward, fresh, padding_side, perturb
+from tests.conversion.distilling import distiller, loss_of
 from tests.harness.places import SMOKES, variants
-from tests.harness.transfer import loss_of, trainer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The clip cuts away")  # few tokens, so a published gamma cuts much
 OFF_THE_DEVICE = (Tensor.cpu, Tensor.tolist, Tensor.item, Tensor.__float__)
@@ -106,7 +106,8 @@ def test_watching(family: str, variant: str, watch: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("family", DEEP)
-def test_transfer(family: str, tmp_path: Path) -> None:
+def test_the_loss_of_layers(family: str, tmp_path: Path) -> None:
     batch = batch_of(family, torch.float32, padded=padding_side(family))
-    losses = [loss_of(trainer_of(model, tmp_path, family), batch) for model in pair(family, "belief")]
+    how = {"losses": Losses(logits=0.0, layers=1.0), "trainable": "body"}
+    losses = [loss_of(distiller(model, tmp_path, family, **how), batch) for model in pair(family, "belief")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -14,8 +14,6 @@ from torch import nn
 
 from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.layer.calibration import Calibration
-from hf_attn_swap.layer.head_order import MatchedHeads
-from hf_attn_swap.layer.neutral_start import SkipScale
 from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.layer.swap import Swap
 from hf_attn_swap.layer.value_scale import ValueScale
@@ -43,8 +41,6 @@ def worked(model: Any) -> Any:
     """Give every swap all that a conversion may leave in it."""
     for swap in swaps(model):
         fits = [
-            SkipScale(2),
-            MatchedHeads(tuple(reversed(range(swap.geometry.heads)))),
             Calibration("gain", swap.geometry),
             *([ValueScale(swap.geometry)] if swap.projects else []),
         ]
@@ -75,7 +71,7 @@ def test_a_part_loads_to_what_ran(whole: str, path: str, variant: str, tmp_path:
 @pytest.mark.parametrize("variant", ["belief_star", "modern_hopfield"])
 @pytest.mark.parametrize(("whole", "path"), PARTS)
 def test_all_that_a_conversion_left_survives(whole: str, path: str, variant: str, tmp_path: Path) -> None:
-    """Calibration, head order, scales of the values, neutral start, strengths per layer, `modules`."""
+    """Calibration, scales of the values, strengths per layer, `modules`."""
     pattern = path.rpartition(".")[2]
     model = worked(patch_model(make(whole), variant, modules=pattern, **tiny_options(variant)))
     part = model.get_submodule(path)

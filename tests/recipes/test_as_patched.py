@@ -14,7 +14,7 @@ from PIL import Image as Picture
 from transformers import ViTImageProcessor
 
 from hf_attn_swap import patch_model, unpatch_model
-from hf_attn_swap.conversion import cut_shares, scale_values
+from hf_attn_swap.conversion import scale_values
 from tests import zoo
 from tests.harness.byte_tokenizer import byte_tokenizer
 from tests.harness.recipes import needs_recipes, recipe
@@ -38,7 +38,11 @@ def test_perplexity_of_token_ids(tmp_path: Path, monkeypatch: Any, capsys: Any) 
     recipe("as_patched.py", [*where, "--rows", "3", "--try", *CHOICES], monkeypatch)
     found = rows(capsys.readouterr().out)
     measured = [{"input_ids": row[None, :8]} for row in ids[:3]]
-    shares = [each[0] for each in cut_shares(model, measured, [-12 / 512], progress=False).values()]
+    eager = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    with torch.no_grad():
+        attentions = [eager(**row, output_attentions=True).attentions for row in measured]
+    layers = [torch.cat(layer) for layer in zip(*attentions, strict=True)]
+    shares = [float(torch.minimum(p, 12 / 512 * (1 - p)).sum() / p.sum()) for p in layers]
     with torch.no_grad():
         losses = [float(model(**row, labels=row["input_ids"]).loss) for row in measured]
         patch_model(model, "clipped_softmax", gamma=-12 / 512)

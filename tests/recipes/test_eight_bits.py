@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from PIL import Image as Picture
 from transformers import ViTImageProcessor
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion import rotate, smooth
+from hf_attn_swap.conversion import smooth
 from hf_attn_swap.quantization import fake_w8a8, machine_w8a8
 from tests import zoo
 from tests.harness.byte_tokenizer import build, byte_tokenizer
-from tests.harness.recipes import needs_recipes, recipe
+from tests.harness.recipes import RECIPES, needs_recipes, recipe
 
 from .printed import rows
 
@@ -100,7 +101,8 @@ def test_the_table(protocol: str, tmp_path: Path, monkeypatch: Any, capsys: Any)
         return f"{math.exp(sum(losses) / 3):.2f} = "
 
     rotated = copy.deepcopy(model)
-    rotate(rotated, ranges)
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import_module("rotate").rotate(rotated, ranges)
     assert found[ROTATED[0]][0].startswith(in_8_bits(rotated))
     smooth(patch_model(model, "softmax"), ranges, 0.5, progress=False)
     assert found["smoothed, 8 bits"][0].startswith(in_8_bits(model))

@@ -33,11 +33,11 @@ def test_expand(sweep: Any) -> None:
     run = {
         "variant": "modern_hopfield",
         "label": "{variant}-{index}",
-        "grid": {"layers": ["0", "1"], "schedule": ["linear", "cosine"]},
+        "grid": {"layers": ["0", "1"], "stages": ["calibrate", "fine_tune"]},
     }
     found = list(sweep.expand(run))
     assert [each["label"] for each in found] == [f"modern_hopfield-{index}" for index in range(4)]
-    assert [(each["layers"], each["schedule"]) for each in found][1] == ("0", "cosine")
+    assert [(each["layers"], each["stages"]) for each in found][1] == ("0", "fine_tune")
     assert sweep.words({"seeds": [0, 1], "variant": "modern_hopfield"}) == [
         "--seeds",
         "0",

@@ -12,7 +12,7 @@ import transformers as T
 from PIL import Image
 
 from hf_attn_swap import convert, describe, list_variants, patch_model, unpatch_model
-from hf_attn_swap.conversion import AttentionTransferTrainer, DistillationTrainer, Losses, calibrate
+from hf_attn_swap.conversion import DistillationTrainer, Losses, calibrate
 from hf_attn_swap.layer.registry import tiny_options
 from tests.contract.harness import perturb, refused, swaps
 from tests.conversion.distilling import arguments
@@ -161,6 +161,7 @@ def test_a_mask_of_text_is_not_a_mask_of_patches(patches: int, tmp_path: Path) -
         with refused("CLIPAttention", "swap the text model alone"):
             calibrate(patch_model(llava(), variant), [given], progress=False)
     data = [{name: value[row] for name, value in given.items()} for row in range(2)]
-    trainer = AttentionTransferTrainer(patch_model(llava(), "belief"), arguments(tmp_path), train_dataset=data)
+    losses, model = Losses(logits=0.0, layers=1.0), patch_model(llava(), "belief")
+    trainer = DistillationTrainer(model, arguments(tmp_path), losses=losses, trainable="body", train_dataset=data)
     with refused("CLIPAttention", "swap the text model alone"):
         trainer.train()

@@ -22,19 +22,19 @@ pytestmark = needs_recipes
 
 
 def test_converted_beside_its_control(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    words = ("--variant", "simpletron_resl", "--seeds", "0", "1", "--stages", "calibrate", "align", "fine_tune")
+    words = ("--variant", "simpletron_resl", "--seeds", "0", "1", "--stages", "calibrate", "distil", "fine_tune")
     grouped = ("--train_sampling_strategy", "group_by_length")
-    arguments = options(tiny, tmp_path, *words, "--schedule", "linear", *grouped, *NO_SAVING)
+    arguments = options(tiny, tmp_path, *words, *grouped, *NO_SAVING)
     recipe("text_classification.py", arguments, monkeypatch)
     result = RunResult.load(tmp_path / "simpletron-resl" / "results.json")
     assert result.control is not None
     assert result.difference is not None
     assert (result.converted.seeds, result.control.seeds) == ((0, 1), (0, 1))
     assert result.difference.mean == pytest.approx(result.converted.metrics[0].mean - result.control.metrics[0].mean)
-    assert len(result.conversion) == 5
+    assert len(result.conversion) == 4
     assert (result.study, result.steps) == (
         result.name.removesuffix("-simpletron-resl"),
-        ("map", "transfer", "schedule"),
+        ("map", "distil"),
     )
     assert "simpletron_resl" in (tmp_path / "simpletron-resl" / "README.md").read_text()
     trained = tmp_path / "simpletron-resl" / "seed-1" / "model"

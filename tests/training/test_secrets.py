@@ -41,7 +41,12 @@ def test_arguments_without_secrets(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 def test_a_run(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Neither the model nor the record, nor a checkpoint on the way."""
-    stages = ("--stages", '{"stage": "align"}', '{"stage": "distil", "rank": 2}', "fine_tune")
+    stages = (
+        "--stages",
+        '{"stage": "distil", "layers": 1, "logits": 0}',
+        '{"stage": "distil", "rank": 2}',
+        "fine_tune",
+    )
     saving = ("--save_strategy", "steps", "--save_steps", "1", "--hub_token", SECRET)
     removed: list[str] = []
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: removed.append(str(path)))

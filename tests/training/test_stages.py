@@ -18,7 +18,7 @@ from hf_attn_swap.conversion import Losses
 from hf_attn_swap.conversion.engine import take
 from hf_attn_swap.conversion.journal import Journal
 from hf_attn_swap.conversion.rows import ready_rows
-from hf_attn_swap.conversion.stages import KINDS, Align, Calibrate, Distil, FineTune, read_stages
+from hf_attn_swap.conversion.stages import KINDS, Calibrate, Distil, FineTune, read_stages
 from hf_attn_swap.conversion.state import State
 from hf_attn_swap.conversion.steps import steps_of
 from hf_attn_swap.conversion.teacher import Teacher
@@ -56,9 +56,9 @@ def test_every_stage_by_name() -> None:
     plan = read_stages([json.dumps({"stage": name}) for name in (*converting, "fine_tune")])
     assert plan == tuple(KINDS[name]() for name in (*converting, "fine_tune"))
     assert plan == read_stages([*converting, "fine_tune"])
-    assert plan == (Calibrate(), Align(), Distil(), FineTune())
+    assert plan == (Calibrate(), Distil(), FineTune())
     assert [stage.name for stage in plan] == list(KINDS)
-    assert [stage.recorded for stage in plan] == ["map", "transfer", "distil", "fine_tune"]
+    assert [stage.recorded for stage in plan] == ["map", "distil", "fine_tune"]
 
 
 def test_values_of_a_stage() -> None:
@@ -67,12 +67,10 @@ def test_values_of_a_stage() -> None:
     assert stage == Distil(**wanted)
     assert stage.losses == Losses(hidden=0.5, temperature=2.0)
     for given, names in (("value", ("value",)), (["query", "key"], ("query", "key"))):
-        (stage,) = read_stages([json.dumps({"stage": "align", "trainable": given})])
-        assert stage == Align(trainable=names)
-    (stage,) = read_stages(
-        ['{"stage": "calibrate", "fit": "gain", "neutral_start": false, "source": "simpletron_resl"}']
-    )
-    assert stage == Calibrate(fit="gain", neutral_start=False, source="simpletron_resl")
+        (stage,) = read_stages([json.dumps({"stage": "distil", "trainable": given})])
+        assert stage == Distil(trainable=names)
+    (stage,) = read_stages(['{"stage": "calibrate", "fit": "gain", "source": "simpletron_resl"}'])
+    assert stage == Calibrate(fit="gain", source="simpletron_resl")
     assert stage.recorded == "gain"
 
 
@@ -82,14 +80,13 @@ def test_from_yaml(tmp_path: Path) -> None:
     file.write_text(
         "stages:\n"
         "  - {stage: calibrate, fit: gain}\n"
-        "  - align\n"
         "  - {stage: distil, tokens: 300000, learning_rate: 5.0e-4, trainable: [query, value]}\n"
         "  - fine_tune\n"
     )
     found = conversion(str(file))
     last = Distil(tokens=300000, learning_rate=5e-4, trainable=("query", "value"))
-    assert found.plan == (Calibrate(fit="gain"), Align(), last, FineTune())
-    assert found.steps == ("gain", "transfer", "distil")
+    assert found.plan == (Calibrate(fit="gain"), last, FineTune())
+    assert found.steps == ("gain", "distil")
     found = conversion(str(file), "--stages", "fine_tune", '{"stage": "distil"}')
     assert found.plan == (FineTune(), Distil())
     assert found.steps == ("fine_tune", "distil")
@@ -102,9 +99,9 @@ def test_from_yaml(tmp_path: Path) -> None:
         (("--stages", "fine_tune"), (FineTune(),), ()),
         (("--stages", "calibrate", "fine_tune"), (Calibrate(), FineTune()), ("map",)),
         (
-            ("--stages", "calibrate", "align", '{"stage": "distil", "rank": 4}', "fine_tune", "--schedule", "linear"),
-            (Calibrate(), Align(), Distil(rank=4), FineTune()),
-            ("map", "transfer", "distil", "schedule"),
+            ("--stages", "calibrate", '{"stage": "distil", "rank": 4}', "fine_tune"),
+            (Calibrate(), Distil(rank=4), FineTune()),
+            ("map", "distil"),
         ),
         (
             ("--stages", "fine_tune", "calibrate", '{"stage": "distil", "tokens": 9}'),
@@ -122,18 +119,17 @@ def test_from_options(words: tuple[str, ...], plan: tuple[Any, ...], steps: tupl
 @pytest.mark.parametrize(
     ("stage", "reason"),
     [
-        ("[1]", "a stage must name one of calibrate, align, distil, fine_tune, got '[1]'"),
-        ("{", "a stage must be one of calibrate, align, distil, fine_tune, or a JSON object, got '{'"),
-        ('{"stage": "prune"}', "a stage must name one of calibrate, align, distil, fine_tune"),
-        ('{"stage": ["distil"]}', "a stage must name one of calibrate, align, distil, fine_tune"),
-        ('{"epochs": 1}', "a stage must name one of calibrate, align, distil, fine_tune"),
-        ('{"stage": "align", "rank": 3}', "the stage align has no option rank; it has epochs, learning_rate, tokens"),
+        ("[1]", "a stage must name one of calibrate, distil, fine_tune, got '[1]'"),
+        ("{", "a stage must be one of calibrate, distil, fine_tune, or a JSON object, got '{'"),
+        ('{"stage": "prune"}', "a stage must name one of calibrate, distil, fine_tune"),
+        ('{"stage": ["distil"]}', "a stage must name one of calibrate, distil, fine_tune"),
+        ('{"epochs": 1}', "a stage must name one of calibrate, distil, fine_tune"),
         ('{"stage": "fine_tune", "epochs": 3}', "the stage fine_tune has no option epochs"),
-        ('{"stage": "align", "epochs": 0}', "align: epochs must be above 0, got 0"),
-        ('{"stage": "align", "epochs": "two"}', "the stage align cannot have these values"),
-        ('{"stage": "align", "trainable": 3}', "the stage align cannot have these values"),
+        ('{"stage": "distil", "epochs": 0}', "distil: epochs must be above 0, got 0"),
+        ('{"stage": "distil", "epochs": "two"}', "the stage distil cannot have these values"),
+        ('{"stage": "distil", "trainable": 3}', "the stage distil cannot have these values"),
         ('{"stage": "distil", "tokens": -5}', "distil: tokens must be above 0, got -5"),
-        ("calibrat", "a stage must be one of calibrate, align, distil, fine_tune, or a JSON object, got 'calibrat'"),
+        ("calibrat", "a stage must be one of calibrate, distil, fine_tune, or a JSON object, got 'calibrat'"),
         ('{"stage": "distil", "rank": 0}', "distil: rank must be above 0, got 0"),
         ('{"stage": "distil", "logits": 0}', "one must be above 0"),
         ('{"stage": "distil", "temperature": 0}', "temperature must be above 0"),
@@ -150,16 +146,8 @@ def test_a_stage_refused(stage: str, reason: str, capsys: Any) -> None:
     ("words", "reason"),
     [
         (
-            ("--stages", '{"stage": "align"}', '{"stage": "fine_tune"}', '{"stage": "distil"}'),
+            ("--stages", '{"stage": "calibrate"}', '{"stage": "fine_tune"}', '{"stage": "distil"}'),
             "the stage fine_tune must be the first or the last",
-        ),
-        (
-            ("--stages", '{"stage": "distil"}', '{"stage": "align"}'),
-            "the stage align must come once, before distil",
-        ),
-        (
-            ("--stages", "fine_tune", "distil", "--schedule", "linear"),
-            "a schedule moves the strength during the fine-tuning, which must then be the last stage",
         ),
     ],
 )
@@ -209,22 +197,28 @@ def test_the_fine_tuned_control_is_converted(tiny: Path, tmp_path: Path, monkeyp
 
 @needs_recipes
 def test_all_stages_in_one_run(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Calibrate, align, distil and fine-tune, by a file; each leaves a sentence, and no stage's folder stays."""
+    """Calibrate, distil twice and fine-tune, by a file; each leaves a sentence, and no stage's folder stays."""
     file = tmp_path / "stages.yaml"
     file.write_text(
         "stages:\n"
         "  - {stage: calibrate, fit: map}\n"
-        "  - {stage: align, tokens: 60}\n"
+        "  - {stage: distil, tokens: 60, layers: 1.0, logits: 0.0}\n"
         "  - {stage: distil, tokens: 60, trainable: [query, swap], hidden: 1.0, batch: 4}\n"
         "  - {stage: fine_tune}\n"
     )
     words = [str(file), *options(tiny, tmp_path, "--variant", "simpletron_resl", *NO_SAVING)]
     recipe("text_classification.py", words, monkeypatch)
     result = RunResult.load(tmp_path / "simpletron-resl" / "results.json")
-    assert result.steps == ("map", "transfer", "distil")
+    assert result.steps == ("map", "distil", "distil")
     for sentence, start in zip(
         result.conversion,
-        ("Attention replaced", "Calibrated: map", "Attention transfer", "Distilled without labels", "Fine-tuned for 1"),
+        (
+            "Attention replaced",
+            "Calibrated: map",
+            "Distilled without labels",
+            "Distilled without labels",
+            "Fine-tuned for 1",
+        ),
         strict=True,
     ):
         assert sentence.startswith(start)
@@ -235,7 +229,7 @@ def test_all_stages_in_one_run(tiny: Path, tmp_path: Path, monkeypatch: Any) -> 
 
 @needs_recipes
 def test_every_distillation_has_the_original_as_its_teacher(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Align and distil change weights; the teacher of a later stage computes with those from before them."""
+    """Each distillation changes weights; the teacher of a later stage computes with those from before them."""
     before: dict[str, torch.Tensor] = {}
     teachers: list[dict[str, torch.Tensor]] = []
     made = Teacher.__init__
@@ -255,10 +249,14 @@ def test_every_distillation_has_the_original_as_its_teacher(tiny: Path, tmp_path
 
     monkeypatch.setattr(Teacher, "__init__", watched)
     monkeypatch.setattr(importlib.import_module("hf_attn_swap.training.run"), "patch_model", put)
-    stages = ["align", '{"stage": "distil", "learning_rate": 1e-2}', '{"stage": "distil", "rank": 2}']
+    stages = [
+        '{"stage": "distil", "layers": 1, "logits": 0}',
+        '{"stage": "distil", "learning_rate": 1e-2}',
+        '{"stage": "distil", "rank": 2}',
+    ]
     words = options(tiny, tmp_path, "--variant", "belief", "--stages", *stages, *NO_SAVING)
     recipe("text_classification.py", words, monkeypatch)
-    assert len(teachers) == 2
+    assert len(teachers) == 3
     body = {name for name in before if "embeddings" not in name and not name.startswith("classifier")}
     for frozen in teachers:
         assert body <= frozen.keys()
@@ -266,11 +264,11 @@ def test_every_distillation_has_the_original_as_its_teacher(tiny: Path, tmp_path
             assert torch.equal(value, before[name]), name
 
 
-def test_a_calibration_says_where_it_started(tmp_path: Path) -> None:
-    """In a pre-norm model, modern_hopfield starts neutrally and with matched heads; belief has neither."""
+def test_a_calibration_says_that_it_scaled_values(tmp_path: Path) -> None:
+    """The values of belief are scaled for its projection; modern_hopfield has none."""
     rows = Dataset.from_dict({"input_ids": torch.arange(48).view(4, 12).tolist()})
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
-    for variant, words in (("modern_hopfield", True), ("belief", False)):
+    for variant, words in (("modern_hopfield", False), ("belief", True)):
         model = patch_model(fresh("llama", torch.float32), variant)
         state = State(
             model=model,
@@ -282,5 +280,4 @@ def test_a_calibration_says_where_it_started(tmp_path: Path) -> None:
         take(state, steps_of([Calibrate(fit="gain")]))
         (sentence,) = state.notes["sentences"]
         count = len(swaps(model))
-        assert (f"The skip of {count} layers starts at 2^-10" in sentence) is words
-        assert (f"The heads of {count - 1} layers meet" in sentence) is words
+        assert (f"The values of {count} layers are scaled" in sentence) is words

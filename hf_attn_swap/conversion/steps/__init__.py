@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..engine import Step
-from ..stages import Align, Calibrate, Distil
+from ..stages import Calibrate, Distil
 from .absorb import absorb
-from .align import aligned
 from .choose import choose
 from .distil import distil, distilled
 from .finish import finish
@@ -28,7 +27,7 @@ from .swap import swap
 STEPS: list[Step] = [stock, swap, absorb, heads, fit, choose, distil, finish, smooth, relearn, integers]
 
 # Which step takes a stage of a recipe.
-OF_STAGE: dict[type[Any], Callable[[Any, str], Step]] = {Calibrate: calibrated, Align: aligned, Distil: distilled}
+OF_STAGE: dict[type[Any], Callable[[Any, str], Step]] = {Calibrate: calibrated, Distil: distilled}
 
 
 def steps_of(stages: Sequence[Any], first: int = 1) -> list[Step]:

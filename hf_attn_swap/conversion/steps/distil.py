@@ -71,7 +71,7 @@ def distilled(stage: Distil, name: str) -> Step:
         lesson = epochs_of(state, stage, name)
         what = f"{', '.join(stage.trainable)} trained"
         with flags_as_before(state.model):
-            teach(state, stage, lesson, callbacks=() if stage.schedule is None else (stage.schedule,))
+            teach(state, stage, lesson)
             if state.adapters is not None:
                 what = f"LoRA of rank {stage.rank}, merged"
                 state.keep(adapted_weights(state.adapters))
@@ -79,7 +79,7 @@ def distilled(stage: Distil, name: str) -> Step:
         state.taught = None  # what trains in the next stage is another part of the model
         state.say(
             f"Distilled without labels from the original model: {lesson.words}, {what}, loss "
-            f"{stage.losses.words}, learning rate {stage.learning_rate:g}{_rise(stage)}."
+            f"{stage.losses.words}, learning rate {stage.learning_rate:g}."
         )
 
     run.__name__ = name
@@ -159,15 +159,3 @@ def _undo_training(weights: Snapshot, best: StepRecord, last: StepRecord, state:
         f"by the loss that trains), {in_words(last.lost)} after {last.name!r} ({last.lost.cost:.3g})."
     )
     return Found(lost=best.lost)
-
-
-def _rise(stage: Distil) -> str:
-    """How the strength rises during a distillation, in words."""
-    if not stage.schedule_share:
-        return ""
-    how = {
-        "together": "in all layers",
-        "up": "layer after layer from the first",
-        "down": "layer after layer from the last",
-    }
-    return f", the strength rising over {stage.schedule_share:.0%} of the steps {how[stage.schedule_order]}"

@@ -77,7 +77,6 @@ def _calibrate(
         batches,
         fit=way,
         source=how.source,
-        neutral=how.neutral_start,
         scale=scale,
         progress=progress,
     )
@@ -94,7 +93,7 @@ def _calibration_rows(rows: Rows) -> int:
 
 
 def _starts(state: State) -> str:
-    """What a calibration chose before the fit, in words, such as the scale of the skip and the order of the heads."""
+    """What a calibration chose before the fit, in words, such as the scales of the values."""
     first = [group[0] for group in state.swaps.values()]
     words = sentences(fit for swap in first for fit in swap.fitted.values() if fit.place == CALL)
     return f" {words}" if words else ""

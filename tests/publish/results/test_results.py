@@ -318,12 +318,24 @@ def test_a_record_of_a_variant_that_is_not_registered_is_read() -> None:
     assert RunResult.from_dict(data).swaps[0].variant == "from_elsewhere"
 
 
-def test_layers_that_differ_only_in_the_order_of_their_heads_are_one_swap() -> None:
+def test_layers_that_differ_only_in_their_fits_are_one_swap() -> None:
     """And layers of another strength are another swap."""
     options = {"modern_hopfield": {"alpha": 0.5}}
     entries: list[dict[str, Any]] = [
-        {"variant": "modern_hopfield", "options": options, "layers": [1, 3], "strength": 1.0, "head_order": [1, 0]},
-        {"variant": "modern_hopfield", "options": options, "layers": [2], "strength": 1.0, "head_order": [0, 1]},
+        {
+            "variant": "modern_hopfield",
+            "options": options,
+            "layers": [1, 3],
+            "strength": 1.0,
+            "calibration": {"fit": "gain"},
+        },
+        {
+            "variant": "modern_hopfield",
+            "options": options,
+            "layers": [2],
+            "strength": 1.0,
+            "calibration": {"fit": "map"},
+        },
         {"variant": "modern_hopfield", "options": options, "layers": [0], "strength": 0.5},
     ]
     modules, swaps = read_swaps({"modules": 4, "swaps": entries})

@@ -14,25 +14,351 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from ..core.checks import is_whole
-from ..families import sites
-from ..layer.smoothing import parts, plain
-from ..measuring.batches import Batch, as_batches, evaluating, forward, on_device, real_tokens
-from ..wiring.install import installation_of, model_root
-from .neutral import tensors
-from .norms import Affine, affine, commutes
-from .orthogonal import mean_keeping, spreading
-from .stream import ELSE, Stream, stream_of
-from .trace import Trace, is_matrix, is_table, owners
+from hf_attn_swap.conversion.trace import Trace, channels_read, is_matrix, is_norm, is_table, owners, tensors
+from hf_attn_swap.core.checks import is_whole
+from hf_attn_swap.families import sites
+from hf_attn_swap.layer.smoothing import parts, plain
+from hf_attn_swap.measuring.batches import Batch, as_batches, evaluating, forward, on_device, real_tokens
+from hf_attn_swap.wiring.install import installation_of, model_root
+
+# -- What a norm multiplies and adds
+
+
+SAMPLES = 16
+NORM_ROUNDING = 1e-4  # the largest relative difference that is rounding, in fp32
+
+
+@dataclass(frozen=True)
+class Affine:
+    """The parameters of a norm.
+
+    Attributes:
+        weight: the name of w.
+        bias: the name of b; None without one.
+        neutral: the value of w with which the norm multiplies by 1.
+        scale: what the norm multiplies by, a + w, (C,) in float64.
+        shift: b, (C,) in float64; None without one.
+    """
+
+    weight: str
+    bias: str | None
+    neutral: float
+    scale: Tensor
+    shift: Tensor | None
+
+    @property
+    def behind(self) -> Tensor | None:
+        """The bias b / (a + w), which gives b once a + w is in the matrices behind; not finite where that is 0."""
+        return None if self.shift is None else torch.where(self.shift == 0, self.shift, self.shift / self.scale)
+
+
+@torch.no_grad()
+def affine(norm: nn.Module, channels: int) -> Affine | None:
+    """The parameters of a norm; None if it does not have this form."""
+    own = dict(norm.named_parameters())
+    x_NC = _samples(next(iter(own.values())), channels)
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in own.items()}
+    bare = _call(norm, zeros, x_NC)
+    changes = {name: _call(norm, zeros | {name: torch.ones_like(own[name])}, x_NC) - bare for name in own}
+    shifts = [name for name, change in changes.items() if _near(change, torch.ones_like(change))]
+    weights = [name for name in own if name not in shifts]
+    if len(weights) != 1 or len(shifts) > 1 or own[weights[0]].shape != (channels,):
+        return None
+    unit = changes[weights[0]]
+    a = round(float((bare * unit).sum() / unit.square().sum().clamp_min(1e-30)))
+    scale = a + own[weights[0]].cpu().double()
+    shift = own[shifts[0]].cpu().double() if shifts else None
+    if not _near(_call(norm, own, x_NC), unit * scale + (0 if shift is None else shift)):
+        return None
+    return Affine(weights[0], shifts[0] if shifts else None, 1.0 - a, scale, shift)
+
+
+@torch.no_grad()
+def commutes(norm: nn.Module, form: Affine, rotation_CC: Tensor) -> bool:
+    """True if n(x Q) = n(x) Q, where n is the norm with neutral parameters."""
+    own = dict(norm.named_parameters())
+    plain = {name: torch.full_like(each, form.neutral if name == form.weight else 0) for name, each in own.items()}
+    x_NC = _samples(own[form.weight], len(rotation_CC))
+    turned = _call(norm, plain, (x_NC.cpu().double() @ rotation_CC).to(x_NC.dtype).to(x_NC.device))
+    return _near(turned, _call(norm, plain, x_NC) @ rotation_CC)
+
+
+def _samples(like: Tensor, channels: int) -> Tensor:
+    """Tokens of different sizes and channels with different means, (N,C)."""
+    generator = torch.Generator().manual_seed(0)
+    x_NC = torch.randn(SAMPLES, channels, generator=generator, dtype=torch.float64) + 0.5
+    x_NC = x_NC * torch.exp(torch.randn(channels, generator=generator, dtype=torch.float64))
+    return (x_NC * torch.logspace(-1, 2, SAMPLES, dtype=torch.float64)[:, None]).to(like.dtype).to(like.device)
+
+
+def _call(norm: nn.Module, parameters: Mapping[str, Tensor], x_NC: Tensor) -> Tensor:
+    """What the norm gives with other parameters, in float64 (which some devices do not have)."""
+    out: Tensor = functional_call(norm, dict(parameters), (x_NC[None],))
+    return out[0].cpu().double()
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).norm() <= NORM_ROUNDING * other.norm())
+
+
+# -- Orthogonal matrices
+
+
+def spreading(channels: int, generator: torch.Generator) -> Tensor:
+    """Random signs times a Hadamard matrix, all of whose entries have one size, (C,C): x (N,C) is rotated by x Q.
+
+    QuaRot (Ashkboos et al., 2024, section 3). Where no Hadamard matrix is found, the odd part of C gets a random
+    orthogonal matrix, and the power of two a Hadamard matrix; the Kronecker product of both is taken. In float64.
+    """
+    power = channels & -channels
+    found = next((each for each in map(hadamard, _sizes(channels)) if each is not None), None)
+    if found is None:
+        found = random(channels // power, generator)
+    rest = sylvester(channels // len(found))
+    signs = torch.randint(0, 2, (channels, 1), generator=generator, dtype=torch.float64) * 2 - 1
+    return signs * torch.kron(found.contiguous(), rest)
+
+
+def _sizes(channels: int) -> Iterator[int]:
+    """The odd part of C times 1, 2, 4 and so on, up to C."""
+    part = channels // (channels & -channels)
+    while part <= channels:
+        yield part
+        part *= 2
+
+
+def sylvester(order: int) -> Tensor:
+    """The Hadamard matrix of a power of two, with entries of size 1 / sqrt(order)."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < order:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    scaled: Tensor = matrix / order**0.5
+    return scaled
+
+
+def hadamard(order: int) -> Tensor | None:
+    """A Hadamard matrix by one of Paley's two constructions (1933), with entries of size 1 / sqrt(order), or None.
+
+    They exist for an order q + 1 with a prime q = 3 mod 4, and 2 (q + 1) with a prime q = 1 mod 4.
+    """
+    matrix: Tensor | None = None
+    if order == 1:
+        matrix = torch.ones(1, 1, dtype=torch.float64)
+    elif order % 4 == 0 and _is_prime(order - 1):
+        matrix = _conference(order - 1, -1.0) + torch.eye(order, dtype=torch.float64)
+    elif order % 8 == 4 and _is_prime(order // 2 - 1):
+        pairs = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+        other = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
+        one = torch.eye(order // 2, dtype=torch.float64)
+        matrix = torch.kron(_conference(order // 2 - 1, 1.0), pairs) + torch.kron(one, other)
+    return None if matrix is None else matrix / order**0.5
+
+
+def _conference(prime: int, sign: float) -> Tensor:
+    """A matrix (q+1,q+1) of zeros on the diagonal and ones and minus ones, orthogonal but for its size.
+
+    Entry (i,j) of its core is 1 if i - j is a square mod q, and otherwise -1.
+    """
+    squares = torch.zeros(prime, dtype=torch.bool)
+    squares[torch.arange(1, prime).square() % prime] = True
+    character = squares.double() * 2 - 1
+    character[0] = 0
+    numbers = torch.arange(prime)
+    matrix = torch.zeros(prime + 1, prime + 1, dtype=torch.float64)
+    matrix[0, 1:], matrix[1:, 0] = 1.0, sign
+    matrix[1:, 1:] = character[(numbers[:, None] - numbers) % prime]
+    return matrix
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+
+
+def mean_keeping(channels: int, generator: torch.Generator) -> Tensor:
+    """A random orthogonal matrix Q (C,C) with Q 1 = 1, so that x Q has the mean of x. In float64.
+
+    It turns the space of the vectors with mean 0, and leaves the vector of ones as it is.
+    """
+    basis, _ = torch.linalg.qr(
+        torch.cat([torch.ones(channels, 1, dtype=torch.float64), _normal(channels, channels - 1, generator)], 1)
+    )
+    within = basis[:, 1:]  # with mean 0
+    turned: Tensor = within @ random(channels - 1, generator) @ within.T
+    return turned + 1 / channels
+
+
+def random(channels: int, generator: torch.Generator) -> Tensor:
+    """A random orthogonal matrix (C,C), in float64."""
+    matrix: Tensor = torch.linalg.qr(_normal(channels, channels, generator)).Q
+    return matrix
+
+
+def _normal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+
+
+# -- The residual stream
+
+
+ELSE = "quantise it without a rotation."
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The modules around a residual stream, by their paths.
+
+    Attributes:
+        channels: the number of channels, E.
+        writers: the matrices and embeddings that add to the stream.
+        norms: by norm that reads the stream: the matrices that read what it gives.
+        bare: the matrices that read the stream without a norm.
+    """
+
+    channels: int
+    writers: tuple[str, ...]
+    norms: Mapping[str, tuple[str, ...]]
+    bare: tuple[str, ...]
+
+    @property
+    def matrices(self) -> dict[str, None]:
+        """Every module whose weights are rotated, in the order writers, readers; a module may be both."""
+        readers = (reader for behind in self.norms.values() for reader in behind)
+        return dict.fromkeys((*self.writers, *readers, *self.bare))
+
+
+def stream_of(root: Any, trace: Trace) -> Stream:
+    """The residual stream of a model.
+
+    Args:
+        root: the model.
+        trace: what one forward pass showed.
+
+    Raises:
+        ValueError: there is none, or it cannot be rotated.
+    """
+    name, modules = type(root).__name__, dict(root.named_modules())
+    if rested := _rested(trace, modules):
+        raise ValueError(
+            f"{_listed(rested)} of {name} did not run on the first batch, so what they read is not known; pass a batch "
+            "that reaches every part of the model, or " + ELSE
+        )
+    writers = _writers(trace, modules)
+    if not writers:
+        raise ValueError(f"no embedding of {name} reaches a norm, so it has no stream of tokens to rotate; " + ELSE)
+    if all(isinstance(modules[path], nn.Embedding) for path in writers):
+        raise ValueError(
+            f"no layer of {name} adds to what its embeddings give, so this is no residual stream (embeddings of fewer "
+            f"channels, or a post-norm model); {ELSE}"
+        )
+    channels = trace.width[next(iter(writers))]
+    for path in writers:
+        _check_writer(path, modules[path], trace, channels)
+    readers = dict.fromkeys(reader for path in writers for reader in trace.readers(path))
+    norms = {path: trace.readers(path) for path in readers if is_norm(modules[path])}
+    bare = tuple(path for path in readers if path not in norms)
+    for path, behind in norms.items():
+        _check_norm(path, behind, modules, trace)
+    for path in (*bare, *(reader for behind in norms.values() for reader in behind)):
+        if channels_read(modules[path]) != channels:
+            raise ValueError(f"{path} of {name} reads the stream in another shape, not as {channels} channels; " + ELSE)
+    return Stream(channels, tuple(writers), norms, bare)
+
+
+def _rested(trace: Trace, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Norms and matrices that did not run, and whose weights are not those of another module that did."""
+    ran = {id(each) for path in trace.called for each in modules[path].parameters()}
+    still = [*trace.rested, *(path for path in modules if is_norm(modules[path]) and path not in trace.called)]
+    return [path for path in still if not all(id(each) in ran for each in modules[path].parameters())]
+
+
+def _writers(trace: Trace, modules: Mapping[str, nn.Module]) -> dict[str, None]:
+    """Embeddings that reach a norm, and all sources that reach what they, and these sources, reach."""
+    found = {
+        path: None
+        for path in trace.width
+        if isinstance(modules[path], nn.Embedding) and any(is_norm(modules[each]) for each in trace.readers(path))
+    }
+    waiting = list(found)
+    while waiting:
+        for reader in trace.readers(waiting.pop()):
+            new = trace.reads[reader] - found.keys()
+            found |= dict.fromkeys(sorted(new))
+            waiting += new
+    return found
+
+
+def _check_writer(path: str, module: nn.Module, trace: Trace, channels: int) -> None:
+    """Refuse a source that cannot be rotated.
+
+    Raises:
+        ValueError: it is no plain matrix or embedding, has other channels, or reaches something else than norms and
+            matrices.
+    """
+    if is_norm(module):
+        raise ValueError(_added(path))
+    if not (is_matrix(module) or is_table(module)) or trace.width[path] != channels:
+        raise ValueError(
+            f"{path} ({type(module).__name__}) reaches the residual stream, and is no plain matrix of {channels} "
+            f"outputs; {ELSE}"
+        )
+    if path in trace.given:
+        raise ValueError(
+            f"the model gives its residual stream as an output ({path} reaches it), which a rotation would change; "
+            "load the model with its head, and without output_hidden_states in its config."
+        )
+    modules = dict(trace.root.named_modules())
+    if other := [each for each in trace.readers(path) if not (is_norm(modules[each]) or is_matrix(modules[each]))]:
+        raise ValueError(f"{_listed(other)} reads the residual stream, and is no norm or plain matrix; {ELSE}")
+
+
+def _check_norm(path: str, behind: Iterable[str], modules: Mapping[str, nn.Module], trace: Trace) -> None:
+    """Refuse a norm behind which something else stands than matrices that read it alone.
+
+    Raises:
+        ValueError: there is something else.
+    """
+    if path in trace.given:
+        raise ValueError(
+            f"the model gives what the norm {path} gives as an output, which a rotation would change; load a model "
+            "without its head with it, and quantise others without a rotation."
+        )
+    if any(is_norm(modules[each]) for each in behind):
+        raise ValueError(_added(path))
+    if other := [each for each in behind if not is_matrix(modules[each])]:
+        raise ValueError(
+            f"what the norm {path} gives is read by {_listed(other)}, which is no plain matrix (a router, experts that "
+            f"are one parameter); {ELSE}"
+        )
+    if mixed := [each for each in behind if trace.reads[each] != {path}]:
+        raise ValueError(f"{_listed(mixed)} reads something else beside what the norm {path} gives; {ELSE}")
+
+
+def _added(path: str) -> str:
+    """Why a norm whose output goes on as a stream is refused."""
+    return (
+        f"what the norm {path} gives is added to the residual stream, or is this stream: a post-norm block, a norm "
+        f"behind the embedding or at the end of a branch, or experts that are no plain matrices; {ELSE}"
+    )
+
+
+def _listed(paths: Iterable[str]) -> str:
+    """The first paths of many."""
+    every = list(paths)
+    return ", ".join(every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
+
+
+# -- The rotation
+
 
 BATCHES = 4  # that are read
 ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}  # norms compute in fp32 also in a model in fp64
@@ -255,23 +581,29 @@ def _untie(root: Any, stream: Stream, weights: _Weights) -> bool:
     """
     touched = {root.get_submodule(path) for path in (*stream.matrices, *stream.norms)}
     untied = False
-    for parameter, paths in owners(root).items():
+    for paths in owners(root).values():
         modules = dict.fromkeys(map(root.get_submodule, paths))
         rest = [module for module in modules if not is_table(module)]
         if len(modules) < 2 or not rest or touched.isdisjoint(modules):
             continue
         if len(rest) > 1 or rest[0] is not root.get_output_embeddings():
             raise ValueError(f"{', '.join(paths[:3])} of {type(root).__name__} share weights; {ELSE}")
-        _own_matrix(root, rest[0], parameter, weights)
         untied = True
+    if untied:
+        _own_parameters(root, root.get_output_embeddings(), weights)
     return untied
 
 
-def _own_matrix(root: Any, head: nn.Module, shared: nn.Parameter, weights: _Weights) -> None:
-    """Give the head a copy of a matrix, and say so in the configs."""
-    (name,) = [name for name, each in head.named_parameters() if each is shared]
-    setattr(head, name, nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
-    weights.back.append(partial(setattr, head, name, shared))
+def _own_parameters(root: Any, head: nn.Module, weights: _Weights) -> None:
+    """Give the head copies of all that it shares, and say so in the configs.
+
+    A bias too: where the config says that nothing is tied, a loaded model reads it under the head's own name.
+    """
+    holders = owners(root)
+    for name, shared in list(head.named_parameters(recurse=False)):
+        if len(set(holders[shared])) > 1:
+            setattr(head, name, nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
+            weights.back.append(partial(setattr, head, name, shared))
     configs = [module.config for module in root.modules() if isinstance(module, PreTrainedModel)]
     for config in {id(each): each for each in (*configs, root.config.get_text_config())}.values():
         if getattr(config, "tie_word_embeddings", False):
