@@ -150,7 +150,9 @@ def causal_products(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
     recorded for any length has one chunk.
     """
     batch, heads, queries, width = q.shape
-    if not isinstance(queries, int) or queries <= CHUNK:  # in a recorded program, a single chunk is right for any number
+    if (
+        not isinstance(queries, int) or queries <= CHUNK
+    ):  # in a recorded program, a single chunk is right for any number
         read = (
             q.reshape(batch, state.shape[1], -1, width) @ state
         )  # the heads of a group share a state: no copies of it

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -109,16 +110,16 @@ def padded(model: nn.Module, *example: Tensor) -> Run:
 
 
 def in_steps(model: nn.Module, *example: Tensor) -> Run:
-    """A decoder reads the example's length, and then token by token with its cache, as `generate` does."""
+    """A decoder reads the example's length, then some tokens one by one with its cache, and then all others."""
     start = example[0].shape[1]
 
     def run(ids: Tensor, mask: Tensor) -> Tensor:
         out = model(input_ids=ids[:, :start], attention_mask=mask[:, :start], use_cache=True)
         logits = [out.logits]
-        for end in range(start + 1, ids.shape[1] + 1):
+        ends = (start, *range(start + 1, start + 6), ids.shape[1])
+        for first, end in itertools.pairwise(ends):
             cache = out.past_key_values
-            step = {"input_ids": ids[:, end - 1 : end], "attention_mask": mask[:, :end], "past_key_values": cache}
-            out = model(**step, use_cache=True)
+            out = model(ids[:, first:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
             logits.append(out.logits)
         return torch.cat(logits, 1)
 
