@@ -146,8 +146,8 @@ def per_head(state: Tensor, heads: int) -> Tensor:
 def causal_products(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
     """q_t (state + sum_{i <= t} k_i v_i^T), one chunk after the other.
 
-    The cost is quadratic inside a chunk. Between chunks, the sum over all earlier tokens is carried on. A program that is
-    recorded for any length has one chunk.
+    The cost is quadratic inside a chunk. Between chunks, the sum over all earlier tokens is carried on. A program that
+    is recorded for any length has one chunk.
     """
     batch, heads, queries, width = q.shape
     if (

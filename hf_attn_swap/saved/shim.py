@@ -6,8 +6,8 @@ the package and hands out the class of transformers.
 
 Other programs (vLLM, SGLang, llama.cpp, MLX) compute attention by themselves. They choose a model by the keys
 `architectures` or `model_file` of config.json. A saved config.json therefore names "HfAttnSwapLlamaForCausalLM" instead
-of "LlamaForCausalLM", and names the shim as `model_file`, so that these programs refuse the model. A config that is read
-keeps these names, because such a program may read it in a process that has this package. The config of a model in
+of "LlamaForCausalLM", and names the shim as `model_file`, so that these programs refuse the model. A config that is
+read keeps these names, because such a program may read it in a process that has this package. The config of a model in
 memory has the names that transformers knows.
 """
 

@@ -344,7 +344,7 @@ def test_an_adapter_of_other_scales(tmp_path: Path) -> None:
     peft.get_peft_model(stock, lora("llama")).save_pretrained(tmp_path / "of_stock")
     model = patch_model(T.LlamaForCausalLM.from_pretrained(tmp_path / "stock"), "softmax")
     smooth(model, batches_of("llama"), 0.5, progress=False)
-    for load in (model.load_adapter, lambda folder: peft.PeftModel.from_pretrained(copy.deepcopy(model), folder)):
+    for load in (lambda folder: peft.PeftModel.from_pretrained(copy.deepcopy(model), folder), model.load_adapter):
         with refused("conversion.smooth", "merge_and_unload"):
             load(tmp_path / "of_stock")
     model = patch_model(T.LlamaForCausalLM.from_pretrained(tmp_path / "stock"), "softmax")
