@@ -4,7 +4,8 @@ After `PreTrainedModel.post_init`, which ends every constructor, a model whose c
 its swaps, before any weights load. After `PreTrainedModel.from_pretrained`, every weight of the swaps must have come
 from the checkpoint. `PreTrainedConfig.save_pretrained` also writes the shim (`saved/shim.py`) beside config.json, and
 `PreTrainedConfig.from_dict` reads a config without the shim's entries: this process has the package, so it runs nothing
-from the repository. In config.json the model's class has a name that no other program knows; in memory it has its own.
+from the repository. In config.json the model's class has a name that no other program knows, also when it is read; the
+config of a model in memory has the class's own name.
 All four do nothing for any other config. `PreTrainedModel.save_pretrained` writes the block of exactly the swaps inside
 (`saving.py`). The block is data: this file checks all of it, and nothing of the block is executed or imported by name.
 """
@@ -392,7 +393,11 @@ def _wrap_save_model() -> None:
 
 
 def _wrap_read_config() -> None:
-    """Let a config that describes a swap forget the shim: this process needs no program to load the model."""
+    """Let a config that describes a swap forget the shim's code: this process needs no program to load the model.
+
+    The names of classes stay those of config.json: a program with attention of its own, which reads the config in this
+    process, must not take its own model of the stock name.
+    """
     original = PreTrainedConfig.from_dict.__func__  # type: ignore[attr-defined]  # a classmethod has one
 
     @functools.wraps(original)
@@ -400,7 +405,7 @@ def _wrap_read_config() -> None:
         swapped = "attn_swap" in config_dict
         if swapped:
             _leave_out_none(kwargs)
-        return original(cls, shim.without(config_dict) if swapped else config_dict, **kwargs)
+        return original(cls, shim.without_code(config_dict) if swapped else config_dict, **kwargs)
 
     PreTrainedConfig.from_dict = classmethod(from_dict)  # type: ignore[arg-type, assignment, method-assign]  # as above
 

@@ -16,8 +16,21 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
+
+import transformers
+
+from .saved import shim
 
 USAGE = "name a program, as in `run lm_eval --tasks wikitext`, or a module, as in `run -m lm_eval --tasks wikitext`"
+
+
+class _Transformers(type(transformers)):  # type: ignore[misc]  # a class that transformers chooses when it runs
+    """transformers, with its classes under the names that the config.json of a swapped model has."""
+
+    def __getattr__(self, name: str) -> Any:
+        stock = shim.stock_name(name)
+        return super().__getattr__(name) if stock == name else getattr(self, stock)
 
 
 def find(words: Sequence[str]) -> Callable[[], object]:
@@ -38,7 +51,17 @@ def find(words: Sequence[str]) -> Callable[[], object]:
         raise ValueError(f"{USAGE}.")
     program = _module(named[0]) if module else functools.partial(_call, _script(named[0]))
     sys.argv = named
-    return program
+    return functools.partial(_with_saved_names, program)
+
+
+def _with_saved_names(program: Callable[[], object]) -> None:
+    """Run a program that may find a class of transformers by the name in a config, as `transformers serve` does."""
+    before = transformers.__class__
+    transformers.__class__ = _Transformers
+    try:
+        program()
+    finally:
+        transformers.__class__ = before
 
 
 def _script(name: str) -> EntryPoint:

@@ -60,7 +60,8 @@ def smooth(model: nn.Module, batches: Iterable[Any], alpha: float | None = None,
 
     Only places around swapped layers count. Weights change by powers of two, and each layer keeps these powers, so that
     `unpatch_model` gives the original weights, bit for bit, also from a checkpoint. A model that was smoothed before is
-    smoothed anew. Smooth after training: it changes the sizes of weights, which an optimiser's steps do not follow.
+    smoothed anew. Smooth after training: it changes the sizes of weights, which an optimiser's steps do not follow, and
+    an adapter that was trained on the model before does not fit (loading it raises a ValueError: merge it first).
     Xiao et al. (2023), SmoothQuant; docs/mathematics.md, section Smoothed channels.
 
     Args:
@@ -319,6 +320,7 @@ def _write(installation: Installation, places: list[_Place], batch: Batch, alpha
         for number, place in enumerate(own):
             fit.powers(number).copy_(place.powers)
         layer.swap.put(fit.beside(own[0].powers))
+    installation.record.bases.clear()  # adapters of those checkpoints were trained for other scales
     installation.refresh()
 
 

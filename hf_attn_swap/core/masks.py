@@ -197,6 +197,15 @@ def traced() -> bool:
     return torch.compiler.is_compiling() or recorded()
 
 
+def compiling() -> bool:
+    """True while a program is recorded that may run on other lengths: compiled, exported, or by `torch.jit.trace`.
+
+    A branch on a length would be frozen, or would restrict the lengths of the program. So the form that is right for
+    all lengths runs.
+    """
+    return bool(torch.compiler.is_compiling() or torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]  # torch's
+
+
 def recorded() -> bool:
     """True while a program is recorded for later: exported, traced or captured, but not compiled.
 

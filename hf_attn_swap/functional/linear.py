@@ -60,7 +60,7 @@ def simple_attention(
         if causal:
             behind = keys.shape[2] - queries.shape[2]
             state = state_before(keys, values, behind, past)
-            if behind:
+            if not _is_zero(behind):
                 keys, values = keys[:, :, behind:], values[:, :, behind:]
             mixed = causal_products(queries, keys, values, state)
             return mixed.mul_(factor_BQ[:, None, :, None].to(mixed.dtype)).to(q.dtype)
@@ -125,11 +125,16 @@ def state_before(k: Tensor, v: Tensor, behind: int, past: Past | None) -> Tensor
 
     It is (B,G,D,D) if `behind` is 0 and groups of heads share the sum in `past`.
     """
-    if not behind:  # a slice of no keys would still cost the size of all keys, in the backward pass
+    if _is_zero(behind):  # a slice of no keys would still cost the size of all keys, in the backward pass
         empty = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=wide(k))
         return empty if past is None else past[0].to(empty.dtype)
     state = k[:, :, :behind].transpose(2, 3).to(wide(k)) @ v[:, :, :behind].to(wide(v))
     return state if past is None else state + per_head(past[0].to(state.dtype), k.shape[1])
+
+
+def _is_zero(length: int) -> bool:
+    """True if this length is 0 in every call. While a program is recorded, a length is no int, and may change."""
+    return isinstance(length, int) and length == 0
 
 
 def per_head(state: Tensor, heads: int) -> Tensor:
@@ -141,10 +146,13 @@ def per_head(state: Tensor, heads: int) -> Tensor:
 def causal_products(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
     """q_t (state + sum_{i <= t} k_i v_i^T), one chunk after the other.
 
-    The cost is quadratic inside a chunk. Between chunks, the sum over all earlier tokens is carried on.
+    The cost is quadratic inside a chunk. Between chunks, the sum over all earlier tokens is carried on. A program that
+    is recorded for any length has one chunk.
     """
     batch, heads, queries, width = q.shape
-    if queries <= CHUNK:
+    if (
+        not isinstance(queries, int) or queries <= CHUNK
+    ):  # in a recorded program, a single chunk is right for any number
         read = (
             q.reshape(batch, state.shape[1], -1, width) @ state
         )  # the heads of a group share a state: no copies of it

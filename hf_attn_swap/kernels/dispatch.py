@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 
 from ..core.call import Call, Inputs
-from ..core.masks import recorded, transformed
+from ..core.masks import compiling, recorded, transformed
 from ..functional.linear import CHUNK, under_autocast
 from . import linear, linear_fla, softmax_n
 from .weighing import Rule
@@ -80,7 +80,7 @@ class Setting:
             dtypes=(inputs.query.dtype, inputs.key.dtype, inputs.value.dtype),
             between=call.between,
             dropout=inputs.dropout > 0,
-            compiling=torch.compiler.is_compiling() or torch.jit.is_tracing(),  # type: ignore[attr-defined,no-untyped-call]  # torch's
+            compiling=compiling(),
             recorded=recorded(),
             transformed=transformed(*inputs.three),
             autocast=under_autocast(device),

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import functional
 from ..core.call import Call, Inputs
-from ..core.masks import Masks
+from ..core.masks import Masks, compiling
 
 ROWS = 64  # a block has at least so many queries: with fewer, each key would be copied too often
 
@@ -128,7 +128,7 @@ def narrowed(inputs: Inputs, span: Span, call: Call) -> Inputs:
     At full strength the mask hides what is outside of the window. Below, log(1 - s) is added there.
     """
     masks = inputs.masks
-    if masks.keys <= span.window:
+    if not compiling() and masks.keys <= span.window:
         return inputs
     start, share = call.start, call.exact_strength
     first = masks.keys - masks.queries  # with a static cache, the places for later tokens are keys, too

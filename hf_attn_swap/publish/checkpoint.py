@@ -326,10 +326,10 @@ def model_class(config: PreTrainedConfig, task: str | None) -> Any:
         ValueError: transformers has no such class, or the class does not fit this architecture.
     """
     if task is None:
-        names = getattr(config, "architectures", None) or ["AutoModel"]
-        if not hasattr(transformers, names[0]):
-            raise ValueError(f"transformers has no class {names[0]!r}; name an AutoModel class with --task.")
-        return getattr(transformers, names[0])
+        name = shim.stock_name((getattr(config, "architectures", None) or ["AutoModel"])[0])
+        if not hasattr(transformers, name):
+            raise ValueError(f"transformers has no class {name!r}; name an AutoModel class with --task.")
+        return getattr(transformers, name)
     fitting = {_slug(auto.__name__): auto for auto in shim.auto_classes() if type(config) in auto._model_mapping}
     if _slug(task) not in fitting:
         known = ", ".join(sorted(auto.__name__ for auto in fitting.values()))

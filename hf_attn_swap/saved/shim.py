@@ -6,8 +6,9 @@ the package and hands out the class of transformers.
 
 Other programs (vLLM, SGLang, llama.cpp, MLX) compute attention by themselves. They choose a model by the keys
 `architectures` or `model_file` of config.json. A saved config.json therefore names "HfAttnSwapLlamaForCausalLM" instead
-of "LlamaForCausalLM", and names the shim as `model_file`, so that these programs refuse the model. A config in memory
-has the name that transformers knows.
+of "LlamaForCausalLM", and names the shim as `model_file`, so that these programs refuse the model. A config that is
+read keeps these names, because such a program may read it in a process that has this package. The config of a model in
+memory has the names that transformers knows.
 """
 
 from __future__ import annotations
@@ -114,15 +115,21 @@ def with_shim(config: dict[str, Any], auto_map: dict[str, Any] | None) -> dict[s
     return made if auto_map is None else {CODE: FILE, **made, KEY: auto_map}
 
 
-def without(config: dict[str, Any]) -> dict[str, Any]:
-    """The content of a config.json as transformers knows it: its names of classes, and no entries of the shim."""
-    made = _renamed(config, stock_name)
-    if made.get(CODE) == FILE:
-        del made[CODE]
+def without_code(config: dict[str, Any]) -> dict[str, Any]:
+    """The content of a config.json without the entries that let `trust_remote_code=True` run the shim."""
+    made = dict(config)
     kept = others(made.get(KEY))
     if isinstance(made.get(KEY), dict) and len(kept) < len(made[KEY]):
         del made[KEY]
         made |= {KEY: kept} if kept else {}
+    return made
+
+
+def without(config: dict[str, Any]) -> dict[str, Any]:
+    """The content of a config.json as transformers knows it: its names of classes, and no entries of the shim."""
+    made = _renamed(without_code(config), stock_name)
+    if made.get(CODE) == FILE:
+        del made[CODE]
     return made
 
 
@@ -136,7 +143,7 @@ def parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def forget(config: PreTrainedConfig) -> None:
-    """`without`, in place, for a config that was read before this package was imported."""
+    """`without`, in place, for the config of a model."""
     for part in parts(config):
         _put(part, without(_own(part)))
 

@@ -10,7 +10,6 @@ Axes: B batch, H head, G key/value head, Q query, K key, L token, D head width, 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from ..core.call import Call, Geometry, Three
 from ..core.options import Options
 from ..functional import simple_attention
-from ..functional.linear import wide, without_autocast
+from ..functional.linear import length_factor, wide, without_autocast
 from ..kernels import linear, linear_fla
 from ..kernels.dispatch import Form, Setting, linear_form
 from .about import About
@@ -97,7 +96,8 @@ class Simpletron(Replacement):
         with without_autocast(q.device):
             products = q.to(wide(q)) @ k.transpose(2, 3).to(wide(k))
         if allowed is None:
-            return products / math.sqrt(k.shape[2])
+            factor_BQ = length_factor(q, k, causal=False, key_mask=None, length=self.options.length, past=None)
+            return products * factor_BQ[:, None, :, None]
         visible = allowed.sum(-1, keepdim=True) if self.options.length == "true" else self._span(allowed)
         return products.masked_fill(~allowed, 0.0) * visible.clamp_min(1).to(products.dtype).rsqrt()
 

@@ -1,7 +1,9 @@
-"""Warns when an adapter of PEFT is saved, and the base model that it names does not have the swap.
+"""Warns when an adapter of PEFT is saved, and refuses to load one, if the base model that it names is another model.
 
 PEFT saves an adapter alone: its weights, and the name of the base model. It offers no place where the swap of a model
-that was patched in memory could be kept, so the adapter would load on stock attention.
+that was patched in memory could be kept, so the adapter would load on stock attention. And an adapter that was trained
+on the base model does not fit a model whose weights were scaled around the swaps: the model is the same function, but
+its channels have other sizes.
 """
 
 from __future__ import annotations
@@ -14,30 +16,68 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..layer.fitted import AROUND, FITTED
 from ..layer.swap import Swap
 
 WRAPPERS = {"base_model.model.": "model.unload()", "base_model.": "model.get_base_model()"}
 
 
 def before_state_dict(root: Any, prefix: str, keep_vars: bool) -> None:
-    """Before the weights of a patched model are read: warn if a wrapper of PEFT reads them to save an adapter.
+    """Before the weights of a patched model are read: is an adapter saved, or loaded?
 
-    PEFT calls nothing of the model inside when it saves, except that it reads the weights. It also reads them when it
-    loads an adapter, so the method that runs decides. The wrapper of an adapter on matrices has the base model two
-    steps inside; the wrapper of a prompt, one step.
+    PEFT calls nothing of the model inside when it saves or loads an adapter, except that it reads the weights. So the
+    method that runs decides. The wrapper of an adapter on matrices has the base model two steps inside; the wrapper of
+    a prompt, one step.
+
+    Raises:
+        ValueError: an adapter is loaded, and weights were scaled since the base model that it names.
     """
     base = next((line for wrapper, line in WRAPPERS.items() if prefix.endswith(wrapper)), None)
-    if base is not None and _saves(inspect.currentframe()):
+    method = _running(inspect.currentframe())
+    if base is not None and method == "save_pretrained":
         warn_alone(root, f'{base}.save_pretrained("converted")')
+    if method == "load_adapter":
+        _refuse_scaled(root)
 
 
-def _saves(frame: FrameType | None) -> bool:
-    """True if a method `save_pretrained` runs."""
+def _running(frame: FrameType | None) -> str | None:
+    """The innermost method that saves or loads an adapter and runs now; None if there is none."""
     while frame is not None:
-        if frame.f_code.co_name == "save_pretrained":
-            return True
+        if frame.f_code.co_name in ("save_pretrained", "load_adapter"):
+            return frame.f_code.co_name
         frame = frame.f_back
-    return False
+    return None
+
+
+def _refuse_scaled(root: Any) -> None:
+    """Refuse an adapter of a model whose weights had other scales around the swaps.
+
+    Raises:
+        ValueError: the weights of this model were scaled, and those of the base model that an adapter names were not.
+    """
+    scales = _scales(root.config.attn_swap)
+    if not any(scales.values()):
+        return
+    record = root.__dict__["attn_swap_installation"]
+    for name, adapter in getattr(root, "peft_config", {}).items():
+        base = adapter.base_model_name_or_path or ""
+        if _scales(record.bases.get(os.path.normpath(base), {})) != scales:
+            raise ValueError(
+                f"the adapter {name!r} was trained on {base!r}, but conversion.smooth has scaled the channels of this "
+                "model since: both models are the same function, and the adapter would be another one. Load the "
+                "adapter on the model from before smooth, call merge_and_unload(), and smooth the result; or save the "
+                "smoothed model, load it, and train the adapter on that."
+            )
+
+
+def _scales(block: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """By the number of each layer in a block: the fits that scaled weights around the swap."""
+    around = [name for name, fit in FITTED.items() if fit.place == AROUND]
+    return {
+        layer: {name: entry[name] for name in around if name in entry}
+        for entry in block.get("swaps", ())
+        for layer in entry["layers"]
+    }
 
 
 def warn_alone(root: PreTrainedModel, save: str) -> None:

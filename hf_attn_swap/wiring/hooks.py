@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..core.call import Call, Carried
+from ..core.masks import compiling
 from ..families import stock_class
 from ..families.source import arguments
 from ..layer.swap import STOCK, Phase, Swap, Wiring
 from .cache import LinearState, cache_of, keep_all_keys
 from .positions import rotated_from_first_seen
-from .seam import CALL, CARRIED, LAYER, NAMES, MaskWithContext, kind_of_masks, swap_of
+from .seam import CALL, CARRIED, LAYER, NAMES, OF_KEYS_NAME, MaskWithContext, kind_of_masks, swap_of
 from .state import State
 from .window_cache import WindowState, can_hold
 
@@ -34,7 +35,20 @@ def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Before a stack: add a new `Carried` to the keyword arguments, which the layers share during this pass."""
     want = kwargs.get("output_attentions")
     want = getattr(module.config, "output_attentions", False) if want is None else want
+    if want and module.config._attn_implementation == "eager":
+        _put_back(module)
     return args, {**kwargs, CARRIED: Carried(want_weights=bool(want), gradients=torch.is_grad_enabled())}
+
+
+def _put_back(stack: Any) -> None:
+    """Let a stack run this package's attention function again.
+
+    A program that reads attention weights may set the model to "eager" by itself, because SDPA gives no weights
+    (Whisper does for the times of words). Our function gives them.
+    """
+    variants = (variant for module in stack.modules() if isinstance(module, Swap) for variant in module.variants)
+    of_keys = "attn_swap" not in stack.config.__dict__ and any(variant.masks_of_keys for variant in variants)
+    stack.set_attn_implementation(OF_KEYS_NAME if of_keys else NAMES[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,7 +382,7 @@ def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, carried: Carried
     A new state is started only without gradients, and if the caller wants no attention weights. If the mask then turns
     out to be more than padding and causal order, the state gives its place up again (`compute.attend` and `replaced`).
     """
-    if swap.phase != Phase.FULL or torch.compiler.is_compiling():
+    if swap.phase != Phase.FULL or compiling():
         return None
     wiring, variant = wiring_of(swap), swap.at("mask")
     shown = carried is not None and carried.want_weights

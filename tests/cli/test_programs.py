@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import transformers
 
 import hf_attn_swap
 from hf_attn_swap.run import find
@@ -40,6 +41,13 @@ def test_module(code: int, command: Callable[..., Outcome], capsys: pytest.Captu
         command("run", "-m", "the_tool", *WORDS, code)
     assert ended.value.code == code
     assert json.loads(capsys.readouterr().out) == ["__main__", [*WORDS, str(code)], True]
+
+
+def test_a_program_finds_a_class_by_the_name_in_the_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As `transformers serve` does. Elsewhere transformers has no class of this name."""
+    (tmp_path / "by_name.py").write_text("import transformers\ntransformers.HfAttnSwapLlamaForCausalLM.config_class\n")
+    find(["-m", "by_name"])()
+    assert not hasattr(transformers, "HfAttnSwapLlamaForCausalLM")
 
 
 def test_the_error_of_the_program_is_shown_as_it_is(command: Callable[..., Outcome]) -> None:

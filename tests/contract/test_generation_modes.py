@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, GenerationConfig
 
-from hf_attn_swap import patch_model
+from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.caches import cache_of, with_cache
+from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.wiring.cache import LinearState
+from hf_attn_swap.wiring.seam import NAMES
 from hf_attn_swap.wiring.state import CROPPED
 from tests import zoo
 
@@ -184,3 +186,23 @@ def test_a_copied_cache_goes_its_own_way(family: str) -> None:
     for cache in (first, second):
         got = model(input_ids=ids[:, -6:], **with_cache(model, cache)).logits
         assert float((got - wanted).abs().max()) <= 1e-12 * float(wanted.abs().max().clamp_min(1))
+
+
+@pytest.mark.parametrize("variant", list_variants())
+def test_times_of_words(variant: str) -> None:
+    """Whisper sets the attention to "eager" by itself to read weights: they are given, and nothing stays changed."""
+    model = zoo.build("whisper", max_target_positions=64, median_filter_width=3)
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0, decoder_start_token_id=3)
+    model.generation_config.alignment_heads = [[0, 0], [1, 1]]
+    model.generation_config.no_timestamps_token_id = 50
+    patch_model(model, variant, modules="encoder", **tiny_options(variant))
+    features = zoo.inputs("whisper")["input_features"]
+    before = model.generate(features, max_new_tokens=4)
+    timed = model.generate(features, max_new_tokens=4, return_token_timestamps=True, return_dict_in_generate=True)
+    assert torch.equal(timed["sequences"][:, -before.shape[1] :], before)  # with the first tokens of the prompt
+    assert timed["token_timestamps"].shape == timed["sequences"].shape
+    assert torch.equal(model.generate(features, max_new_tokens=4), before)
+    assert model.config._attn_implementation == NAMES[0]
+    model.set_attn_implementation("eager")  # a user's own choice is refused, as long as no weights are asked for
+    with pytest.raises(ValueError, match="unpatch_model"):
+        model.generate(features, max_new_tokens=4)

@@ -23,6 +23,7 @@ from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, padding_side, perturb, refused, swaps
 from tests.generic import harness as generic
 from tests.generic.harness import SUBJECTS
+from tests.harness.adapters import lora
 
 from .weights import bits, same, uneven
 
@@ -334,6 +335,28 @@ def test_adapters() -> None:
     wrapped = peft.get_peft_model(patch_model(model, "sink"), config)
     with refused("has adapters; smooth it before"):
         smooth(wrapped, batches_of("llama"), 0.5, progress=False)
+
+
+def test_an_adapter_of_other_scales(tmp_path: Path) -> None:
+    """One of the base model is refused, by PEFT and by transformers; one that was trained on this model is loaded."""
+    fresh("llama", torch.float32).save_pretrained(tmp_path / "stock")
+    stock = T.LlamaForCausalLM.from_pretrained(tmp_path / "stock")
+    peft.get_peft_model(stock, lora("llama")).save_pretrained(tmp_path / "of_stock")
+    model = patch_model(T.LlamaForCausalLM.from_pretrained(tmp_path / "stock"), "softmax")
+    smooth(model, batches_of("llama"), 0.5, progress=False)
+    for load in (lambda folder: peft.PeftModel.from_pretrained(copy.deepcopy(model), folder), model.load_adapter):
+        with refused("conversion.smooth", "merge_and_unload"):
+            load(tmp_path / "of_stock")
+    model = patch_model(T.LlamaForCausalLM.from_pretrained(tmp_path / "stock"), "softmax")
+    smooth(model, batches_of("llama"), 0.5, progress=False)
+    model.save_pretrained(tmp_path / "smoothed")
+    own = peft.get_peft_model(T.LlamaForCausalLM.from_pretrained(tmp_path / "smoothed"), lora("llama"))
+    own.save_pretrained(tmp_path / "own")
+    loaded = set_strength(T.LlamaForCausalLM.from_pretrained(tmp_path / "smoothed"), 0.5)
+    peft.PeftModel.from_pretrained(loaded, tmp_path / "own")
+    smooth(model, batches_of("llama"), 0.9, progress=False)  # other powers than those of the folder
+    with refused("conversion.smooth"):
+        peft.PeftModel.from_pretrained(model, tmp_path / "own")
 
 
 def test_adapters_that_were_merged_stay_in_the_function() -> None:

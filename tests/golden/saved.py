@@ -8,6 +8,8 @@ from typing import Any
 
 import transformers
 
+from hf_attn_swap.saved.shim import stock_name
+
 from .make import checkpoints
 
 CHECKPOINTS = checkpoints()
@@ -25,5 +27,5 @@ def entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def load(folder: Path) -> Any:
-    cls = getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
+    cls = getattr(transformers, stock_name(transformers.AutoConfig.from_pretrained(folder).architectures[0]))
     return cls.from_pretrained(folder)

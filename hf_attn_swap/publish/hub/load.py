@@ -14,6 +14,8 @@ import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ...saved import shim
+
 LOADED = ("config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
 DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 SHA1, SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
@@ -86,7 +88,7 @@ def _model_class(config: PreTrainedConfig, auto_class: type[Any] | str | None) -
     names = [auto_class] if auto_class is not None else getattr(config, "architectures", None) or []
     if not names:
         raise ValueError("the config names no architecture; pass auto_class, such as 'AutoModelForCausalLM'.")
-    found = getattr(transformers, names[0], None) if isinstance(names[0], str) else names[0]
+    found = getattr(transformers, shim.stock_name(names[0]), None) if isinstance(names[0], str) else names[0]
     auto = isinstance(found, type) and found.__name__.startswith("AutoModel")
     if not auto and not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ValueError(f"{names[0]!r} is no model class of transformers; pass auto_class.")

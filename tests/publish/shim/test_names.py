@@ -12,6 +12,7 @@ import transformers
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.publish.checkpoint import add_shim
+from hf_attn_swap.saved.shim import KEYS
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import fresh, swaps
 
@@ -30,9 +31,17 @@ def test_on_disk_and_in_memory(name: str, tmp_path: Path) -> None:
     assert content(tmp_path)["model_file"] == "attn_swap.py"
     assert not hasattr(transformers, saved)
     loaded = type(model).from_pretrained(tmp_path)
-    for config in (model.config, loaded.config, transformers.AutoConfig.from_pretrained(tmp_path)):
+    for config in (model.config, loaded.config):
         assert config.architectures == [stock]
         assert not hasattr(config, "model_file")
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert read.architectures == [saved]
+    assert type(read).from_dict(content(tmp_path)).architectures == [saved]
+    assert type(read).get_config_dict(tmp_path)[0]["architectures"] == [saved]
+    read.save_pretrained(tmp_path / "config")
+    again = content(tmp_path / "config")
+    assert {key: again[key] for key in KEYS} == {key: content(tmp_path)[key] for key in KEYS}
+    assert type(model).from_pretrained(tmp_path, config=read).config.architectures == [stock]
 
 
 def test_a_second_save_is_the_same(tmp_path: Path) -> None:
@@ -51,7 +60,6 @@ def test_the_saved_class_is_chosen_among_several(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     assert content(tmp_path)["architectures"] == ["HfAttnSwapFunnelBaseModel"]
     assert content(tmp_path)["auto_map"]["AutoModel"] == "attn_swap.FunnelBaseModel"
-    assert transformers.AutoConfig.from_pretrained(tmp_path).architectures == ["FunnelBaseModel"]
 
 
 def test_parts_of_a_model(tmp_path: Path) -> None:
@@ -63,9 +71,11 @@ def test_parts_of_a_model(tmp_path: Path) -> None:
     written = content(tmp_path)
     assert written["architectures"] == ["HfAttnSwapLlavaForConditionalGeneration"]
     assert written["text_config"]["architectures"] == ["HfAttnSwapLlamaForCausalLM"]
-    for each in (config, transformers.AutoConfig.from_pretrained(tmp_path)):
-        assert each.architectures == ["LlavaForConditionalGeneration"]
-        assert each.text_config.architectures == ["LlamaForCausalLM"]
+    assert config.architectures == ["LlavaForConditionalGeneration"]
+    assert config.text_config.architectures == ["LlamaForCausalLM"]
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert read.architectures == written["architectures"]
+    assert read.text_config.architectures == written["text_config"]["architectures"]
 
 
 def test_a_checkpoint_from_before(tmp_path: Path) -> None:
