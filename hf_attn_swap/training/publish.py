@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from transformers import TrainingArguments
 
 from ..publish.card import render
@@ -31,6 +32,7 @@ from .outcome import Outcome
 
 PAIRED = "95 %, paired bootstrap over the held-out rows (1,000 draws), mean over seeds; it does not hold their spread"
 FEWEST_BLOCKS = 10
+HUB_SECONDS = 10.0
 ONE_SEED = "One seed: another would change the difference to the control."
 SMALL = "A small budget, the same for the control: it compares attentions, and is not the best this model can do."
 
@@ -130,13 +132,13 @@ def title(model: ModelArguments, data: DataArguments) -> str:
 def base_license(model: ModelArguments) -> str | None:
     """The licence that the pretrained model's card states: in its folder, or on the Hub. None without such a card."""
     path = Path(model.model_name_or_path, "README.md")
-    if not path.is_file() and not model.on_hub:
-        return None
-    try:
-        card = ModelCard.load(path if path.is_file() else model.published_name)
-    except Exception:  # noqa: BLE001  # no card, no network, no YAML: many types of errors
-        return None
-    stated = card.data.get("license")
+    card = None
+    with contextlib.suppress(Exception):  # no card, no network, no YAML: many types of errors
+        if path.is_file():
+            card = ModelCard.load(path).data
+        elif model.on_hub:
+            card = HfApi().model_info(model.published_name, timeout=HUB_SECONDS).card_data
+    stated = None if card is None else card.get("license")
     return stated if isinstance(stated, str) and IDENTIFIER.fullmatch(stated) else None
 
 
