@@ -1,7 +1,7 @@
 r"""Runs one recipe many times, as one YAML file lists; several runs can run at a time.
 
     python recipes/sweep.py recipes/configs/sweep_ag_news.yaml --jobs 2 -- \
-        --dataset_name data/ag_news --dataset_card_name fancyzhx/ag_news
+        --dataset_name data/ag_news --dataset_card_name fancyzhx/ag_news --card_name minilm-ag-news
 
     recipe: text_classification.py          # next to this file
     config: ag_news                         # a configuration that ships, or a YAML file next to this one

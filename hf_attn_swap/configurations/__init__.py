@@ -1,8 +1,12 @@
-"""The configurations that ship with the package: YAML files of a recipe's arguments, in one folder per recipe."""
+"""The configurations that ship with the package: YAML files of a recipe's arguments, in one folder per recipe.
+
+The line `extends: NAME` takes over the values of another configuration that ships, or of a YAML file.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent
 SUFFIXES = (".yaml", ".yml")
@@ -35,6 +39,21 @@ def find(name: str, recipe: str | None = None, beside: Path | None = None) -> Pa
         problem = f"no configuration is called {name!r}"
     whose = f" of {recipe}" if recipe else ""
     raise ValueError(f"{problem}; the configurations{whose} that ship are {', '.join(shipped(recipe))}.")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The values of a YAML file, after those of the configurations that it extends.
+
+    Raises:
+        ValueError: the file holds something else, or extends what is not there.
+    """
+    import yaml  # transformers installs it
+
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: a YAML file of --name: value pairs was expected.")
+    extended = values.pop("extends", None)
+    return [*(read(find(extended, beside=path.parent)) if extended else []), values]
 
 
 def first_line(path: Path) -> str:

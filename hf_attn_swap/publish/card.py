@@ -171,7 +171,7 @@ def validate(text: str, *, on_hub: bool = True) -> None:
         right_base, right_relation = isinstance(base, str), relation in RELATIONS
     rules = (
         ("library_name", "transformers", found.get("library_name") == "transformers"),
-        ("license", "a name", isinstance(found.get("license"), str)),
+        ("license", "a name", isinstance(found.get("license"), str | None)),
         ("pipeline_tag", "a name", isinstance(found.get("pipeline_tag"), str)),
         ("base_model", wanted_base, right_base),
         ("base_model_relation", wanted_relation, right_relation),

@@ -172,7 +172,7 @@ def convert_checkpoint(
             notify(f"saving in {out}")
             relation = "finetune" if arguments.get("bits") is None else "quantized"
             base = _base(source, base_model, revision, relation, auto_class(type(model).__name__))
-            record = results(report, model, base, _identifier(out.name).lower(), _identifier(data_name), training)
+            record = results(report, model, base, identifier(out.name).lower(), identifier(data_name), training)
             with saved_whole(out) as folder:
                 model.save_pretrained(folder)
                 copy_preprocessor(source, folder, **hub)
@@ -266,7 +266,7 @@ def _base(
         ValueError: the given name cannot be a name on the Hub.
     """
     folder = Path(source).is_dir()
-    name = named or (_identifier(Path(source).name) if folder else source)
+    name = named or (identifier(Path(source).name) if folder else source)
     return BaseModel(
         name=name,
         revision=revision,
@@ -299,7 +299,7 @@ def auto_class(kind: str) -> str:
     return name if hasattr(transformers, name) else "AutoModel"
 
 
-def _identifier(text: str) -> str:
+def identifier(text: str) -> str:
     """The text with a dash instead of every character that a name on the Hub may not have."""
     dashed = re.sub(r"[^A-Za-z0-9._/-]+", "-", text)
     return re.sub(r"([-.])[-.]+", r"\1", dashed).strip("-._/")[:LONGEST_NAME] or "unnamed"

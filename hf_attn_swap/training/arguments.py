@@ -19,10 +19,20 @@ from .. import configurations
 from ..conversion.stages import FineTune, Stage, read_stages
 from ..layer.registry import parse as parse_variant
 from ..layer.registry import parse_options
+from ..publish.converted import identifier
+from ..publish.results.run import IDENTIFIER
 from ..text.typed import parse_layers
 
 CONTROL = "softmax"
 DTYPES = ("float32", "bfloat16", "float16")
+# What a file says of a model or of data that a later file or an option replaces. It is not true of the new ones.
+OF_DATA = ("card_name", "dataset_config_name", "dataset_card_name", "train_data_card_name")
+OF_SPLITS = ("train_split_name", "test_split_name", "second_test_split_name", "streaming")
+REPLACED = {
+    "model_name_or_path": ("card_name", "base_model_card_name", "license"),
+    "dataset_name": ("train_file", "test_file", *OF_DATA),
+    "train_file": ("dataset_name", "max_train_samples", "max_eval_samples", *OF_DATA, *OF_SPLITS),
+}
 
 
 @dataclass(kw_only=True)
@@ -30,12 +40,17 @@ class ModelArguments:
     """The pretrained model, and the variant that replaces its attention.
 
     Raises:
-        ValueError: the variant, an option or the precision is unknown, or a seed is named twice.
+        ValueError: the variant, an option or the precision is unknown, a seed is named twice, or the licence is not
+            written as on the Hub.
     """
 
     model_name_or_path: str = field(metadata={"help": "Name on the Hub, or folder, of the pretrained model."})
     base_model_card_name: str | None = field(
         default=None, metadata={"help": "Name of the model on the card, if --model_name_or_path is a folder."}
+    )
+    license: str | None = field(
+        default=None,
+        metadata={"help": "Licence on the card, as the Hub writes it; that of the base model's card if left out."},
     )
     variant: str = field(
         default=CONTROL, metadata={"help": "Variant, as patch_model takes it; softmax is the control."}
@@ -58,6 +73,8 @@ class ModelArguments:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
         if len(set(self.seeds)) != len(self.seeds) or not self.seeds:
             raise ValueError(f"seeds must be one or more, all different, got {self.seeds}.")
+        if self.license is not None and IDENTIFIER.fullmatch(self.license) is None:
+            raise ValueError(f'license must be an identifier of the Hub, such as "apache-2.0", got {self.license!r}.')
         classes = parse_variant(self.variant)
         parse_options(classes, self.option_values)
         self.variant = "+".join(cls.name for cls in classes)
@@ -80,7 +97,7 @@ class ModelArguments:
         path = Path(self.model_name_or_path)
         if not path.is_dir():
             return self.model_name_or_path
-        return self.base_model_card_name or path.name
+        return self.base_model_card_name or identifier(path.resolve().name)
 
     @property
     def on_hub(self) -> bool:
@@ -203,7 +220,7 @@ class DataArguments:
         """The name of the data set on the card."""
         if self.dataset_name is not None and not Path(self.dataset_name).exists():
             return self.dataset_name
-        return self.dataset_card_name or Path(self.dataset_name or self.train_file or "").stem
+        return self.dataset_card_name or identifier(Path(self.dataset_name or self.train_file or "").resolve().stem)
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -241,6 +258,8 @@ def parse(
 ) -> tuple[Any, ...]:
     """Read one instance per dataclass, from YAML files and then from options. A later value replaces an earlier one.
 
+    A later model, or later data, also replaces what earlier files say about theirs (`REPLACED`).
+
     Args:
         classes: dataclasses of `HfArgumentParser`.
         argv: YAML files or names of configurations that ship, then `--name value ...`; by default the arguments of the
@@ -262,7 +281,7 @@ def parse(
     )
     try:
         files = [configurations.find(word, recipe) for word in words[:count]]
-        words = [*_without_accelerator(classes), *_from_yaml(files), *words[count:]]
+        words = [*_without_accelerator(classes), *_from_yaml(files, words[count:]), *words[count:]]
         *values, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
         if unknown:
             raise ValueError(_unknown(unknown[0], classes))
@@ -281,17 +300,17 @@ def _unknown(word: str, classes: Sequence[Any]) -> str:
     return f"unknown option {word}{proposal} --help lists the options."
 
 
-def _from_yaml(paths: Sequence[Path]) -> list[str]:
-    import yaml  # transformers installs it
-
+def _from_yaml(paths: Sequence[Path], options: Sequence[str]) -> list[str]:
+    """The values of the files as words, without those that a later file or an option replaces."""
+    values: dict[str, Any] = {}
+    typed = {word[2:].partition("=")[0].replace("-", "_"): None for word in options if word.startswith("--")}
+    for source in [*(source for path in paths for source in configurations.read(path)), typed]:
+        gone = {name for replacing, names in REPLACED.items() if replacing in source for name in names}
+        values = {name: value for name, value in values.items() if name not in gone} | source
     words: list[str] = []
-    for path in paths:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError(f"{path}: a YAML file of --name: value pairs was expected.")
-        for name, value in values.items():
-            if value is not None:
-                words += [f"--{name}", *map(_word, value if isinstance(value, list) else [value])]
+    for name, value in values.items():
+        if value is not None:
+            words += [f"--{name}", *map(_word, value if isinstance(value, list) else [value])]
     return words
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from datasets import (
     ClassLabel,
@@ -26,22 +27,26 @@ READERS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".pa
 CLOSED = (".json", ".jsonl", ".parquet", ".txt")  # files that are closed after a part of them was read as a stream
 LARGE = 500_000_000  # bytes: larger data are read as a stream
 BUFFER = 1000  # rows among which a stream is shuffled
+Rows = TypeVar("Rows", Dataset, IterableDataset)
 MISSING = -1  # the label of a row whose true label is not public, in test splits on the Hub
 
 
-def load_splits(data: DataArguments, *, labelled: bool = True) -> tuple[Dataset, Dataset, list[str]]:
-    """The training sample, the held-out rows, and the names of the classes (none for plain text).
+def load_splits(
+    data: DataArguments, *, labelled: bool = True, regression: bool = False
+) -> tuple[Dataset, Dataset, list[str]]:
+    """The training sample, the held-out rows, and the names of the classes (none for plain text and a regression).
 
     Labels become numbers from 0. Their order is the order of the set's own class names, or the sorted order if the set
-    names no classes.
+    names no classes. The labels of a regression stay the numbers that they are.
 
     Raises:
-        ValueError: a path, split or column does not exist, a split is empty, or a held-out row has a class that the
-            training split lacks.
+        ValueError: a path, split or column does not exist, a split is empty, a held-out row has a class that the
+            training split lacks, or a label of a regression is no number, or there is one number alone.
     """
     train, test = _first_rows(data) if data.streaming else _read(data)
     for name, split in (("training", train), ("held-out", test)):
         _check(name, split, [*data.input_columns, *([data.label_column_name] if labelled else [])])
+    train, test = (_with_images(split, data.input_columns) for split in (train, test))
     if data.max_train_samples is not None:
         if data.max_train_samples > len(train):
             raise ValueError(
@@ -53,6 +58,8 @@ def load_splits(data: DataArguments, *, labelled: bool = True) -> tuple[Dataset,
         test = test.select(range(min(data.max_eval_samples, len(test))))
     if not labelled:
         return train, test, []
+    if regression:
+        return _scored("training", train, data.label_column_name), _scored("held-out", test, data.label_column_name), []
     return _number(train, test, data.label_column_name)
 
 
@@ -226,8 +233,9 @@ def _rows(
         found = _splits(source, config, stream=stream)
         there = [name for name in (*usual, *map(str, found)) if name in found]
         rows = _split(source, found, split or there[0])
-    _check("chosen", rows, [column] if isinstance(column, str) else list(column))
-    return rows
+    columns = [column] if isinstance(column, str) else list(column)
+    _check("chosen", rows, columns)
+    return _with_images(rows, columns)
 
 
 def _is_large(source: str, config: str | None) -> bool:
@@ -346,6 +354,28 @@ def _check(name: str, split: Dataset | IterableDataset, columns: list[str]) -> N
         raise ValueError(f"the {name} split has no column {missing[0]!r}; it has {', '.join(there)}.")
     if empty:
         raise ValueError(f"the {name} split is empty.")
+
+
+def _with_images(rows: Rows, columns: Sequence[str]) -> Rows:
+    """The rows with those columns as images that hold the bytes of files, as `datasets` itself writes images."""
+    for name in columns:
+        feature = (rows.features or {}).get(name)
+        if isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}:
+            rows = rows.cast_column(name, Image())
+    return rows
+
+
+def _scored(name: str, split: Dataset, column: str) -> Dataset:
+    """The rows of a split with the numbers of a column as labels."""
+    for row, value in enumerate(split[column]):
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"row {row} of the {name} split has the label {value!r}; a regression takes numbers.")
+    if len(set(split[column])) < 2:
+        raise ValueError(
+            f"every row of the {name} split has the label {split[column][0]!r}; there is nothing to compare. (GLUE's "
+            "test splits have no public labels.)"
+        )
+    return split.map(lambda row: {"labels": float(row[column])}, remove_columns=[column], desc="labels")
 
 
 def _number(train: Dataset, test: Dataset, column: str) -> tuple[Dataset, Dataset, list[str]]:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import datasets
 import evaluate
 import numpy as np
-from scipy.stats import spearmanr
+from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import f1_score, matthews_corrcoef
 
 Function = Callable[[Sequence[float], Sequence[float]], float]
+
+
+def _correlation(function: Any, references: Sequence[float], predictions: Sequence[float]) -> float:
+    """A correlation of SciPy; 0 where all numbers of a side are equal, for which SciPy warns and gives NaN."""
+    constant = any(np.ptp(side) == 0 for side in (references, predictions))
+    return 0.0 if constant else float(function(references, predictions).statistic)
+
+
 FUNCTIONS: dict[str, Function] = {
     # scikit-learn's accuracy_score checks its input for milliseconds, too slow for a bootstrap of a thousand calls
     "accuracy": lambda references, predictions: float(np.mean(np.equal(references, predictions))),
@@ -19,7 +28,8 @@ FUNCTIONS: dict[str, Function] = {
         references, predictions, average="binary" if len(set(references) | set(predictions)) <= 2 else "macro"
     ),
     "matthews_correlation": matthews_corrcoef,
-    "spearmanr": lambda references, predictions: spearmanr(references, predictions).statistic,
+    "pearsonr": functools.partial(_correlation, pearsonr),
+    "spearmanr": functools.partial(_correlation, spearmanr),
     "perplexity": lambda _, losses: float(np.exp(np.mean(losses))),
     "mse": lambda _, losses: float(np.mean(losses)),
 }
@@ -32,7 +42,7 @@ class Score(evaluate.Metric):  # type: ignore[misc]  # evaluate carries no types
     """A metric of `FUNCTIONS`, chosen by name.
 
     Args:
-        name: "accuracy", "f1", "matthews_correlation", "spearmanr", "perplexity" or "mse".
+        name: "accuracy", "f1", "matthews_correlation", "pearsonr", "spearmanr", "perplexity" or "mse".
 
     Raises:
         ValueError: the name is unknown.

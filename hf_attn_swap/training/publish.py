@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from huggingface_hub import HfApi, ModelCard
 from transformers import TrainingArguments
 
 from ..publish.card import render
+from ..publish.converted import LONGEST_NAME, identifier
 from ..publish.results import (
     RESULTS_FILE,
     SCRATCH,
@@ -22,12 +25,14 @@ from ..publish.results import (
     RunResult,
     read_swaps,
 )
+from ..publish.results.run import IDENTIFIER
 from .arguments import DataArguments, ModelArguments
 from .metrics import LOWER_IS_BETTER, OUTLIERS, paired_interval
 from .outcome import Outcome
 
 PAIRED = "95 %, paired bootstrap over the held-out rows (1,000 draws), mean over seeds; it does not hold their spread"
 FEWEST_BLOCKS = 10
+HUB_SECONDS = 10.0
 ONE_SEED = "One seed: another would change the difference to the control."
 SMALL = "A small budget, the same for the control: it compares attentions, and is not the best this model can do."
 
@@ -37,22 +42,20 @@ class About:
     """What a card says besides metrics.
 
     Attributes:
-        prefix: start of the run's name.
+        prefix: start of the run's name; None makes it of the names of the model and of the data.
         task: pipeline tag of the Hub.
         auto_class: the class of transformers that loads the model, or a class of a recipe with the recipe's file, such
             as "lra.Matcher".
         intended_use: what the model is for.
         block: number of neighbouring held-out rows that are similar, and that a bootstrap must draw together.
-        license: the Hub's identifier of the licence.
         language: codes of the languages; empty if there is no text.
     """
 
-    prefix: str
+    prefix: str | None
     task: str
     auto_class: str
     intended_use: str
     block: int = 1
-    license: str = "apache-2.0"
     language: tuple[str, ...] = ("en",)
 
 
@@ -82,9 +85,10 @@ def publish(
     first, relation = converted[0], SCRATCH if scratch else "finetune"
     modules, swaps = read_swaps(json.loads(first.swap))
     told = [f"The training rows are of {data.train_data_card_name}."] if data.train_data_card_name else []
+    study = about.prefix or title(model, data)
     result = RunResult(
-        name=f"{about.prefix}-{model.run_name}",
-        study=about.prefix,
+        name=f"{study}-{model.run_name}",
+        study=study,
         base=BaseModel(
             name=model.published_name,
             revision=None,
@@ -109,13 +113,33 @@ def publish(
         wall_seconds=sum(outcome.wall_seconds for outcome in converted),
         intended_use=about.intended_use,
         limits=tuple(_limits(converted, about)),
-        license=about.license,
+        license=model.license or (None if scratch else base_license(model)),
         language=about.language,
     )
     folder = Path(training.output_dir or "runs") / model.run_name
     result.save(folder / RESULTS_FILE)
     (folder / "README.md").write_text(render(result), encoding="utf-8")
     return result
+
+
+def title(model: ModelArguments, data: DataArguments) -> str:
+    """The names of the model and of the data, without their owners, as the start of a run's name."""
+    names = [name.rpartition("/")[2] for name in (model.published_name, data.published_name)]
+    whole = "-".join([*names, data.dataset_config_name or ""])
+    return identifier(whole[: LONGEST_NAME - len(f"-{model.run_name}")])
+
+
+def base_license(model: ModelArguments) -> str | None:
+    """The licence that the pretrained model's card states: in its folder, or on the Hub. None without such a card."""
+    path = Path(model.model_name_or_path, "README.md")
+    card = None
+    with contextlib.suppress(Exception):  # no card, no network, no YAML: many types of errors
+        if path.is_file():
+            card = ModelCard.load(path).data
+        elif model.on_hub:
+            card = HfApi().model_info(model.published_name, timeout=HUB_SECONDS).card_data
+    stated = None if card is None else card.get("license")
+    return stated if isinstance(stated, str) and IDENTIFIER.fullmatch(stated) else None
 
 
 def _data(data: DataArguments, first: Outcome) -> DataSet:

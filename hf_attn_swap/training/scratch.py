@@ -1,4 +1,4 @@
-"""Configurations of models that are trained from random weights."""
+"""Configurations of models at other sizes, most of which are trained from random weights."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ def json_object(text: str, option: str) -> dict[str, Any]:
     return found
 
 
-def scratch_config(model: str, overrides: str, **values: Any) -> PreTrainedConfig:
+def scratch_config(model: str, overrides: str, *, scratch: bool = True, **values: Any) -> PreTrainedConfig:
     """The configuration of an architecture or of a pretrained model, at other sizes.
 
     Args:
         model: a folder, the name of a model on the Hub, or the name of an architecture in transformers, such as "gpt2"
             or "vit", which needs no files.
         overrides: values of the configuration, as a JSON object.
+        scratch: False reads a pretrained model alone, also where an architecture has the same name.
         values: values that the task sets, such as `num_labels`.
 
     Raises:
@@ -41,7 +42,7 @@ def scratch_config(model: str, overrides: str, **values: Any) -> PreTrainedConfi
             configuration states by itself.
     """
     wanted = json_object(overrides, OVERRIDES)
-    by_name = model in CONFIG_MAPPING and not Path(model).is_dir()
+    by_name = scratch and model in CONFIG_MAPPING and not Path(model).is_dir()
     build = AutoConfig.for_model if by_name else AutoConfig.from_pretrained
     known = build(model)
     names = {*known.to_dict(), *known.attribute_map}

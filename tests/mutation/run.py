@@ -103,7 +103,10 @@ TEACHER = stage("conversion/test_teacher.py", keyword=FEW)
 
 STEPS = stage("conversion/test_steps.py")
 STAGES = stage("training/test_stages.py", keyword="not control")
-SPENT = stage("conversion/test_convert.py", keyword="tokens or steps or images or unequal or diverged or best_measured or quarters")
+SPENT = stage(
+    "conversion/test_convert.py",
+    keyword="tokens or steps or images or unequal or diverged or best_measured or quarters",
+)
 CHOSEN = stage("conversion/test_convert.py", keyword="group or share or budget")
 PLANNED = stage("conversion/test_convert.py", keyword="settings or stages or linear or half")
 REPORTED = stage("conversion/test_convert.py", keyword="report")

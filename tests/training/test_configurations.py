@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from hf_attn_swap import configurations
 from hf_attn_swap.training import ModelArguments, parse
@@ -29,7 +28,7 @@ def test_every_recipe_has_configurations_of_different_names() -> None:
 def test_a_configuration_is_what_its_recipe_takes(name: str) -> None:
     path = SHIPPED[name]
     model, data, _, _, training = parse(classes(path.parent.name), [name, "--use_cpu", "true"], recipe=path.parent.name)
-    given = yaml.safe_load(path.read_text("utf-8"))
+    given = {key: value for source in configurations.read(path) for key, value in source.items()}
     assert (model.model_name_or_path, data.dataset_name) == (given["model_name_or_path"], given["dataset_name"])
     assert training.output_dir == given["output_dir"]
     assert re.fullmatch(r"[^#].*\.", configurations.first_line(path)), "a sentence, for `hf-attn-swap train --list`"
@@ -73,3 +72,27 @@ def test_options_win_over_a_configuration() -> None:
     model, *_ = parse(classes("text_classification"), ["ag_news", "--model_name_or_path", "own", "--use_cpu", "true"])
     assert model.model_name_or_path == "own"
     assert json.loads(model.options) == {}
+
+
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "in a file"])
+def test_later_data_and_models_replace_what_a_configuration_says_of_its_own(typed: bool, tmp_path: Path) -> None:
+    values = {"model_name_or_path": "gpt2", "train_file": "a.csv", "test_file": "b.csv", "max_eval_samples": "7"}
+    words = [word for name, value in values.items() for word in (f"--{name}", value)]
+    if not typed:
+        (tmp_path / "own.yaml").write_text("".join(f"{name}: {value}\n" for name, value in values.items()))
+        words = [str(tmp_path / "own.yaml")]
+    model, data, _, own, training = parse(
+        classes("text_classification"), ["glue_mnli", *words, "--use_cpu", "true"], recipe="text_classification"
+    )
+    assert (data.dataset_name, data.train_file, data.test_file) == (None, "a.csv", "b.csv")
+    assert (data.dataset_config_name, data.test_split_name, own.second_test_split_name) == (None, "test", None)
+    assert (data.max_train_samples, data.max_eval_samples) == (None, 7)
+    assert (model.model_name_or_path, own.card_name) == ("gpt2", None)
+    assert data.text_column_names == ["premise", "hypothesis"], "what is no place of data stays"
+    assert training.output_dir == "runs/mnli"
+
+
+def test_another_set_has_no_configuration_of_the_first() -> None:
+    words = ["glue_rte", "--dataset_name=own/rows", "--use_cpu", "true"]
+    _, data, _, own, _ = parse(classes("text_classification"), words, recipe="text_classification")
+    assert (data.dataset_name, data.dataset_config_name, own.card_name) == ("own/rows", None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,12 @@ from typing import Any
 
 import datasets
 import PIL.Image
+import pyarrow
+import pyarrow.parquet
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image, IterableDataset, Value, load_dataset
 
-from hf_attn_swap.training import TextDataArguments, load_rows, load_splits
+from hf_attn_swap.training import ImageDataArguments, TextDataArguments, load_rows, load_splits
 from hf_attn_swap.training import data as data_module
 from hf_attn_swap.training.data import filled_rows, inputs_of, open_rows
 
@@ -293,3 +296,34 @@ def test_splits_of_a_stream(tmp_path: Path) -> None:
         files(tmp_path, streaming=True)
     assert "streaming" not in files(tmp_path).settings
     assert files(tmp_path, **given).settings["streaming"] is True
+
+
+@pytest.mark.parametrize("binary", [pyarrow.binary(), pyarrow.large_binary()], ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_images_as_bytes_without_the_metadata_of_datasets(stream: bool, binary: Any, tmp_path: Path) -> None:
+    """As pandas and pyarrow write a column of `{bytes, path}`."""
+    path, files = str(tmp_path / "rows.parquet"), []
+    for shade in (7, 9):
+        PIL.Image.new("RGB", (3, 2), (shade, 0, 0)).save(file := io.BytesIO(), "png")
+        files.append({"bytes": file.getvalue(), "path": None})
+    column = pyarrow.array(files, pyarrow.struct({"bytes": binary, "path": pyarrow.string()}))
+    pyarrow.parquet.write_table(pyarrow.table({"image": column, "label": [0, 1]}), path)
+    found = inputs_of(open_rows(path, None, None, "image", stream=stream, in_order=True), ["image"])
+    assert [image.convert("RGB").getpixel((0, 0))[0] for image in found] == [7, 9]
+    some = {"streaming": stream, "max_train_samples": 2, "max_eval_samples": 2}
+    for split in load_splits(ImageDataArguments(train_file=path, test_file=path, **some))[:2]:
+        assert sorted(row["image"].convert("RGB").getpixel((0, 0))[0] for row in split) == [7, 9]
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [("one\n2\n", "label 'one'; a regression takes numbers"), ("1.0\n\n", "None"), ("-1\n-1\n", "label -1; there")],
+)
+def test_labels_of_a_regression(labels: str, message: str, tmp_path: Path) -> None:
+    whole = write_rows(tmp_path / "a.csv", 4, 1)
+    (tmp_path / "odd.csv").write_text("label,text\n" + "".join(f"{label},x\n" for label in labels.split("\n")[:2]))
+    data = files(tmp_path, train_file=str(whole), test_file=str(tmp_path / "odd.csv"))
+    with pytest.raises(ValueError, match=message):
+        load_splits(data, regression=True)
+    train, _, classes = load_splits(files(tmp_path), regression=True)
+    assert (sorted(set(train["labels"])), classes) == ([0.0, 1.0], [])

@@ -20,6 +20,9 @@ from hf_attn_swap.training.metrics import Score, paired_interval, scores
         ("f1", [0, 1, 2, 2], [0, 1, 2, 1], (1 + 2 / 3 + 2 / 3) / 3),
         ("matthews_correlation", [1, 1, 0, 0], [1, 0, 0, 0], 1 / math.sqrt(3)),
         ("spearmanr", [1.0, 2.0, 3.0, 4.0], [1.0, 3.0, 2.0, 4.0], 0.8),
+        ("spearmanr", [1.0, 2.0, 3.0], [5.0, 5.0, 5.0], 0.0),
+        ("pearsonr", [1.0, 2.0, 6.0], [0.0, 1.0, 5.0], 1.0),
+        ("pearsonr", [1.0, 2.0, 6.0], [5.0, 5.0, 5.0], 0.0),
         ("perplexity", [math.log(2), math.log(8)], [0, 0], 4.0),
     ],
 )

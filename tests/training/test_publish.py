@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub import HfApi, ModelCard
 from transformers import TrainingArguments
 
 from hf_attn_swap import patch_model
@@ -44,16 +46,34 @@ def outcome(seed: int, missed: int, references: tuple[float, ...] = REFERENCES) 
     )
 
 
+@pytest.fixture(autouse=True)
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the cards of the models on the Hub say; there is no other model."""
+    cards: dict[str, Any] = {}
+    monkeypatch.setattr(HfApi, "model_info", lambda _, name, **__: SimpleNamespace(card_data=cards[name]))
+    return cards
+
+
 def published(
-    folder: Path, converted: list[Outcome], control: list[Outcome], trained_on: str | None = None, **training: Any
+    folder: Path,
+    converted: list[Outcome],
+    control: list[Outcome],
+    trained_on: str | None = None,
+    *,
+    about: About = ABOUT,
+    scratch: bool = False,
+    words: dict[str, str] | None = None,
+    **training: Any,
 ) -> Any:
     data = TextDataArguments(dataset_name="some/rows", train_data_card_name=trained_on)
     model = ModelArguments(
-        model_name_or_path="some/model", variant="modern_hopfield", seeds=[each.seed for each in converted]
+        **{"model_name_or_path": "some/model", **(words or {})},
+        variant="modern_hopfield",
+        seeds=[each.seed for each in converted],
     )
     args = TrainingArguments(output_dir=str(folder), report_to="none", use_cpu=True, **training)
     (folder / model.run_name).mkdir()
-    return publish(converted, control, ABOUT, model, data, args)
+    return publish(converted, control, about, model, data, args, scratch=scratch)
 
 
 def test_the_difference_is_paired_over_seeds_and_rows(tmp_path: Path) -> None:
@@ -63,6 +83,49 @@ def test_the_difference_is_paired_over_seeds_and_rows(tmp_path: Path) -> None:
     assert result.converted.metrics[0].values == (pytest.approx(38 / 40), pytest.approx(36 / 40))
     assert result.wall_seconds == pytest.approx(1.5 + 2.5)
     assert result.data.rows == {"train": 100, "test": ROWS}
+
+
+FOLDER = {"base_model_card_name": "some/model"}  # on the Hub too
+
+
+@pytest.mark.parametrize(
+    ("there", "words", "here", "wanted"),
+    [
+        ("mit", {}, None, "mit"),
+        (None, {}, None, None),
+        ("Some Words", {}, None, None),
+        ("mit", {"license": "gpl-3.0"}, None, "gpl-3.0"),
+        ("mit", FOLDER, None, "mit"),
+        ("mit", FOLDER, "---\nlicense: llama3\n---\n", "llama3"),
+        ("mit", {"base_model_card_name": "no/model"}, None, None),
+    ],
+)
+def test_the_licence_is_that_of_the_base_models_card(
+    there: str | None, words: dict[str, str], here: str | None, wanted: str | None, hub: Any, tmp_path: Path
+) -> None:
+    hub["some/model"] = {"license": there}
+    if "base_model_card_name" in words:
+        words = {**words, "model_name_or_path": str(tmp_path / "base")}
+        (tmp_path / "base").mkdir()
+    if here is not None:
+        (tmp_path / "base" / "README.md").write_text(here)
+    result = published(tmp_path, [outcome(0, 2)], [], words=words)
+    card = ModelCard.load(tmp_path / "modern-hopfield" / "README.md")
+    assert (result.license, card.data.get("license")) == (wanted, wanted)
+
+
+def test_random_weights_have_no_licence_of_a_base_model(hub: Any, tmp_path: Path) -> None:
+    hub["some/model"] = {"license": "mit"}
+    assert published(tmp_path, [outcome(0, 2)], [], scratch=True).license is None
+
+
+def test_without_a_title_the_name_is_that_of_the_model_and_the_data(tmp_path: Path) -> None:
+    plain = replace(ABOUT, prefix=None)
+    assert published(tmp_path, [outcome(0, 2)], [], about=plain).name == "model-rows-modern-hopfield"
+    (long := tmp_path / f"a b{'c' * 120}").mkdir()
+    result = published(long, [outcome(0, 2)], [], about=plain, words={"model_name_or_path": str(long)})
+    assert result.name.startswith("a-bccc")
+    assert result.base.name.startswith("a-bccc")
 
 
 def test_the_card_names_other_training_rows(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def test_one_line(words: tuple[str, ...], message: str, tiny: Path, tmp_path: Pa
         (("--variant", "nonsense"), "unknown variant 'nonsense'"),
         (("--options", "[1]"), "--options must be a JSON object"),
         (("--seeds", "1", "1"), "seeds must be one or more, all different"),
+        (("--license", "Apache 2.0"), "license must be an identifier of the Hub"),
         (("--dtype", "float8"), "dtype must be one of float32, bfloat16, float16"),
     ],
 )

@@ -55,7 +55,7 @@ class RunResult(Record):
         wall_seconds: seconds of the whole run, from the pretrained model to this file.
         intended_use: what the model is for.
         limits: what the model is not for, and what the metrics do not show, one sentence each.
-        license: the Hub's identifier, such as "apache-2.0".
+        license: the Hub's identifier, such as "apache-2.0"; None if it is not known.
         language: ISO 639 codes; empty where there is no text.
     """
 
@@ -80,7 +80,7 @@ class RunResult(Record):
     wall_seconds: float
     intended_use: str
     limits: tuple[str, ...]
-    license: str
+    license: str | None
     language: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -99,7 +99,8 @@ class RunResult(Record):
         self.check(bool(self.limits), "limits", "at least one sentence")
         self.check(self.wall_seconds >= 0, "wall_seconds", "at least 0")
         self.check(IDENTIFIER.fullmatch(self.task) is not None, "task", 'a pipeline tag such as "text-classification"')
-        self.check(IDENTIFIER.fullmatch(self.license) is not None, "license", 'an identifier such as "apache-2.0"')
+        known = self.license is None or IDENTIFIER.fullmatch(self.license) is not None
+        self.check(known, "license", 'an identifier such as "apache-2.0"')
         self.check(all(LANGUAGE.fullmatch(code) for code in self.language), "language", 'codes such as "en"')
         self.check(set(REPORTED_VERSIONS) <= set(self.versions), "versions", f"of {', '.join(REPORTED_VERSIONS)}")
         self.check(self.control is not None or self.difference is None, "difference", "null without a control")

@@ -40,7 +40,9 @@ AUTO = AutoModelForImageClassification
 class RecipeArguments:
     """Arguments of this recipe alone."""
 
-    card_name: str = field(default="image-classifier", metadata={"help": "Start of the run's name on its card."})
+    card_name: str | None = field(
+        default=None, metadata={"help": "Start of the run's name on its card; made of model and data if left out."}
+    )
     image_size: int | None = field(default=None, metadata={"help": "Side in pixels; the processor's if left out."})
     flip: bool = field(default=True, metadata={"help": "Mirror half of the training images."})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})

@@ -55,7 +55,9 @@ AUTO = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM}
 class RecipeArguments:
     """Arguments of this recipe alone."""
 
-    card_name: str = field(default="lm", metadata={"help": "Start of the run's name on its card."})
+    card_name: str | None = field(
+        default=None, metadata={"help": "Start of the run's name on its card; made of model and data if left out."}
+    )
     objective: str = field(default="causal", metadata={"help": '"causal" or "masked".'})
     train_tokens: int | None = field(default=None, metadata={"help": "Tokens to train on; all if left out."})
     train_length: int | None = field(

@@ -11,7 +11,8 @@ again. A killed run continues from its last checkpoint.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,19 +27,24 @@ from .. import (
     ModelArguments,
     Task,
     TextDataArguments,
-    json_object,
     launch,
     load_splits,
     made_of,
     scratch_config,
 )
+from ..metrics import scores
 
 
 @dataclass(kw_only=True)
 class RecipeArguments:
     """Arguments of this recipe alone."""
 
-    card_name: str = field(default="classifier", metadata={"help": "Start of the run's name on its card."})
+    card_name: str | None = field(
+        default=None, metadata={"help": "Start of the run's name on its card; made of model and data if left out."}
+    )
+    second_test_split_name: str | None = field(
+        default=None, metadata={"help": "Split to measure on too, such as MNLI's validation_mismatched."}
+    )
     regression: bool = field(default=False, metadata={"help": "The labels are numbers (STS-B)."})
     from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
     config_overrides: str = field(
@@ -48,7 +54,7 @@ class RecipeArguments:
     def changed(self) -> dict[str, Any]:
         """The arguments on which the metrics depend, if they differ from the default."""
         usual = RecipeArguments()
-        names = ("regression", "from_scratch", "config_overrides")
+        names = ("second_test_split_name", "regression", "from_scratch", "config_overrides")
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
 
 
@@ -77,33 +83,66 @@ def predict(trainer: Any, test: Any) -> tuple[list[float], list[float]]:
     return numbers.tolist(), found.label_ids.tolist()
 
 
+def second_figures(trainer: Any, _: Any, second: Any, split: str, metrics: Sequence[str]) -> dict[str, float]:
+    """The metrics on the second held-out split, by names that end in the split's."""
+    measured = scores(metrics, *predict(trainer, second))
+    return {f"{name}_{split}": value for name, value in measured.items()}
+
+
+def pad_alike(tokenizer: Any, config: Any, name: str) -> None:
+    """Give tokenizer and config one padding token, as both are saved. A decoder classifies at the last other token.
+
+    Where the tokenizer has none (GPT-2, LLaMA), it is the config's, or else the end of the text.
+
+    Raises:
+        ValueError: there is no such token, or the model has no embedding of it.
+    """
+    text = config.get_text_config()
+    if tokenizer.pad_token is None:
+        stated = getattr(text, "pad_token_id", None)
+        named = stated is not None and 0 <= stated < len(tokenizer)  # some configs say -1
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(stated) if named else tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise ValueError(
+            f"the tokenizer of {name!r} has neither a padding token nor an end of the text; save it with one, by "
+            'tokenizer.pad_token = "..." and tokenizer.save_pretrained.'
+        )
+    if tokenizer.pad_token_id >= text.vocab_size:
+        raise ValueError(
+            f"the padding token {tokenizer.pad_token!r} of {name!r} is number {tokenizer.pad_token_id}, but the model "
+            f"has {text.vocab_size} embeddings; save the tokenizer with a token that the model knows."
+        )
+    text.pad_token_id = tokenizer.pad_token_id
+
+
 def build_task(model: ModelArguments, data: TextDataArguments, own: RecipeArguments) -> Task:
     """Read and check the data and the options, before any training."""
-    train, test, classes = load_splits(data, labelled=not own.regression)
-    if own.regression:
-        train, test = (
-            split.map(lambda row: {"labels": float(row[data.label_column_name])}, desc="labels")
-            for split in (train, test)
-        )
+    train, test, classes = load_splits(data, regression=own.regression)
     tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path)
+    ready = functools.partial(encode, tokenizer=tokenizer, data=data)
+    figures = None
+    if (split := own.second_test_split_name) is not None:
+        second = by_length(ready(load_splits(replace(data, test_split_name=split), regression=own.regression)[1]))
+        figures = functools.partial(second_figures, second=second, split=split, metrics=data.metrics)
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     values = {"num_labels": 1} if own.regression else {"num_labels": len(classes), **names}
     auto = AutoModelForSequenceClassification
+    config = scratch_config(model.model_name_or_path, own.config_overrides, scratch=own.from_scratch, **values)
+    pad_alike(tokenizer, config, model.model_name_or_path)
     if own.from_scratch:
-        config = scratch_config(model.model_name_or_path, own.config_overrides, **values)
         load = functools.partial(auto.from_config, config, dtype=torch.float32)
     else:
-        values |= json_object(own.config_overrides, "--config_overrides")
-        load = functools.partial(auto.from_pretrained, model.model_name_or_path, dtype=model.dtype, **values)
+        load = functools.partial(auto.from_pretrained, model.model_name_or_path, config=config, dtype=model.dtype)
     return Task(
         load=load,
-        train=encode(train, tokenizer, data),
-        test=by_length(encode(test, tokenizer, data)),
+        train=ready(train),
+        test=by_length(ready(test)),
         collate=DataCollatorWithPadding(tokenizer),
         metrics=data.metrics,
         predict=predict,
         settings=data.settings | own.changed(),
         processor=tokenizer,
+        figures=figures,
         scratch=made_of(model.model_name_or_path, own.config_overrides) if own.from_scratch else "",
     )
 
