@@ -58,7 +58,7 @@ from .outcome import ConversionReport
 from .parts import EVERYTHING
 from .passages import passages_beyond, reach_of
 from .plan import plan_of
-from .processes import how_to_split, of_the_first
+from .processes import broadcast_from_rank0, how_to_split
 from .rows import Rows
 from .sensitivity import HeadSensitivity, Sensitivity
 from .split import split, try_longest
@@ -233,7 +233,7 @@ def convert(
         for stage in asked.plan.distil:
             refuse_without_logits(stage.losses, output)
         settings = _settings(root, teacher, asked, tokens, train, held, args, fsdp)
-        if of_the_first(settings["weights"], args) != settings["weights"]:
+        if broadcast_from_rank0(settings["weights"], args) != settings["weights"]:
             raise ValueError(
                 "the processes have other weights than the first; each has to load the whole model (for FSDP, with "
                 "--fsdp_cpu_ram_efficient_loading false)."
@@ -274,7 +274,7 @@ def _journal(folder: Path | None, settings: dict[str, Any], args: TrainingArgume
         ValueError: the folder holds another conversion, or the processes do not see the same folder.
     """
     found = Journal(folder, settings, writes=args.should_save)
-    if of_the_first(len(found.entries), args) != len(found.entries):
+    if broadcast_from_rank0(len(found.entries), args) != len(found.entries):
         raise ValueError(f"{folder} holds other files for the first process; name a folder that all processes share.")
     return found
 

@@ -25,7 +25,7 @@ from .distillation import merge_adapters
 from .journal import Journal
 from .outcome import StepRecord
 from .plan import Plan
-from .processes import of_the_first
+from .processes import broadcast_from_rank0
 from .rows import Rows
 from .snapshot import Snapshot, copied, given_back, put, taken
 from .split_copy import SplitCopy
@@ -174,7 +174,7 @@ class State:
         learnt = contextlib.nullcontext() if self.apart is None else self.apart.learnt()
         with learnt, own_precision(self.student):
             found = self.held.lost(self.student, progress=self.progress)
-        return of_the_first(found, self.args)
+        return broadcast_from_rank0(found, self.args)
 
     @property
     def within(self) -> bool:
