@@ -33,7 +33,7 @@ from .teacher import Teacher
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ConvertConfig:
     """What `convert` was asked for. The names are those of its arguments; `layers` is None for all layers."""
 
     variant: str
@@ -117,7 +117,7 @@ class State:
     journal: Journal
     held: HeldOut | None = None
     teacher: PreTrainedModel | None = None
-    request: Asked | None = None
+    request: ConvertConfig | None = None
     budget: Budget = field(default_factory=Budget)
     progress: bool = True
     record: list[StepRecord] = field(default_factory=list)
@@ -135,7 +135,7 @@ class State:
     # -- The model -----------------------------------------------------------------------------------------------------
 
     @property
-    def asked(self) -> Asked:
+    def config(self) -> ConvertConfig:
         """What `convert` was asked for."""
         assert self.request is not None, "this step belongs to convert"
         return self.request
@@ -154,7 +154,7 @@ class State:
     @property
     def variant(self) -> str:
         """The name of the variant that the swaps have now."""
-        return next(("+".join(group[0].names) for group in self.swaps.values()), self.asked.variant)
+        return next(("+".join(group[0].names) for group in self.swaps.values()), self.config.variant)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ class State:
     @property
     def within(self) -> bool:
         """True if the loss after the last step is within the budget of `convert`."""
-        return self.asked.allows(self.record[-1].lost)
+        return self.config.allows(self.record[-1].lost)
 
     def say(self, sentence: str) -> None:
         """Leave a sentence on what a step did, for the report."""

@@ -138,7 +138,7 @@ def test_a_toy_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[float] = []
 
     def shrink(state: State) -> None:
-        found.extend(stage.factor for stage in state.asked.plan.others if isinstance(stage, Shrink))
+        found.extend(stage.factor for stage in state.config.plan.others if isinstance(stage, Shrink))
 
     monkeypatch.setattr(module, "STEPS", [module.STEPS[0], shrink, *module.STEPS[1:]])
     monkeypatch.setattr("hf_attn_swap.conversion.plan.KINDS", stages.KINDS)

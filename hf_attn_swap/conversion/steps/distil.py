@@ -34,9 +34,9 @@ WHOLE = "all its heads keep all keys"
 
 def distil(state: State) -> Iterator[Part]:
     """Distil group after group, as far as the budgets go."""
-    groups, choosing, plan = state.notes["groups"], state.notes["choosing"], state.asked.plan
+    groups, choosing, plan = state.notes["groups"], state.notes["choosing"], state.config.plan
     every = list(state.swaps)
-    why = WHOLE if state.asked.heads is not None else COSTLY
+    why = WHOLE if state.config.heads is not None else COSTLY
     state.kept = {index: why for index in every if not any(index in group for group in groups)}
     for number, group in enumerate(groups):
         before = state.snapshot() if choosing else None
@@ -94,11 +94,11 @@ class StopWithin(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure at each quarter of the training steps."""
-        asked = self.conversion.asked
+        config = self.conversion.config
         every = max(1, state.max_steps // CHECKS)
-        if not asked.budgeted or state.global_step % every or state.global_step >= state.max_steps:
+        if not config.budgeted or state.global_step % every or state.global_step >= state.max_steps:
             return
-        if asked.allows(self.conversion.lost()):
+        if config.allows(self.conversion.lost()):
             control.should_training_stop = True
             control.should_save = False  # a run that goes on from this very training step would not stop here
 
@@ -146,7 +146,7 @@ def _tokens(stage: Distil, behind: int, free: int, groups: int) -> int:
 def _order(state: State, row: StepRecord) -> tuple[bool, float]:
     """The smaller, the better: what is within a budget comes first, then what loses less; no number comes last."""
     cost = math.inf if math.isnan(row.lost.cost) else max(ROUNDING, row.lost.cost)
-    return not state.asked.allows(row.lost), cost
+    return not state.config.allows(row.lost), cost
 
 
 def _undo_training(weights: Snapshot, best: StepRecord, last: StepRecord, state: State) -> Found:

@@ -24,9 +24,9 @@ ROWS_AT_A_TIME = 8
 
 def fit(state: State) -> Iterator[Part]:
     """Fit the swap, unless the swap alone is within the budget, or is stock attention, or no fit was asked for."""
-    asked = state.asked
-    wanted = asked.plan.calibrate is not None or asked.fit in FITS
-    if wanted or (asked.fit is not None and not (state.within or parse(asked.variant) == (Softmax,))):
+    config = state.config
+    wanted = config.plan.calibrate is not None or config.fit in FITS
+    if wanted or (config.fit is not None and not (state.within or parse(config.variant) == (Softmax,))):
         yield Part("fit", _fit)
 
 
@@ -43,10 +43,10 @@ def calibrated(stage: Calibrate, name: str) -> Step:
 
 
 def _fit(state: State) -> Found:
-    wanted = state.asked.plan.calibrate
+    wanted = state.config.plan.calibrate
     count = _calibration_rows(state.rows) if wanted is None else wanted.rows
-    batches = _batches(state.rows, count, 1 if state.asked.low_memory else ROWS_AT_A_TIME)
-    way = state.asked.fit if wanted is None else wanted.fit
+    batches = _batches(state.rows, count, 1 if state.config.low_memory else ROWS_AT_A_TIME)
+    way = state.config.fit if wanted is None else wanted.fit
     if way not in FITS:
         return _best_fit(state, batches)
     _calibrate(state, batches, way, wanted or Calibrate(), scale=True, progress=state.progress)

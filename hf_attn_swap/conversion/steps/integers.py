@@ -22,7 +22,7 @@ from .relearn import RANGES
 
 def integers(state: State) -> Iterator[Part]:
     """Put integers instead of the weights. From here on, there is no way back."""
-    if state.asked.bits is not None and state.swaps:
+    if state.config.bits is not None and state.swaps:
         yield Part("8-bit integers", _round, again=True)
         yield Part("swaps that change nothing", _leave_stock, measured=False, again=True)
 

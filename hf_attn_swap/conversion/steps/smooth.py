@@ -16,7 +16,7 @@ from ..state import State
 
 def smooth(state: State) -> Iterator[Part]:
     """Measure the model in 8 bits as it is, and with smoothed channels; keep what loses less."""
-    if state.asked.bits is None or not state.swaps:
+    if state.config.bits is None or not state.swaps:
         return
     yield Part("in 8 bits", _in_bits)
     yield Part("in 8 bits, smoothed", partial(_smoothed, state.record[-1].lost.share), again=True)
