@@ -28,7 +28,7 @@ def need_next_token(model: nn.Module, what: str) -> None:
         raise ValueError(f"{what} by the next token; {type(model_root(model)).__name__} is no causal language model.")
 
 
-def asked(model: nn.Module, texts_NL: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
+def token_log_probs(model: nn.Module, texts_NL: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
     """Let a model read texts to their end, and ask for the tokens at some places, each given all tokens before it.
 
     Args:
