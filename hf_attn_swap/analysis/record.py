@@ -20,7 +20,7 @@ from ..core.call import Carried
 from ..families import Site, sites
 from ..layer.swap import Swap
 from ..measuring.batches import MASKS
-from ..measuring.watched import watched
+from ..measuring.instrumented import instrumented
 from ..wiring.layers import layers_at
 from ..wiring.placed import layer_of
 from . import metrics
@@ -54,7 +54,7 @@ def record(model: nn.Module, *, sink_ids: Collection[int] = (), modules: str | N
             finite.
     """
     recording = Recording()
-    with watched(model) as root, contextlib.ExitStack() as hooks:
+    with instrumented(model) as root, contextlib.ExitStack() as hooks:
         _Recorder(root, recording, tuple(sink_ids)).hook(hooks, modules)
         yield recording
 

@@ -19,7 +19,7 @@ CONTROL = "softmax"
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module) -> Iterator[Any]:
+def instrumented(model: nn.Module) -> Iterator[Any]:
     """Inside the `with` block, every swappable layer computes through a `Swap`, and its output has the same bits.
 
     Afterwards the model is as before. A model whose retrievals have taps (STanHop-Net) is visible as it is.
