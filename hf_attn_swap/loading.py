@@ -32,7 +32,7 @@ from .saving import described
 from .variants.base import Variant
 from .wiring import seam
 from .wiring.adapters import warn_alone
-from .wiring.home import home
+from .wiring.device_and_dtype import device_and_dtype
 from .wiring.install import ATTRIBUTE, VERSION, Installation, Record
 
 ABSENT = object()
@@ -180,7 +180,7 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
             layer = every[index]
             swap = build_swap(layer, entry.classes, entry.options, strength=entry.strength, selection=entry.modules)
             swap.retrained = entry.retrained
-            at = home(layer.site.container, layer.site.core)
+            at = device_and_dtype(layer.site.container, layer.site.core)
             try:
                 for name, spec in entry.fitted.items():
                     with at.device:

@@ -20,7 +20,7 @@ from .tested import tell_if_newer
 from .variants.base import Variant
 from .wiring import carrying, ordering
 from .wiring.blocks import BLOCKS, Block
-from .wiring.home import home
+from .wiring.device_and_dtype import device_and_dtype
 from .wiring.install import Installation, Record, installation_of, model_root
 from .wiring.layers import Layer
 
@@ -240,7 +240,7 @@ def build_swap(
         ValueError: a variant does not fit the module.
     """
     site = layer.site
-    device, dtype = home(site.container, site.core)
+    device, dtype = device_and_dtype(site.container, site.core)
     try:
         fitted, sizes = fit_options(classes, options, site.kind), site.geometry()
         with device:  # whatever the default device is: from a meta tensor nothing could be moved

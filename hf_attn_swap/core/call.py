@@ -53,7 +53,7 @@ class Geometry:
     query_scale: float = 1.0
 
 
-class Home(NamedTuple):
+class DeviceAndDtype(NamedTuple):
     """Where an attention module computes.
 
     Attributes:
