@@ -48,7 +48,6 @@ from ..variants.softmax import Softmax
 from ..wiring.install import Installation, Record, installation_of, model_root
 from ..writing import claimed, told_where
 from .adapters import refuse_adapters
-from .as_before import as_before
 from .engine import name_of, take
 from .full_heads import OPTION, by_heads
 from .journal import Journal, fingerprint
@@ -58,6 +57,7 @@ from .outcome import ConversionReport
 from .parts import EVERYTHING
 from .passages import passages_beyond, reach_of
 from .plan import plan_of
+from .preserve_training_state import preserve_training_state
 from .processes import broadcast_from_rank0, how_to_split
 from .rows import Rows
 from .sensitivity import HeadSensitivity, Sensitivity
@@ -212,7 +212,7 @@ def convert(
         unpatch_model(model)
     with contextlib.ExitStack() as inside:
         for each in (model,) if teacher is None else (model, teacher):
-            inside.enter_context(as_before(each))
+            inside.enter_context(preserve_training_state(each))
         folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
         args = args or TrainingArguments(output_dir=str(folder), report_to="none")
         fsdp = how_to_split(args, root)

@@ -25,10 +25,10 @@ from ..measuring.batches import MASKS, without_labels
 from ..measuring.head import first_of, head_alone, keeps_logits, last_hidden, logits_of
 from ..patch import need_installation
 from ..wiring.install import Installation
-from .as_before import configs_of
 from .layer_errors import LayerErrors
 from .losses import LAYERS, LOGITS, SPLIT, STATES, Comparison, Losses, Pass
 from .parts import choose_trainable
+from .preserve_training_state import configs_of
 from .processes import zero_3
 from .teacher import Teacher, is_sharded, note_retrained, refuse_frozen_copies
 from .trainer import TrainerWithoutLabels

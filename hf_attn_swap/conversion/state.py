@@ -20,11 +20,11 @@ from ..measuring.lost import Lost
 from ..patch import need_installation
 from ..wiring.install import Installation, installation_of, model_root
 from .adapters import with_adapters
-from .as_before import own_precision
 from .distillation import merge_adapters
 from .journal import Journal
 from .outcome import StepRecord
 from .plan import Plan
+from .preserve_training_state import own_precision
 from .processes import broadcast_from_rank0
 from .rows import Rows
 from .snapshot import Snapshot, copied, given_back, put, taken

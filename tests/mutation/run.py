@@ -154,7 +154,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "text/typed.py": (ARGUMENTS, stage("cli/test_arguments.py")),
     "conversion/absorb.py": (ABSORB,),
     "conversion/adapters.py": (TEACHER, LEAVES),
-    "conversion/as_before.py": (LEAVES, REFUSED),
+    "conversion/preserve_training_state.py": (LEAVES, REFUSED),
     "conversion/bits.py": (BITS,),
     "conversion/calibrate.py": (CALIBRATE,),
     "conversion/convert.py": (REFUSED, LEAVES, REPORTED, RECALLED),

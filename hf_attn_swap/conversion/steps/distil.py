@@ -16,10 +16,10 @@ from transformers import TrainerCallback
 
 from ...patch import set_strength
 from ..adapters import adapted_weights
-from ..as_before import flags_as_before
 from ..engine import Found, Part, Step
 from ..lesson import epochs_of, exhausted, rows_read, share_of_budget
 from ..outcome import UNDONE, StepRecord, in_words
+from ..preserve_training_state import preserve_training_flags
 from ..progress import quiet
 from ..snapshot import Snapshot
 from ..stages import Distil
@@ -70,7 +70,7 @@ def distilled(stage: Distil, name: str) -> Step:
     def run(state: State) -> None:
         lesson = epochs_of(state, stage, name)
         what = f"{', '.join(stage.trainable)} trained"
-        with flags_as_before(state.model):
+        with preserve_training_flags(state.model):
             teach(state, stage, lesson)
             if state.adapters is not None:
                 what = f"LoRA of rank {stage.rank}, merged"
