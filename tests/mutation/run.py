@@ -162,7 +162,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/dropout.py": (DISTIL_MORE,),
     "conversion/engine.py": (STEPS, RESUMED),
     "conversion/full_heads.py": (BY_HEADS,),
-    "conversion/gauge.py": (SMOOTH,),
+    "conversion/rescalable_edge.py": (SMOOTH,),
     "conversion/journal.py": (stage("conversion/test_journal.py"),),
     "conversion/layer_errors.py": (DISTIL, LOSSES),
     "conversion/lesson.py": (stage("conversion/test_lesson.py"), SPENT),
