@@ -11,7 +11,7 @@ The steps, each measured on held-out rows (`steps/`, a file each):
     7. distil:     the original model teaches the swapped model, group of layers by group of layers
     8. finish:     adapters merged into the weights, no swap in layers that keep their own attention
     9. smooth:     with bits=8, channels of like sizes, if less is lost in 8 bits with them
-    10. relearn:   with bits=8, the model in full precision teaches the rounded model, while tokens are left
+    10. qat:       with bits=8, the model in full precision teaches the rounded model, while tokens are left
     11. integers:  with bits=8, weights in 8-bit integers, and a static range for each input
 
 With a budget, the cheapest layers come first. A group whose loss comes within the budget is followed by the next group.

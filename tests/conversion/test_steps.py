@@ -52,7 +52,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_list_reads_like_the_docstring() -> None:
     names = [name_of(step) for step in steps.STEPS]
     first = ["stock", "swap", "absorb", "heads", "fit", "choose"]
-    assert names == [*first, "distil", "finish", "smooth", "relearn", "integers"]
+    assert names == [*first, "distil", "finish", "smooth", "qat", "integers"]
     told = [
         line.split()[1].rstrip(":")
         for line in str(module.__doc__).splitlines()

@@ -190,7 +190,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/steps/choose.py": (CHOSEN, RECALLED),
     "conversion/steps/heads.py": (BY_HEADS,),
     "conversion/steps/integers.py": (BITS,),
-    "conversion/steps/relearn.py": (BITS,),
+    "conversion/steps/qat.py": (BITS,),
     "conversion/steps/smooth.py": (BITS,),
     "conversion/steps/stock.py": (BITS,),
     "conversion/target.py": (CALIBRATE,),

@@ -17,7 +17,7 @@ from ...wiring.install import model_root
 from ..bits import batches
 from ..engine import Part
 from ..state import State
-from .relearn import RANGES
+from .qat import RANGES
 
 
 def integers(state: State) -> Iterator[Part]:

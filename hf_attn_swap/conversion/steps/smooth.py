@@ -28,7 +28,7 @@ def _in_bits(state: State) -> Found:
 
 def _smoothed(before: float, state: State) -> Found | None:
     """Smooth the channels. If that loses more, the weights get their former scales."""
-    state.keep(vectors_of(state.student))  # `relearn` trains them, and their first values are those without the scales
+    state.keep(vectors_of(state.student))  # `qat` trains them, and their first values are those without the scales
     try:
         found = smooth_channels(state.model, batches(state), progress=state.progress)
     except ValueError as problem:

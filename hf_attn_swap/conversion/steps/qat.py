@@ -32,7 +32,7 @@ LEARNING_RATE = 1e-3  # measured on SmolLM2
 TRAINED = (VECTORS, "swap")
 
 
-def relearn(state: State) -> Iterator[Part]:
+def qat(state: State) -> Iterator[Part]:
     """Train with rounding, unless the loss in 8 bits is within the budget."""
     if not may_train(state) or state.within:
         return
