@@ -184,7 +184,7 @@ def cut_shares(stock: Any, batches: list[Batch], gamma: float) -> list[float]:
                 whole[place] += float(rows.sum())
             return weights_BHQK
 
-        return lambda module, args: setattr(args[1], "tap", see)
+        return lambda module, args: setattr(args[1], "probe", see)
 
     for batch in batches:
         with contextlib.ExitStack() as hooked, torch.no_grad():

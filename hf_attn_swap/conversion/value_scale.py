@@ -141,7 +141,7 @@ class _Seen:
                     self._note(tensor, call.own_values(self.layer.swap.geometry.kv_heads), batch)
                 return tensor
 
-            call.tap = see
+            call.probe = see
 
         return before
 

@@ -183,7 +183,7 @@ class Call:
     dropout: Callable[[Tensor], Tensor] | None = None
     recomputed: bool = False
     state: Any = None
-    tap: Callable[[str, Tensor], Tensor] | None = None
+    probe: Callable[[str, Tensor], Tensor] | None = None
     exact_strength: Strength = 1.0
     value_squares: Tensor | None = None
     used: int = 0
@@ -227,9 +227,9 @@ class Call:
             return own_BLGD
         return own_BLGD.repeat_interleave(heads // own_BLGD.shape[2], 2)
 
-    def tapped(self, place: str, tensor: Tensor) -> Tensor:
+    def probed(self, place: str, tensor: Tensor) -> Tensor:
         """The tensor that the computation goes on with: `tensor`, or what the tap returns for `tensor`."""
-        return tensor if self.tap is None else self.tap(place, tensor)
+        return tensor if self.probe is None else self.probe(place, tensor)
 
 
 @dataclass

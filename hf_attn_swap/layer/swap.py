@@ -333,7 +333,7 @@ class Swap(nn.Module):
         if places.replacement is not None:
             return self._replaced(places.replacement, inputs, call, sdpa, want_weights)
         heads, weights = attend(places, inputs, call, sdpa, want_weights)
-        heads = call.tapped("context", heads)
+        heads = call.probed("context", heads)
         reader = self.at("read")
         if reader is not None:
             heads = same_shape(reader, "read", heads, reader.read(heads, call))
@@ -352,7 +352,7 @@ class Swap(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """As `forward`, for a variant without scores. Fits change the variant's heads alone."""
         heads, weights = replaced(variant, inputs, call, want_weights)
-        heads = self._corrected(call.tapped("context", heads), 1.0)
+        heads = self._corrected(call.probed("context", heads), 1.0)
         if call.between:
             if transformed(*inputs.three):  # the stock function has no forward mode
                 other = reference(Places(), inputs, Call(x=call.x))[0]

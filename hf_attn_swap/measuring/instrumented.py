@@ -11,7 +11,7 @@ from torch import nn
 from ..families import sites
 from ..layer.registry import parse, parse_options
 from ..layer.swap import Phase
-from ..memory.tap import Tap
+from ..memory.probe import Probe
 from ..patch import build_swap, patch_model, swappable, unpatch_model
 from ..wiring.install import installation_of, model_root
 
@@ -34,7 +34,7 @@ def instrumented(model: nn.Module) -> Iterator[Any]:
         ValueError: `model` is not a transformers model, or nothing in the model can be swapped.
     """
     root = model_root(model)
-    if any(isinstance(module, Tap) for module in root.modules()) and not sites(root):
+    if any(isinstance(module, Probe) for module in root.modules()) and not sites(root):
         yield root
         return
     stock = installation_of(root) is None

@@ -91,13 +91,13 @@ def test_strength_in_a_dtype() -> None:
 def test_a_tap_is_asked() -> None:
     seen: list[str] = []
 
-    def tap(place: str, tensor: Tensor) -> Tensor:
+    def probe(place: str, tensor: Tensor) -> Tensor:
         seen.append(place)
         return tensor + 1
 
     x = torch.zeros(1)
-    assert call().tapped("scores", x) is x
-    assert call(tap=tap).tapped("scores", x).item() == 1
+    assert call().probed("scores", x) is x
+    assert call(probe=probe).probed("scores", x).item() == 1
     assert seen == ["scores"]
 
 
