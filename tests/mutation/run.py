@@ -143,7 +143,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "kernels/linear.py": (stage("kernels/test_linear.py"), SECOND_OF_LINEAR, FORMULAS),
     "kernels/linear_fla.py": (stage("kernels/test_linear_fla.py"),),
     "kernels/normalizers.py": (WEIGHTED,),
-    "kernels/pairs.py": (SINK,),
+    "kernels/extra_kv.py": (SINK,),
     "kernels/softmax_n.py": (SOFTMAX_N, stage("kernels/test_cuda.py"), SECOND_OF_SOFTMAX_N, SINK, FLASHLESS),
     "kernels/stock_softmax.py": (SOFTMAX_N, stage("kernels/test_cuda.py")),
     "kernels/thresholds.py": (WEIGHTED,),

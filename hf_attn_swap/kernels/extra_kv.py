@@ -17,7 +17,7 @@ from ..functional.linear import without_autocast
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pairs:
+class ExtraKV:
     """N pairs of a key and a value, the same for every row and every query.
 
     Attributes:
