@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Carried
+from ..core.call import ForwardContext
 from ..families import Site, sites
 from ..layer.swap import Swap
 from ..measuring.batches import MASKS
@@ -169,9 +169,9 @@ class _Recorder:
                 return  # linear attention has not kept the earlier keys, and its products are not probabilities
             own = copy.copy(call)
             own.kept, own.state = None, None
-            if call.carried is not None:
-                scores = {order: value.clone() for order, value in call.carried.scores.items()}
-                own.carried = Carried(scores=scores, raw=dict(call.carried.raw))
+            if call.context is not None:
+                scores = {order: value.clone() for order, value in call.context.scores.items()}
+                own.context = ForwardContext(scores=scores, raw=dict(call.context.raw))
             weights = swap.forward(inputs, own, sdpa, True)[1]
             layer = self._layer("weights", name)
             if weights is None:

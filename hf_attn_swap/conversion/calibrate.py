@@ -167,8 +167,8 @@ class _Fitting:
         def collect(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             inputs, call, sdpa, _ = args
             swap = self.target.swap
-            order = swap.place_in(call.carried)
-            own = Call(x=call.x, start=call.start, carried=call.carried, order=order, first=swap.is_first(order))
+            order = swap.place_in(call.context)
+            own = Call(x=call.x, start=call.start, context=call.context, order=order, first=swap.is_first(order))
             heads = swap(inputs, own, sdpa, False)[0]
             real = token_mask(batch, heads)
             self.moments.add(heads[real], self.target.wanted(output[0])[real])

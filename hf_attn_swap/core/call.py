@@ -116,8 +116,8 @@ def _passed_whole(cls: type[T]) -> type[T]:
 
 @_passed_whole
 @dataclass
-class Carried:
-    """What the layers of one stack share during one forward pass. Each pass makes a new `Carried`.
+class ForwardContext:
+    """What the layers of one stack share during one forward pass. Each pass makes a new `ForwardContext`.
 
     Attributes:
         scores: the carried scores H of each layer, by the layer's number among the layers that carry scores.
@@ -172,7 +172,7 @@ class Call:
 
     x: Tensor
     start: int | Tensor | None = None
-    carried: Carried | None = None
+    context: ForwardContext | None = None
     order: int = 0
     first: bool = True
     last: bool = False

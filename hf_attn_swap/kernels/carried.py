@@ -51,12 +51,12 @@ def leave(hidden: Hidden | None, call: Call, *, drop: bool) -> None:
 
     With `drop`, H of the layer below is forgotten, which frees its memory.
     """
-    assert call.carried is not None
+    assert call.context is not None
     if hidden is not None:
-        call.carried.scores[call.order] = hidden
+        call.context.scores[call.order] = hidden
     if drop:
-        call.carried.scores.pop(call.order - 1, None)
-        call.carried.raw.pop(call.order - 1, None)
+        call.context.scores.pop(call.order - 1, None)
+        call.context.raw.pop(call.order - 1, None)
 
 
 def _in_place(

@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Carried
+from ..core.call import ForwardContext
 from ..core.masks import Masks, traced
 from ..families import Site, stock_class
 from ..families.source import arguments
 from ..layer.swap import Argument, Phase, Swap
 from .cache import cache_of
-from .seam import CARRIED
+from .seam import CONTEXT
 
 MASK, POSITIONS, ROTARY = "attention_mask", "position_ids", "position_embeddings"  # transformers' public names
 TOKENS = ("input_ids", "inputs_embeds")
@@ -60,9 +60,9 @@ class FromFirstSeen:
         Raises:
             ValueError: the place of the first seen token, or its position, cannot be known.
         """
-        carried: Carried | None = kwargs.get(CARRIED)
-        if carried is not None:
-            carried.from_first_seen = True
+        context: ForwardContext | None = kwargs.get(CONTEXT)
+        if context is not None:
+            context.from_first_seen = True
         mask, given = self.mask.of(args, kwargs), self.positions.of(args, kwargs)
         if isinstance(mask, Mapping):  # one mask for each kind of layers
             mask = next((each for each in mask.values() if each is not None), None)

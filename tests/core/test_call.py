@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_attn_swap.core.call import Call, Carried, Hidden, Inputs
+from hf_attn_swap.core.call import Call, ForwardContext, Hidden, Inputs
 from hf_attn_swap.core.masks import Masks
 from tests.contract.harness import refused
 
@@ -51,9 +51,9 @@ def test_a_copy_of_carried_scores() -> None:
     assert Hidden(None).clone().scores is None
 
 
-@pytest.mark.parametrize("carried", [Carried, Call])
-def test_programs_that_copy_dataclasses_leave_what_layers_share(carried: type[Any]) -> None:
-    assert not dataclasses.is_dataclass(carried)
+@pytest.mark.parametrize("carried", [ForwardContext, Call])
+def test_programs_that_copy_dataclasses_leave_what_layers_share(context: type[Any]) -> None:
+    assert not dataclasses.is_dataclass(context)
 
 
 @pytest.mark.parametrize(
