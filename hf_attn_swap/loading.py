@@ -185,7 +185,7 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
                 for name, spec in entry.fitted.items():
                     with at.device:
                         fit = FITTED[name].from_spec(spec, swap.geometry)
-                    swap.put(fit.beside(at))
+                    swap.put(fit.placed_like(at))
             except ValueError as problem:
                 raise _damaged(problem) from None
             swaps[layer] = swap

@@ -17,7 +17,7 @@ def shipped(recipe: str | None = None) -> dict[str, Path]:
     return {path.stem: path for path in sorted(FOLDER.glob(f"{recipe or '*'}/*.yaml"))}
 
 
-def find(name: str, recipe: str | None = None, beside: Path | None = None) -> Path:
+def find(name: str, recipe: str | None = None, relative_to: Path | None = None) -> Path:
     """The file of a configuration.
 
     Args:
@@ -29,7 +29,7 @@ def find(name: str, recipe: str | None = None, beside: Path | None = None) -> Pa
         ValueError: there is no such file, or no configuration has this name.
     """
     if name.endswith(SUFFIXES):
-        path = (beside or Path()) / name
+        path = (relative_to or Path()) / name
         if path.is_file():
             return path
         problem = f"there is no file {str(path)!r}"
@@ -53,7 +53,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a YAML file of --name: value pairs was expected.")
     extended = values.pop("extends", None)
-    return [*(read(find(extended, beside=path.parent)) if extended else []), values]
+    return [*(read(find(extended, relative_to=path.parent)) if extended else []), values]
 
 
 def first_line(path: Path) -> str:

@@ -184,7 +184,7 @@ class _Fitting:
     def apply(self, weight: Tensor, bias: Tensor | None) -> LayerFit:
         """Put the fit into the layer."""
         calibration = Calibration(self.moments.fit, self.target.swap.geometry)
-        calibration.beside(self.target.device_and_dtype)
+        calibration.placed_like(self.target.device_and_dtype)
         with torch.no_grad():
             calibration.weight.copy_(weight.to(calibration.weight.dtype))  # round on the CPU: some devices have no fp64
             if bias is not None:

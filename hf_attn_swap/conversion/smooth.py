@@ -319,7 +319,7 @@ def _write(installation: Installation, places: list[_Place], batch: Batch, alpha
         fit = Smoothing([place.pair for place in own], dtype)
         for number, place in enumerate(own):
             fit.powers(number).copy_(place.powers)
-        layer.swap.put(fit.beside(own[0].powers))
+        layer.swap.put(fit.placed_like(own[0].powers))
     installation.record.bases.clear()  # adapters of those checkpoints were trained for other scales
     installation.refresh()
 

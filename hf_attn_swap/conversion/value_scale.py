@@ -99,7 +99,7 @@ def scale_values(model: nn.Module, batches: Iterable[Any], *, progress: bool = T
         for swap in layer.copies:
             scale = ValueScale(swap.geometry)
             scale.squares.copy_(squares.view_as(scale.squares))
-            swap.put(scale.beside(device_and_dtype(layer.site.container, layer.site.core)))
+            swap.put(scale.placed_like(device_and_dtype(layer.site.container, layer.site.core)))
     installation.refresh()
     return ValueScales(
         before={index: before for index, (_, before, _) in found.items()},

@@ -111,7 +111,7 @@ class Fitted(nn.Module):
         """
         raise ValueError(f"the fit {self.name!r} is no linear map of the heads, so it cannot be merged; keep it.")
 
-    def beside(self, like: DeviceAndDtype | Tensor) -> Fitted:
+    def placed_like(self, like: DeviceAndDtype | Tensor) -> Fitted:
         """Move the fit to the device of `like`, and cast its parameters and buffers to the dtype of `like`."""
         return self.to(device=like.device, dtype=like.dtype)
 

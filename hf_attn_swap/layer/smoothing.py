@@ -97,7 +97,7 @@ class Smoothing(Fitted):
         names = ", ".join(posixpath.basename(pair.source) for pair in self.pairs)
         return f"The channels of {names} are smoothed in {layers} layers: scaled by powers of two, the same function."
 
-    def beside(self, like: DeviceAndDtype | Tensor) -> Smoothing:
+    def placed_like(self, like: DeviceAndDtype | Tensor) -> Smoothing:
         """Move the powers to the device of `like`. They stay whole numbers."""
         return self.to(like.device)
 

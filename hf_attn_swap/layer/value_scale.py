@@ -57,7 +57,7 @@ class ValueScale(Fitted):
     def sentence(self, layers: int) -> str:
         return f"The values of {layers} layers are scaled, so that the projection removes little."
 
-    def beside(self, like: DeviceAndDtype | Tensor) -> ValueScale:
+    def placed_like(self, like: DeviceAndDtype | Tensor) -> ValueScale:
         """Move the scales to the device of `like`. They keep their dtype."""
         return self.to(like.device)
 
