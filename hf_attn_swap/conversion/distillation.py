@@ -165,7 +165,7 @@ class DistillationTrainer(TrainerWithoutLabels):
                 warnings.filterwarnings("ignore", "an adapter is saved alone")
             super().save_model(output_dir, _internal_call)
 
-    def merged(self) -> nn.Module:
+    def merge_and_unload(self) -> nn.Module:
         """Return the trained model, with PEFT's adapters merged into the weights."""
         return merge_adapters(self.accelerator.unwrap_model(self.model), need_installation(self.root))
 
