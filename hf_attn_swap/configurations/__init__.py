@@ -23,7 +23,7 @@ def find(name: str, recipe: str | None = None, relative_to: Path | None = None) 
     Args:
         name: the name of a configuration that ships, such as "ag_news", or the path of a file that ends in .yaml.
         recipe: look among the configurations of this recipe only.
-        beside: the folder in which a path starts; the current folder if None.
+        relative_to: the folder in which a path starts; the current folder if None.
 
     Raises:
         ValueError: there is no such file, or no configuration has this name.

@@ -1,8 +1,8 @@
 """Smooths the channels of a patched model's activations, so that one 8-bit range serves all channels of a tensor.
 
 Some channels of a pretrained model are always many times larger than the others. Where the scale of channels is free
-(`rescalable_edge.py`), channel c is divided by s_c = 2^k_c where it is made and multiplied by it where it is read. The model
-stays the same function, to the bit, because s_c is a power of two: SmoothQuant's s = max|x|^a / max|w|^(1-a), rounded.
+(`rescalable_edge.py`), channel c is divided by s_c = 2^k_c where it is made and multiplied by it where it is read. The
+model stays the same function, to the bit, because s_c is a power of two: SmoothQuant's s = max|x|^a / max|w|^(1-a), rounded.
 Xiao et al. (2023), equation 4, SmoothQuant; powers of two and the search for a are this package's own.
 docs/mathematics.md, section Smoothed channels. Axes: C channel, N token.
 """
@@ -146,7 +146,9 @@ class _Place:
         """
         low, high = torch.aminmax(x_NC.float(), dim=0)
         if not torch.isfinite(low + high).all():
-            raise ValueError(f"what {self.gauge.source} gives is not finite; check the weights, inputs and dtype.")
+            raise ValueError(
+                f"what {self.rescalable_edge.source} gives is not finite; check the weights, inputs and dtype."
+            )
         self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
 
     def compare(self, x_NC: Tensor) -> None:

@@ -151,7 +151,7 @@ class Call:
         x: (B,Q,E), the tensor that the layer's own query, key and value projections read.
         start: the position of the first current token among the keys, which is the length of the cache before the
             update; None if the call has no cache.
-        carried: what the layers share, or None if the model does not pass keyword arguments on.
+        context: what the layers share, or None if the model does not pass keyword arguments on.
         order: the layer's number among the layers that carry scores, from 0.
         first: True for the first of these layers, which takes no scores from a layer below.
         last: True if no later layer reads the carried scores.

@@ -27,7 +27,7 @@ def attend(
     Args:
         form: the form that `dispatch.carried_form` chose for this call.
         inputs: the tensors and the masks. The mask must not add numbers to scores.
-        call: the call; H is kept in `call.carried`.
+        call: the call; H is kept in `call.context`.
         sdpa: the stock fused function.
         below: H of the layer below, or None for the first layer.
         decay: the factor b of H_{l-1}.

@@ -148,7 +148,7 @@ def after_encoder(module: nn.Module, args: Any, kwargs: dict[str, Any], output: 
 
 
 def after_stack(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """After a stack: close the `ForwardContext`. A later call of a shared module is a re-computation of an unknown layer.
+    """After a stack: close the `ForwardContext`. A later call of a shared module computes an unknown layer again.
 
     Raises:
         ValueError: the caller wants attention weights, but the model does not pass keyword arguments on to its layers.

@@ -229,7 +229,7 @@ def test_merged_and_reloaded(name: str, tmp_path: Path) -> None:
     assert torch.equal(forward(loaded, batch), forward(merged, batch))
     assert not torch.equal(forward(unpatch_model(loaded), batch), forward(fresh(name, torch.float32), batch))
     plain = patch_model(fresh(name, torch.float32), "gated")
-    assert distiller(plain, tmp_path, name, trainable="body").merged() is plain
+    assert distiller(plain, tmp_path, name, trainable="body").merge_and_unload() is plain
 
 
 def retrained(model: Any) -> bool:

@@ -28,7 +28,7 @@ def made(device: str, seed: int) -> Inputs:
 
 
 def layer(inputs: Inputs, shared: ForwardContext, order: int, below: Hidden | None) -> Tensor:
-    call = Call(x=inputs.query, carried=shared, order=order)
+    call = Call(x=inputs.query, context=shared, order=order)
 
     def never(*args: Any) -> Tensor:
         raise AssertionError("long sequences have no fused form")

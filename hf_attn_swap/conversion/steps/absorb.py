@@ -59,7 +59,7 @@ def _with_sink(state: State) -> tuple[str, dict[str, Any]] | None:
         return config.variant, config.options
     if config.bits is not None and classes == (Softmax,):
         return Sink.name, {}
-    name = f"{Sink.name}+{asked.variant}"
+    name = f"{Sink.name}+{config.variant}"
     with contextlib.suppress(ValueError):
         parse(name)
         own = canonical_keys(config.options) if len(classes) > 1 else {config.variant: config.options}
