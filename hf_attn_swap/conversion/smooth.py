@@ -2,7 +2,8 @@
 
 Some channels of a pretrained model are always many times larger than the others. Where the scale of channels is free
 (`rescalable_edge.py`), channel c is divided by s_c = 2^k_c where it is made and multiplied by it where it is read. The
-model stays the same function, to the bit, because s_c is a power of two: SmoothQuant's s = max|x|^a / max|w|^(1-a), rounded.
+model stays the same function, to the bit, because s_c is a power of two: SmoothQuant's s = max|x|^a / max|w|^(1-a),
+rounded.
 Xiao et al. (2023), equation 4, SmoothQuant; powers of two and the search for a are this package's own.
 docs/mathematics.md, section Smoothed channels. Axes: C channel, N token.
 """
