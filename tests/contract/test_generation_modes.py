@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import patch_model
-from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.wiring.cache import LinearState
 from tests import zoo
 

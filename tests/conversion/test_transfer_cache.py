@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from benchmarks.bench_caches import with_cache
 from hf_attn_swap import patch_model
-from hf_attn_swap.caches import with_cache
 from tests.contract.harness import CAUSAL_FAMILIES, batch_of, fresh, perturb, refused
 from tests.harness.places import SMOKES
 from tests.harness.transfer import loss_of, trainer_of
