@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import patch_model
-from hf_attn_swap.doctor.models import matter
+from hf_attn_swap.doctor import matter
 from hf_attn_swap.families import sites
 from hf_attn_swap.families.source import slices_unmasked
 from hf_attn_swap.layer.swap import Swap
