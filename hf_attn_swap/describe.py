@@ -13,7 +13,7 @@ from .kernels.weighing import Rule
 from .layer.swap import Phase, Swap
 from .text.table import Table
 from .variants.base import Variant
-from .wiring.home import home
+from .wiring.device_and_dtype import device_and_dtype
 from .wiring.install import installation_of, model_root
 
 NOTHING = (
@@ -136,7 +136,7 @@ def _needs_weights(variant: Variant) -> bool:
 
 def _swapped(site: Site, swap: Swap) -> str:
     """The form that runs on the module's device and in its dtype, and what follows the heads, in words."""
-    at = home(site.container, site.core)
+    at = device_and_dtype(site.container, site.core)
     setting = Setting(
         device=at.device.type,
         dtypes=(at.dtype,),

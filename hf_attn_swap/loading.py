@@ -31,7 +31,7 @@ from .saving import described
 from .variants.base import Variant
 from .wiring import seam
 from .wiring.adapters import warn_alone
-from .wiring.home import home
+from .wiring.device_and_dtype import device_and_dtype
 from .wiring.install import ATTRIBUTE, VERSION, Installation, Record
 
 ABSENT = object()
@@ -172,10 +172,10 @@ def _rebuild(model: PreTrainedModel, block: Any) -> None:
             layer = every[index]
             swap = build_swap(layer, entry.classes, entry.options, strength=entry.strength, selection=entry.modules)
             swap.retrained = entry.retrained
-            at = home(layer.site.container, layer.site.core)
+            at = device_and_dtype(layer.site.container, layer.site.core)
             try:
                 for name, spec in entry.fitted.items():
-                    swap.put(FITTED[name].from_spec(spec, swap.geometry).beside(at))
+                    swap.put(FITTED[name].from_spec(spec, swap.geometry).placed_like(at))
             except ValueError as problem:
                 raise _damaged(problem) from None
             swaps[layer] = swap

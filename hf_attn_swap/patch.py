@@ -20,7 +20,7 @@ from .tested import tell_if_newer
 from .variants.base import Variant
 from .wiring import carrying, ordering
 from .wiring.blocks import BLOCKS, Block
-from .wiring.home import home
+from .wiring.device_and_dtype import device_and_dtype
 from .wiring.install import Installation, Record, installation_of, model_root
 from .wiring.layers import Layer
 
@@ -271,7 +271,7 @@ def build_swap(
             f"{site.path}: {'+'.join(swap.names)} acts after W_o, which {type(site.core).__name__} leaves to another "
             "module that hf_attn_swap does not know; use a variant that changes only what comes before W_o."
         )
-    device, dtype = home(site.container, site.core)
+    device, dtype = device_and_dtype(site.container, site.core)
     swap.to(device=device, dtype=dtype)
     if device.type != "meta":
         generator = torch.Generator().manual_seed(layer.number)

@@ -35,7 +35,7 @@ WEIGHTS = (
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def beside(out: Path, ending: str) -> Path:
+def sibling(out: Path, ending: str) -> Path:
     """The path with the name of `out` and an ending."""
     whole = out.resolve()
     return whole.with_name(whole.name + ending)
@@ -75,7 +75,7 @@ def claimed(out: Path, *, writes: bool = True, inside: bool = False) -> Iterator
     if not writes:
         yield
         return
-    path = out.resolve() / LOCK if inside else beside(out, LOCK)
+    path = out.resolve() / LOCK if inside else sibling(out, LOCK)
     for folder in (out, path.parent):
         check_writable(folder)
     new = not path.parent.exists()
@@ -110,7 +110,7 @@ def saved_whole(out: Path, *, writes: bool = True) -> Iterator[Path]:
         out: the folder of the result.
         writes: False in a process that writes nothing itself, but calls the same functions.
     """
-    part = beside(out, SAVING)
+    part = sibling(out, SAVING)
     if writes:
         shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
         part.mkdir(parents=True)
@@ -126,7 +126,7 @@ def saved_whole(out: Path, *, writes: bool = True) -> Iterator[Path]:
 
 def half_replaced(out: Path) -> bool:
     """True if a process was killed while it replaced files in `out`: another run may write there again."""
-    return beside(out, SAVED).exists()
+    return sibling(out, SAVED).exists()
 
 
 def _put(part: Path, out: Path) -> None:
@@ -134,7 +134,7 @@ def _put(part: Path, out: Path) -> None:
     if not out.exists():
         part.rename(out)
         return
-    whole = beside(out, SAVED)
+    whole = sibling(out, SAVED)
     shutil.rmtree(whole, ignore_errors=True)
     part.rename(whole)
     (out / CONFIG).unlink(missing_ok=True)

@@ -95,7 +95,7 @@ def compare(
     the rows, at five depths, and asks for their digits; and it asks for the second tokens of 16, 64 and 256 pairs of
     tokens that were read once.
     """
-    from hf_attn_swap.analysis.cost import beside
+    from hf_attn_swap.analysis.cost import compare_costs
     from hf_attn_swap.analysis.inputs import words_of
     from hf_attn_swap.analysis.outliers import outliers
     from hf_attn_swap.conversion.outcome import in_words
@@ -125,7 +125,7 @@ def compare(
     read = max([longest, *(texts.longest for texts, _ in context.values())])
     _warn_of_length(models, (first, second), read, hub_arguments(None, token))
     few = [kept.batch for kept in held.part(FEW).kept]
-    costs, ratio = beside(models[0], models[1], few)
+    costs, ratio = compare_costs(models[0], models[1], few)
     states = [outliers(model, few) for model in models]
     rounded = [lost_in_8_bits(model, ranges, held) for model in models] if bits else []
     recalled_by = {

@@ -16,8 +16,8 @@ from ..conversion import calibrate
 from ..describe import describe
 from ..layer.registry import parse, parse_options
 from ..measuring.batches import Batch
+from ..measuring.instrumented import instrumented
 from ..measuring.lost import lost
-from ..measuring.watched import watched
 from ..patch import need_installation, patch_model, set_strength
 from ..text.bar import bar
 from ..wiring.install import installation_of
@@ -132,7 +132,7 @@ def _maps(model: PreTrainedModel, sample: Batch, image: bool) -> Maps:
 
     For an image: the attention of its first token to the patches, (rows,columns).
     """
-    with watched(model) as root:
+    with instrumented(model) as root:
         try:
             outputs = root(**sample, output_attentions=True)
         except ValueError:  # the model ran the batches before, so it only cannot return attention weights

@@ -31,7 +31,7 @@ class Cost:
     peak_bytes: int | None
 
 
-def beside(first: nn.Module, second: nn.Module, batches: Sequence[Batch]) -> tuple[list[Cost], float]:
+def compare_costs(first: nn.Module, second: nn.Module, batches: Sequence[Batch]) -> tuple[list[Cost], float]:
     """What two models cost, and the time of the second as a multiple of the first's.
 
     The models take turns on the same batch, so that a drift of the machine affects both. The ratio is the median of

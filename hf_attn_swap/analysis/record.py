@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Carried
+from ..core.call import ForwardContext
 from ..families import Site, sites
 from ..layer.swap import Swap
 from ..measuring.batches import MASKS
-from ..measuring.watched import watched
+from ..measuring.instrumented import instrumented
 from ..wiring.layers import layers_at
 from ..wiring.placed import layer_of
 from . import metrics
@@ -54,7 +54,7 @@ def record(model: nn.Module, *, sink_ids: Collection[int] = (), modules: str | N
             finite.
     """
     recording = Recording()
-    with watched(model) as root, contextlib.ExitStack() as hooks:
+    with instrumented(model) as root, contextlib.ExitStack() as hooks:
         _Recorder(root, recording, tuple(sink_ids)).hook(hooks, modules)
         yield recording
 
@@ -168,9 +168,9 @@ class _Recorder:
                 return  # linear attention has not kept the earlier keys, and its products are not probabilities
             own = copy.copy(call)
             own.kept, own.state = None, None
-            if call.carried is not None:
-                scores = {order: value.clone() for order, value in call.carried.scores.items()}
-                own.carried = Carried(scores=scores, raw=dict(call.carried.raw))
+            if call.context is not None:
+                scores = {order: value.clone() for order, value in call.context.scores.items()}
+                own.context = ForwardContext(scores=scores, raw=dict(call.context.raw))
             weights = swap.forward(inputs, own, sdpa, True)[1]
             layer = self._layer("weights", name)
             if weights is None:

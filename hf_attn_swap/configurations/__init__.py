@@ -13,19 +13,19 @@ def shipped(recipe: str | None = None) -> dict[str, Path]:
     return {path.stem: path for path in sorted(FOLDER.glob(f"{recipe or '*'}/*.yaml"))}
 
 
-def find(name: str, recipe: str | None = None, beside: Path | None = None) -> Path:
+def find(name: str, recipe: str | None = None, relative_to: Path | None = None) -> Path:
     """The file of a configuration.
 
     Args:
         name: the name of a configuration that ships, such as "ag_news", or the path of a file that ends in .yaml.
         recipe: look among the configurations of this recipe only.
-        beside: the folder in which a path starts; the current folder if None.
+        relative_to: the folder in which a path starts; the current folder if None.
 
     Raises:
         ValueError: there is no such file, or no configuration has this name.
     """
     if name.endswith(SUFFIXES):
-        path = (beside or Path()) / name
+        path = (relative_to or Path()) / name
         if path.is_file():
             return path
         problem = f"there is no file {str(path)!r}"

@@ -18,7 +18,7 @@ def batches(state: State) -> list[Batch]:
     count = round(RANGE_TOKENS / state.rows.length) if state.rows.unit == TOKENS else RANGE_ROWS
     count = min(len(state.rows), max(2 * AT_ONCE, count))
     chosen = [place * len(state.rows) // count for place in range(count)]
-    return list(state.rows.some(chosen).batches(1 if state.asked.low_memory else AT_ONCE))
+    return list(state.rows.some(chosen).batches(1 if state.config.low_memory else AT_ONCE))
 
 
 def lost_in_bits(state: State) -> Lost:

@@ -202,9 +202,9 @@ class _Fitting:
         def collect(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             inputs, call, sdpa, _ = args
             swap = self.target.swap
-            order = swap.place_in(call.carried)
-            own = Call(x=call.x, start=call.start, carried=call.carried, order=order, first=swap.is_first(order))
-            own.tap = self._tap(own, batch)
+            order = swap.place_in(call.context)
+            own = Call(x=call.x, start=call.start, context=call.context, order=order, first=swap.is_first(order))
+            own.probe = self._tap(own, batch)
             heads = swap(inputs, own, sdpa, False)[0]
             real = token_mask(batch, heads)
             self.moments.add(heads[real], self.target.wanted(output[0])[real])
@@ -234,7 +234,7 @@ class _Fitting:
     def apply(self, weight: Tensor, bias: Tensor | None) -> LayerFit:
         """Put the fit into the layer."""
         calibration = Calibration(self.moments.fit, self.target.swap.geometry)
-        calibration.beside(self.target.home)
+        calibration.placed_like(self.target.device_and_dtype)
         with torch.no_grad():
             calibration.weight.copy_(weight.to(calibration.weight.dtype))  # round on the CPU: some devices have no fp64
             if bias is not None:

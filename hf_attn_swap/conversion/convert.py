@@ -11,7 +11,7 @@ The steps, each measured on held-out rows (`steps/`, a file each):
     7. distil:     the original model teaches the swapped model, group of layers by group of layers
     8. finish:     adapters merged into the weights, no swap in layers that keep their own attention
     9. smooth:     with bits=8, channels of like sizes, if less is lost in 8 bits with them
-    10. relearn:   with bits=8, the model in full precision teaches the rounded model, while tokens are left
+    10. qat:       with bits=8, the model in full precision teaches the rounded model, while tokens are left
     11. integers:  with bits=8, weights in 8-bit integers, and a static range for each input
 
 With a budget, the cheapest layers come first. A group whose loss comes within the budget is followed by the next group.
@@ -46,7 +46,6 @@ from ..variants.softmax import Softmax
 from ..wiring.install import Installation, Record, installation_of, model_root
 from ..writing import claimed, told_where
 from .adapters import refuse_adapters
-from .as_before import as_before
 from .engine import name_of, take
 from .full_heads import OPTION, by_heads
 from .journal import Journal, fingerprint
@@ -56,12 +55,13 @@ from .outcome import ConversionReport
 from .parts import EVERYTHING
 from .passages import passages_beyond, reach_of
 from .plan import plan_of
-from .processes import how_to_split, of_the_first
+from .preserve_training_state import preserve_training_state
+from .processes import broadcast_from_rank0, how_to_split
 from .rows import Rows
 from .sensitivity import HeadSensitivity, Sensitivity
 from .split import split, try_longest
 from .stages import Stage
-from .state import Asked, Budget, State
+from .state import Budget, ConvertConfig, State
 from .steps import STEPS
 from .teacher import check_teacher, is_sharded
 
@@ -183,7 +183,7 @@ def convert(
         check_teacher(root, teacher)
     named = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers
     variant = "+".join(cls.name for cls in parse(variant))
-    asked = Asked(
+    config = ConvertConfig(
         variant=variant,
         options=options,
         layers=None if named == "auto" else named,
@@ -200,12 +200,12 @@ def convert(
         plan=plan_of(root, variant, stages, low_memory=low_memory),
     )
     control = installation_of(root)
-    choose_layers(swappable(control or Installation(root, Record())), asked.layers, modules)  # refused before all else
+    choose_layers(swappable(control or Installation(root, Record())), config.layers, modules)  # refused before all else
     if control is not None:
         unpatch_model(model)
     with contextlib.ExitStack() as inside:
         for each in (model,) if teacher is None else (model, teacher):
-            inside.enter_context(as_before(each))
+            inside.enter_context(preserve_training_state(each))
         folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
         args = args or TrainingArguments(output_dir=str(folder), report_to="none")
         fsdp = how_to_split(args, root)
@@ -220,27 +220,27 @@ def convert(
             length,
             tokens=tokens,
             eval_tokens=eval_tokens,
-            fewest=0 if asked.plan.calibrate is None else asked.plan.calibrate.rows,
+            fewest=0 if config.plan.calibrate is None else config.plan.calibrate.rows,
         )
         output = try_longest(root, train)
-        for stage in asked.plan.distil:
+        for stage in config.plan.distil:
             refuse_without_logits(stage.losses, output)
-        settings = _settings(root, teacher, asked, tokens, train, held, args, fsdp)
-        if of_the_first(settings["weights"], args) != settings["weights"]:
+        settings = _settings(root, teacher, config, tokens, train, held, args, fsdp)
+        if broadcast_from_rank0(settings["weights"], args) != settings["weights"]:
             raise ValueError(
                 "the processes have other weights than the first; each has to load the whole model (for FSDP, with "
                 "--fsdp_cpu_ram_efficient_loading false)."
             )
-        passages, why_not = _passages(root, asked, held)
+        passages, why_not = _passages(root, config, held)
         state = State(
             model=model,
             rows=train,
             args=args,
             folder=folder,
             journal=_journal(None if output_dir is None else folder, settings, args),
-            held=_measured_on(held, teacher or model, asked, passages, progress),
+            held=_measured_on(held, teacher or model, config, passages, progress),
             teacher=teacher,
-            request=asked,
+            request=config,
             budget=Budget(left=tokens, reserved=_reserved(variant, tokens, bits)),
             progress=progress,
             fsdp=fsdp,
@@ -257,7 +257,7 @@ def convert(
         except BaseException as error:
             _undo(state, error)
             raise
-    return _report(root, asked, state, held)
+    return _report(root, config, state, held)
 
 
 def _journal(folder: Path | None, settings: dict[str, Any], args: TrainingArguments) -> Journal:
@@ -267,7 +267,7 @@ def _journal(folder: Path | None, settings: dict[str, Any], args: TrainingArgume
         ValueError: the folder holds another conversion, or the processes do not see the same folder.
     """
     found = Journal(folder, settings, writes=args.should_save)
-    if of_the_first(len(found.entries), args) != len(found.entries):
+    if broadcast_from_rank0(len(found.entries), args) != len(found.entries):
         raise ValueError(f"{folder} holds other files for the first process; name a folder that all processes share.")
     return found
 
@@ -369,7 +369,7 @@ def _check_bits(root: PreTrainedModel, bits: Any) -> None:
 def _settings(
     root: PreTrainedModel,
     teacher: PreTrainedModel | None,
-    asked: Asked,
+    config: ConvertConfig,
     tokens: int,
     train: Rows,
     held: Rows,
@@ -382,27 +382,27 @@ def _settings(
         "weights": fingerprint(root.parameters()),
         "teacher": None if teacher is None else fingerprint(teacher.parameters()),
         "data": fingerprint(_ends(train) + _ends(held)),
-        "variant": asked.variant,
-        "options": canonical_keys(asked.options) if "+" in asked.variant else asked.options,
+        "variant": config.variant,
+        "options": canonical_keys(config.options) if "+" in config.variant else config.options,
         "tokens": tokens,
-        "max_loss": asked.max_loss,
-        "layers": asked.layers,
-        "keep": asked.keep,
-        "absorb": asked.absorb,
+        "max_loss": config.max_loss,
+        "layers": config.layers,
+        "keep": config.keep,
+        "absorb": config.absorb,
         "steps": [name_of(step) for step in STEPS],
-        "stages": [{"stage": stage.name, **asdict(stage)} for stage in asked.plan.stages],
-        "low_memory": asked.low_memory,
+        "stages": [{"stage": stage.name, **asdict(stage)} for stage in config.plan.stages],
+        "low_memory": config.low_memory,
         "rows": len(train),
         "held_out": len(held),
         "length": train.length,
-        **({} if asked.modules is None else {"modules": asked.modules}),
+        **({} if config.modules is None else {"modules": config.modules}),
         **({"bf16": True} if args.bf16 else {}),
         **({} if args.world_size == 1 else {"processes": args.world_size}),
         **({} if fsdp is None else {"fsdp": fsdp.fsdp_version}),
-        **({} if asked.bits is None else {"bits": asked.bits}),
-        **({} if asked.min_recall is None else {"min_recall": asked.min_recall}),
-        **({} if asked.recall_distance is None else {"recall_distance": asked.recall_distance}),
-        **({} if asked.heads is None else {"heads": asked.heads}),
+        **({} if config.bits is None else {"bits": config.bits}),
+        **({} if config.min_recall is None else {"min_recall": config.min_recall}),
+        **({} if config.recall_distance is None else {"recall_distance": config.recall_distance}),
+        **({} if config.heads is None else {"heads": config.heads}),
     }
 
 
@@ -413,41 +413,43 @@ def _reserved(variant: str, tokens: int, bits: int | None) -> int:
     return tokens if set(parse(variant)) <= {Softmax, Sink} else tokens // 2
 
 
-def _passages(root: PreTrainedModel, asked: Asked, held: Rows) -> tuple[Passages | None, str | None]:
+def _passages(root: PreTrainedModel, config: ConvertConfig, held: Rows) -> tuple[Passages | None, str | None]:
     """The passages to measure recall on, where the caller or the variant asks for them; or why it cannot be measured.
 
     Raises:
         ValueError: there is a budget for recall, or a distance, and it cannot be measured.
     """
-    reach = reach_of(asked.variant, asked.options)
-    named = [name for name in ("min_recall", "recall_distance") if getattr(asked, name) is not None]
+    reach = reach_of(config.variant, config.options)
+    named = [name for name in ("min_recall", "recall_distance") if getattr(config, name) is not None]
     if not named and (reach is None or not predicts_next(root)):
         return None, None
     rows = [held.rows[place] for place in range(len(held))]
     try:
-        return passages_beyond(root, rows, reach, asked.recall_distance), None
+        return passages_beyond(root, rows, reach, config.recall_distance), None
     except ValueError as problem:
         if named:
             raise ValueError(f"{named[-1]}: {problem}") from None
         return None, str(problem)
 
 
-def _measured_on(held: Rows, against: nn.Module, asked: Asked, passages: Passages | None, progress: bool) -> HeldOut:
+def _measured_on(
+    held: Rows, against: nn.Module, config: ConvertConfig, passages: Passages | None, progress: bool
+) -> HeldOut:
     """The held-out rows, and what the model that others are compared with gives on them.
 
     Raises:
         ValueError: there is a budget for recall, and this model recalls nothing.
     """
-    last = asked.plan.last
+    last = config.plan.last
     found = HeldOut(
         against,
-        held.batches(1 if asked.low_memory else rows_per_step(last, held)),
+        held.batches(1 if config.low_memory else rows_per_step(last, held)),
         head_trains=last.rank is None and last.trainable == (EVERYTHING,),
         as_it_is=True,
         passages=passages,
         progress=progress,
     )
-    if asked.min_recall is not None and not (found.stock_recall is not None and found.stock_recall > 0):
+    if config.min_recall is not None and not (found.stock_recall is not None and found.stock_recall > 0):
         raise ValueError(
             f"min_recall: the stock model gains nothing when a passage is read again ({found.stock_recall:.3g} nats "
             "per token), so there is no recall to keep; leave out min_recall."
@@ -455,18 +457,18 @@ def _measured_on(held: Rows, against: nn.Module, asked: Asked, passages: Passage
     return found
 
 
-def _report(root: PreTrainedModel, asked: Asked, state: State, held: Rows) -> ConversionReport:
+def _report(root: PreTrainedModel, config: ConvertConfig, state: State, held: Rows) -> ConversionReport:
     """What the steps did."""
     sensitivity, by_head = (state.notes.get(name) for name in ("sensitivity", "head_sensitivity"))
-    last = asked.plan.last
+    last = config.plan.last
     return ConversionReport(
         model=type(root).__name__,
         variant=state.variant,
         steps=tuple(state.record),
         said=(*state.notes.get("sentences", ()), *_together(state)),
         kept=state.kept,
-        max_loss=asked.max_loss,
-        min_recall=asked.min_recall,
+        max_loss=config.max_loss,
+        min_recall=config.min_recall,
         sensitivity=None if sensitivity is None else Sensitivity.from_dict(sensitivity),
         head_sensitivity=None if by_head is None else HeadSensitivity.from_dict(by_head),
         unit=state.rows.unit,
@@ -481,7 +483,7 @@ def _report(root: PreTrainedModel, asked: Asked, state: State, held: Rows) -> Co
 
 def _together(state: State) -> list[str]:
     """What several processes did together, if they trained: a sentence."""
-    count, rows = state.args.world_size, rows_per_step(state.asked.plan.last, state.rows)
+    count, rows = state.args.world_size, rows_per_step(state.config.plan.last, state.rows)
     if count == 1 or not any(step.tokens for step in state.record):
         return []
     split = "" if state.fsdp is None else " FSDP2 split the trainings over them."

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..core.call import NORMALIZED
 from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, token_mask
-from ..measuring.watched import watched
+from ..measuring.instrumented import instrumented
 from ..patch import need_installation
 from ..text.bar import bar
 
@@ -81,7 +81,7 @@ def cut_shares(
     """
     if wrong := [gamma for gamma in gammas if not gamma <= 0]:
         raise ValueError(f"gamma must be at most 0, got {wrong}.")
-    with evaluating(model), watched(model) as root:
+    with evaluating(model), instrumented(model) as root:
         counted = {layer: _Counted(gammas) for layer in need_installation(root).layers()}
         for batch in bar(as_batches(batches), desc="measure", unit="batch", shown=progress):
             with contextlib.ExitStack() as hooked:
@@ -112,7 +112,7 @@ class _Counted:
                         share.add(torch.minimum(tensor, -gamma * (1 - tensor)), tensor, batch)
                 return tensor
 
-            args[1].tap = see
+            args[1].probe = see
 
         return watch
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from ..layer.calibration import Calibration
 from ..layer.swap import Phase
 from ..measuring.batches import MASKS, without_labels
-from ..measuring.head import first_of, head_alone, keeps_logits, last_hidden, logits_of
+from ..measuring.head import can_skip_logits, first_of, head_alone, last_hidden, logits_of
 from ..patch import need_installation
 from ..wiring.install import Installation
 from .losses import LAYERS, LOGITS, SPLIT, STATES, Comparison, Losses, Pass
@@ -137,7 +137,7 @@ class DistillationTrainer(TrainerWithoutLabels):
     def _can_split(self, root: PreTrainedModel, model: nn.Module) -> bool:
         """True if the logits can be computed from the last hidden states, a chunk at a time."""
         several = [root] if self.teacher.model is None else [root, self.teacher.model]
-        if SPLIT not in self.needs or LOGITS in self.needs or not all(keeps_logits(each) for each in several):
+        if SPLIT not in self.needs or LOGITS in self.needs or not all(can_skip_logits(each) for each in several):
             return False
         if any(each.requires_grad for each in root.get_output_embeddings().parameters()):
             return False
@@ -166,7 +166,7 @@ class DistillationTrainer(TrainerWithoutLabels):
                 warnings.filterwarnings("ignore", "an adapter is saved alone")
             super().save_model(output_dir, _internal_call)
 
-    def merged(self) -> nn.Module:
+    def merge_and_unload(self) -> nn.Module:
         """Return the trained model, with PEFT's adapters merged into the weights."""
         return merge_adapters(self.accelerator.unwrap_model(self.model), need_installation(self.root))
 

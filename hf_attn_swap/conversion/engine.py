@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from ..measuring.lost import Lost
 from .outcome import StepRecord, in_words
-from .processes import of_the_first
+from .processes import broadcast_from_rank0
 from .state import State
 
 Step = Callable[[State], Any]
@@ -98,7 +98,7 @@ def _worked(state: State, part: Part) -> Found | None:
         state.read(known["left"], journal.load(part.name))
         return None if known["found"] is None else Found(known["found"]["name"], _lost(known["found"]["lost"]))
     found = part.run(state)
-    state.notes = of_the_first(state.notes, state.args)  # what the steps choose
+    state.notes = broadcast_from_rank0(state.notes, state.args)  # what the steps choose
     if journal.folder is not None:
         left, tensors = state.written()
         journal.save(part.name, tensors)

@@ -227,7 +227,7 @@ def _watch(found: list[Tensor], batch: Batch) -> Any:
                 found.append(_centred(tensor, inputs, batch))
             return tensor
 
-        call.tap = see
+        call.probe = see
 
     return before
 

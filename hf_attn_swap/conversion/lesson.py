@@ -52,7 +52,7 @@ def rows_per_step(stage: Distil, rows: Rows, processes: int = 1) -> int:
 def exhausted(state: State, *, whole: bool = False) -> bool:
     """True if what is free of the budget, or the whole of what is left, is less than one training step."""
     left = state.budget.left if whole else state.budget.free
-    return left < (state.rows.length or 1) * _step(state, state.asked.plan.last)
+    return left < (state.rows.length or 1) * _step(state, state.config.plan.last)
 
 
 def share_of_budget(state: State, stage: Distil, tokens: int, name: str) -> Lesson:
@@ -63,7 +63,7 @@ def share_of_budget(state: State, stage: Distil, tokens: int, name: str) -> Less
     count = max(1, int(min(tokens, state.budget.free) / (state.rows.length or 1)))
     if state.args.world_size > 1 and count > (step := _step(state, stage)):
         count -= count % step
-    order = state.rows.order(_step(state, state.asked.plan.last))
+    order = state.rows.order(_step(state, state.config.plan.last))
     chosen = list(itertools.islice(order, state.budget.read, state.budget.read + count))
     return Lesson(state.rows.some(chosen).rows, _arguments(state, stage, name))
 
@@ -124,7 +124,7 @@ def _arguments(state: State, stage: Distil, name: str) -> TrainingArguments:
     """The arguments of one training of `convert`."""
     rows = rows_per_step(stage, state.rows)
     memory: dict[str, Any] = {"per_device_train_batch_size": rows}
-    if state.asked.low_memory:
+    if state.config.low_memory:
         new = hasattr(state.args, "activation_checkpointing")  # the name since transformers 5.23
         memory = {
             "per_device_train_batch_size": 1,

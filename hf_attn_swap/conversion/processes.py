@@ -26,7 +26,7 @@ WHOLE = (
 )
 
 
-def of_the_first(value: T, args: TrainingArguments) -> T:
+def broadcast_from_rank0(value: T, args: TrainingArguments) -> T:
     """The value that the first process has. Every process has to come here."""
     if args.world_size == 1:
         return value

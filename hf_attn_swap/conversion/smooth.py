@@ -1,8 +1,8 @@
 """Smooths the channels of a patched model's activations, so that one 8-bit range serves all channels of a tensor.
 
 Some channels of a pretrained model are always many times larger than the others. Where the scale of channels is free
-(`gauge.py`), channel c is divided by s_c = 2^k_c where it is made and multiplied by it where it is read. The model
-stays the same function, to the bit, because s_c is a power of two: SmoothQuant's s = max|x|^a / max|w|^(1-a), rounded.
+(`rescalable_edge.py`), channel c is divided by s_c = 2^k_c where it is made and multiplied by it where it is read. The
+model stays the same function, to the bit, because s_c is a power of two: SmoothQuant's s = max|x|^a / max|w|^(1-a), rounded.
 Xiao et al. (2023), equation 4, SmoothQuant; powers of two and the search for a are this package's own.
 docs/mathematics.md, section Smoothed channels. Axes: C channel, N token.
 """
@@ -25,8 +25,8 @@ from ..quantization.points import Point, rounded_rows
 from ..text.bar import bar
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
-from .gauge import Gauge, gauges, in_common
 from .neutral import tensors
+from .rescalable_edge import RescalableEdge, in_common, rescalable_edges
 from .trace import is_matrix
 
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # that are tried; 0 stands for no smoothing
@@ -112,13 +112,13 @@ class _Place:
         layer: the layer that keeps the powers.
     """
 
-    def __init__(self, root: nn.Module, gauge: Gauge, layer: Layer) -> None:
-        self.gauge = gauge
+    def __init__(self, root: nn.Module, rescalable_edge: RescalableEdge, layer: Layer) -> None:
+        self.rescalable_edge = rescalable_edge
         self.layer = layer
         self.pair = Pair(
-            relative(gauge.source, layer.path),
-            tuple(relative(reader, layer.path) for reader in gauge.readers),
-            gauge.channels,
+            relative(rescalable_edge.source, layer.path),
+            tuple(relative(reader, layer.path) for reader in rescalable_edge.readers),
+            rescalable_edge.channels,
         )
         self.weights = axes(root, layer.path, self.pair)
         self.matrices = [  # (outputs,C)
@@ -130,7 +130,7 @@ class _Place:
         self.high = torch.zeros_like(self.columns)
         self.errors = dict.fromkeys(ALPHAS, 0.0)
         self.alpha = 0.0
-        self.powers = torch.zeros(gauge.channels, dtype=torch.int8, device=self.columns.device)
+        self.powers = torch.zeros(rescalable_edge.channels, dtype=torch.int8, device=self.columns.device)
         self.kept = 0
 
     @property
@@ -146,7 +146,9 @@ class _Place:
         """
         low, high = torch.aminmax(x_NC.float(), dim=0)
         if not torch.isfinite(low + high).all():
-            raise ValueError(f"what {self.gauge.source} gives is not finite; check the weights, inputs and dtype.")
+            raise ValueError(
+                f"what {self.rescalable_edge.source} gives is not finite; check the weights, inputs and dtype."
+            )
         self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
 
     def compare(self, x_NC: Tensor) -> None:
@@ -250,12 +252,12 @@ def _places(installation: Installation, batch: Batch) -> dict[str, _Place]:
     root = installation.root
     matrices = {path: module for path, module in quantizable(root) if is_matrix(module)}
     with _full(installation):
-        found = gauges(root, batch, matrices)
+        found = rescalable_edges(root, batch, matrices)
     places = {}
-    for gauge in found:
-        layer = _nearest(installation, gauge)
+    for rescalable_edge in found:
+        layer = _nearest(installation, rescalable_edge)
         if layer is not None and layer.swapped:
-            places[gauge.source] = _Place(root, gauge, layer)
+            places[rescalable_edge.source] = _Place(root, rescalable_edge, layer)
     if not places:
         raise ValueError(
             f"no place of {type(root).__name__} around the swapped layers has channels whose scale is free: what the "
@@ -265,10 +267,10 @@ def _places(installation: Installation, batch: Batch) -> dict[str, _Place]:
     return places
 
 
-def _nearest(installation: Installation, gauge: Gauge) -> Layer | None:
+def _nearest(installation: Installation, rescalable_edge: RescalableEdge) -> Layer | None:
     """The layer in whose block all modules of a gauge lie; None if it is not one layer's, or serves several layers."""
     layers = installation.numbered()
-    shared = {layer: len(in_common(layer.path, *gauge.parts)) for layer in layers}
+    shared = {layer: len(in_common(layer.path, *rescalable_edge.parts)) for layer in layers}
     most = max(shared.values())
     nearest = [layer for layer, length in shared.items() if length == most]
     alone = most > 0 and len(nearest) == 1 and not nearest[0].site.family.shared
@@ -286,7 +288,7 @@ def _run(root: Any, batch: Batch, calls: Mapping[str, Callable[[Tensor], None]],
 
     with contextlib.ExitStack() as hooked:
         for name in calls:
-            reader = root.get_submodule(places[name].gauge.readers[0])
+            reader = root.get_submodule(places[name].rescalable_edge.readers[0])
             hooked.callback(reader.register_forward_pre_hook(reads(name)).remove)
         forward(root, batch)
 
@@ -319,7 +321,7 @@ def _write(installation: Installation, places: list[_Place], batch: Batch, alpha
         fit = Smoothing([place.pair for place in own], dtype)
         for number, place in enumerate(own):
             fit.powers(number).copy_(place.powers)
-        layer.swap.put(fit.beside(own[0].powers))
+        layer.swap.put(fit.placed_like(own[0].powers))
     installation.refresh()
 
 

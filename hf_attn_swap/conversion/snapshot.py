@@ -106,5 +106,5 @@ def _fill(swap: Swap, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None
         swap.drop(name)
     for name, spec in plain["fits"].items():
         if name not in swap.fitted or swap.fitted[name].spec() != spec:
-            swap.put(FITTED[name].from_spec(spec, swap.geometry).beside(like))
+            swap.put(FITTED[name].from_spec(spec, swap.geometry).placed_like(like))
     swap.load_state_dict(tensors)

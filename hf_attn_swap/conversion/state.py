@@ -20,12 +20,12 @@ from ..measuring.lost import Lost
 from ..patch import need_installation
 from ..wiring.install import Installation, installation_of, model_root
 from .adapters import with_adapters
-from .as_before import own_precision
 from .distillation import merge_adapters
 from .journal import Journal
 from .outcome import StepRecord
 from .plan import Plan
-from .processes import of_the_first
+from .preserve_training_state import own_precision
+from .processes import broadcast_from_rank0
 from .rows import Rows
 from .snapshot import Snapshot, copied, given_back, put, taken
 from .split_copy import SplitCopy
@@ -33,7 +33,7 @@ from .teacher import Teacher
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ConvertConfig:
     """What `convert` was asked for. The names are those of its arguments; `layers` is None for all layers."""
 
     variant: str
@@ -116,7 +116,7 @@ class State:
     journal: Journal
     held: HeldOut | None = None
     teacher: PreTrainedModel | None = None
-    request: Asked | None = None
+    request: ConvertConfig | None = None
     budget: Budget = field(default_factory=Budget)
     progress: bool = True
     record: list[StepRecord] = field(default_factory=list)
@@ -134,7 +134,7 @@ class State:
     # -- The model -----------------------------------------------------------------------------------------------------
 
     @property
-    def asked(self) -> Asked:
+    def config(self) -> ConvertConfig:
         """What `convert` was asked for."""
         assert self.request is not None, "this step belongs to convert"
         return self.request
@@ -153,7 +153,7 @@ class State:
     @property
     def variant(self) -> str:
         """The name of the variant that the swaps have now."""
-        return next(("+".join(group[0].names) for group in self.swaps.values()), self.asked.variant)
+        return next(("+".join(group[0].names) for group in self.swaps.values()), self.config.variant)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -173,12 +173,12 @@ class State:
         learnt = contextlib.nullcontext() if self.apart is None else self.apart.learnt()
         with learnt, own_precision(self.student):
             found = self.held.lost(self.student, progress=self.progress)
-        return of_the_first(found, self.args)
+        return broadcast_from_rank0(found, self.args)
 
     @property
     def within(self) -> bool:
         """True if the loss after the last step is within the budget of `convert`."""
-        return self.asked.allows(self.record[-1].lost)
+        return self.config.allows(self.record[-1].lost)
 
     def say(self, sentence: str) -> None:
         """Leave a sentence on what a step did, for the report."""

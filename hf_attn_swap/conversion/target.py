@@ -19,11 +19,11 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Home
+from ..core.call import DeviceAndDtype
 from ..families import Site
 from ..layer.neutral_start import SkipScale
 from ..layer.swap import Swap
-from ..wiring.home import home
+from ..wiring.device_and_dtype import device_and_dtype
 from ..wiring.layers import Layer
 
 WELL_CONDITIONED = 1e3  # up to this condition number, W_o is inverted exactly
@@ -71,9 +71,9 @@ class Target:
         return self.site.container.get_submodule(self.site.family.output)
 
     @property
-    def home(self) -> Home:
+    def device_and_dtype(self) -> DeviceAndDtype:
         """The device and the dtype of the layer."""
-        return home(self.site.container, self.site.core)
+        return device_and_dtype(self.site.container, self.site.core)
 
     @property
     def factor(self) -> float:
@@ -139,7 +139,7 @@ class Target:
         """W_o as a matrix (H D,E), and b_o (E,) or None."""
         if is_matrix(self.projection):
             return output_matrix(self.projection)
-        return _probed(self.projection, self.swap.geometry.heads * self.swap.geometry.head_dim, self.home)
+        return _probed(self.projection, self.swap.geometry.heads * self.swap.geometry.head_dim, self.device_and_dtype)
 
     def _heads_for(self, out_E: Tensor) -> Tensor:
         """Return the heads (...,H D) that the matrix of W_o turns into an output (...,E), without the bias."""
@@ -162,7 +162,7 @@ PROBE = 256.0  # large, so that adding the bias loses few digits of the matrix; 
 
 
 @torch.no_grad()
-def _probed(projection: nn.Module, width: int, at: Home) -> tuple[Tensor, Tensor | None]:
+def _probed(projection: nn.Module, width: int, at: DeviceAndDtype) -> tuple[Tensor, Tensor | None]:
     """Return the matrix (width,E) and the bias (E,) of an affine map, from its outputs on the rows of an identity."""
     bias = projection(torch.zeros(1, width, device=at.device, dtype=at.dtype))
     probes = PROBE * torch.eye(width, device=at.device, dtype=at.dtype)

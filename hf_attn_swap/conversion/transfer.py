@@ -27,8 +27,8 @@ from ..measuring.batches import read_by, refuse_other_tokens, token_mask, withou
 from ..measuring.divergence import relative_error
 from ..patch import need_installation
 from ..wiring.install import Installation
-from .as_before import configs_of
 from .parts import PARTS, site_part
+from .preserve_training_state import configs_of
 from .trainer import TrainerWithoutLabels
 
 ADAPTERS = "adapters"

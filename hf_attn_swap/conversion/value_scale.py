@@ -28,7 +28,7 @@ from ..layer.value_scale import LARGEST_SCALE, ValueScale
 from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
 from ..patch import need_installation
 from ..text.bar import bar
-from ..wiring.home import home
+from ..wiring.device_and_dtype import device_and_dtype
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
 from .heads import softmax_swaps
@@ -101,7 +101,7 @@ def scale_values(model: nn.Module, batches: Iterable[Any], *, progress: bool = T
         for swap in layer.copies:
             scale = ValueScale(swap.geometry)
             scale.squares.copy_(squares.view_as(scale.squares))
-            swap.put(scale.beside(home(layer.site.container, layer.site.core)))
+            swap.put(scale.placed_like(device_and_dtype(layer.site.container, layer.site.core)))
     installation.refresh()
     return ValueScales(
         before={index: before for index, (_, before, _) in found.items()},
@@ -143,7 +143,7 @@ class _Seen:
                     self._note(tensor, call.own_values(self.layer.swap.geometry.kv_heads), batch)
                 return tensor
 
-            call.tap = see
+            call.probe = see
 
         return before
 

@@ -51,7 +51,7 @@ class Geometry:
     key_dim: int | None = None
 
 
-class Home(NamedTuple):
+class DeviceAndDtype(NamedTuple):
     """Where an attention module computes.
 
     Attributes:
@@ -114,8 +114,8 @@ def _passed_whole(cls: type[T]) -> type[T]:
 
 @_passed_whole
 @dataclass
-class Carried:
-    """What the layers of one stack share during one forward pass. Each pass makes a new `Carried`.
+class ForwardContext:
+    """What the layers of one stack share during one forward pass. Each pass makes a new `ForwardContext`.
 
     Attributes:
         scores: the carried scores H of each layer, by the layer's number among the layers that carry scores.
@@ -147,7 +147,7 @@ class Call:
         x: (B,Q,E), the tensor that the layer's own query, key and value projections read.
         start: the position of the first current token among the keys, which is the length of the cache before the
             update; None if the call has no cache.
-        carried: what the layers share, or None if the model does not pass keyword arguments on.
+        context: what the layers share, or None if the model does not pass keyword arguments on.
         order: the layer's number among the layers that carry scores, from 0.
         first: True for the first of these layers, which takes no scores from a layer below.
         last: True if no later layer reads the carried scores.
@@ -171,7 +171,7 @@ class Call:
 
     x: Tensor
     start: int | Tensor | None = None
-    carried: Carried | None = None
+    context: ForwardContext | None = None
     order: int = 0
     first: bool = True
     last: bool = False
@@ -182,7 +182,7 @@ class Call:
     dropout: Callable[[Tensor], Tensor] | None = None
     recomputed: bool = False
     state: Any = None
-    tap: Callable[[str, Tensor], Tensor] | None = None
+    probe: Callable[[str, Tensor], Tensor] | None = None
     exact_strength: Strength = 1.0
     skip_scale: float = 1.0
     head_order: tuple[int, ...] | None = None
@@ -233,9 +233,9 @@ class Call:
             return own_BLGD
         return own_BLGD.repeat_interleave(heads // own_BLGD.shape[2], 2)
 
-    def tapped(self, place: str, tensor: Tensor) -> Tensor:
+    def probed(self, place: str, tensor: Tensor) -> Tensor:
         """The tensor that the computation goes on with: `tensor`, or what the tap returns for `tensor`."""
-        return tensor if self.tap is None else self.tap(place, tensor)
+        return tensor if self.probe is None else self.probe(place, tensor)
 
 
 @dataclass

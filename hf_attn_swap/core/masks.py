@@ -107,7 +107,7 @@ class Masks:
         closed = self.once(("closed",), lambda: given.masked_fill(given <= HIDING, lowest))
         return replace(self, given=closed)
 
-    def beside(self, pairs: int, share: Tensor | None, dtype: torch.dtype) -> Masks:
+    def with_extra_keys(self, pairs: int, share: Tensor | None, dtype: torch.dtype) -> Masks:
         """The masks of the same keys and of more keys in front of them, which every query sees.
 
         Args:
@@ -124,11 +124,11 @@ class Masks:
         mask = self.key_mask if self.given is None else self.given
         if mask is not None:
             shown = 1.0 if mask.dtype == torch.bool else 0.0
-            wider = self.once(("beside", pairs), lambda: F.pad(mask, (pairs, 0), value=shown))
+            wider = self.once(("extra keys", pairs), lambda: F.pad(mask, (pairs, 0), value=shown))
             return replace(extended, given=wider) if self.given is not None else replace(extended, key_mask=wider)
         if self.causal:
             ones = self.once(
-                ("beside", pairs), lambda: torch.ones(1, self.keys + pairs, dtype=torch.bool).to(self.device)
+                ("extra keys", pairs), lambda: torch.ones(1, self.keys + pairs, dtype=torch.bool).to(self.device)
             )
             return replace(extended, key_mask=ones)
         return extended

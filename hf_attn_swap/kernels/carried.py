@@ -27,7 +27,7 @@ def attend(
     Args:
         form: the form that `dispatch.carried_form` chose for this call.
         inputs: the tensors and the masks. The mask must not add numbers to scores.
-        call: the call; H is kept in `call.carried`.
+        call: the call; H is kept in `call.context`.
         sdpa: the stock fused function.
         below: H of the layer below, or None for the first layer.
         decay: the factor b of H_{l-1}.
@@ -51,12 +51,12 @@ def leave(hidden: Hidden | None, call: Call, *, drop: bool) -> None:
 
     With `drop`, H of the layer below is forgotten, which frees its memory.
     """
-    assert call.carried is not None
+    assert call.context is not None
     if hidden is not None:
-        call.carried.scores[call.order] = hidden
+        call.context.scores[call.order] = hidden
     if drop:
-        call.carried.scores.pop(call.order - 1, None)
-        call.carried.raw.pop(call.order - 1, None)
+        call.context.scores.pop(call.order - 1, None)
+        call.context.raw.pop(call.order - 1, None)
 
 
 def _in_place(

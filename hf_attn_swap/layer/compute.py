@@ -98,7 +98,7 @@ def attend(
         ValueError: the cache holds the keys of a window alone, and the call needs others.
     """
     biased = inputs.softcap is not None or inputs.position_bias is not None
-    readable = biased or want_weights or call.tap is not None
+    readable = biased or want_weights or call.probe is not None
     setting = Setting.of(inputs, call)
     form = Form.REFERENCE if readable else places.form(setting)
     if places.mask is None:
@@ -133,7 +133,7 @@ def _keeps_near(inputs: Inputs, call: Call, want_weights: bool) -> bool:
         ValueError: the cache holds no other keys already, and this call needs them.
     """
     masks = inputs.masks
-    whole = want_weights or call.tap is not None or inputs.position_bias is not None or inputs.own_window is not None
+    whole = want_weights or call.probe is not None or inputs.position_bias is not None or inputs.own_window is not None
     if whole or masks.given is not None or not (masks.causal or masks.queries == 1):
         if call.state.give_up():
             call.state = None
@@ -217,7 +217,7 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         scores = scores + inputs.position_bias
     if places.carrier is not None:
         scores = places.carrier.carry(scores, call)
-    scores = call.tapped("scores", scores)
+    scores = call.probed("scores", scores)
     if (bias := inputs.masks.bias()) is not None:
         scores = scores + bias
     allowed = inputs.masks.allowed()
@@ -228,12 +228,12 @@ def reference(places: Places, inputs: Inputs, call: Call) -> tuple[Tensor, Tenso
         weights = places.normalizer.normalize(wide, call)
     else:
         weights = torch.softmax(wide, -1)
-    weights = call.tapped(NORMALIZED, weights)
+    weights = call.probed(NORMALIZED, weights)
     if places.adjuster is not None:
         weights = places.adjuster.adjust(weights, call)
     if allowed is not None:  # a query that may see no key reads zeros, as in SDPA
         weights = weights.masked_fill(~allowed, 0.0)
-    weights = call.tapped("probabilities", weights.to(value.dtype))
+    weights = call.probed("probabilities", weights.to(value.dtype))
     return (F.dropout(weights, inputs.dropout) @ value).transpose(1, 2), weights
 
 

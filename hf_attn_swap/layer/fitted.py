@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
-from ..core.call import Call, Geometry, Home
+from ..core.call import Call, DeviceAndDtype, Geometry
 from ..variants.base import VARIANTS, Variant
 
 ENTRY = ("variant", "layers", "options", "strength", "modules", "retrained")  # keys of an entry that belong to no fit
@@ -119,7 +119,7 @@ class Fitted(nn.Module):
         """The fit that records in the layer, at the place `WEIGHTS`, that this fit is in the weights now."""
         raise NotImplementedError
 
-    def beside(self, like: Home | Tensor) -> Fitted:
+    def placed_like(self, like: DeviceAndDtype | Tensor) -> Fitted:
         """Move the fit to the device of `like`, and cast its parameters and buffers to the dtype of `like`."""
         return self.to(device=like.device, dtype=like.dtype)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Geometry, Home
+from ..core.call import DeviceAndDtype, Geometry
 from ..core.checks import check_keys, is_whole
 from ..variants.base import Variant
 from .fitted import AROUND, Fitted, fitted
@@ -97,7 +97,7 @@ class Smoothing(Fitted):
         names = ", ".join(posixpath.basename(pair.source) for pair in self.pairs)
         return f"The channels of {names} are smoothed in {layers} layers: scaled by powers of two, the same function."
 
-    def beside(self, like: Home | Tensor) -> Smoothing:
+    def placed_like(self, like: DeviceAndDtype | Tensor) -> Smoothing:
         """Move the powers to the device of `like`. They stay whole numbers."""
         return self.to(like.device)
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Call, Carried, FusedSoftmax, Geometry, Inputs, Strength
+from ..core.call import Call, ForwardContext, FusedSoftmax, Geometry, Inputs, Strength
 from ..core.masks import transformed
 from ..kernels.dispatch import Form, Setting
 from ..variants.base import Replacement, Variant, mix
@@ -260,23 +260,23 @@ class Swap(nn.Module):
         """True if a variant projects heads on values."""
         return any(variant.projects for variant in self.variants)
 
-    def place_in(self, carried: Carried | None) -> int:
+    def place_in(self, context: ForwardContext | None) -> int:
         """The layer's number among the layers that carry scores. For a shared module, the number of the call.
 
         Raises:
             ValueError: a shared module that carries scores is computed again after the pass.
         """
         order = self.wiring.order if self.wiring is not None else 0
-        if order is not None or carried is None:
+        if order is not None or context is None:
             return order or 0
-        if carried.closed and self.carries:
+        if context.closed and self.carries:
             raise ValueError(
                 "a module that serves several layers was computed again after the pass (activation checkpointing), so "
                 "hf_attn_swap cannot know which layer this call is; train this model without checkpointing, or use a "
                 "variant that does not carry scores across layers (modern_hopfield does)."
             )
-        carried.calls += 1
-        return carried.calls - 1
+        context.calls += 1
+        return context.calls - 1
 
     def is_first(self, order: int) -> bool:
         """True if the layer takes no scores from a layer below, in the call that `place_in` gave this number."""
@@ -338,7 +338,7 @@ class Swap(nn.Module):
         if places.replacement is not None:
             return self._replaced(places.replacement, inputs, call, sdpa, want_weights)
         heads, weights = attend(places, inputs, call, sdpa, want_weights)
-        heads = call.tapped("context", heads)
+        heads = call.probed("context", heads)
         reader = self.at("read")
         if reader is not None:
             heads = reader.read(heads, call)
@@ -357,7 +357,7 @@ class Swap(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """As `forward`, for a variant without scores. Fits change the variant's heads alone."""
         heads, weights = replaced(variant, inputs, call, want_weights)
-        heads = self._corrected(call.tapped("context", heads), 1.0)
+        heads = self._corrected(call.probed("context", heads), 1.0)
         if call.between:
             if transformed(*inputs.three):  # the stock function has no forward mode
                 other = reference(Places(), inputs, Call(x=call.x))[0]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.call import Call, Geometry, Home
+from ..core.call import Call, DeviceAndDtype, Geometry
 from ..variants.base import Variant
 from .fitted import CALL, Fitted, fitted
 
@@ -57,7 +57,7 @@ class ValueScale(Fitted):
     def sentence(self, layers: int) -> str:
         return f"The values of {layers} layers are scaled, so that the projection removes little."
 
-    def beside(self, like: Home | Tensor) -> ValueScale:
+    def placed_like(self, like: DeviceAndDtype | Tensor) -> ValueScale:
         """Move the scales to the device of `like`. They keep their dtype."""
         return self.to(like.device)
 

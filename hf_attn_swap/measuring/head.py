@@ -33,7 +33,7 @@ def names_head(name: str) -> bool:
     return any(part in name for part in ("For", "LMHead"))
 
 
-def keeps_logits(root: PreTrainedModel) -> bool:
+def can_skip_logits(root: PreTrainedModel) -> bool:
     """True if the model can leave out the logits of most tokens."""
     return "logits_to_keep" in inspect.signature(root.forward).parameters and root.get_output_embeddings() is not None
 

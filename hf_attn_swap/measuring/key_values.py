@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from ..text.bar import bar
 from ..text.table import Table, Tabled
 from ..text.typed import refuse_name
-from .asked import asked, need_next_token
 from .batches import evaluating
 from .positions import max_positions
 from .recall import AT_ONCE, stream
+from .token_log_probs import need_next_token, token_log_probs
 
 PAIRS = (16, 64, 256)
 TEXTS = 4  # of each number of pairs
@@ -132,7 +132,9 @@ class PairTexts:
             for pairs, texts_NL in bar(self.texts.items(), desc="pairs", shown=progress, leave=False):
                 places_T = self.line * torch.arange(pairs, 2 * pairs) + 1
                 some = torch.split(texts_NL, max(1, AT_ONCE // texts_NL.shape[1]))
-                log_p_NT, first_NT = map(torch.cat, zip(*(asked(model, each, places_T) for each in some), strict=True))
+                log_p_NT, first_NT = map(
+                    torch.cat, zip(*(token_log_probs(model, each, places_T) for each in some), strict=True)
+                )
                 found[pairs] = Recalls(
                     values=first_NT.numel(),
                     found=float(first_NT.double().mean()),

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from ..text.bar import bar
 from ..text.table import Table, Tabled
 from ..text.typed import refuse_name
-from .asked import asked, need_next_token
 from .batches import evaluating
 from .positions import max_positions
 from .recall import stream
+from .token_log_probs import need_next_token, token_log_probs
 
 LENGTHS = (256, 1024, 4096)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -278,7 +278,7 @@ def _hidden(
 def _read(model: nn.Module, text: Hidden) -> dict[float | None, tuple[Tensor, Tensor]]:
     """By depth, the log-probability of each digit and whether it is the first choice."""
     depths = sorted(text.places, key=lambda depth: int(text.places[depth][0]))
-    log_p_1T, first_1T = asked(model, text.ids[None], torch.cat([text.places[depth] for depth in depths]))
+    log_p_1T, first_1T = token_log_probs(model, text.ids[None], torch.cat([text.places[depth] for depth in depths]))
     sizes = [len(text.places[depth]) for depth in depths]
     parts = zip(torch.split(log_p_1T[0], sizes), torch.split(first_1T[0], sizes), strict=True)
     found = dict(zip(depths, parts, strict=True))

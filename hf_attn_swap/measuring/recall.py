@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from ..text.bar import bar
 from ..text.table import Table, Tabled
-from .asked import asked, need_next_token
 from .batches import evaluating
 from .positions import max_positions
+from .token_log_probs import need_next_token, token_log_probs
 
 DISTANCES = (64, 200, 512, 2048)
 LENGTH = 96  # tokens of a passage
@@ -135,7 +135,7 @@ class Passages:
         first_T = torch.arange(SKIPPED, self.length)
         both_T = torch.cat([first_T, first_T + width - self.length])
         for some_NL in torch.split(texts_NL, max(1, AT_ONCE // width)):
-            log_p_NT, _ = asked(model, some_NL, both_T)
+            log_p_NT, _ = token_log_probs(model, some_NL, both_T)
             once_NT, again_NT = log_p_NT.chunk(2, 1)
             yield from (again_NT - once_NT).mean(1).tolist()
 

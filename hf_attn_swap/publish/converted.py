@@ -20,7 +20,7 @@ from ..conversion.outcome import ConversionReport
 from ..conversion.processes import how_to_split
 from ..layer.calibration import FITS
 from ..layer.registry import parse, parse_options
-from ..writing import beside, claimed, saved_whole, told_where
+from ..writing import claimed, saved_whole, sibling, told_where
 from .card import RECALL, render
 from .checkpoint import (
     check_dtype,
@@ -114,7 +114,7 @@ def convert_checkpoint(
     where = find_device(device)
     hub, own = hub_arguments(revision, token), hub_arguments(None, token)
     auto = model_class(read_config(source, **hub), task)
-    work = beside(out, WORK)
+    work = sibling(out, WORK)
     training = _training(work, on_cpu=where == "cpu", bf16=bf16)
     if how_to_split(training) is not None:
         disable_fsdp_ram_efficient_loading()  # which would give weights to the first process alone
@@ -259,7 +259,7 @@ def _base(
 
 def _refuse_full(out: Path, overwrite: bool, source: str) -> None:
     """As `refuse_full`, unless a run of the same conversion was killed while it saved."""
-    refuse_full(out, overwrite or (beside(out, WORK) / NAME).exists(), source)
+    refuse_full(out, overwrite or (sibling(out, WORK) / NAME).exists(), source)
 
 
 def _training(work: Path, *, on_cpu: bool, bf16: bool) -> TrainingArguments:

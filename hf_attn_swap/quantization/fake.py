@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..core.call import NORMALIZED
 from ..families import sites
 from ..layer.swap import Swap
-from ..memory.tap import Tap
+from ..memory.probe import Probe
 from ..wiring.layers import layers_at
 from .places import is_norm, quantizable
 from .points import MOMENTUM, Point, Quantized
@@ -77,7 +77,7 @@ class _Papers(Quantizer):
             for swap in layer.copies:  # PEFT runs one of them
                 stack.callback(swap.register_forward_pre_hook(self._attention(layer.path, rotary)).remove)
         for path, module in self.root.named_modules():
-            if isinstance(module, Tap):
+            if isinstance(module, Probe):
                 stack.callback(module.register_forward_hook(self._tap(path)).remove)
 
     def rounded_weight(self, module: nn.Module, weight: Tensor, point: Point) -> Tensor:
@@ -97,7 +97,7 @@ class _Papers(Quantizer):
         return hook
 
     def _tap(self, path: str) -> Any:
-        def hook(module: Tap, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        def hook(module: Probe, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             if self.fitting:
                 self.flops["covered"] += 2.0 * output.numel() * module.width
             return self.round(path, output)
@@ -110,7 +110,7 @@ class _Papers(Quantizer):
             if rotary:
                 inputs.query = self.round(f"{path}.query", inputs.query)
                 inputs.key = self.round(f"{path}.key", inputs.key)
-            call.tap = lambda name, tensor: tensor if name == NORMALIZED else self.round(f"{path}.{name}", tensor)
+            call.probe = lambda name, tensor: tensor if name == NORMALIZED else self.round(f"{path}.{name}", tensor)
             if self.fitting:  # of linear attention, k^T v is not rounded
                 covered, rest = self.attention(swap, args)
                 self.flops["covered"] += covered

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..layer.swap import Phase, Swap
 from ..measuring.batches import as_batches, forward
-from ..measuring.watched import watched
+from ..measuring.instrumented import instrumented
 from ..text.bar import bar
 from .places import is_matmul
 from .points import MOMENTUM, Point, Quantized
@@ -34,7 +34,7 @@ def quantized(
     """
     if model.training:
         raise ValueError("8-bit ranges are fitted in evaluation; call model.eval() first.")
-    with watched(model) as root, contextlib.ExitStack() as stack:
+    with instrumented(model) as root, contextlib.ExitStack() as stack:
         placed = quantizer(root)
         if placed.gradients and any(getattr(module, "gradient_checkpointing", False) for module in root.modules()):
             raise ValueError(

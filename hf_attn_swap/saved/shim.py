@@ -80,7 +80,7 @@ def names_code(auto_map: Mapping[str, Any]) -> bool:
     return any(name == "AutoConfig" or name.startswith("AutoModel") for name in others(auto_map))
 
 
-def merged(config: PreTrainedConfig, auto_map: Any) -> dict[str, Any] | None:
+def merge_auto_map(config: PreTrainedConfig, auto_map: Any) -> dict[str, Any] | None:
     """The `auto_map` with the shim's entries; None if the config gets no shim."""
     kept = others(auto_map)
     ours = {} if names_code(kept) else entries(config)
@@ -160,7 +160,7 @@ def as_saved(config: PreTrainedConfig) -> Iterator[bool]:
 
     Gives True if the config names the shim.
     """
-    auto_map = merged(config, config.__dict__.get(KEY))
+    auto_map = merge_auto_map(config, config.__dict__.get(KEY))
     before = [(part, _own(part)) for part in parts(config)]
     try:
         for part, own in before:
@@ -181,7 +181,7 @@ def completed(folder: Path) -> str | None:
     content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if names_code(content.get(KEY) or {}) or content.get("model_type") not in CONFIG_MAPPING:
         return None
-    auto_map = merged(AutoConfig.from_pretrained(folder), content.get(KEY))
+    auto_map = merge_auto_map(AutoConfig.from_pretrained(folder), content.get(KEY))
     if auto_map is None:
         return None
     return json.dumps(with_shim(content, auto_map), indent=2, sort_keys=True) + "\n"

@@ -61,8 +61,8 @@ def compare(
         sys.exit(f"error: {' '.join(str(problem).split())}")
     if training.process_index:
         return None
-    beside, steps = ([], ()) if alone else (controls, conversion.steps)
-    result = publish(outcomes, beside, about, model, data, training, steps=steps, scratch=bool(task.scratch))
+    sibling, steps = ([], ()) if alone else (controls, conversion.steps)
+    result = publish(outcomes, sibling, about, model, data, training, steps=steps, scratch=bool(task.scratch))
     seeds = ", ".join(map(str, model.seeds))
     for metric in result.converted.metrics:
         print(f"{result.name}: {metric.name} {metric.mean:.4f} (seeds {seeds})")

@@ -19,7 +19,7 @@ from ..core.call import Call, FusedSoftmax, Geometry, Inputs, Strength, Three
 from ..core.kind import Kind
 from ..core.options import Options
 from ..kernels.dispatch import Form, Setting, weighted_form
-from ..kernels.pairs import Pairs
+from ..kernels.pairs import ExtraKV
 from ..kernels.weighing import Rule
 from ..kernels.windows import Span
 from .about import About
@@ -180,7 +180,7 @@ class Variant(nn.Module):
     def reset(self, generator: torch.Generator) -> None:
         """Set the parameters, so that a pretrained model stays close to its old output. Use this generator alone."""
 
-    def pairs(self, inputs: Inputs, call: Call) -> Pairs:
+    def pairs(self, inputs: Inputs, call: Call) -> ExtraKV:
         """Place "keys": pairs of a key and a value beside the keys of the text, for every query.
 
         What follows sees these keys in front of the others. `further_keys` must be their number.

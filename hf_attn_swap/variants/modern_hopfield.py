@@ -129,15 +129,15 @@ class ModernHopfield(Variant):
 
     def _forward_forward(self, scores_BHQK: Tensor, previous: Tensor | None, call: Call) -> Tensor:
         """`carry` for the scheme "forward_forward". `previous` is H of the layer below, or None."""
-        assert call.carried is not None
+        assert call.context is not None
         if previous is not None:
-            below = _like(call.carried.raw[call.order - 1], scores_BHQK)
+            below = _like(call.context.raw[call.order - 1], scores_BHQK)
             hidden = hopfield_scores(below, previous, self.options.alpha_prime)
         elif self.options.init == "first":
             hidden = scores_BHQK
         else:
             hidden = torch.zeros_like(scores_BHQK)
-        call.carried.raw[call.order] = scores_BHQK
+        call.context.raw[call.order] = scores_BHQK
         return mix(scores_BHQK, self.keep(hidden, call), call.strength_in(scores_BHQK.dtype))
 
     def keep(self, hidden_BHQK: Tensor, call: Call) -> Tensor:
@@ -151,7 +151,7 @@ class ModernHopfield(Variant):
         Raises:
             ValueError: the layer below left no H in this pass.
         """
-        if call.carried is None:
+        if call.context is None:
             raise ValueError(
                 "modern_hopfield: nothing arrived that could carry scores across the layers. If the program calls "
                 "model.forward(...), call model(...). If it calls model(...), this architecture does not pass keyword "
@@ -159,13 +159,13 @@ class ModernHopfield(Variant):
             )
         if call.first:
             return None
-        if call.order - 1 not in call.carried.scores:
+        if call.order - 1 not in call.context.scores:
             raise ValueError(
                 f"modern_hopfield: the scores of carrying layer {call.order - 1} are missing in this pass. Layers that "
                 "are skipped (layer-drop), run alone, or run again by hand-made activation checkpointing cannot carry "
                 "scores: set layerdrop to 0, and checkpoint with model.gradient_checkpointing_enable()."
             )
-        return call.carried.scores[call.order - 1]
+        return call.context.scores[call.order - 1]
 
     def heads(self, inputs: Inputs, call: Call, sdpa: FusedSoftmax, form: Form) -> Tensor | None:
         """The heads (B,Q,H,D) by a fused form of `kernels.carried`; None if the readable pipeline must run."""

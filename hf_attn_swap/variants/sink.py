@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core.call import Call, Geometry, Inputs
 from ..core.options import Options
-from ..kernels.pairs import Pairs
+from ..kernels.pairs import ExtraKV
 from .about import About
 from .base import Variant, register
 
@@ -111,7 +111,7 @@ class Sink(Variant):
     def further_keys(self) -> int:
         return self.options.tokens
 
-    def pairs(self, inputs: Inputs, call: Call) -> Pairs:
+    def pairs(self, inputs: Inputs, call: Call) -> ExtraKV:
         key, value, score = self.learned()
         share = call.exact_strength if isinstance(call.exact_strength, Tensor) else None
-        return Pairs(key=key, value=value, score=score, share=share)
+        return ExtraKV(key=key, value=value, score=score, share=share)

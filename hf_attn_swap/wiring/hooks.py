@@ -20,21 +20,21 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
-from ..core.call import Call, Carried
+from ..core.call import Call, ForwardContext
 from ..families import stock_class
 from ..families.source import arguments
 from ..layer.swap import STOCK, Argument, Phase, Swap, Wiring
 from .cache import LinearState, keep_all_keys
-from .seam import CALL, CARRIED, LAYER, NAMES, MaskWithContext, kind_of_masks, swap_of
+from .seam import CALL, CONTEXT, LAYER, NAMES, MaskWithContext, kind_of_masks, swap_of
 from .state import State
 from .window_cache import WindowState, can_hold
 
 
 def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Before a stack: add a new `Carried` to the keyword arguments, which the layers share during this pass."""
+    """Before a stack: add a new `ForwardContext` to the keyword arguments, which the layers share during this pass."""
     want = kwargs.get("output_attentions")
     want = getattr(module.config, "output_attentions", False) if want is None else want
-    return args, {**kwargs, CARRIED: Carried(want_weights=bool(want), gradients=torch.is_grad_enabled())}
+    return args, {**kwargs, CONTEXT: ForwardContext(want_weights=bool(want), gradients=torch.is_grad_enabled())}
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,30 +118,30 @@ def _is_at(layer: nn.Module, inside: str, path: str) -> bool:
 
 
 def before_encoder(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Before the part of a stack that holds all layers: add a `Carried` if `before_stack` did not run.
+    """Before the part of a stack that holds all layers: add a `ForwardContext` if `before_stack` did not run.
 
     A program that calls `model.forward(...)` and not `model(...)`, as sentence-transformers does, passes by the hooks
     of the model.
     """
-    if CARRIED in kwargs:
+    if CONTEXT in kwargs:
         return args, kwargs
-    return args, {**kwargs, CARRIED: Carried(gradients=torch.is_grad_enabled())}
+    return args, {**kwargs, CONTEXT: ForwardContext(gradients=torch.is_grad_enabled())}
 
 
 def after_encoder(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """After the part of a stack that holds all layers: close the `Carried`."""
-    kwargs[CARRIED].closed = True
+    """After the part of a stack that holds all layers: close the `ForwardContext`."""
+    kwargs[CONTEXT].closed = True
 
 
 def after_stack(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """After a stack: close the `Carried`. A later call of a shared module is a re-computation of an unknown layer.
+    """After a stack: close the `ForwardContext`. A later call of a shared module computes an unknown layer again.
 
     Raises:
         ValueError: the caller wants attention weights, but the model does not pass keyword arguments on to its layers.
     """
-    carried: Carried = kwargs[CARRIED]
-    carried.closed = True
-    if carried.want_weights and not carried.arrived:
+    context: ForwardContext = kwargs[CONTEXT]
+    context.closed = True
+    if context.want_weights and not context.arrived:
         raise ValueError(
             f"{type(module).__name__} does not pass keyword arguments on to its layers, so attention weights cannot "
             "be asked for; leave out output_attentions, or use a newer transformers."
@@ -155,8 +155,8 @@ def before_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         ValueError: the checkpointing is re-entrant, which would lose gradients of carried scores.
     """
     checkpointed = bool(getattr(module, "gradient_checkpointing", False)) and module.training
-    carried: Carried | None = kwargs.get(CARRIED)
-    if checkpointed and (torch.is_grad_enabled() if carried is None else carried.gradients):
+    context: ForwardContext | None = kwargs.get(CONTEXT)
+    if checkpointed and (torch.is_grad_enabled() if context is None else context.gradients):
         function = getattr(module, "_gradient_checkpointing_func", None)
         if getattr(function, "keywords", {}).get("use_reentrant", True):
             raise ValueError(
@@ -183,7 +183,7 @@ def before_core_by_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) ->
     if isinstance(mask, MaskWithContext):  # attention transfer repeats a call with the arguments of the first call
         mask = mask.mask
     args, kwargs = _start(module, module, *_with_mask(place, mask, args, kwargs))
-    context = {name: kwargs[name] for name in (CALL, CARRIED, STOCK) if name in kwargs}
+    context = {name: kwargs[name] for name in (CALL, CONTEXT, STOCK) if name in kwargs}
     return _with_mask(place, MaskWithContext(mask, context), args, kwargs)
 
 
@@ -299,20 +299,20 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
                 f"{type(core).__name__}: cross-attention has no values of its own tokens and cannot be swapped; leave "
                 "this module out with layers= or modules=."
             )
-    carried: Carried | None = kwargs.get(CARRIED)
-    if carried is None and wiring.first and wiring.last:  # a layer that shares scores with no other needs no stack
-        carried = Carried(gradients=torch.is_grad_enabled())
+    context: ForwardContext | None = kwargs.get(CONTEXT)
+    if context is None and wiring.first and wiring.last:  # a layer that shares scores with no other needs no stack
+        context = ForwardContext(gradients=torch.is_grad_enabled())
     residual, checkpointed = kwargs.get(LAYER, (None, False))
     if cache is not None and swap.carries and not wiring.uniform:
         keep_all_keys(cache)
     layer = None if cache is None else _layer_in_cache(core, wiring, cache)
     start = None if cache is None else _cache_length(cache, layer)
-    order = swap.place_in(carried)
+    order = swap.place_in(context)
     call = Call(
         x=wiring.states.of(args, kwargs),
         start=sys.maxsize if wiring.borrows else start,  # the current tokens are the last ones
-        state=None if layer is None else _state(core, swap, cache, layer, carried),
-        carried=carried,
+        state=None if layer is None else _state(core, swap, cache, layer, context),
+        context=context,
         order=order,
         first=swap.is_first(order),
         last=wiring.last,
@@ -388,7 +388,7 @@ def _cache_length(cache: Any, layer: int | None) -> int | Tensor:
     return length.clone() if isinstance(length, Tensor) else length
 
 
-def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, carried: Carried | None) -> State | None:
+def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, context: ForwardContext | None) -> State | None:
     """What the cache holds of this layer in place of all keys, claimed for this call; None if it holds all keys.
 
     A new state is started only without gradients, and if the caller wants no attention weights. If the mask then turns
@@ -397,7 +397,7 @@ def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, carried: Carried
     if swap.phase != Phase.FULL or torch.compiler.is_compiling():
         return None
     wiring, variant = wiring_of(swap), swap.at("mask")
-    shown = carried is not None and carried.want_weights
+    shown = context is not None and context.want_weights
     starts = not shown and not torch.is_grad_enabled() and not wiring.lent  # a state has no keys to lend
     state: State | None = None
     if swap.replacement is not None:

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from ..core.call import Call, Carried, Inputs
+from ..core.call import Call, ForwardContext, Inputs
 from ..core.masks import Masks
 from ..layer.compute import Places, ordinary, reference
 from ..layer.registry import parse
@@ -32,7 +32,7 @@ NAMES = (NAME, OF_KEYS_NAME)
 _UNGROUPED = nn.Module()
 # Names of the keyword arguments that carry a call's context.
 CALL = "attn_swap_call"
-CARRIED = "attn_swap_carried"
+CONTEXT = "attn_swap_carried"
 LAYER = "attn_swap_layer"
 # An attribute of a config: "eager" if the stock model gives its modules float masks, "dense" if they look into masks,
 # "whole" if the model changes its masks between two layers, and so must always get one.
@@ -117,17 +117,17 @@ def attention_forward(
         kwargs |= attention_mask.context
         attention_mask = attention_mask.mask
     call: Call | None = kwargs.pop(CALL, None)
-    carried: Carried | None = kwargs.pop(CARRIED, None)
+    context: ForwardContext | None = kwargs.pop(CONTEXT, None)
     kwargs.pop(LAYER, None)
     stock = bool(kwargs.pop(STOCK, False))
-    want_weights = bool(kwargs.pop("output_attentions", False)) or (carried is not None and carried.want_weights)
-    if carried is not None:
-        carried.arrived = True
+    want_weights = bool(kwargs.pop("output_attentions", False)) or (context is not None and context.want_weights)
+    if context is not None:
+        context.arrived = True
     swap = swap_of(module)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
     if eager_masks(getattr(module, "config", None)):  # in such a model, no mask means that every key may be seen
         causal = False
-    inputs = _inputs(query, key, value, attention_mask, scaling, dropout, causal, kwargs, carried)
+    inputs = _inputs(query, key, value, attention_mask, scaling, dropout, causal, kwargs, context)
     sdpa = functools.partial(_sdpa, module, inputs, kwargs)
     if swap is not None and swap.phase != Phase.OFF and not stock:
         if call is None:
@@ -141,7 +141,7 @@ def attention_forward(
         heads, weights = swap(inputs, call, sdpa, want_weights)
         return heads.contiguous(), weights
     if want_weights or inputs.softcap is not None:
-        heads, weights = reference(Places(), inputs, Call(x=query, carried=carried))
+        heads, weights = reference(Places(), inputs, Call(x=query, context=context))
         return heads.contiguous(), weights
     return ordinary(inputs, sdpa), None
 
@@ -155,7 +155,7 @@ def _inputs(
     dropout: float,
     causal: bool,
     kwargs: dict[str, Any],
-    carried: Carried | None,
+    context: ForwardContext | None,
 ) -> Inputs:
     """Collect the tensors of a call, and give every mask one meaning.
 
@@ -194,7 +194,7 @@ def _inputs(
         key_mask=key_mask,
         given=mask,
         causal=causal and mask is None,
-        made=carried.masks if carried is not None else [],
+        made=context.masks if context is not None else [],
     )
     return Inputs(
         query=query,

@@ -100,11 +100,11 @@ def test_layer_without_its_model() -> None:
 
 
 def test_layer_without_the_one_below() -> None:
-    from hf_attn_swap.core.call import Carried
-    from hf_attn_swap.wiring.seam import CARRIED
+    from hf_attn_swap.core.call import ForwardContext
+    from hf_attn_swap.wiring.seam import CONTEXT
 
     with refused("scores of carrying layer 0 are missing", "run alone"):
-        layer_alone(patch_model(fresh("bert"), "modern_hopfield"), 1, **{CARRIED: Carried()})
+        layer_alone(patch_model(fresh("bert"), "modern_hopfield"), 1, **{CONTEXT: ForwardContext()})
 
 
 def test_no_residual_stream() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.core.call import Call
-from hf_attn_swap.kernels.pairs import Pairs
+from hf_attn_swap.kernels.extra_kv import ExtraKV
 from hf_attn_swap.variants.about import About
 from hf_attn_swap.variants.base import METHODS, PLACES, Variant, register
 
@@ -34,9 +34,9 @@ def plainest(place: str, seen: list[tuple[torch.dtype, torch.dtype]]) -> None:
     def normalized(self: Any, scores: torch.Tensor, call: Any) -> torch.Tensor:
         return halved(self, torch.softmax(scores, -1), call)
 
-    def paired(self: Any, inputs: Any, call: Any) -> Pairs:
+    def paired(self: Any, inputs: Any, call: Any) -> ExtraKV:
         groups, width = inputs.key.shape[1], inputs.key.shape[3]
-        return Pairs(key=halved(self, inputs.query.new_ones(groups, 1, width), call))
+        return ExtraKV(key=halved(self, inputs.query.new_ones(groups, 1, width), call))
 
     body: dict[str, Any] = {
         "places": (place,),

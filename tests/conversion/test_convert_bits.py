@@ -20,7 +20,7 @@ from .converting import CALM, Killed, converted, names, rows, stock, timeless, w
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 
 integers = importlib.import_module("hf_attn_swap.conversion.steps.integers")
-rounding = importlib.import_module("hf_attn_swap.conversion.steps.relearn")
+rounding = importlib.import_module("hf_attn_swap.conversion.steps.qat")
 smoothing = importlib.import_module("hf_attn_swap.conversion.steps.smooth")
 
 

@@ -11,8 +11,8 @@ import torch
 from transformers import TrainingArguments
 
 from benchmarks.bench_caches import cache_of
-from hf_attn_swap.conversion.as_before import flags_as_before
 from hf_attn_swap.conversion.distillation import DistillationTrainer
+from hf_attn_swap.conversion.preserve_training_state import preserve_training_flags
 from hf_attn_swap.conversion.state import State
 from hf_attn_swap.conversion.steps.distil import StopWithin
 from tests import zoo
@@ -69,7 +69,7 @@ def test_a_stage_gives_the_flags_back() -> None:
     first, *others = model.parameters()
     first.requires_grad_(False)
 
-    @flags_as_before(model)
+    @preserve_training_flags(model)
     def turned() -> None:
         for parameter in model.parameters():
             parameter.requires_grad_(not parameter.requires_grad)

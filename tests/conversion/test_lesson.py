@@ -85,7 +85,7 @@ def test_arguments_that_decide_about_a_training(kept: bool, progress: bool, tmp_
 
 def test_low_memory_reads_one_row_at_a_time(tmp_path: Path) -> None:
     found = state(3, tmp_path, left=100)
-    found.asked.low_memory = True
+    found.config.low_memory = True
     args = share_of_budget(found, DISTIL, 100, "x").args
     assert (args.train_batch_size, args.gradient_accumulation_steps) == (1, 2)
     assert getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing

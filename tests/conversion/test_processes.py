@@ -16,7 +16,7 @@ from hf_attn_swap.conversion import engine, processes
 from hf_attn_swap.conversion.convert import _journal
 from hf_attn_swap.conversion.engine import Part
 from hf_attn_swap.conversion.journal import Journal
-from hf_attn_swap.conversion.processes import how_to_split, of_the_first
+from hf_attn_swap.conversion.processes import broadcast_from_rank0, how_to_split
 from hf_attn_swap.conversion.split_copy import MustBeSplit
 from hf_attn_swap.conversion.state import State
 from tests.contract.harness import refused
@@ -51,8 +51,8 @@ def first(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_the_first_process_decides(first: list[Any]) -> None:
     first += ["theirs"]
-    assert of_the_first("mine", arguments()) == "mine"
-    assert of_the_first("mine", arguments(world_size=2)) == "theirs"
+    assert broadcast_from_rank0("mine", arguments()) == "mine"
+    assert broadcast_from_rank0("mine", arguments(world_size=2)) == "theirs"
     assert first == []
 
 

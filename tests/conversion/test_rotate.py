@@ -279,7 +279,7 @@ def test_what_is_added_to_a_writer_is_a_writer() -> None:
     model, batch = build("llama"), inputs("llama")
     mlp = model.model.layers[0].mlp
     mlp.after, mlp.beside = (nn.Linear(32, 32).double() for _ in range(2))
-    mlp.register_forward_hook(lambda module, args, out: out + module.after(out + module.beside(args[0])))
+    mlp.register_forward_hook(lambda module, args, out: out + module.after(out + module.placed_like(args[0])))
     wanted = forward(model, batch)
     rotate(model, batch)
     assert error(forward(model, batch), wanted) <= EXACT

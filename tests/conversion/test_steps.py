@@ -52,7 +52,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_list_reads_like_the_docstring() -> None:
     names = [name_of(step) for step in steps.STEPS]
     first = ["stock", "swap", "absorb", "heads", "fit", "choose"]
-    assert names == [*first, "distil", "finish", "smooth", "relearn", "integers"]
+    assert names == [*first, "distil", "finish", "smooth", "qat", "integers"]
     told = [
         line.split()[1].rstrip(":")
         for line in str(module.__doc__).splitlines()
@@ -138,7 +138,7 @@ def test_a_toy_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[float] = []
 
     def shrink(state: State) -> None:
-        found.extend(stage.factor for stage in state.asked.plan.others if isinstance(stage, Shrink))
+        found.extend(stage.factor for stage in state.config.plan.others if isinstance(stage, Shrink))
 
     monkeypatch.setattr(module, "STEPS", [module.STEPS[0], shrink, *module.STEPS[1:]])
     monkeypatch.setattr("hf_attn_swap.conversion.plan.KINDS", stages.KINDS)

@@ -111,7 +111,7 @@ def test_a_head_that_peft_saves(name: str, tmp_path: Path) -> None:
     assert loss_of(trainer, batch) < first
     assert torch.equal(teacher_of(trainer, batch), forward(stock, batch))
     student = forward(model, batch)
-    assert distance(forward(trainer.merged(), batch), student) < 1e-5
+    assert distance(forward(trainer.merge_and_unload(), batch), student) < 1e-5
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["get_peft_model", "inject_adapter_in_model"])
@@ -221,7 +221,7 @@ def test_merged_and_reloaded(name: str, tmp_path: Path) -> None:
     trainer = distiller(perturb(model), tmp_path, name, args={"num_train_epochs": 1})
     trainer.train()
     wanted = forward(model.eval(), batch)
-    merged = trainer.merged()
+    merged = trainer.merge_and_unload()
     assert type(merged) is type(fresh(name, torch.float32))
     assert not any("lora_" in key or "modules_to_save" in key for key in merged.state_dict())
     assert distance(forward(merged, batch), wanted) < 1e-5
@@ -231,7 +231,7 @@ def test_merged_and_reloaded(name: str, tmp_path: Path) -> None:
     assert torch.equal(forward(loaded, batch), forward(merged, batch))
     assert not torch.equal(forward(unpatch_model(loaded), batch), forward(fresh(name, torch.float32), batch))
     plain = patch_model(fresh(name, torch.float32), "gated")
-    assert distiller(plain, tmp_path, name, trainable="body").merged() is plain
+    assert distiller(plain, tmp_path, name, trainable="body").merge_and_unload() is plain
 
 
 def retrained(model: Any) -> bool:
@@ -310,7 +310,7 @@ def test_adapters_leave_the_original_until_they_are_merged(tmp_path: Path) -> No
     trainer.train()
     assert not retrained(root)
     distiller(model, tmp_path)  # so they can train on
-    assert retrained(trainer.merged())
+    assert retrained(trainer.merge_and_unload())
 
 
 def test_a_transfer_is_noted(tmp_path: Path) -> None:

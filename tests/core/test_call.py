@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_attn_swap.core.call import Call, Carried, Hidden, Inputs, heads_in_order
+from hf_attn_swap.core.call import Call, ForwardContext, Hidden, Inputs, heads_in_order
 from hf_attn_swap.core.masks import Masks
 from tests.contract.harness import refused
 
@@ -51,9 +51,9 @@ def test_a_copy_of_carried_scores() -> None:
     assert Hidden(None).clone().scores is None
 
 
-@pytest.mark.parametrize("carried", [Carried, Call])
-def test_programs_that_copy_dataclasses_leave_what_layers_share(carried: type[Any]) -> None:
-    assert not dataclasses.is_dataclass(carried)
+@pytest.mark.parametrize("carried", [ForwardContext, Call])
+def test_programs_that_copy_dataclasses_leave_what_layers_share(context: type[Any]) -> None:
+    assert not dataclasses.is_dataclass(context)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_strength_and_skip() -> None:
 def test_a_tap_is_asked() -> None:
     seen: list[str] = []
 
-    def tap(place: str, tensor: Tensor) -> Tensor:
+    def probe(place: str, tensor: Tensor) -> Tensor:
         seen.append(place)
         return tensor + 1
 
     x = torch.zeros(1)
-    assert call().tapped("scores", x) is x
-    assert call(tap=tap).tapped("scores", x).item() == 1
+    assert call().probed("scores", x) is x
+    assert call(probe=probe).probed("scores", x).item() == 1
     assert seen == ["scores"]
 
 

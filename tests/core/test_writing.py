@@ -13,7 +13,7 @@ import pytest
 from safetensors import SafetensorError
 
 from hf_attn_swap import writing
-from hf_attn_swap.writing import beside, check_writable, claimed, half_replaced, saved_whole, told_where
+from hf_attn_swap.writing import check_writable, claimed, half_replaced, saved_whole, sibling, told_where
 
 
 def names(folder: Path) -> list[str]:
@@ -66,7 +66,7 @@ def test_the_lock_of_a_process_that_was_killed_is_open(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_was_removed_between_opening_and_locking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, path = writing.FileLock.acquire, beside(tmp_path / "out", writing.LOCK)
+    real, path = writing.FileLock.acquire, sibling(tmp_path / "out", writing.LOCK)
     seen = []
 
     def acquire(self: writing.FileLock) -> None:
@@ -106,7 +106,7 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_process_that_only_joins_writes_nothing(tmp_path: Path) -> None:
     with saved_whole(tmp_path / "out", writes=False) as part:
-        assert part == beside(tmp_path / "out", writing.SAVING)
+        assert part == sibling(tmp_path / "out", writing.SAVING)
     assert names(tmp_path) == []
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_attn_swap.core.call import Call, Carried, Hidden, Inputs
+from hf_attn_swap.core.call import Call, ForwardContext, Hidden, Inputs
 from hf_attn_swap.core.masks import Masks
 from hf_attn_swap.kernels import carried
 from hf_attn_swap.kernels.dispatch import Form
@@ -27,8 +27,8 @@ def made(device: str, seed: int) -> Inputs:
     return Inputs(query=query, key=key, value=value, scaling=0.5, masks=masks, dropout=0.0)
 
 
-def layer(inputs: Inputs, shared: Carried, order: int, below: Hidden | None) -> Tensor:
-    call = Call(x=inputs.query, carried=shared, order=order)
+def layer(inputs: Inputs, shared: ForwardContext, order: int, below: Hidden | None) -> Tensor:
+    call = Call(x=inputs.query, context=shared, order=order)
 
     def never(*args: Any) -> Tensor:
         raise AssertionError("long sequences have no fused form")
@@ -49,7 +49,7 @@ def test_terms_follow(devices: tuple[str, ...], gradients: bool, monkeypatch: py
             return torch.zeros_like(tensor, device="cpu") if back else to(tensor, *args, **kwargs)
 
         monkeypatch.setattr(Tensor, "to", brought)
-    shared = Carried()
+    shared = ForwardContext()
     with torch.set_grad_enabled(gradients):
         for order, device in enumerate(devices):
             below = shared.scores.get(order - 1)
@@ -62,7 +62,7 @@ def test_terms_follow(devices: tuple[str, ...], gradients: bool, monkeypatch: py
 
 
 def test_on_one_device_terms_are_not_copied() -> None:
-    shared = Carried()
+    shared = ForwardContext()
     with torch.no_grad():
         layer(made("cpu", 0), shared, 0, None)
         below = shared.scores[0]

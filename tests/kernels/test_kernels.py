@@ -169,7 +169,7 @@ def test_one_h_is_alive(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def watched(hidden: Any, call: Any, *, drop: bool) -> None:
         leave(hidden, call, drop=drop)
-        held = [kept.scores for kept in call.carried.scores.values()]
+        held = [kept.scores for kept in call.context.scores.values()]
         alive.append(len(held))
         places.update(scores.data_ptr() for scores in held)
 

@@ -277,8 +277,8 @@ def test_a_pass_without_gradients_forgets_only_what_no_layer_reads(scheme: str) 
     kept: list[tuple[list[int], list[int]]] = []
 
     def note(module: Any, args: Any, output: Any) -> None:
-        carried = args[1].carried
-        kept.append((list(carried.scores), list(carried.raw)))
+        context = args[1].context
+        kept.append((list(context.scores), list(context.raw)))
 
     for swap in swaps(model):
         swap.register_forward_hook(note)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_attn_swap.core.call import Carried, Geometry
+from hf_attn_swap.core.call import ForwardContext, Geometry
 from hf_attn_swap.core.kind import Kind
 from hf_attn_swap.kernels.dispatch import Form, Setting
 from hf_attn_swap.layer.calibration import Calibration
@@ -152,24 +152,24 @@ def test_keys_of_a_fit_that_is_not_there_are_unexpected() -> None:
 
 def test_places_among_the_layers() -> None:
     """A module of one layer has its number; one that serves several layers counts its calls, as long as it may."""
-    swap, carried = swap_of("modern_hopfield"), Carried()
-    assert swap.place_in(carried) == 0
+    swap, context = swap_of("modern_hopfield"), ForwardContext()
+    assert swap.place_in(context) == 0
     assert [swap.is_first(order) for order in (0, 1)] == [True, False]
     swap.wiring = replace(WIRING, first=True)
-    assert swap.place_in(carried) == 2
+    assert swap.place_in(context) == 2
     assert swap.is_first(2)
     swap.wiring = WIRING
     assert not swap.is_first(0)
     swap.wiring = replace(WIRING, order=None)
-    assert [swap.place_in(carried) for _ in range(3)] == [0, 1, 2]
+    assert [swap.place_in(context) for _ in range(3)] == [0, 1, 2]
     assert swap.place_in(None) == 0
     assert [swap.is_first(order) for order in (0, 1)] == [True, False]
-    carried.closed = True
+    context.closed = True
     with refused("computed again after the pass"):
-        swap.place_in(carried)
+        swap.place_in(context)
     free = swap_of("belief")
     free.wiring = swap.wiring
-    assert free.place_in(carried) == 3
+    assert free.place_in(context) == 3
 
 
 def test_an_argument_of_a_call() -> None:

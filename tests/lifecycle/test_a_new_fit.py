@@ -90,7 +90,7 @@ def with_fit(cls: Any, name: str, variant: str, shift: float = 0.25, dtype: torc
     """A patched model whose layers have the fit."""
     model = perturb(patch_model(fresh(name, dtype), variant))
     for swap in swaps(model):
-        swap.put(cls(shift, swap.geometry).beside(next(model.parameters())))
+        swap.put(cls(shift, swap.geometry).placed_like(next(model.parameters())))
     need_installation(model).refresh()
     return model
 
@@ -172,7 +172,7 @@ def test_the_way_back(turned: Any) -> None:
     before, wanted, block = [swap.fitted for swap in swaps(model)], forward(model, batch), model.config.attn_swap
     calibrate(model, [batch_of("bert", seed=99 + seed) for seed in range(12)], fit="map", progress=False)
     for swap in swaps(model):
-        swap.put(turned(0.25, swap.geometry).beside(next(model.parameters())))
+        swap.put(turned(0.25, swap.geometry).placed_like(next(model.parameters())))
     need_installation(model).refresh()
     assert distance(forward(model, batch), wanted) > 1e-3
     for state, logits in ((before, wanted), (none, without), (before, wanted)):

@@ -49,7 +49,7 @@ def worked(model: Any) -> Any:
             *([ValueScale(swap.geometry)] if swap.projects else []),
         ]
         for fit in fits:
-            swap.put(fit.beside(next(model.parameters())))
+            swap.put(fit.placed_like(next(model.parameters())))
         swap.retrained = True
     installation = need_installation(model)
     installation.set_strength({layer: 0.5 + layer.number / 16 for layer in installation.layers()})

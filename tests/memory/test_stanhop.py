@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_attn_swap.analysis import record
 from hf_attn_swap.memory import STanHopConfig, STanHopForPrediction
+from hf_attn_swap.memory.probe import Probe
 from hf_attn_swap.memory.stanhop import DecoderLayer, Hopfield, Merge, Tandem
-from hf_attn_swap.memory.tap import Tap
 from hf_attn_swap.quantization import fake_w8a8
 from tests import slow
 
@@ -340,17 +340,17 @@ def test_eight_bits(retrieval: str) -> None:
     model = STanHopForPrediction(config(retrieval=retrieval)).eval().requires_grad_(False)
     past = torch.randn(8, 20, 3)
     before = model(past).prediction_outputs
-    taps = {path: module for path, module in model.named_modules() if isinstance(module, Tap)}
-    assert len(taps) == 3 * (2 * 3 + 3 * 4)
+    probes = {path: module for path, module in model.named_modules() if isinstance(module, Probe)}
+    assert len(probes) == 3 * (2 * 3 + 3 * 4)
     seen: dict[str, Tensor] = {}
     with torch.no_grad(), fake_w8a8(model, [{"past_values": past}]) as inside:
-        for path, tap in taps.items():
-            tap.register_forward_hook(lambda module, args, output, path=path: seen.update({path: output}))
+        for path, probe in probes.items():
+            probe.register_forward_hook(lambda module, args, output, path=path: seen.update({path: output}))
         rounded = model(past).prediction_outputs
         with FlopCounterMode(display=False) as counter:
             model(past)
     names = {point.name for point in inside.points}
-    assert set(taps) <= names
+    assert set(probes) <= names
     assert not any(name.startswith("heads") or "gate" in name for name in names)
     assert all(len(output.unique()) <= 256 for output in seen.values())
     heads = 3 * 2 * 8 * 3 * 2 * 8 * 4  # three heads, two operations, samples x channels x patches, width x patch

@@ -23,7 +23,7 @@ ROOT = RECIPES.parent
 CARDS = sorted(path.parent for path in (ROOT / "model_cards").glob(f"*/{RESULTS_FILE}"))
 
 
-class Asked(Exception):  # noqa: N818
+class ConvertConfig(Exception):  # noqa: N818
     """What a recipe was asked to do, in place of the training."""
 
 
@@ -31,13 +31,13 @@ def asked(command: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...
     """What the recipe's command line says: about, model, data, conversion and training."""
 
     def stop(_: Any, *arguments: Any) -> None:
-        raise Asked(*arguments)
+        raise ConvertConfig(*arguments)
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(import_module("hf_attn_swap.training.compare"), "compare", stop)
     python, script, *arguments = command
     assert (python, Path(script).parent) == ("python", Path("recipes"))
-    with pytest.raises(Asked) as found:
+    with pytest.raises(ConvertConfig) as found:
         recipe(Path(script).name, arguments, monkeypatch)
     return found.value.args
 

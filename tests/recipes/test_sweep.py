@@ -62,7 +62,7 @@ def test_the_control_shares_all_but_the_variant(sweep: Any) -> None:
 def test_shipped_sweeps(path: Path, sweep: Any) -> None:
     content = yaml.safe_load(path.read_text())
     assert (RECIPES / content["recipe"]).exists()
-    assert configurations.find(content["config"], beside=path.parent).exists()
+    assert configurations.find(content["config"], relative_to=path.parent).exists()
     runs = [each for run in content["runs"] for each in sweep.expand(run)]
     names = [sweep.name_of(run) for run in runs]
     assert len(set(names)) == len(names)

@@ -19,13 +19,13 @@ from .finish import finish
 from .fit import calibrated, fit
 from .heads import heads
 from .integers import integers
-from .relearn import relearn
+from .qat import qat
 from .smooth import smooth
 from .stock import stock
 from .swap import swap
 
 # What `convert` does, in this order.
-STEPS: list[Step] = [stock, swap, absorb, heads, fit, choose, distil, finish, smooth, relearn, integers]
+STEPS: list[Step] = [stock, swap, absorb, heads, fit, choose, distil, finish, smooth, qat, integers]
 
 # Which step takes a stage of a recipe.
 OF_STAGE: dict[type[Any], Callable[[Any, str], Step]] = {Calibrate: calibrated, Align: aligned, Distil: distilled}

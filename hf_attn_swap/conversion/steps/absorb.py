@@ -40,12 +40,12 @@ def _may(state: State) -> bool:
 
     If the swap alone is within the budget, nothing is tried.
     """
-    asked = state.asked
-    if not asked.absorb or state.rows.unit != TOKENS or not hasattr(asked.processor, "all_special_ids"):
+    config = state.config
+    if not config.absorb or state.rows.unit != TOKENS or not hasattr(config.processor, "all_special_ids"):
         return False
-    if asked.layers is not None or asked.modules is not None or asked.keep:
+    if config.layers is not None or config.modules is not None or config.keep:
         return False
-    if state.within and asked.bits is None:
+    if state.within and config.bits is None:
         return False
     every = need_installation(state.model).layers()
     return all(layer.site.kind is Kind.DECODER for layer in every) and _with_sink(state) is not None
@@ -53,16 +53,16 @@ def _may(state: State) -> bool:
 
 def _with_sink(state: State) -> tuple[str, dict[str, Any]] | None:
     """The variant with a sink before it, and its options; None if the variant composes with no sink."""
-    asked = state.asked
-    classes = parse(asked.variant)
+    config = state.config
+    classes = parse(config.variant)
     if Sink in classes:
-        return asked.variant, asked.options
-    if asked.bits is not None and classes == (Softmax,):
+        return config.variant, config.options
+    if config.bits is not None and classes == (Softmax,):
         return Sink.name, {}
-    name = f"{Sink.name}+{asked.variant}"
+    name = f"{Sink.name}+{config.variant}"
     with contextlib.suppress(ValueError):
         parse(name)
-        own = canonical_keys(asked.options) if len(classes) > 1 else {asked.variant: asked.options}
+        own = canonical_keys(config.options) if len(classes) > 1 else {config.variant: config.options}
         return name, own
     return None
 
@@ -70,27 +70,27 @@ def _with_sink(state: State) -> tuple[str, dict[str, Any]] | None:
 def _choose(state: State) -> None:
     """Note the tokens that serve as a sink, or None. The model stays as it is."""
     state.notes["sink"] = None
-    measure = State.lost if state.asked.bits is None else lost_in_bits
-    swapped = state.record[-1].lost if state.asked.bits is None else lost_in_bits(state)
+    measure = State.lost if state.config.bits is None else lost_in_bits
+    swapped = state.record[-1].lost if state.config.bits is None else lost_in_bits(state)
     try:
         _patch(state)
-        found = absorb_rows(state.model, state.asked.processor, _first_rows(state))
+        found = absorb_rows(state.model, state.config.processor, _first_rows(state))
     except ValueError as problem:
         state.say(f"No sink was absorbed: {problem}")
     else:
         lost = measure(state)
-        enough = not state.asked.budgeted or state.asked.allows(lost)  # else groups of layers are chosen
+        enough = not state.config.budgeted or state.config.allows(lost)  # else groups of layers are chosen
         if lost.share < swapped.share and enough:
             state.notes["sink"] = list(found.tokens)
             state.say(str(found))
     finally:
-        patch_model(state.model, state.asked.variant, **state.asked.options)
+        patch_model(state.model, state.config.variant, **state.config.options)
 
 
 def _put(state: State) -> None:
     """Put the swaps with the chosen sink instead of the others."""
     _patch(state)
-    absorb_rows(state.model, state.asked.processor, _first_rows(state)[:1], tokens=state.notes["sink"])
+    absorb_rows(state.model, state.config.processor, _first_rows(state)[:1], tokens=state.notes["sink"])
 
 
 def _patch(state: State) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..as_before import flags_as_before
 from ..engine import Step
 from ..lesson import epochs_of
+from ..preserve_training_state import preserve_training_flags
 from ..stages import Align
 from ..state import State
 from ..teach import teach
@@ -15,7 +15,7 @@ def aligned(stage: Align, name: str) -> Step:
 
     def run(state: State) -> None:
         lesson = epochs_of(state, stage, name)
-        with flags_as_before(state.model):
+        with preserve_training_flags(state.model):
             teach(state, stage, lesson)
         state.say(f"Attention transfer without labels: {lesson.words} ({', '.join(stage.trainable)}).")
 

@@ -19,9 +19,9 @@ def choose(state: State) -> Iterator[Part]:
 
 
 def _choose(state: State) -> None:
-    asked, layers = state.asked, list(state.layers)
-    keep = 0.0 if asked.heads is not None else asked.keep  # else it is a share of heads, which are chosen already
-    choosing = asked.layers is None and asked.budgeted and not state.within
+    config, layers = state.config, list(state.layers)
+    keep = 0.0 if config.heads is not None else config.keep  # else it is a share of heads, which are chosen already
+    choosing = config.layers is None and config.budgeted and not state.within
     state.notes["choosing"] = choosing
     if not keep and not choosing:
         state.notes["groups"] = [layers]

@@ -15,10 +15,10 @@ from transformers import TrainerCallback
 
 from ...patch import set_strength
 from ..adapters import adapted_weights
-from ..as_before import flags_as_before
 from ..engine import Part, Step
 from ..lesson import epochs_of, exhausted, rows_read, share_of_budget
 from ..outcome import UNDONE
+from ..preserve_training_state import preserve_training_flags
 from ..progress import quiet
 from ..snapshot import Snapshot
 from ..stages import Distil
@@ -34,9 +34,9 @@ WHOLE = "all its heads keep all keys"
 
 def distil(state: State) -> Iterator[Part]:
     """Distil group after group, as far as the budgets go."""
-    groups, choosing, plan = state.notes["groups"], state.notes["choosing"], state.asked.plan
+    groups, choosing, plan = state.notes["groups"], state.notes["choosing"], state.config.plan
     every = list(state.swaps)
-    why = WHOLE if state.asked.heads is not None else COSTLY
+    why = WHOLE if state.config.heads is not None else COSTLY
     state.kept = {index: why for index in every if not any(index in group for group in groups)}
     for number, group in enumerate(groups):
         before = state.snapshot() if choosing else None
@@ -67,7 +67,7 @@ def distilled(stage: Distil, name: str) -> Step:
     def run(state: State) -> None:
         lesson = epochs_of(state, stage, name)
         what = f"{', '.join(stage.trainable)} trained"
-        with flags_as_before(state.model):
+        with preserve_training_flags(state.model):
             teach(state, stage, lesson, callbacks=() if stage.schedule is None else (stage.schedule,))
             if state.adapters is not None:
                 what = f"LoRA of rank {stage.rank}, merged"
@@ -91,11 +91,11 @@ class StopWithin(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure at each quarter of the training steps."""
-        asked = self.conversion.asked
+        config = self.conversion.config
         every = max(1, state.max_steps // CHECKS)
-        if not asked.budgeted or state.global_step % every or state.global_step >= state.max_steps:
+        if not config.budgeted or state.global_step % every or state.global_step >= state.max_steps:
             return
-        if asked.allows(self.conversion.lost()):
+        if config.allows(self.conversion.lost()):
             control.should_training_stop = True
             control.should_save = False  # a run that goes on from this very training step would not stop here
 

@@ -24,8 +24,8 @@ ROWS_AT_A_TIME = 8
 
 def fit(state: State) -> Iterator[Part]:
     """Fit the swap, unless the swap alone is within the budget, or is stock attention."""
-    wanted = state.asked.plan.calibrate is not None
-    if wanted or not (state.within or parse(state.asked.variant) == (Softmax,)):
+    wanted = state.config.plan.calibrate is not None
+    if wanted or not (state.within or parse(state.config.variant) == (Softmax,)):
         yield Part("fit", _fit)
 
 
@@ -42,9 +42,9 @@ def calibrated(stage: Calibrate, name: str) -> Step:
 
 
 def _fit(state: State) -> Found:
-    wanted = state.asked.plan.calibrate
+    wanted = state.config.plan.calibrate
     count = _calibration_rows(state.rows) if wanted is None else wanted.rows
-    batches = _batches(state.rows, count, 1 if state.asked.low_memory else ROWS_AT_A_TIME)
+    batches = _batches(state.rows, count, 1 if state.config.low_memory else ROWS_AT_A_TIME)
     if wanted is None:
         return _best_fit(state, batches)
     _calibrate(state, batches, wanted.fit, wanted, scale=True, progress=state.progress)

@@ -21,7 +21,7 @@ FEW_PASSAGES = 2
 
 def heads(state: State) -> Iterator[Part]:
     """Choose the heads, and let them keep all keys."""
-    if state.asked.heads is not None:
+    if state.config.heads is not None:
         yield Part("heads", _choose, measured=False)
         yield Part("heads chosen", _put, again=True)
 
@@ -31,7 +31,7 @@ def _choose(state: State) -> None:
     rows = max(1, round(FEW_TOKENS / state.rows.length)) if state.rows.unit == TOKENS else FEW_ROWS
     found = head_sensitivity(state.model, state.held.few(rows, FEW_PASSAGES), progress=state.progress)
     order = found.order
-    count = min(round(state.asked.keep * len(order)), len(order) - 1)
+    count = min(round(state.config.keep * len(order)), len(order) - 1)
     full = sorted(order[len(order) - count :])
     state.notes["head_sensitivity"] = found.to_dict()
     state.notes["full_heads"] = [list(head) for head in full]

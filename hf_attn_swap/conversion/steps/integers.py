@@ -9,12 +9,12 @@ from ...quantization.static import input_ranges, int8_static
 from ..bits import batches
 from ..engine import Part
 from ..state import State
-from .relearn import RANGES
+from .qat import RANGES
 
 
 def integers(state: State) -> Iterator[Part]:
     """Put integers instead of the weights. From here on, there is no way back."""
-    if state.asked.bits is not None and state.swaps:
+    if state.config.bits is not None and state.swaps:
         yield Part("8-bit integers", _round, again=True)
 
 

@@ -16,7 +16,7 @@ from ..state import State
 
 def smooth(state: State) -> Iterator[Part]:
     """Measure the model in 8 bits as it is, and with smoothed channels; keep what loses less."""
-    if state.asked.bits is None or not state.swaps:
+    if state.config.bits is None or not state.swaps:
         return
     yield Part("in 8 bits", _in_bits)
     yield Part("in 8 bits, smoothed", partial(_smoothed, state.record[-1].lost.share), again=True)
@@ -28,7 +28,7 @@ def _in_bits(state: State) -> Found:
 
 def _smoothed(before: float, state: State) -> Found | None:
     """Smooth the channels. If that loses more, the weights get their former scales."""
-    state.keep(vectors_of(state.student))  # `relearn` trains them, and their first values are those without the scales
+    state.keep(vectors_of(state.student))  # `qat` trains them, and their first values are those without the scales
     try:
         found = smooth_channels(state.model, batches(state), progress=state.progress)
     except ValueError as problem:

@@ -11,7 +11,7 @@ from ..state import State
 
 def stock(state: State) -> Iterator[Part]:
     """Measure the stock model in 8 bits. Nothing changes."""
-    if state.asked.bits is not None:
+    if state.config.bits is not None:
         yield Part("stock model in 8 bits", _measured)
 
 

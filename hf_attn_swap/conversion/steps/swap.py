@@ -15,5 +15,5 @@ def swap(state: State) -> Iterator[Part]:
 
 
 def _swap(state: State) -> None:
-    asked = state.asked
-    patch_model(state.model, asked.variant, layers=asked.layers, modules=asked.modules, **asked.options)
+    config = state.config
+    patch_model(state.model, config.variant, layers=config.layers, modules=config.modules, **config.options)

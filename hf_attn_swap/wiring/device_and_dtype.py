@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.call import Home
+from ..core.call import DeviceAndDtype
 
 
-def home(container: nn.Module, core: nn.Module) -> Home:
+def device_and_dtype(container: nn.Module, core: nn.Module) -> DeviceAndDtype:
     """The device on which an attention module computes, and the dtype in which it computes.
 
     Args:
@@ -28,7 +28,7 @@ def home(container: nn.Module, core: nn.Module) -> Home:
     if device.type == "meta":
         device = _execution_device(container) or device
     dtype = _compute_dtype(container, core) if floating is None else floating.dtype
-    return Home(device, dtype)
+    return DeviceAndDtype(device, dtype)
 
 
 def _execution_device(container: nn.Module) -> torch.device | None:

@@ -15,7 +15,7 @@ LEFT = ("forward", "_original_forward", "_is_accelerate_prepared")  # what accel
 
 
 @contextlib.contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
+def preserve_training_state(model: nn.Module) -> Iterator[None]:
     """Afterwards the model is as before in all but its weights, also after an error.
 
     This means training modes, `requires_grad`, gradients, `forward`, `use_cache` in the configs, and activation
@@ -55,7 +55,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def flags_as_before(model: nn.Module) -> Iterator[None]:
+def preserve_training_flags(model: nn.Module) -> Iterator[None]:
     """Afterwards the same parameters require gradients as before."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:

@@ -32,7 +32,7 @@ LEARNING_RATE = 1e-3  # measured on SmolLM2
 TRAINED = (VECTORS, "swap")
 
 
-def relearn(state: State) -> Iterator[Part]:
+def qat(state: State) -> Iterator[Part]:
     """Train with rounding, unless the loss in 8 bits is within the budget."""
     if not may_train(state) or state.within:
         return
@@ -41,7 +41,7 @@ def relearn(state: State) -> Iterator[Part]:
 
 def may_train(state: State) -> bool:
     """True if tokens are kept for a training with rounding, in float32: in half precision small steps are lost."""
-    if state.asked.bits is None or not state.swaps:
+    if state.config.bits is None or not state.swaps:
         return False
     return model_root(state.model).dtype == torch.float32 and not exhausted(state, whole=True)
 
@@ -54,7 +54,7 @@ def _train(state: State) -> Found:
         ranges = input_ranges(state.model, batches(state))
     state.taught = Teacher(state.student, state.teacher or _copied(model_root(state.model)))
     stage = dataclasses.replace(
-        state.asked.plan.last, rank=None, trainable=TRAINED, learning_rate=LEARNING_RATE, tokens=None
+        state.config.plan.last, rank=None, trainable=TRAINED, learning_rate=LEARNING_RATE, tokens=None
     )
     try:
         with straight_through(state.model, ranges):

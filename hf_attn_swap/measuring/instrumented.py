@@ -11,7 +11,7 @@ from torch import nn
 from ..families import sites
 from ..layer.registry import parse, parse_options
 from ..layer.swap import Phase
-from ..memory.tap import Tap
+from ..memory.probe import Probe
 from ..patch import build_swap, patch_model, swappable, unpatch_model
 from ..wiring.install import installation_of, model_root
 
@@ -19,7 +19,7 @@ CONTROL = "softmax"
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module) -> Iterator[Any]:
+def instrumented(model: nn.Module) -> Iterator[Any]:
     """Inside the `with` block, every swappable layer computes through a `Swap`, and its output has the same bits.
 
     Afterwards the model is as before. A model whose retrievals have taps (STanHop-Net) is visible as it is.
@@ -34,7 +34,7 @@ def watched(model: nn.Module) -> Iterator[Any]:
         ValueError: `model` is not a transformers model, or nothing in the model can be swapped.
     """
     root = model_root(model)
-    if any(isinstance(module, Tap) for module in root.modules()) and not sites(root):
+    if any(isinstance(module, Probe) for module in root.modules()) and not sites(root):
         yield root
         return
     stock = installation_of(root) is None

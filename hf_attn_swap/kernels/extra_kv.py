@@ -17,7 +17,7 @@ from ..functional.linear import without_autocast
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pairs:
+class ExtraKV:
     """N pairs of a key and a value, the same for every row and every query.
 
     Attributes:
@@ -84,7 +84,7 @@ class Pairs:
             query=query,
             key=torch.cat([own_key.expand(batch, -1, -1, -1), key], 2),
             value=torch.cat([own_value.expand(batch, -1, -1, -1), value], 2),
-            masks=inputs.masks.beside(self.count, self.share, query.dtype),
+            masks=inputs.masks.with_extra_keys(self.count, self.share, query.dtype),
             position_bias=None if bias is None else F.pad(bias, (self.count, 0)),
             further=self.count,
         )

@@ -29,7 +29,7 @@ TRIED = 2  # pairs are tried with powers from -2 to 2
 
 
 @dataclass(frozen=True)
-class Gauge:
+class RescalableEdge:
     """A source of channels and its readers, by their paths in the model.
 
     Attributes:
@@ -50,7 +50,7 @@ class Gauge:
         return self.source, *self.readers
 
 
-def gauges(root: Any, batch: Batch, places: Mapping[str, nn.Module]) -> list[Gauge]:
+def rescalable_edges(root: Any, batch: Batch, places: Mapping[str, nn.Module]) -> list[RescalableEdge]:
     """Every place of the model where the scale of channels is free, in the order of the calls.
 
     A matrix reads at most one source of the result.
@@ -65,22 +65,24 @@ def gauges(root: Any, batch: Batch, places: Mapping[str, nn.Module]) -> list[Gau
     trace.run(batch)
     with torch.no_grad():
         recorded = _outputs(root, batch, trace.called)
-        found: list[Gauge] = []
-        waiting = [gauge for gauge in _candidates(trace, places) if _plain(root, gauge)]
+        found: list[RescalableEdge] = []
+        waiting = [rescalable_edge for rescalable_edge in _candidates(trace, places) if _plain(root, rescalable_edge)]
         while waiting:
-            taken = {reader for gauge in found for reader in gauge.readers}
-            waiting = [gauge for gauge in waiting if taken.isdisjoint(gauge.readers)]
-            tried: list[Gauge] = []
-            for gauge in waiting:  # a module may have one part in a pass alone, so that an error has one cause
-                if {part for each in tried for part in each.parts}.isdisjoint(gauge.parts):
-                    tried.append(gauge)
+            taken = {reader for rescalable_edge in found for reader in rescalable_edge.readers}
+            waiting = [rescalable_edge for rescalable_edge in waiting if taken.isdisjoint(rescalable_edge.readers)]
+            tried: list[RescalableEdge] = []
+            for (
+                rescalable_edge
+            ) in waiting:  # a module may have one part in a pass alone, so that an error has one cause
+                if {part for each in tried for part in each.parts}.isdisjoint(rescalable_edge.parts):
+                    tried.append(rescalable_edge)
             found += _hold(root, batch, tried, recorded)
-            waiting = [gauge for gauge in waiting if gauge not in tried]
+            waiting = [rescalable_edge for rescalable_edge in waiting if rescalable_edge not in tried]
     order = {name: number for number, name in enumerate(trace.called)}
-    return sorted(found, key=lambda gauge: order[gauge.source])
+    return sorted(found, key=lambda rescalable_edge: order[rescalable_edge.source])
 
 
-def _candidates(trace: Trace, places: Mapping[str, nn.Module]) -> Iterator[Gauge]:
+def _candidates(trace: Trace, places: Mapping[str, nn.Module]) -> Iterator[RescalableEdge]:
     """Sources that reach matrices alone, all of them in `places`, and of as many channels as each of them reads.
 
     A matrix beside them that this pass did not reach, such as an expert that no token chose, may read the same
@@ -102,7 +104,7 @@ def _candidates(trace: Trace, places: Mapping[str, nn.Module]) -> Iterator[Gauge
         if any(each.split(".")[: len(block)] == block for each in rested):
             continue
         if all(channels_read(modules[reader]) == width for reader in readers):
-            yield Gauge(name, readers, width, is_norm(modules[name]))
+            yield RescalableEdge(name, readers, width, is_norm(modules[name]))
 
 
 def in_common(*paths: str) -> list[str]:
@@ -111,13 +113,13 @@ def in_common(*paths: str) -> list[str]:
     return [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, together)]
 
 
-def _plain(root: nn.Module, gauge: Gauge) -> bool:
+def _plain(root: nn.Module, rescalable_edge: RescalableEdge) -> bool:
     """True if the source has plain parameters along its channels, on this machine."""
-    module = root.get_submodule(gauge.source)
+    module = root.get_submodule(rescalable_edge.source)
     own = parts(module, source=True)
     if not (is_matrix(module) or is_norm(module)) or not all(plain(p) and not p.is_meta for p, _ in own):
         return False
-    return all(p.dim() > axis and p.shape[axis] == gauge.channels for p, axis in own)
+    return all(p.dim() > axis and p.shape[axis] == rescalable_edge.channels for p, axis in own)
 
 
 def _outputs(root: Any, batch: Batch, names: Mapping[str, int]) -> dict[str, Tensor]:
@@ -143,8 +145,8 @@ class _Tried:
     """Compares what modules give under a gauge with what they gave before."""
 
     recorded: Mapping[str, Tensor]
-    source: dict[str, Gauge] = field(default_factory=dict)
-    reader: dict[str, Gauge] = field(default_factory=dict)
+    source: dict[str, RescalableEdge] = field(default_factory=dict)
+    reader: dict[str, RescalableEdge] = field(default_factory=dict)
     powers: dict[str, Tensor] = field(default_factory=dict)
     wrong: set[str] = field(default_factory=set)
 
@@ -157,7 +159,9 @@ class _Tried:
                 wanted = scaled(wanted, wanted.dim() - 1, -self.powers[name])
             if not _same(output, wanted):
                 concerned = (self.source.get(name), self.reader.get(name))
-                self.wrong.update(gauge.source for gauge in concerned if gauge is not None)
+                self.wrong.update(
+                    rescalable_edge.source for rescalable_edge in concerned if rescalable_edge is not None
+                )
             return wanted
 
         return compare
@@ -171,27 +175,29 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return bool((wide - wanted).norm() <= ROUNDED * wanted.norm())
 
 
-def _hold(root: Any, batch: Batch, tried: list[Gauge], recorded: Mapping[str, Tensor]) -> list[Gauge]:
+def _hold(root: Any, batch: Batch, tried: list[RescalableEdge], recorded: Mapping[str, Tensor]) -> list[RescalableEdge]:
     """Those gauges under which each module gives what it gave, to the bit. They are tried together in one pass."""
     check = _Tried(recorded)
     generator = torch.Generator().manual_seed(0)
-    for gauge in tried:
-        check.source[gauge.source] = gauge
-        check.reader |= dict.fromkeys(gauge.readers, gauge)
-        check.powers[gauge.source] = torch.randint(-TRIED, TRIED + 1, (gauge.channels,), generator=generator)
+    for rescalable_edge in tried:
+        check.source[rescalable_edge.source] = rescalable_edge
+        check.reader |= dict.fromkeys(rescalable_edge.readers, rescalable_edge)
+        check.powers[rescalable_edge.source] = torch.randint(
+            -TRIED, TRIED + 1, (rescalable_edge.channels,), generator=generator
+        )
     with contextlib.ExitStack() as hooked:
-        for gauge in tried:
-            hooked.enter_context(under(root, gauge, check.powers[gauge.source]))
+        for rescalable_edge in tried:
+            hooked.enter_context(under(root, rescalable_edge, check.powers[rescalable_edge.source]))
         for name in {*check.source, *check.reader}:
             hooked.callback(root.get_submodule(name).register_forward_hook(check.hook(name)).remove)
         root(**batch)
-    return [gauge for gauge in tried if gauge.source not in check.wrong]
+    return [rescalable_edge for rescalable_edge in tried if rescalable_edge.source not in check.wrong]
 
 
 @contextlib.contextmanager
-def under(root: nn.Module, gauge: Gauge, powers_C: Tensor) -> Iterator[None]:
+def under(root: nn.Module, rescalable_edge: RescalableEdge, powers_C: Tensor) -> Iterator[None]:
     """Inside, the weights are scaled: 2^-k where the channels come out, 2^k where they are read."""
-    source, readers = root.get_submodule(gauge.source), map(root.get_submodule, gauge.readers)
+    source, readers = root.get_submodule(rescalable_edge.source), map(root.get_submodule, rescalable_edge.readers)
     changed = [(p, axis, -powers_C) for p, axis in parts(source, source=True)]
     changed += [(p, axis, powers_C) for reader in readers for p, axis in parts(reader, source=False)]
     before = [(p, p.data) for p, _, _ in changed]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 
-class Tap(nn.Identity):
+class Probe(nn.Identity):
     """Passes a tensor on. Forward hooks can read or round it.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..wiring.install import model_root
 from .batches import forward
-from .head import keeps_logits
+from .head import can_skip_logits
 from .lost import predicts_next
 
 
@@ -28,7 +28,7 @@ def need_next_token(model: nn.Module, what: str) -> None:
         raise ValueError(f"{what} by the next token; {type(model_root(model)).__name__} is no causal language model.")
 
 
-def asked(model: nn.Module, texts_NL: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
+def token_log_probs(model: nn.Module, texts_NL: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
     """Let a model read texts to their end, and ask for the tokens at some places, each given all tokens before it.
 
     Args:
@@ -40,7 +40,7 @@ def asked(model: nn.Module, texts_NL: Tensor, places_T: Tensor) -> tuple[Tensor,
         The log-probability of each token (N,T), in nats, and whether it is the model's first choice (N,T), on the CPU.
     """
     before_T = places_T - 1  # a token's logits stand one place before it
-    leaves_out = keeps_logits(model_root(model))
+    leaves_out = can_skip_logits(model_root(model))
     batch = {"input_ids": texts_NL, **({"logits_to_keep": before_T} if leaves_out else {})}
     logits_NTV = forward(model, batch).logits
     if not leaves_out:
