@@ -25,7 +25,7 @@ from ..publish.results import (
     RunResult,
     read_swaps,
 )
-from ..publish.results.run import IDENTIFIER
+from ..publish.results import IDENTIFIER
 from .arguments import DataArguments, ModelArguments
 from .metrics import LOWER_IS_BETTER, OUTLIERS, paired_interval
 from .outcome import Outcome
