@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..functional.linear import Past, length_factor, masked_keys, per_head, state_before, without_autocast
-from . import twice
+from .double_backward import refuse_double_backward
 
 ARGUMENTS = {"q", "k", "v", "scale", "initial_state", "output_final_state", "normalize"}
 TOKENS_FIRST = {"head_first", "cu_seqlens"}  # versions with one of these arguments take tokens before heads
@@ -61,16 +61,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, length: 
         sequences = [each.flatten(0, 1).unsqueeze(2) for each in (q, k[:, :, behind:], v[:, :, behind:])]
         mixed, _ = run(*sequences, scale=1.0, initial_state=state, output_final_state=False, normalize=False)
     if mixed.requires_grad:
-        mixed.register_hook(_once)
+        mixed.register_hook(lambda _: refuse_double_backward())  # before the backward pass of the kernel
     scaled: Tensor = mixed.reshape(q.shape) * factor_BQ[:, None, :, None]
     return scaled.to(q.dtype)
-
-
-def _once(grad: Tensor) -> None:
-    """Refuse a second derivative before the kernel's backward pass, whose results autograd cannot look into.
-
-    Raises:
-        ValueError: the gradient is to be differentiated again.
-    """
-    if twice.wanted():
-        twice.refuse("flash-linear-attention's kernel", "compute second derivatives in fp32 (model.float())")

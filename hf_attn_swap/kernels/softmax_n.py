@@ -20,10 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import functional
 from ..core.call import Three
 from ..functional.linear import without_autocast
-from . import twice
+from .double_backward import refuse_double_backward
 from .stock_softmax import Found, How, Kernel, kernels
 
 
@@ -179,10 +178,9 @@ class _SoftmaxN(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_double_backward()
         query, key, value, scores, values, mask, heads, lse = ctx.saved_tensors
         qkv, further = (query, key, value), None if scores is None else Further(scores, values)
-        if twice.wanted():
-            return (*_again(qkv, mask, ctx.log_n, ctx.how, grad, further), None, None, None, None)
         total = _joined(lse, scores, ctx.log_n)
         found = Found(heads, total, ctx.kept)
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
@@ -205,51 +203,3 @@ def _of_further(grad: Tensor, further: Further, heads: Tensor, total: Tensor) ->
         of_weights = (g @ values.to(wide).unsqueeze(1).mT).view_as(weights)
         of_values = (p.mT @ g).sum((0, 2)).to(values.dtype)
         return weights * (of_weights - mean), of_values
-
-
-def _again(
-    qkv: Three,
-    mask: Tensor | None,
-    log_n: float | Tensor,
-    how: How,
-    grad: Tensor,
-    further: Further | None = None,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key, value and of further scores and values by the readable formula.
-
-    It holds all weights, and autograd can differentiate it once more.
-
-    Raises:
-        ValueError: weights were dropped. The kernel alone knows which.
-    """
-    if how.dropout > 0:
-        twice.refuse(
-            "softmax_n with dropout of weights", "call model.eval(), or set the config's attention dropout to 0"
-        )
-
-    def heads(query: Tensor, key: Tensor, value: Tensor, *pairs: Tensor) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
-        wide = torch.promote_types(query.dtype, torch.float32)
-        q, k, v = query.to(wide), key.to(wide), value.to(wide)
-        scores = how.scaling * q @ k.repeat_interleave(groups, 1).mT
-        if mask is not None:
-            scores = scores + mask
-        if how.causal:
-            later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill(later, torch.finfo(wide).min)
-        n = log_n.exp() if isinstance(log_n, Tensor) else math.exp(log_n)
-        if pairs:
-            scores = torch.cat([pairs[0].to(wide), scores], -1)
-        weights = functional.softmax_n(scores, n)
-        own = pairs[0].shape[3] if pairs else 0
-        read = weights[..., own:] @ v.repeat_interleave(groups, 1)
-        if len(pairs) > 1:
-            read = read + weights[..., :own] @ pairs[1].to(wide).repeat_interleave(
-                query.shape[1] // pairs[1].shape[0], 0
-            )
-        return read.to(query.dtype)
-
-    tensors = [*qkv, *(each for each in further or () if each is not None)]
-    with without_autocast(grad.device):
-        grads = twice.gradients(heads, tensors, grad)
-    return (*grads, *(None,) * (5 - len(grads)))

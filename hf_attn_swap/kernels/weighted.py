@@ -18,8 +18,8 @@ from torch import Tensor, library
 
 from ..core.call import Call, Inputs
 from ..functional.linear import without_autocast
-from . import twice
 from .blocks import Block, split
+from .double_backward import refuse_double_backward
 from .normalizers import normalizer
 from .weighing import Rule, Weighing
 
@@ -172,46 +172,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    if twice.wanted():
-        return *_again(grad, *ctx.saved_tensors[1:], *ctx.others), *(None,) * 9
+    refuse_double_backward()
     return *_backward(grad, *ctx.saved_tensors, *ctx.others), *(None,) * 9
 
 
 weighted.register_autograd(_gradients, setup_context=_save)
-
-
-def _again(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    strength: Tensor | None,
-    seed: Tensor | None,
-    causal: bool,
-    scaling: float,
-    rule: str,
-    gamma: float,
-    zeta: float,
-    dropout: float,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k and v, for second derivatives; the arguments are as in `compute_backward`.
-
-    The blocks are those of `compute`, so that dropout drops the same weights, but autograd keeps all of them.
-    """
-    how = _weighing(strength, seed, rule, gamma, zeta, dropout)
-
-    def heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        made = torch.zeros_like(_empty(q, v, rule, strength)[0], dtype=_wider(v.dtype))
-        for block, keys, values in _blocks(q, k, v, causal):
-            weights = how.readable(block.scores(q, keys, mask, scaling))
-            weights = _times(weights, how.kept(weights, block.number))
-            read = torch.bmm(block.flat(weights), values[:, : block.seen])
-            made.transpose(1, 2)[block.index] = read.view(*weights.shape[:3], -1)
-        return made.to(v.dtype)
-
-    with without_autocast(grad.device):
-        return twice.gradients(heads, (q, k, v), grad)
 
 
 def _weighing(

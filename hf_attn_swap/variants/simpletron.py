@@ -86,7 +86,7 @@ class Simpletron(Replacement):
         """A (B,H,Q,D) in linear time. In causal order, the last query sees the last key."""
         length = self.options.length
         if form is Form.BLOCKS:
-            return linear.attend(*qkv, key_mask=key_mask, length=length, past=past, causal=causal)
+            return linear.attend(*qkv, key_mask=key_mask, length=length, past=past)
         if form is Form.FLA:
             return linear_fla.attend(*qkv, key_mask=key_mask, length=length, past=past)
         return simple_attention(*qkv, causal=causal, key_mask=key_mask, length=length, past=past)
