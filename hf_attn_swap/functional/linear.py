@@ -55,7 +55,7 @@ def simple_attention(
     """
     factor_BQ = length_factor(q, k, causal=causal, key_mask=key_mask, length=length, past=past)
     k = masked_keys(k, key_mask)
-    queries, keys, values = (each.to(wide(each)) for each in (q, k, v))
+    queries, keys, values = (tensor.to(wide(tensor)) for tensor in (q, k, v))
     with without_autocast(q.device):
         if causal:
             behind = keys.shape[2] - queries.shape[2]
@@ -158,7 +158,7 @@ def causal_products(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
         )  # the heads of a group share a state: no copies of it
         return read.view(batch, heads, queries, -1) + (q @ k.transpose(2, 3)).tril() @ v
     state = per_head(state, heads)
-    q_BHNCD, k_BHNCD, v_BHNCD = (_chunks(each) for each in (q, k, v))
+    q_BHNCD, k_BHNCD, v_BHNCD = (_chunks(tensor) for tensor in (q, k, v))
     sums = k_BHNCD.transpose(3, 4) @ v_BHNCD
     before = torch.cat([state.unsqueeze(2), sums[:, :, :-1]], 2).cumsum(2)
     inside = (q_BHNCD @ k_BHNCD.transpose(3, 4)).tril() @ v_BHNCD

@@ -141,7 +141,7 @@ def windows_form(setting: Setting) -> bool:
 
 
 def linear_form(setting: Setting) -> Form:
-    """The form of linear attention: reordered products, or an operator or a kernel for long sequences in causal order."""
+    """The form of linear attention: reordered products, or a kernel for long sequences in causal order."""
     if setting.recorded or setting.transformed or setting.causal is False or not setting.one_dtype:
         return Form.PRODUCTS
     if setting.tokens is not None and setting.tokens[0] <= CHUNK:  # a single chunk has no running sum

@@ -123,10 +123,10 @@ class _Attend(torch.autograd.Function):
             read = p if scale is None else p * scale
             grad_value = (read.transpose(1, 2) @ g).view(value.shape)
             mean = (g * rows(heads, groups)).sum(-1, keepdim=True)
-            own = torch.bmm(g, v.transpose(1, 2))
-            own = (own if scale is None else own.mul_(scale)).sub_(mean)
+            grad_p = torch.bmm(g, v.transpose(1, 2))
+            grad_p = (grad_p if scale is None else grad_p.mul_(scale)).sub_(mean)
             # The layer above made the gradient of H for this layer alone, so this tensor may change in place.
-            scores = own.mul_(p) if scores is None else scores.view(p.shape).addcmul_(own, p)
+            scores = grad_p.mul_(p) if scores is None else scores.view(p.shape).addcmul_(grad_p, p)
         if scores is None:
             return (None,) * 9
         flat = scores.view(p.shape)
@@ -154,24 +154,32 @@ def attend_long(
     """
     queries, keys = terms[-1][0].shape[2], value.shape[2]
     size = max(1, BLOCK // (value.shape[0] * value.shape[1] * keys))
-    found = []
+    blocks = []
     for start in range(0, queries, size):
         stop = min(start + size, queries)
-        part = allowed
-        if allowed is not None and allowed.shape[2] > 1:
-            part = allowed[:, :, start:stop]
-        seen = stop if causal else keys
-        block = (start, stop, seen, part, causal, dropout)
+        allowed_here = allowed if allowed is None or allowed.shape[2] == 1 else allowed[:, :, start:stop]
+        arguments = (start, stop, stop if causal else keys, allowed_here, causal, dropout, terms, value)
         if torch.is_grad_enabled():
-            found.append(checkpoint(_block, block, terms, value, use_reentrant=False, preserve_rng_state=dropout > 0))
+            blocks.append(checkpoint(_block, *arguments, use_reentrant=False, preserve_rng_state=dropout > 0))
         else:
-            found.append(_block(block, terms, value))
-    return torch.cat(found, 2)
+            blocks.append(_block(*arguments))
+    return torch.cat(blocks, 2)
 
 
-def _block(block: Any, terms: Sequence[Term], value: Tensor) -> Tensor:
-    """The heads of the queries from `start` up to, but not including, `stop`: (B,H,stop - start,D)."""
-    start, stop, seen, allowed, causal, dropout = block
+def _block(
+    start: int,
+    stop: int,
+    seen: int,
+    allowed: Tensor | None,
+    causal: bool,
+    dropout: float,
+    terms: Sequence[Term],
+    value: Tensor,
+) -> Tensor:
+    """The heads of the queries from `start` up to, but not including, `stop`: (B,H,stop - start,D).
+
+    They see the first `seen` keys. The other arguments are those of `attend_long`.
+    """
     batch, heads = value.shape[:2]
     scores: Tensor | None = None
     for q, k, weight in terms:

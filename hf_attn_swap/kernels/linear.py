@@ -1,7 +1,7 @@
 """Computes causal linear attention on the CPU, one block of tokens after the other.
 
-The heads are f_t q_t (S + sum_{i <= t} k_i v_i^T) with f_t = L_t^(-1/2). For one token, with S = 0 and f = 1, the result
-is q k^T v.
+The heads are f_t q_t (S + sum_{i <= t} k_i v_i^T) with f_t = L_t^(-1/2). For one token, with S = 0 and f = 1, the
+result is q k^T v.
 One block of queries, keys and values fits into the processor's cache, together with the sum over all earlier tokens.
 Only a block is converted to fp32 at a time, and the tensors are read where they lie: no pass makes a copy of the size
 L x D beside its results.

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..core.call import Three
 from ..functional.linear import without_autocast
 from .double_backward import refuse_double_backward
-from .stock_softmax import Found, How, Kernel, kernels
+from .stock_softmax import How, Kernel, KernelOutput, kernels
 
 
 def available(device: str, dtype: torch.dtype, dropout: bool) -> bool:
@@ -72,12 +72,12 @@ def softmax_n_attention(
     for kernel in kernels(query.device.type, query.dtype, dropout > 0):
         qkv, ready_mask = kernel.prepared((query, key, value), mask)
         if kernel.takes(qkv, ready_mask, how):
-            beside = None if further is None else _as_wide(further, qkv[0].shape[3])
-            given = (ready_mask, kernel, _log(n, query), how)
+            padded = None if further is None else _as_wide(further, qkv[0].shape[3])
+            arguments = (ready_mask, kernel, _log(n, query), how)
             if torch.is_grad_enabled():
-                heads: Tensor = _SoftmaxN.apply(*qkv, *(beside or (None, None)), *given)  # type: ignore[no-untyped-call]  # torch's
+                heads: Tensor = _SoftmaxN.apply(*qkv, *(padded or (None, None)), *arguments)  # type: ignore[no-untyped-call]  # torch's
             else:
-                heads = _scaled(qkv, beside, *given)[0]
+                heads = _scaled(qkv, padded, *arguments)[0]
             return heads[..., : query.shape[3]]
     return None
 
@@ -94,12 +94,12 @@ def _plain(qkv: Three, mask: Tensor | None) -> bool:
         return False
     query = qkv[0]
     return all(
-        each.device == query.device
-        and each.dtype == query.dtype
-        and each.shape[3] == query.shape[3]
-        and each.stride(-1) == 1
-        and each.numel() > 0
-        for each in qkv
+        tensor.device == query.device
+        and tensor.dtype == query.dtype
+        and tensor.shape[3] == query.shape[3]
+        and tensor.stride(-1) == 1
+        and tensor.numel() > 0
+        for tensor in qkv
     )
 
 
@@ -128,18 +128,18 @@ def _scaled(
         heads.mul_(torch.sigmoid(lse[:, :, :queries] - log_n).unsqueeze(-1))  # exp(lse - lse')
         return heads, lse, kept
     scores, values = further
-    own = lse[:, :, :queries].unsqueeze(-1)
+    lse_of_text = lse[:, :, :queries].unsqueeze(-1)
     plain = isinstance(log_n, float) and log_n == -math.inf
     if plain and scores.shape[3] == 1 and heads.dtype == scores.dtype:  # fewer steps, for decoding
-        own = torch.sigmoid(own - scores)  # exp(lse - lse')
+        share = torch.sigmoid(lse_of_text - scores)  # exp(lse - lse')
         if values is None:
-            heads.mul_(own)
+            heads.mul_(share)
         else:
             grouped = _grouped(heads, values)
-            torch.lerp(values.unsqueeze(1), grouped, _grouped(own, values), out=grouped)
+            torch.lerp(values.unsqueeze(1), grouped, _grouped(share, values), out=grouped)
         return heads, lse, kept
     total = _joined(lse, scores, log_n)[:, :, :queries].unsqueeze(-1)
-    heads.mul_((own - total).exp_())
+    heads.mul_((lse_of_text - total).exp_())
     if values is not None:
         weights = (scores - total).exp_().to(heads.dtype)
         _grouped(heads, values).add_(_grouped(weights, values) @ values.unsqueeze(1))
@@ -155,10 +155,10 @@ def _grouped(tensor: Tensor, values: Tensor) -> Tensor:
 def _joined(lse: Tensor, scores: Tensor | None, log_n: float | Tensor) -> Tensor:
     """The number lse' from lse (B,H,Q or more), further scores (B,H,Q,N) or None, and log n."""
     if scores is not None:
-        own = scores[..., 0] if scores.shape[3] == 1 else scores.logsumexp(-1)
-        if lse.shape[2] > own.shape[2]:  # rows that the kernel added, with lse = inf
-            own = F.pad(own, (0, lse.shape[2] - own.shape[2]), value=-math.inf)
-        lse = torch.logaddexp(lse, own)
+        further_lse = scores[..., 0] if scores.shape[3] == 1 else scores.logsumexp(-1)
+        if lse.shape[2] > further_lse.shape[2]:  # rows that the kernel added, with lse = inf
+            further_lse = F.pad(further_lse, (0, lse.shape[2] - further_lse.shape[2]), value=-math.inf)
+        lse = torch.logaddexp(lse, further_lse)
     if isinstance(log_n, float):
         if log_n == -math.inf:
             return lse
@@ -168,8 +168,8 @@ def _joined(lse: Tensor, scores: Tensor | None, log_n: float | Tensor) -> Tensor
 
 class _SoftmaxN(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:
-        query, key, value, scores, values, mask, kernel, log_n, how = given
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        query, key, value, scores, values, mask, kernel, log_n, how = arguments
         further = None if scores is None else Further(scores, values)
         heads, lse, kept = _scaled((query, key, value), further, mask, kernel, log_n, how)
         ctx.save_for_backward(query, key, value, scores, values, mask, heads, lse)
@@ -182,11 +182,11 @@ class _SoftmaxN(torch.autograd.Function):
         query, key, value, scores, values, mask, heads, lse = ctx.saved_tensors
         qkv, further = (query, key, value), None if scores is None else Further(scores, values)
         total = _joined(lse, scores, ctx.log_n)
-        found = Found(heads, total, ctx.kept)
+        output = KernelOutput(heads, total, ctx.kept)
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        grads = ctx.kernel.backward(grad, qkv, mask, found, ctx.how)
-        own = (None, None) if further is None else _of_further(grad, further, heads, total)
-        return (*grads, *own, None, None, None, None)
+        grads = ctx.kernel.backward(grad, qkv, mask, output, ctx.how)
+        grads_of_further = (None, None) if further is None else _of_further(grad, further, heads, total)
+        return (*grads, *grads_of_further, None, None, None, None)
 
 
 def _of_further(grad: Tensor, further: Further, heads: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -43,13 +43,13 @@ def operators(name: str, forward: str, backward: str) -> Operators | None:
     Returns:
         The operators, or None if one of them is missing or has other arguments.
     """
-    found = []
-    for each, arguments in ((name, forward), (f"{name}_backward", backward)):
-        operator = getattr(torch.ops.aten, each, None)
-        if operator is None or [one.name for one in operator.default._schema.arguments] != arguments.split():
+    both = []
+    for operator_name, arguments in ((name, forward), (f"{name}_backward", backward)):
+        operator = getattr(torch.ops.aten, operator_name, None)
+        if operator is None or [argument.name for argument in operator.default._schema.arguments] != arguments.split():
             return None
-        found.append(operator)
-    return Operators(*found)
+        both.append(operator)
+    return Operators(*both)
 
 
 class How(NamedTuple):
@@ -60,7 +60,7 @@ class How(NamedTuple):
     dropout: float
 
 
-class Found(NamedTuple):
+class KernelOutput(NamedTuple):
     """The heads (B,H,Q,W), lse (B,H,Q or more), and what else the kernel's backward pass needs."""
 
     heads: Tensor
@@ -88,11 +88,11 @@ class Kernel:
         """True if the kernel can compute with these prepared tensors."""
         raise NotImplementedError
 
-    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> Found:
+    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> KernelOutput:
         """Compute the heads and lse from prepared tensors."""
         raise NotImplementedError
 
-    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, found: Found, how: How) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, how: How) -> Three:
         """The gradients of query, key and value from `grad`, the gradient of the heads (B,H,Q,W)."""
         raise NotImplementedError
 
@@ -119,15 +119,15 @@ class Cpu(Kernel):
         query, key, _ = qkv
         return GROUPED or query.shape[1] == key.shape[1]
 
-    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> Found:
+    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> KernelOutput:
         assert self.operators is not None
         heads, lse = self.operators.forward(*qkv, 0.0, how.causal, attn_mask=mask, scale=how.scaling)
-        return Found(heads, lse, ())
+        return KernelOutput(heads, lse, ())
 
-    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, found: Found, how: How) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, how: How) -> Three:
         assert self.operators is not None
-        given = (grad, *qkv, found.heads, found.lse, 0.0, how.causal)
-        grads: Three = self.operators.backward(*given, attn_mask=mask, scale=how.scaling)
+        arguments = (grad, *qkv, output.heads, output.lse, 0.0, how.causal)
+        grads: Three = self.operators.backward(*arguments, attn_mask=mask, scale=how.scaling)
         return grads
 
 
@@ -157,16 +157,16 @@ class Flash(Kernel):
             return False
         return cuda.can_use_flash_attention(cuda.SDPAParams(*qkv, None, how.dropout, how.causal, True))
 
-    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> Found:
+    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> KernelOutput:
         assert self.operators is not None
         heads, lse, *rest = self.operators.forward(*qkv, how.dropout, how.causal, False, scale=how.scaling)
-        return Found(heads, lse, tuple(rest[:6]))
+        return KernelOutput(heads, lse, tuple(rest[:6]))
 
-    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, found: Found, how: How) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, how: How) -> Three:
         assert self.operators is not None
-        *lengths, seed, offset = found.kept
-        given = (grad, *qkv, found.heads, found.lse, *lengths, how.dropout, how.causal, seed, offset)
-        grads: Three = self.operators.backward(*given, scale=how.scaling)
+        *lengths, seed, offset = output.kept
+        arguments = (grad, *qkv, output.heads, output.lse, *lengths, how.dropout, how.causal, seed, offset)
+        grads: Three = self.operators.backward(*arguments, scale=how.scaling)
         return grads
 
 
@@ -199,16 +199,16 @@ class Efficient(Kernel):
     def takes(self, qkv: Three, mask: Tensor | None, how: How) -> bool:
         return cuda.can_use_efficient_attention(cuda.SDPAParams(*qkv, mask, how.dropout, how.causal, False))
 
-    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> Found:
+    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> KernelOutput:
         assert self.operators is not None
         heads, lse, *rest = self.operators.forward(*qkv, mask, True, how.dropout, how.causal, scale=how.scaling)
-        return Found(heads, lse, tuple(rest))
+        return KernelOutput(heads, lse, tuple(rest))
 
-    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, found: Found, how: How) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, how: How) -> Three:
         assert self.operators is not None
         wanted = [True, True, True, False]  # no gradient of the mask
-        given = (grad, *qkv, mask, found.heads, found.lse, *found.kept, how.dropout, wanted, how.causal)
-        grad_q, grad_k, grad_v, _ = self.operators.backward(*given, scale=how.scaling)
+        arguments = (grad, *qkv, mask, output.heads, output.lse, *output.kept, how.dropout, wanted, how.causal)
+        grad_q, grad_k, grad_v, _ = self.operators.backward(*arguments, scale=how.scaling)
         return grad_q, grad_k, grad_v
 
 
@@ -226,13 +226,13 @@ def kernels(device: str, dtype: torch.dtype, dropout: bool) -> list[Kernel]:
     if device == "cuda" and torch.version.hip is not None:  # AMD's kernels have the same names and another lse
         return []
     return [
-        each
-        for each in KERNELS
-        if each.device == device
-        and dtype in each.dtypes
-        and (each.drops or not dropout)
-        and each.operators is not None
-        and each.on()
+        kernel
+        for kernel in KERNELS
+        if kernel.device == device
+        and dtype in kernel.dtypes
+        and (kernel.drops or not dropout)
+        and kernel.operators is not None
+        and kernel.on()
     ]
 
 
@@ -241,7 +241,7 @@ def _padded(qkv: Three) -> Three:
     missing = -qkv[0].shape[3] % ALIGNED
     if not missing:
         return qkv
-    query, key, value = (F.pad(each, (0, missing)) for each in qkv)
+    query, key, value = (F.pad(tensor, (0, missing)) for tensor in qkv)
     return query, key, value
 
 

@@ -43,7 +43,7 @@ def attend(rule: Rule, inputs: Inputs, call: Call) -> Tensor:
     mask = masks.given if masks.key_mask is None else masks.key_mask[:, None, None, :]
     strength = call.exact_strength if isinstance(call.exact_strength, Tensor) else None
     seed = torch.randint(2**62, (1,)) if inputs.dropout > 0 else None
-    qkv = [as_products(each) for each in inputs.three]
+    qkv = [as_products(tensor) for tensor in inputs.three]
     how = (inputs.scaling, rule.normalizer, rule.gamma, rule.zeta, inputs.dropout)
     heads, _ = weighted(*qkv, mask, strength, seed, masks.causal, *how)
     return torch.as_tensor(heads)
@@ -134,21 +134,21 @@ def compute_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from that of the heads and the rows of the forward pass; the rest as in `compute`."""
     how = _weighing(strength, seed, rule, gamma, zeta, dropout)
-    grad_q, grad_k, grad_v = (torch.empty_like(each) for each in (q, k, v))
+    grad_q, grad_k, grad_v = (torch.empty_like(tensor) for tensor in (q, k, v))
     with without_autocast(q.device):
         for block, keys, values in _blocks(q, k, v, causal):
             if block.queries.start == 0:
                 sum_k, sum_v = torch.zeros_like(keys), torch.zeros_like(values)
-            own, g = (block.flat(_wide(each[block.index])) for each in (q, grad.transpose(1, 2)))
-            parts = how.normalizer.again(block.scores(q, keys, mask, scaling), rows[block.index])
-            weights = how.normalizer.joined(parts)
+            queries, g = (block.flat(_wide(tensor[block.index])) for tensor in (q, grad.transpose(1, 2)))
+            unclipped = how.normalizer.recompute(block.scores(q, keys, mask, scaling), rows[block.index])
+            weights = how.normalizer.mixed(unclipped)
             kept = how.kept(weights, block.number)
             read = block.flat(_times(how.clipped(weights), kept))
             sum_v[:, : block.seen].baddbmm_(read.transpose(1, 2), g)
             of_read = torch.bmm(g, values[:, : block.seen].transpose(1, 2)).view(weights.shape)
             of_weights = how.clipped_back(weights, _times(of_read, kept))
-            of_scores = block.flat(how.normalizer.back(parts, of_weights))
-            sum_k[:, : block.seen].baddbmm_(of_scores.transpose(1, 2), own, alpha=scaling)
+            of_scores = block.flat(how.normalizer.backward(unclipped, of_weights))
+            sum_k[:, : block.seen].baddbmm_(of_scores.transpose(1, 2), queries, alpha=scaling)
             of_q = torch.bmm(of_scores, keys[:, : block.seen]).mul_(scaling)
             grad_q[block.index] = of_q.view(*weights.shape[:3], -1)
             if block.queries.stop == q.shape[2]:
@@ -199,7 +199,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Iterator[tuple[Blo
     """Each block with its keys and its values (N,K,D), in fp32 at least. Blocks with the same keys share them."""
     for block in split(q, k, causal):
         if block.queries.start == 0:  # the first of the blocks with the same keys
-            keys, values = (_wide(each[block.shared]).flatten(0, 1) for each in (k, v))
+            keys, values = (_wide(tensor[block.shared]).flatten(0, 1) for tensor in (k, v))
         yield block, keys, values
 
 

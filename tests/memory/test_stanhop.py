@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_attn_swap.analysis import record
-from hf_attn_swap.memory import STanHopConfig, STanHopForPrediction
 from hf_attn_swap.core.probe import Probe
+from hf_attn_swap.memory import STanHopConfig, STanHopForPrediction
 from hf_attn_swap.memory.stanhop import DecoderLayer, Hopfield, Merge, Tandem
 from hf_attn_swap.quantization import fake_w8a8
 from tests import slow
