@@ -27,6 +27,7 @@ from ..functional.linear import (
     per_head,
     state_before,
     wide,
+    widened,
     without_autocast,
 )
 from .double_backward import refuse_double_backward
@@ -76,7 +77,7 @@ def causal_linear(q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor
     """
     out, kept = _heads(q, v), _kept(q, state)
     with torch.autocast("cpu", enabled=False):
-        running = _wide(state).flatten(0, 1).clone()
+        running = widened(state).flatten(0, 1).clone()
         factors = _per_row(factor, q)
         for place, tokens in enumerate(_blocks(q)):
             if place % SPAN == 0:
@@ -150,7 +151,7 @@ def _blocks(tensor: Tensor) -> Iterator[slice]:
 
 def _block(tensor: Tensor, tokens: slice) -> Tensor:
     """A block of a tensor (B,H,L,D) as (N,C,D), in fp32 at least. It may share memory with the tensor."""
-    return _wide(tensor[:, :, tokens].flatten(0, 1))
+    return widened(tensor[:, :, tokens].flatten(0, 1))
 
 
 def _put(tensor: Tensor, tokens: slice, block: Tensor) -> None:
@@ -161,12 +162,7 @@ def _put(tensor: Tensor, tokens: slice, block: Tensor) -> None:
 def _per_row(factor_BL: Tensor, like_BHLD: Tensor) -> Tensor:
     """The factors as (N,L,1), in fp32 at least."""
     batch, heads, length = like_BHLD.shape[:3]
-    return _wide(factor_BL).expand(batch, length).repeat_interleave(heads, 0).unsqueeze(-1)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """The tensor in fp32 at least."""
-    return tensor.to(wide(tensor))
+    return widened(factor_BL).expand(batch, length).repeat_interleave(heads, 0).unsqueeze(-1)
 
 
 def _save_causal(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -1,10 +1,10 @@
 """Turns one block of scores into weights, and turns the gradient of the weights into that of the scores.
 
 Each class keeps one to three numbers per row. With them, `recompute` makes the same weights from the same scores in a
-few readings, so a backward pass needs no tensor of weights. Scores of -inf belong to keys that the query may not see; a
-row of -inf alone gets weights 0. All gradients have one form: dS = d (dP - <d, dP> / c), where d depends on the weights:
-softmax and softmax_n have d = P and c = 1; sparsemax has d = 1 on the support, and 1.5-entmax d = sqrt(P), with
-c = sum d. All methods may overwrite the scores and the gradients that they are given.
+few readings, so a backward pass needs no tensor of weights. Scores of -inf belong to keys that the query may not see;
+a row of -inf alone gets weights 0. All gradients have one form: dS = d (dP - <d, dP> / c), where d depends on the
+weights: softmax and softmax_n have d = P and c = 1; sparsemax has d = 1 on the support, and 1.5-entmax d = sqrt(P),
+with c = sum d. All methods may overwrite the scores and the gradients that they are given.
 Martins & Astudillo (2016), section 2.5; Peters, Niculae & Martins (2019), section 3.2.
 Axes: B batch, H head, Q query, K key, R numbers that are kept per row.
 """

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..core.call import Three
 from ..functional.linear import without_autocast
 from .double_backward import refuse_double_backward
-from .stock_softmax import How, Kernel, KernelOutput, kernels
+from .stock_softmax import Kernel, KernelOutput, SdpaArgs, kernels
 
 
 def available(device: str, dtype: torch.dtype, dropout: bool) -> bool:
@@ -68,12 +68,12 @@ def softmax_n_attention(
     """
     if not _plain((query, key, value), mask):
         return None
-    how = How(causal, scaling, dropout)
+    args = SdpaArgs(causal, scaling, dropout)
     for kernel in kernels(query.device.type, query.dtype, dropout > 0):
         qkv, ready_mask = kernel.prepared((query, key, value), mask)
-        if kernel.takes(qkv, ready_mask, how):
+        if kernel.takes(qkv, ready_mask, args):
             padded = None if further is None else _as_wide(further, qkv[0].shape[3])
-            arguments = (ready_mask, kernel, _log(n, query), how)
+            arguments = (ready_mask, kernel, _log(n, query), args)
             if torch.is_grad_enabled():
                 heads: Tensor = _SoftmaxN.apply(*qkv, *(padded or (None, None)), *arguments)  # type: ignore[no-untyped-call]  # torch's
             else:
@@ -119,10 +119,15 @@ def _as_wide(further: Further, width: int) -> Further:
 
 
 def _scaled(
-    qkv: Three, further: Further | None, mask: Tensor | None, kernel: Kernel, log_n: float | Tensor, how: How
+    qkv: Three,
+    further: Further | None,
+    mask: Tensor | None,
+    kernel: Kernel,
+    log_n: float | Tensor,
+    args: SdpaArgs,
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """The heads, the log-sum-exp of the keys, and what else the kernel's backward pass needs."""
-    heads, lse, kept = kernel.forward(qkv, mask, how)
+    heads, lse, kept = kernel.forward(qkv, mask, args)
     queries = qkv[0].shape[2]
     if further is None:
         heads.mul_(torch.sigmoid(lse[:, :, :queries] - log_n).unsqueeze(-1))  # exp(lse - lse')
@@ -169,11 +174,11 @@ def _joined(lse: Tensor, scores: Tensor | None, log_n: float | Tensor) -> Tensor
 class _SoftmaxN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        query, key, value, scores, values, mask, kernel, log_n, how = arguments
+        query, key, value, scores, values, mask, kernel, log_n, args = arguments
         further = None if scores is None else Further(scores, values)
-        heads, lse, kept = _scaled((query, key, value), further, mask, kernel, log_n, how)
+        heads, lse, kept = _scaled((query, key, value), further, mask, kernel, log_n, args)
         ctx.save_for_backward(query, key, value, scores, values, mask, heads, lse)
-        ctx.kernel, ctx.log_n, ctx.kept, ctx.how = kernel, log_n, kept, how
+        ctx.kernel, ctx.log_n, ctx.kept, ctx.args = kernel, log_n, kept, args
         return heads
 
     @staticmethod
@@ -184,7 +189,7 @@ class _SoftmaxN(torch.autograd.Function):
         total = _joined(lse, scores, ctx.log_n)
         output = KernelOutput(heads, total, ctx.kept)
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        grads = ctx.kernel.backward(grad, qkv, mask, output, ctx.how)
+        grads = ctx.kernel.backward(grad, qkv, mask, output, ctx.args)
         grads_of_further = (None, None) if further is None else _of_further(grad, further, heads, total)
         return (*grads, *grads_of_further, None, None, None, None)
 

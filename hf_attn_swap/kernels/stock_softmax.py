@@ -52,7 +52,7 @@ def operators(name: str, forward: str, backward: str) -> Operators | None:
     return Operators(*both)
 
 
-class How(NamedTuple):
+class SdpaArgs(NamedTuple):
     """What is computed: S in causal order, w, and the probability that a weight is dropped."""
 
     causal: bool
@@ -84,15 +84,15 @@ class Kernel:
         """Query, key and value (B,H,·,W), and the mask, as the kernel takes them. Gradients flow through this step."""
         raise NotImplementedError
 
-    def takes(self, qkv: Three, mask: Tensor | None, how: How) -> bool:
+    def takes(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> bool:
         """True if the kernel can compute with these prepared tensors."""
         raise NotImplementedError
 
-    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> KernelOutput:
+    def forward(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> KernelOutput:
         """Compute the heads and lse from prepared tensors."""
         raise NotImplementedError
 
-    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, how: How) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, args: SdpaArgs) -> Three:
         """The gradients of query, key and value from `grad`, the gradient of the heads (B,H,Q,W)."""
         raise NotImplementedError
 
@@ -115,19 +115,19 @@ class Cpu(Kernel):
     def prepared(self, qkv: Three, mask: Tensor | None) -> tuple[Three, Tensor | None]:
         return qkv, None if mask is None else mask.expand(-1, -1, qkv[0].shape[2], -1)
 
-    def takes(self, qkv: Three, mask: Tensor | None, how: How) -> bool:
+    def takes(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> bool:
         query, key, _ = qkv
         return GROUPED or query.shape[1] == key.shape[1]
 
-    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> KernelOutput:
+    def forward(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> KernelOutput:
         assert self.operators is not None
-        heads, lse = self.operators.forward(*qkv, 0.0, how.causal, attn_mask=mask, scale=how.scaling)
+        heads, lse = self.operators.forward(*qkv, 0.0, args.causal, attn_mask=mask, scale=args.scaling)
         return KernelOutput(heads, lse, ())
 
-    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, how: How) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, args: SdpaArgs) -> Three:
         assert self.operators is not None
-        arguments = (grad, *qkv, output.heads, output.lse, 0.0, how.causal)
-        grads: Three = self.operators.backward(*arguments, attn_mask=mask, scale=how.scaling)
+        arguments = (grad, *qkv, output.heads, output.lse, 0.0, args.causal)
+        grads: Three = self.operators.backward(*arguments, attn_mask=mask, scale=args.scaling)
         return grads
 
 
@@ -151,22 +151,22 @@ class Flash(Kernel):
     def prepared(self, qkv: Three, mask: Tensor | None) -> tuple[Three, Tensor | None]:
         return _padded(qkv), mask
 
-    def takes(self, qkv: Three, mask: Tensor | None, how: How) -> bool:
+    def takes(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> bool:
         query, key, _ = qkv
-        if mask is not None or (how.causal and query.shape[2] != key.shape[2]):
+        if mask is not None or (args.causal and query.shape[2] != key.shape[2]):
             return False
-        return cuda.can_use_flash_attention(cuda.SDPAParams(*qkv, None, how.dropout, how.causal, True))
+        return cuda.can_use_flash_attention(cuda.SDPAParams(*qkv, None, args.dropout, args.causal, True))
 
-    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> KernelOutput:
+    def forward(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> KernelOutput:
         assert self.operators is not None
-        heads, lse, *rest = self.operators.forward(*qkv, how.dropout, how.causal, False, scale=how.scaling)
+        heads, lse, *rest = self.operators.forward(*qkv, args.dropout, args.causal, False, scale=args.scaling)
         return KernelOutput(heads, lse, tuple(rest[:6]))
 
-    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, how: How) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, args: SdpaArgs) -> Three:
         assert self.operators is not None
         *lengths, seed, offset = output.kept
-        arguments = (grad, *qkv, output.heads, output.lse, *lengths, how.dropout, how.causal, seed, offset)
-        grads: Three = self.operators.backward(*arguments, scale=how.scaling)
+        arguments = (grad, *qkv, output.heads, output.lse, *lengths, args.dropout, args.causal, seed, offset)
+        grads: Three = self.operators.backward(*arguments, scale=args.scaling)
         return grads
 
 
@@ -196,19 +196,19 @@ class Efficient(Kernel):
             mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
         return (query, key, value), mask
 
-    def takes(self, qkv: Three, mask: Tensor | None, how: How) -> bool:
-        return cuda.can_use_efficient_attention(cuda.SDPAParams(*qkv, mask, how.dropout, how.causal, False))
+    def takes(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> bool:
+        return cuda.can_use_efficient_attention(cuda.SDPAParams(*qkv, mask, args.dropout, args.causal, False))
 
-    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> KernelOutput:
+    def forward(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> KernelOutput:
         assert self.operators is not None
-        heads, lse, *rest = self.operators.forward(*qkv, mask, True, how.dropout, how.causal, scale=how.scaling)
+        heads, lse, *rest = self.operators.forward(*qkv, mask, True, args.dropout, args.causal, scale=args.scaling)
         return KernelOutput(heads, lse, tuple(rest))
 
-    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, how: How) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, args: SdpaArgs) -> Three:
         assert self.operators is not None
         wanted = [True, True, True, False]  # no gradient of the mask
-        arguments = (grad, *qkv, mask, output.heads, output.lse, *output.kept, how.dropout, wanted, how.causal)
-        grad_q, grad_k, grad_v, _ = self.operators.backward(*arguments, scale=how.scaling)
+        arguments = (grad, *qkv, mask, output.heads, output.lse, *output.kept, args.dropout, wanted, args.causal)
+        grad_q, grad_k, grad_v, _ = self.operators.backward(*arguments, scale=args.scaling)
         return grad_q, grad_k, grad_v
 
 

@@ -21,7 +21,7 @@ from hf_attn_swap.core.masks import Masks
 from hf_attn_swap.kernels import softmax_n as kernel
 from hf_attn_swap.kernels import stock_softmax
 from hf_attn_swap.kernels.dispatch import Form, Setting, softmax_n_form
-from hf_attn_swap.kernels.stock_softmax import Efficient, Flash, Found, How, Operators
+from hf_attn_swap.kernels.stock_softmax import Efficient, Flash, KernelOutput, Operators, SdpaArgs
 from tests import zoo
 from tests.contract.harness import assert_same, fresh, perturb, run_all
 
@@ -245,7 +245,7 @@ def test_the_first_kernel_that_takes_the_call_runs(monkeypatch: pytest.MonkeyPat
     for kind in (Flash, Efficient):
         forward = kind.forward
 
-        def noted(self: Any, *given: Any, kind: Any = kind, forward: Any = forward) -> Found:
+        def noted(self: Any, *given: Any, kind: Any = kind, forward: Any = forward) -> KernelOutput:
             ran.append(kind.__name__)
             return forward(self, *given)
 
@@ -289,7 +289,7 @@ def test_the_operators_take_what_they_are_given(which: Any, masked: bool) -> Non
     shared = torch.empty(2, 2, 41, 10, device="meta", dtype=BF16)
     mask = torch.empty(2, 1, 1, 41, device="meta", dtype=BF16) if masked else None
     three, ready = kind.prepared((query, shared, shared), mask)
-    how = How(False, 0.1, 0.0)
+    how = SdpaArgs(False, 0.1, 0.0)
     found = kind.forward(three, ready, how)
     assert found.heads.shape == (2, 4, 37, 16)
     assert found.lse.shape == (2, 4, 37 if which is Flash else 64)

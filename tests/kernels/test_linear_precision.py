@@ -21,7 +21,6 @@ LENGTH, WIDTH = 8192, 16
 FORMS: dict[str, Callable[..., Tensor]] = {
     "plain": functools.partial(simple_attention, causal=False),
     "plain-causal": functools.partial(simple_attention, causal=True),
-    "kernel": functools.partial(linear.attend, causal=False),
     "kernel-causal": linear.attend,
 }
 ERROR = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-17}  # of the largest entry

@@ -92,14 +92,13 @@ def assert_equal(inputs: Inputs, got: Tensor, wanted: Tensor) -> None:
         assert float((one - other).abs().max()) <= EXACT * float(other.abs().max().clamp_min(1))
 
 
-@pytest.mark.parametrize("rows", [3, windows.ROWS])
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_blocks_and_mask_equal_one_key_at_a_time(
-    shape: tuple[int, ...], padding: str | None, rows: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], padding: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By SDPA in blocks, by blocks as rows of a batch for any other form, and by the mask of queries and keys."""
-    monkeypatch.setattr(windows, "ROWS", rows)
+    monkeypatch.setattr(windows, "ROWS", 3)  # several blocks; the next test has one
     for inputs, span in cases(shape, padding):
         call = Call(x=inputs.query, start=shape[4] - shape[3])
         assert windows.fits(inputs, call)
@@ -151,23 +150,18 @@ def test_what_blocks_do_not_compute() -> None:
 
 
 LENGTH = 300
-MAKERS: dict[str, dict[str, Any]] = {"llama": {"max_position_embeddings": LENGTH}, "bert": {}}
-MAKERS["bert"] = {"max_position_embeddings": LENGTH}
 
 
-@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("variant", ["window", "outeffhop+window", "sparsemax+window", "sink+window"])
-@pytest.mark.parametrize("family", MAKERS)
-def test_no_tensor_of_queries_and_keys(family: str, variant: str, padded: bool, grad: bool) -> None:
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_no_tensor_of_queries_and_keys(family: str, variant: str, padded: bool) -> None:
     options = {"window": 9} if variant == "window" else {"window": {"window": 9}}
-    model = perturb(patch_model(fresh(family, torch.float32, **MAKERS[family]), variant, **options))
+    model = perturb(patch_model(fresh(family, torch.float32, max_position_embeddings=LENGTH), variant, **options))
     side = {"llama": "left", "bert": "right"}[family]
     batch = zoo.inputs(family, batch=2, length=LENGTH, padded=side if padded else None)
-    with torch.set_grad_enabled(grad), Recorder() as seen:
-        out = zoo.output(model(**batch))
-        if grad:
-            out.sum().backward()
+    with Recorder() as seen:
+        zoo.output(model(**batch)).sum().backward()
     assert not [shape for shape in seen.shapes if sum(size >= LENGTH for size in shape) > 1]
     with torch.no_grad(), Recorder() as seen:
         model(**batch, output_attentions=True)

@@ -380,12 +380,12 @@ def test_the_papers_size() -> None:
 
 
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "heads": (dict(num_attention_heads=3), "3 heads do not divide d_model = 8"),
-    "size": (dict(merge_size=0), "merge_size must be at least 1, got 0"),
-    "gamma": (dict(gamma=0.1), "at most 0; got 0.1"),
-    "name": (dict(retrieval="softmax1"), "unknown retrieval 'softmax1'; take one of softmax, .*generalized_sparse"),
-    "two": (dict(retrieval="softmax+outeffhop"), r"unknown retrieval 'softmax\+outeffhop'"),
-    "twice": (dict(retrieval="gated+gated"), r"unknown retrieval 'gated\+gated'"),
+    "heads": (dict(num_attention_heads=3), "heads do not divide"),
+    "size": (dict(merge_size=0), "merge_size"),
+    "gamma": (dict(gamma=0.1), "at most 0"),
+    "name": (dict(retrieval="softmax1"), "unknown retrieval"),
+    "two": (dict(retrieval="softmax+outeffhop"), "unknown retrieval"),
+    "repeated": (dict(retrieval="gated+gated"), "unknown retrieval"),
 }
 
 
@@ -398,15 +398,15 @@ def test_bad_configs(kind: str) -> None:
 
 def test_bad_inputs() -> None:
     model, past = STanHopForPrediction(config()), torch.randn(2, 20, 3)
-    for given, message in (
-        (dict(past_values=past[..., :2]), r"past_values must be \(batch, rows, 3\), got \(2, 20, 2\)"),
-        (dict(past_values=past[:0]), r"past_values must be .*got \(0, 20, 3\)"),
-        (dict(past_values=torch.cat([past, past], 1)), "past_values has 40 rows; give 1 to 20"),
-        (dict(past_values=past[:, :0]), "past_values has 0 rows"),
+    for inputs, message in (
+        (dict(past_values=past[..., :2]), "past_values must be"),
+        (dict(past_values=past[:0]), "past_values must be"),
+        (dict(past_values=torch.cat([past, past], 1)), "40 rows"),
+        (dict(past_values=past[:, :0]), "0 rows"),
         (dict(past_values=past, memory_values=past[0]), "memory_values must be"),
-        (dict(past_values=past, past_observed_mask=torch.ones(2, 19)), r"must be \(batch, rows\) = \(2, 20\)"),
-        (dict(past_values=past, past_observed_mask=torch.zeros(2, 20)), "may hide rows in front alone"),
+        (dict(past_values=past, past_observed_mask=torch.ones(2, 19)), "past_observed_mask must be"),
+        (dict(past_values=past, past_observed_mask=torch.zeros(2, 20)), "in front alone"),
         (dict(past_values=past, past_observed_mask=torch.arange(20).expand(2, 20) % 3 != 1), "in front alone"),
     ):
         with pytest.raises(ValueError, match=message):
-            model(**given)
+            model(**inputs)
