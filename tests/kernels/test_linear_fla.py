@@ -40,7 +40,7 @@ def chunk_linear_attn(
     if head_first or q.shape[1] < q.shape[2]:
         raise DeprecationWarning("seq_len < num_heads")
     CALLS.append(q.shape)
-    q, k, v = (each.transpose(1, 2) for each in (q * (q.shape[-1] ** -0.5 if scale is None else scale), k, v))
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q * (q.shape[-1] ** -0.5 if scale is None else scale), k, v))
     state = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3]) if initial_state is None else initial_state
     out = q @ state + (q @ k.transpose(2, 3)).tril() @ v
     if normalize:

@@ -155,9 +155,9 @@ def test_a_float_mask_is_looked_into_once_per_pass(name: str) -> None:
     mask[..., -1] = torch.finfo(torch.float64).min
     batch["attention_mask"] = mask
     counts = []
-    for each in (stock, model):
+    for module in (stock, model):
         with torch.no_grad(), Waits() as waits:
-            each(**batch)
+            module(**batch)
         counts.append(waits.count)
     assert counts[1] - counts[0] <= 1
     if is_linear(name):

@@ -181,9 +181,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(each, Tensor):
-                self.size = max(self.size, each.untyped_storage().nbytes() // each.element_size())
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, Tensor):
+                self.size = max(self.size, tensor.untyped_storage().nbytes() // tensor.element_size())
         return result
 
 
@@ -192,9 +192,9 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_of_queries_and_keys(rule: str, causal: bool, dropout: float, strength: float | None) -> None:
     """Memory grows with the length and not with its square: twice the length, twice the largest tensor at most."""
     share = None if strength is None else torch.tensor([strength])
-    found = []
+    largest = []
     for length in (256, 512):
-        q, k, v = (each.detach() for each in drawn(0, *[(1, 2, length, 4)] * 3, dtype=torch.float32))
+        q, k, v = (tensor.detach() for tensor in drawn(0, *[(1, 2, length, 4)] * 3, dtype=torch.float32))
         padding = torch.ones(1, 1, 1, length, dtype=torch.bool)
         words = (padding, share, torch.tensor([0]), causal, 0.5, rule, -0.01, 1.0, dropout)
         with pytest.MonkeyPatch.context() as patched:
@@ -203,9 +203,9 @@ def test_no_tensor_of_queries_and_keys(rule: str, causal: bool, dropout: float, 
             with Largest() as seen:
                 heads, rows = weighted.compute(q, k, v, *words)
                 weighted.compute_backward(heads, rows, q, k, v, *words)
-        found.append(seen.size)
+        largest.append(seen.size)
         assert seen.size < length * length / 4
-    assert found[1] <= 2 * found[0]
+    assert largest[1] <= 2 * largest[0]
 
 
 def test_the_operators_are_sound() -> None:

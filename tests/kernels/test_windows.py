@@ -40,7 +40,7 @@ def key_mask(padding: str | None, batch: int, keys: int) -> Tensor | None:
 
 def seen(masks: Masks, batch: int, span: Span) -> Tensor:
     """(B,1,Q,K) bool, one query and one key at a time."""
-    found = torch.zeros(batch, 1, masks.queries, masks.keys, dtype=torch.bool)
+    visible = torch.zeros(batch, 1, masks.queries, masks.keys, dtype=torch.bool)
     for b, query in itertools.product(range(batch), range(masks.queries)):
         place = masks.keys - masks.queries + query
         shown = [
@@ -49,14 +49,14 @@ def seen(masks: Masks, batch: int, span: Span) -> Tensor:
             if (masks.key_mask is None or masks.key_mask[b, key]) and (key <= place or not masks.causal)
         ]
         for rank, key in enumerate(shown):
-            found[b, 0, query, key] = abs(place - key) < span.window or rank < span.sinks
-    return found
+            visible[b, 0, query, key] = abs(place - key) < span.window or rank < span.sinks
+    return visible
 
 
 def slow(inputs: Inputs, span: Span) -> Tensor:
     """The heads (B,Q,H,D) by a mask of queries and keys; a blind query reads zeros."""
     groups = inputs.query.shape[1] // inputs.key.shape[1]
-    key, value = (each.repeat_interleave(groups, 1) for each in (inputs.key, inputs.value))
+    key, value = (tensor.repeat_interleave(groups, 1) for tensor in (inputs.key, inputs.value))
     allowed = seen(inputs.masks, len(key), span)
     exponentials = torch.exp(inputs.query @ key.mT * inputs.scaling) * allowed
     total = exponentials.sum(-1, keepdim=True)
@@ -174,7 +174,9 @@ def test_no_tensor_of_queries_and_keys(family: str, variant: str, padded: bool) 
 def test_half_precision_is_as_near_as_the_mask(dtype: torch.dtype) -> None:
     for inputs, span in itertools.islice(cases(SHAPES[1], "left"), 8):
         exact = slow(inputs, span)
-        half = Inputs(*(each.detach().to(dtype) for each in inputs.three), scaling=0.3, masks=inputs.masks, dropout=0.0)
+        half = Inputs(
+            *(tensor.detach().to(dtype) for tensor in inputs.three), scaling=0.3, masks=inputs.masks, dropout=0.0
+        )
         call = Call(x=half.query, start=0)
         blocks = windows.attend(half, span)
         masked = reference(Places(), windows.narrowed(half, span, call), call)[0]
@@ -184,7 +186,7 @@ def test_half_precision_is_as_near_as_the_mask(dtype: torch.dtype) -> None:
 
 def test_dropout_keeps_the_mean() -> None:
     inputs, _ = next(cases((1, 2, 2, 10, 10), None))
-    dropping = Inputs(*(each.detach() for each in inputs.three), scaling=0.3, masks=inputs.masks, dropout=0.5)
+    dropping = Inputs(*(tensor.detach() for tensor in inputs.three), scaling=0.3, masks=inputs.masks, dropout=0.5)
     torch.manual_seed(0)
     drawn = torch.stack([windows.attend(dropping, Span(3, 1)) for _ in range(4000)])
     wanted = windows.attend(inputs, Span(3, 1)).detach()
@@ -201,7 +203,7 @@ class Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        for storage in (each.untyped_storage() for each in tree_leaves(made) if isinstance(each, Tensor)):
+        for storage in (tensor.untyped_storage() for tensor in tree_leaves(made) if isinstance(tensor, Tensor)):
             self.sizes[StorageWeakRef(storage)] = storage.nbytes()
         return made
 
@@ -220,7 +222,7 @@ def test_a_backward_pass_makes_the_blocks_again() -> None:
     blocks, inside = windows.folded(inputs, span)
     mask = inside.masks.given
     assert mask is not None
-    held = heads.nbytes + mask.nbytes + sum(each.nbytes for each in three)  # a view of an input is its memory
+    held = heads.nbytes + mask.nbytes + sum(tensor.nbytes for tensor in three)  # a view of an input is its memory
     assert held <= made.held < held + inside.key.nbytes
     assert blocks.count == 8
 
@@ -240,7 +242,7 @@ def test_two_backward_passes_and_a_second_derivative() -> None:
     def derivatives(heads: Tensor) -> list[Tensor]:
         first = torch.autograd.grad(heads.sin().sum(), inputs.three, retain_graph=True)
         slopes = torch.autograd.grad(heads.square().sum(), inputs.three, create_graph=True)
-        second = torch.autograd.grad(sum((each**2).sum() for each in slopes), inputs.three)
+        second = torch.autograd.grad(sum((slope**2).sum() for slope in slopes), inputs.three)
         return [*first, *slopes, *second]
 
     with sdpa_kernel(SDPBackend.MATH):
