@@ -46,7 +46,8 @@ def same_shape(variant: Variant, method: str, given: Tensor, changed: Tensor) ->
     Raises:
         ValueError: the shapes differ.
     """
-    if not torch.jit.is_tracing() and changed.shape != given.shape:  # a tracer warns about every comparison of sizes
+    # A tracer warns about every comparison of sizes.
+    if not torch.jit.is_tracing() and changed.shape != given.shape:  # type: ignore[attr-defined,no-untyped-call]
         raise ValueError(
             f"{variant.name}: its method {method} returned a tensor of shape {tuple(changed.shape)}, expected "
             f"{tuple(given.shape)}, the shape that it was given; let it return one number for each number."
