@@ -38,11 +38,11 @@ def directions(tensors: Iterable[Tensor], seed: int = 4) -> list[Tensor]:
     return [torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor) for tensor in tensors]
 
 
-def assert_close(got: Any, wanted: Any, near: float = EXACT) -> None:
+def assert_close(got: Any, wanted: Any) -> None:
     scale = max(float(tensor.detach().abs().max()) for tensor in wanted)
     assert scale > 0
     for tensor, right in zip(got, wanted, strict=True):
-        assert float((tensor - right).detach().abs().max()) <= near * scale
+        assert float((tensor - right).detach().abs().max()) <= EXACT * scale
 
 
 @contextlib.contextmanager
