@@ -161,7 +161,7 @@ class Installation:
         _drop_other_code(self.root)
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and not module._supports_sdpa:
-                setattr(module.config, seam.MASKS, "eager")
+                setattr(module.config, seam.MASKS, seam.EAGER)
         self.root.set_attn_implementation(seam.NAME)
         _name_copied_layers(self.root, self.sites)
         for site in self.sites:
@@ -288,8 +288,7 @@ class Installation:
 
         Keys that every save changes, and the keys of a swap, are left out.
         """
-        kept = {key: value for key, value in self.root.config.to_dict().items() if key not in OF_A_SAVE}
-        return len(self.numbered()), kept
+        return len(self.numbered()), _architecture(self.root.config.to_dict())
 
     def block(self) -> dict[str, Any]:
         """What config.json says of the swaps in this model, with the layers numbered within this model."""
@@ -374,34 +373,31 @@ class Installation:
                 self._pre(encoder, hooks.before_encoder)
                 self.record.handles.append(encoder.register_forward_hook(hooks.after_encoder, with_kwargs=True))
         self.record.handles.append(self.root.register_state_dict_pre_hook(adapters.before_state_dict))
-        self._name(placed)
+        self._note_masks(placed)
 
-    def _name(self, placed: list[Placed]) -> None:
-        """Set the attention implementation of each stack with a config of its own.
-
-        The implementation's name tells the mask function whether the stack needs masks of keys. The mask
-        function gets the stack's config and cannot read the config of the whole model.
-        """
-        of_keys: dict[int, bool] = {}
+    def _note_masks(self, placed: list[Placed]) -> None:
+        """Write into the config of each stack which masks it must get: the mask function is given this config alone."""
         models = [module for module in self.root.modules() if isinstance(module, PreTrainedModel)]
-        if any(slices_unmasked(stock_class(module)) for module in models):
-            for module in models:
-                if not seam.eager_masks(module.config):
-                    setattr(module.config, seam.MASKS, "whole")
-        for each in placed:
-            if each.site.reads_mask and not seam.kind_of_masks(each.stack.config):
-                setattr(each.stack.config, seam.MASKS, "dense")
-            wanted = any(variant.masks_of_keys for swap in each.swaps for variant in swap.variants)
-            of_keys[id(each.stack)] = of_keys.get(id(each.stack), False) or wanted
-        for stack in self.root.modules():  # outer stacks first: transformers sets the name of inner models as well
-            if id(stack) not in of_keys:
+        whole = any(slices_unmasked(stock_class(model)) for model in models)
+        stacks = [(id(place.stack.config), place) for place in placed]
+        dense = {config for config, place in stacks if place.site.reads_mask}
+        of_keys = {
+            config
+            for config, place in stacks
+            if any(variant.masks_of_keys for swap in place.swaps for variant in swap.variants)
+        }
+        if of_keys:  # an outer model may make the masks of a stack inside
+            of_keys.add(id(self.root.config))
+        for config in {id(model.config): model.config for model in models}.values():
+            if seam.kind_of_masks(config) == seam.EAGER:
                 continue
-            assert isinstance(stack, PreTrainedModel)
-            if stack.config is self.root.config:
-                continue
-            name = seam.OF_KEYS_NAME if of_keys[id(stack)] else seam.NAME
-            if stack.config._attn_implementation != name:
-                stack.set_attn_implementation(name)
+            config.__dict__.pop(seam.MASKS, None)
+            if whole:
+                setattr(config, seam.MASKS, seam.WHOLE)
+            elif id(config) in dense:
+                setattr(config, seam.MASKS, seam.DENSE)
+            elif id(config) in of_keys:
+                setattr(config, seam.MASKS, seam.OF_KEYS)
 
     def _hook(self, placed: Placed) -> tuple[RemovableHandle, RemovableHandle]:
         """Register the hooks of one attention module, and replace the class of its container where no hook suffices.
@@ -446,6 +442,15 @@ class Installation:
                 container.__class__ = stock_class(container)
         self.record.handles = []
         self.record.containers = []
+
+
+def _architecture(config: dict[str, Any]) -> dict[str, Any]:
+    """A config, with the configs inside, without the keys of a swap and those that every save changes."""
+    return {
+        key: _architecture(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in OF_A_SAVE
+    }
 
 
 def _set_child(core: nn.Module, child: nn.Module | None) -> None:
