@@ -160,9 +160,9 @@ class Masks:
     def once(self, kind: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """The form `kind` of this mask: the form that a layer of this pass already made, or a new form."""
         facts = (*kind, self.causal, self.queries, self.keys, self.device)
-        for each in self.made:
-            if each.key_mask is self.key_mask and each.given is self.given and each.facts == facts:
-                return each.value
+        for form in self.made:
+            if form.key_mask is self.key_mask and form.given is self.given and form.facts == facts:
+                return form.value
         value = make()
         self.made.append(Made(self.key_mask, self.given, facts, value))
         return value

@@ -98,14 +98,14 @@ class InOrder:
         Raises:
             ValueError: the layers are others than when the model was patched, or one module has two places.
         """
-        found = list(module.get_submodule(self.layers).children())
+        layers = list(module.get_submodule(self.layers).children())
         names = module.get_submodule(self.layers)._modules
-        if len(found) < len(names):  # `children` names each module once
+        if len(layers) < len(names):  # `children` names each module once
             raise ValueError(
                 f"a layer of {type(module).__name__} is in its list of layers twice, so its attention cannot know "
                 "whose scores it carries on; put in a copy (copy.deepcopy), or use a variant that carries no scores."
             )
-        for number, layer in enumerate(found):
+        for number, layer in enumerate(layers):
             known = self.cores.get(number, ())
             if number >= self.count or not all(_is_at(layer, inside, path) for inside, path in known):
                 raise ValueError(

@@ -79,7 +79,7 @@ class WindowState(State):
         count = key.shape[2] - room
         if count > CROPPED:
             self.held = self.held.without(count, firsts_of(masks, self.span), key, value)
-            key, value = (each[:, :, count:].clone() for each in (key, value))  # a view would keep the whole text
+            key, value = (tensor[:, :, count:].clone() for tensor in (key, value))  # a view would keep the whole text
         self.last = key, value
 
     def reset(self) -> None:
