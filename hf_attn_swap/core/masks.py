@@ -215,7 +215,7 @@ def recorded() -> bool:
         return bool(getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)())
     if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # torch's
         return True
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]  # torch's
 
 
 def transformed(*tensors: Tensor) -> bool:

@@ -31,7 +31,7 @@ from .state import State
 from .window_cache import WindowState, can_hold
 
 
-def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+def before_stack(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Before a stack: add a new `ForwardContext` to the keyword arguments, which the layers share during this pass.
 
     A program that reads attention weights may set the model to "eager" by itself, because SDPA gives no weights

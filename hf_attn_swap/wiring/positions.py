@@ -99,7 +99,7 @@ def rotated_from_first_seen(
     """
     if not isinstance(mask, Tensor) or not _padded_in_front(mask):
         return args, kwargs
-    named: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     angles = {name: value for name, value in named.items() if _are_angles(value)}
     seen = _seen(mask)
     if angles and all(_complex(value).shape[-2] == seen.shape[1] for value in angles.values()):

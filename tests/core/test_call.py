@@ -51,7 +51,7 @@ def test_a_copy_of_carried_scores() -> None:
     assert Hidden(None).clone().scores is None
 
 
-@pytest.mark.parametrize("carried", [ForwardContext, Call])
+@pytest.mark.parametrize("context", [ForwardContext, Call])
 def test_programs_that_copy_dataclasses_leave_what_layers_share(context: type[Any]) -> None:
     assert not dataclasses.is_dataclass(context)
 
