@@ -74,7 +74,7 @@ def _similar(name: str, names: Mapping[str, str], least: float) -> list[str]:
     return [names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=least)]
 
 
-def parse(variant: str) -> tuple[type[Variant], ...]:
+def parse(variant: Any) -> tuple[type[Variant], ...]:
     """The classes that a variant's name stands for: one class, or several for a composition.
 
     Args:
@@ -85,7 +85,7 @@ def parse(variant: str) -> tuple[type[Variant], ...]:
             same place is taken twice: by two variants, or by one variant under two names.
     """
     if not isinstance(variant, str):
-        given = f"{variant!r}"  # type: ignore[unreachable]  # users give other things too
+        given = f"{variant!r}"
         if len(given) > LONGEST:  # a model, for one: the arguments may be in the wrong order
             given = f"a {type(variant).__name__}; patch_model and convert take the model first, then the variant"
         raise ValueError(f"the variant must be a name such as 'belief', got {given}.")
