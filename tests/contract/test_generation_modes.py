@@ -14,7 +14,7 @@ from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import patch_model
 from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.wiring.cache import LinearState
-from hf_attn_swap.wiring.seam import NAMES
+from hf_attn_swap.wiring.seam import NAME
 from hf_attn_swap.wiring.state import CROPPED
 from tests import zoo
 
@@ -202,7 +202,7 @@ def test_times_of_words(variant: str) -> None:
     assert torch.equal(timed["sequences"][:, -before.shape[1] :], before)  # with the first tokens of the prompt
     assert timed["token_timestamps"].shape == timed["sequences"].shape
     assert torch.equal(model.generate(features, max_new_tokens=4), before)
-    assert model.config._attn_implementation == NAMES[0]
+    assert model.config._attn_implementation == NAME
     model.set_attn_implementation("eager")  # a user's own choice is refused, as long as no weights are asked for
     with pytest.raises(ValueError, match="unpatch_model"):
         model.generate(features, max_new_tokens=4)

@@ -11,6 +11,7 @@ import transformers as T
 
 from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
+from hf_attn_swap.wiring.seam import MASKS, OF_KEYS, kind_of_masks
 
 from .cells import is_linear, swap_in
 from .harness import refused, swaps
@@ -108,6 +109,7 @@ def test_saved_and_loaded(variant: str, tmp_path: Path) -> None:
     model, batch = swap_in(llava(), variant, modules="language_model", strength=0.5), batch_of()
     wanted = model(**batch).logits
     model.save_pretrained(tmp_path)
+    assert MASKS not in (tmp_path / "config.json").read_text()
     again = T.LlavaForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float64).eval()
     assert rows(again) == rows(model)
     assert again.config.attn_swap == model.config.attn_swap
@@ -147,12 +149,11 @@ def test_linear_attention_in_a_part_of_a_model_stays_linear(variant: str, padded
     assert model.model.language_model.config._attn_implementation == "sdpa"
 
 
-def test_a_stack_inside_another_keeps_its_own_name() -> None:
-    """transformers sets the implementation of inner models together with the outer model's."""
+def test_a_stack_inside_another_keeps_its_own_masks() -> None:
     model = patch_model(nested(), "simpletron")
     text = model.model.language_model
     tower = text.embed_tokens.vision_tower
     patch_model(model, "belief", modules=r"language_model\.layers")
     assert rows(model) == ["simpletron"] * 2 + ["belief"] * 3
-    assert text.config._attn_implementation == "hf_attn_swap"
-    assert tower.config._attn_implementation == "hf_attn_swap_linear"
+    assert kind_of_masks(text.config) is None
+    assert kind_of_masks(tower.config) == OF_KEYS
