@@ -132,10 +132,10 @@ def compare(
         name: [texts.measure(model, progress=True) for model in models] for name, (texts, _) in context.items()
     }
     if as_json:
-        more = {"loss": found.share, "measure": found.measure, "time_ratio": ratio}
+        more = {"loss": found.degradation, "measure": found.measure, "time_ratio": ratio}
         both = dict(zip(NAMES, map(_figures, costs, states), strict=True))
         for figures, each in zip(both.values(), rounded, strict=False):
-            figures["loss_in_8_bits"] = each.share
+            figures["loss_in_8_bits"] = each.degradation
         for name, results in recalled_by.items():
             for figures, result in zip(both.values(), results, strict=True):
                 figures[name] = result.to_dict()

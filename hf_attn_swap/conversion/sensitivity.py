@@ -60,7 +60,7 @@ class _Costs:
         By KL or the relative error; if recall was measured, by the sum of both, each as a share of its total over the
         parts. A part without which the model recalls more costs no recall.
         """
-        costs = _shares({part: lost.cost for part, lost in self.alone.items()})
+        costs = _shares({part: lost.divergence_or_error for part, lost in self.alone.items()})
         recalls = _shares({part: max(0.0, _recall_lost(lost)) for part, lost in self.alone.items()})
         return tuple(sorted(self.alone, key=lambda part: (costs[part] + recalls[part], part)))
 
@@ -72,7 +72,7 @@ class _Costs:
             summary=f"{self.variant}: what each {self.part} alone costs, from the cheapest.",
             header=(self.part, self.together.measure, *(["recall lost, nats"] if recalled else [])),
             rows=[
-                (name, f"{lost.share:.3g}", *([f"{_recall_lost(lost):.3g}"] if recalled else []))
+                (name, f"{lost.degradation:.3g}", *([f"{_recall_lost(lost):.3g}"] if recalled else []))
                 for name, lost in named
             ],
         )
@@ -122,7 +122,7 @@ class Sensitivity(_Costs):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()
         indices = sorted(self.layers)
-        shares = [self.layers[index].share for index in indices]
+        shares = [self.layers[index].degradation for index in indices]
         axes.bar([str(index) for index in indices], shares, color=COLOUR)
         axes.set(xlabel="layer", ylabel=self.together.measure, title=f"{self.variant}: what each layer alone costs")
         return figure
@@ -163,7 +163,7 @@ class HeadSensitivity(_Costs):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()
         for head in sorted({head for heads in self.heads.values() for head in heads}):
-            shown = {layer: heads[head].share for layer, heads in sorted(self.heads.items()) if head in heads}
+            shown = {layer: heads[head].degradation for layer, heads in sorted(self.heads.items()) if head in heads}
             width = 0.9 / max(map(len, self.heads.values()))
             axes.bar([layer + head * width for layer in shown], list(shown.values()), width, label=f"head {head}")
         axes.set(xlabel="layer", ylabel=self.together.measure, title=f"{self.variant}: what each head alone costs")

@@ -82,7 +82,7 @@ class Lost:
     by_position: tuple[Bin, ...] = ()
 
     @property
-    def share(self) -> float:
+    def degradation(self) -> float:
         """What was lost as one number, in the model's own terms; 0 is nothing.
 
         With labels: the accuracy that was lost, as a share of all rows; for a regression the rank correlation that was
@@ -104,14 +104,14 @@ class Lost:
         return found if self.per_token else 1 - found
 
     @property
-    def cost(self) -> float:
+    def divergence_or_error(self) -> float:
         """KL, or the relative error: every change of the model moves this number, so two states can be compared."""
         found = self.relative_error if self.divergence is None else self.divergence
-        return self.share if found is None else found
+        return self.degradation if found is None else found
 
     @property
     def measure(self) -> str:
-        """What `share` counts, in words."""
+        """What `degradation` counts, in words."""
         if self.accuracy is not None:
             return "accuracy lost"
         if self.correlation is not None:
@@ -137,10 +137,10 @@ class Lost:
         return self.recall / self.stock_recall if self.stock_recall > 0 else math.nan
 
     def within(self, max_loss: float | None, min_recall: float | None) -> bool:
-        """True if `share` is at most `max_loss`, and `recall_share` at least `min_recall`; None is no budget."""
+        """True if `degradation` is at most `max_loss`, and `recall_share` at least `min_recall`; None is no budget."""
         if min_recall is not None and not (self.recall_share is not None and self.recall_share >= min_recall):
             return False
-        return max_loss is None or self.share <= max_loss
+        return max_loss is None or self.degradation <= max_loss
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """The name and the text of every figure that exists."""

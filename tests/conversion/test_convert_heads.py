@@ -165,7 +165,7 @@ def test_heads_without_recall(name: str) -> None:
         for head in swap.options["window"]["full_heads"]
     } | {(layer, head) for layer in report.kept for head in range(4)}
     assert full == set(found.order[6:])
-    costs = [found.alone[head].cost for head in found.order]
+    costs = [found.alone[head].divergence_or_error for head in found.order]
     assert costs == sorted(costs)
 
 
