@@ -320,10 +320,9 @@ def _context(
     models: Sequence[Any], processor: Any, batches: Sequence[dict[str, Any]], *, recalled: bool, hidden: bool
 ) -> dict[str, tuple[Any, Callable[[Mapping[str, Any]], Table]]]:
     """The texts of the measures of long context that were asked for, and how what models find in them is shown."""
-    from hf_attn_swap.measuring.key_values import PairTexts, key_value_table
-    from hf_attn_swap.measuring.needle import Haystacks, needle_table
     from hf_attn_swap.measuring.positions import max_positions
     from hf_attn_swap.measuring.recall import Passages
+    from hf_attn_swap.measuring.retrieval import Haystacks, PairTexts, key_value_table, needle_table
 
     shortest = min(models, key=lambda model: max_positions(model) or math.inf)
     found: dict[str, tuple[Any, Callable[[Mapping[str, Any]], Table]]] = {}

@@ -178,7 +178,7 @@ def test_heads_without_recall(name: str) -> None:
 def test_each_head_alone(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As strengths and options by hand, with one search and no new wiring; the model stays as it was."""
 
-    def patched(**options: Any) -> Any:
+    def nested(**options: Any) -> Any:
         window = WINDOW | options
         return window if variant == "window" else {"window": window}
 
@@ -187,15 +187,15 @@ def test_each_head_alone(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return copy.deepcopy((found, model.config.attn_swap))
 
     def by_hand(layer: int, head: int) -> Lost:
-        alone = patch_model(long(), variant, **patched())
-        patch_model(alone, variant, layers=layer, **patched(full_heads=[1 - head]))
+        alone = patch_model(long(), variant, **nested())
+        patch_model(alone, variant, layers=layer, **nested(full_heads=[1 - head]))
         set_strength(alone, 0.0)
         set_strength(alone, 1.0, layers=[layer])
         return lost(alone, batch)
 
     batch = {"input_ids": torch.stack([row["input_ids"] for row in text(3)])}
-    model = patch_model(long(), variant, **patched())
-    patch_model(model, variant, layers=2, **patched(full_heads=[0, 1]))
+    model = patch_model(long(), variant, **nested())
+    patch_model(model, variant, layers=2, **nested(full_heads=[0, 1]))
     before, searches = state(), []
     monkeypatch.setattr(install, "sites", lambda root: searches.append(root) or sites(root))
     monkeypatch.setattr(install.Installation, "_wire", None)
