@@ -124,7 +124,7 @@ def compare(
         raise ValueError(f"--label {label}: this model's outputs are not compared with labels; leave out --label.")
     read = max([longest, *(texts.longest for texts, _ in context.values())])
     _warn_of_length(models, (first, second), read, hub_arguments(None, token))
-    few = [kept.batch for kept in held.part(FEW).kept]
+    few = [kept.batch for kept in held.subset(FEW).kept]
     costs, ratio = compare_costs(models[0], models[1], few)
     states = [outliers(model, few) for model in models]
     rounded = [lost_in_8_bits(model, ranges, held) for model in models] if bits else []
@@ -196,7 +196,7 @@ def evaluate(
     longest = longest_row(batches)
     check_length(loaded, longest)
     _warn_of_length([loaded], [model], longest, hub_arguments(revision, token))
-    found = HeldOut(loaded, batches, as_it_is=True).itself()
+    found = HeldOut(loaded, batches, as_it_is=True).baseline()
     figures = {"perplexity": found.perplexity, "accuracy": found.accuracy, "spearmanr": found.correlation}
     known = {name: value for name, value in figures.items() if value is not None}
     if not known:

@@ -137,10 +137,10 @@ def refuse_other_tokens(root: nn.Module, cores: Iterable[nn.Module], batch: Batc
     text = getattr(root.config, "text_config", None)
     if text is None or not any(batch.get(name) is not None for name in MASKS):
         return
-    other = sorted({type(core).__name__ for core in cores if type(core.config) is not type(text)})
-    if other:
+    outside = sorted({type(core).__name__ for core in cores if type(core.config) is not type(text)})
+    if outside:
         raise ValueError(
-            f"the attention mask counts tokens of text, and not those that {', '.join(other)} reads; swap the text "
+            f"the attention mask counts tokens of text, and not those that {', '.join(outside)} reads; swap the text "
             'model alone, as with modules="language_model".'
         )
 

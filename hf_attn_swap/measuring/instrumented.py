@@ -22,7 +22,7 @@ CONTROL = "softmax"
 def instrumented(model: nn.Module) -> Iterator[Any]:
     """Inside the `with` block, every swappable layer computes through a `Swap`, and its output has the same bits.
 
-    Afterwards the model is as before. A model whose retrievals have taps (STanHop-Net) is visible as it is.
+    Afterwards the model is as before. A model whose retrievals have probes (STanHop-Net) is visible as it is.
 
     Args:
         model: a `PreTrainedModel`, stock or swapped, or a wrapper that holds one.

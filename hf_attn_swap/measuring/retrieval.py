@@ -46,7 +46,7 @@ from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
 from .batches import evaluating
 from .positions import max_positions
-from .recall import stream
+from .recall import token_stream
 from .token_log_probs import need_next_token, token_log_probs
 
 LENGTHS = (256, 1024, 4096)
@@ -232,7 +232,7 @@ class Haystacks(Prompts):
                 f"a needle needs at least one text and 1 to {len(NAMES) - 1} depths from 0 to 1, got {texts} texts and "
                 f"the depths {tuple(depths)}."
             )
-        stream_L = stream(rows)
+        stream_L = token_stream(rows)
         by_length: dict[int, tuple[Prompt, ...]] = {}
         shortest = 0
         for length in sorted(set(lengths)):
@@ -256,12 +256,12 @@ class Haystacks(Prompts):
 
     def measure(self, model: nn.Module, *, progress: bool = False) -> Needle:
         """Let a model read the texts, in evaluation mode."""
-        found = Needle(cells={}, together={}, chance={})
+        figures = Needle(cells={}, together={}, chance={})
         for length, by_depth in self.read(model, progress):
-            found.chance[length] = Retrieved.of(by_depth.pop(None))
-            found.cells[length] = {depth: Retrieved.of(answers) for depth, answers in by_depth.items()}
-            found.together[length] = Retrieved.of(chain(*by_depth.values()))
-        return found
+            figures.chance[length] = Retrieved.of(by_depth.pop(None))
+            figures.cells[length] = {depth: Retrieved.of(answers) for depth, answers in by_depth.items()}
+            figures.together[length] = Retrieved.of(chain(*by_depth.values()))
+        return figures
 
 
 class PairTexts(Prompts):
@@ -278,7 +278,7 @@ class PairTexts(Prompts):
                 f"key_values takes at least one text and numbers of pairs from 2, got {texts} texts and {tuple(pairs)}."
             )
         break_T = torch.tensor(tokenizer("\n", add_special_tokens=False)["input_ids"], dtype=torch.long)
-        known_T = torch.unique(stream(rows))
+        known_T = torch.unique(token_stream(rows))
         known_T = known_T[~torch.isin(known_T, break_T)]
         room = min(len(known_T) // 2, limit // (2 * (2 + len(break_T))))
         if not (possible := sorted({count for count in pairs if count <= room})):
@@ -306,7 +306,7 @@ def needle(
 ) -> Needle:
     """Measure how often a causal language model finds numbers that are hidden in a text. The model does not change.
 
-        found = needle(model, tokenizer(texts)["input_ids"], tokenizer)
+        numbers = needle(model, tokenizer(texts)["input_ids"], tokenizer)
 
     All models that read the same tokens with the same tokenizer read the same texts.
 

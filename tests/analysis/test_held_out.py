@@ -179,18 +179,18 @@ def test_refusals() -> None:
         HeldOut(stock("bert"), [3], progress=False)
 
 
-def test_a_part_is_some_of_the_batches() -> None:
+def test_a_subset_of_the_batches() -> None:
     """As many as asked for, at even distances, and measured alone."""
     model = fresh("llama", torch.float32)
     batches = [{"input_ids": torch.arange(6)[None] + start} for start in range(8)]
     held = HeldOut(patch_model(model, "simpletron_resl"), batches, progress=False)
-    part = held.part(3)
-    assert [int(kept.batch["input_ids"][0, 0]) for kept in part.kept] == [0, 2, 5]
+    subset = held.subset(3)
+    assert [int(kept.batch["input_ids"][0, 0]) for kept in subset.kept] == [0, 2, 5]
     assert len(held.kept) == 8
     alone = HeldOut(model, [batches[start] for start in (0, 2, 5)], progress=False)
-    assert part.lost(model) == alone.lost(model)
-    assert len(held.part(99).kept) == 8
-    assert len(held.part(0).kept) == 1
+    assert subset.lost(model) == alone.lost(model)
+    assert len(held.subset(99).kept) == 8
+    assert len(held.subset(0).kept) == 1
 
 
 def test_as_it_is() -> None:
@@ -199,8 +199,8 @@ def test_as_it_is() -> None:
     assert HeldOut(model, batches("llama"), progress=False).lost(model).divergence_or_error > 0
     held = HeldOut(model, batches("llama"), as_it_is=True, progress=False)
     assert held.lost(model).divergence_or_error == 0
-    assert held.itself() == held.lost(model)
-    assert held.itself().perplexity == lost(model, batches("llama"), stock=model).perplexity
+    assert held.baseline() == held.lost(model)
+    assert held.baseline().perplexity == lost(model, batches("llama"), stock=model).perplexity
     for swap in swaps(model):
         swap.retrained = True
     with refused("strength 0 is no longer the stock model"):

@@ -29,7 +29,7 @@ def heads(state: State) -> Iterator[Part]:
 def _choose(state: State) -> None:
     assert state.held is not None
     rows = max(1, round(FEW_TOKENS / state.rows.length)) if state.rows.unit == TOKENS else FEW_ROWS
-    costs = head_sensitivity(state.model, state.held.few(rows, FEW_PASSAGES), progress=state.progress)
+    costs = head_sensitivity(state.model, state.held.subset_of_rows(rows, FEW_PASSAGES), progress=state.progress)
     order = costs.order
     count = min(round(state.config.keep * len(order)), len(order) - 1)
     full = sorted(order[len(order) - count :])
