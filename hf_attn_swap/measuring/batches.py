@@ -32,11 +32,20 @@ def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
     empty = True
     for batch in [batches] if isinstance(batches, Mapping) else batches:
         empty = False
-        if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
-            raise ValueError(f"a batch is a dict of tensors as the model takes them, got {type(batch).__name__}.")
+        check_batch(batch)
         yield without_labels(batch)
     if empty:
         raise ValueError("there are no batches; pass a few dicts of tensors as the model takes them.")
+
+
+def check_batch(batch: Any) -> None:
+    """Refuse anything that is no dict of tensors.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
+        raise ValueError(f"a batch is a dict of tensors as the model takes them, got {type(batch).__name__}.")
 
 
 def without_labels(batch: Mapping[str, Any]) -> Batch:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..text.bar import bar
 from ..wiring.install import installation_of, model_root
-from .batches import LABELS, Batch, evaluating, forward, gives_numbers, without_labels
+from .batches import LABELS, Batch, check_batch, evaluating, forward, gives_numbers, without_labels
 from .head import last_hidden
 from .lost import Lost, Sums, predicts_next, refuse_changed
 from .recall import Passages
@@ -183,8 +183,7 @@ def _keep(root: Any, batch: Batch, head: nn.Module | None, *, numbers: bool) -> 
     Raises:
         ValueError: the batch is no dict of tensors.
     """
-    if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
-        raise ValueError(f"a batch is a dict of tensors as the model takes them, got {type(batch).__name__}.")
+    check_batch(batch)
     labels = next((batch[name] for name in LABELS if isinstance(batch.get(name), Tensor)), None)
     fits = labels is not None and labels.dim() == 1 and (numbers or not labels.is_floating_point())
     rows = labels if fits else None

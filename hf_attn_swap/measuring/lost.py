@@ -90,17 +90,7 @@ class Lost:
         KL, in nats. A classifier: the share of rows whose first choice changed. A model without logits, or with outputs
         that are numbers: the relative squared error.
         """
-        if self.accuracy is not None and self.stock_accuracy is not None:
-            return self.stock_accuracy - self.accuracy
-        if self.correlation is not None and self.stock_correlation is not None:
-            return self.stock_correlation - self.correlation
-        if self.ratio is not None:
-            return self.ratio - 1
-        if self.relative_error is not None:
-            return self.relative_error
-        if self.per_token:  # JSON has no NaN, so a file has null in its place
-            return math.nan if self.divergence is None else self.divergence
-        return math.nan if self.agreement is None else 1 - self.agreement
+        return self._measured[1]
 
     @property
     def divergence_or_error(self) -> float:
@@ -111,15 +101,22 @@ class Lost:
     @property
     def measure(self) -> str:
         """What `degradation` counts, in words."""
-        if self.accuracy is not None:
-            return "accuracy lost"
-        if self.correlation is not None:
-            return "rank correlation lost"
+        return self._measured[0]
+
+    @property
+    def _measured(self) -> tuple[str, float]:
+        """What was lost, in words and as a number."""
+        if self.accuracy is not None and self.stock_accuracy is not None:
+            return "accuracy lost", self.stock_accuracy - self.accuracy
+        if self.correlation is not None and self.stock_correlation is not None:
+            return "rank correlation lost", self.stock_correlation - self.correlation
         if self.ratio is not None:
-            return "perplexity above the stock model's"
+            return "perplexity above the stock model's", self.ratio - 1
         if self.relative_error is not None:
-            return "relative squared error of the outputs"
-        return "KL to the stock model, nats" if self.per_token else "rows with another first choice"
+            return "relative squared error of the outputs", self.relative_error
+        if self.per_token:  # JSON has no NaN, so a file has null in its place
+            return "KL to the stock model, nats", math.nan if self.divergence is None else self.divergence
+        return "rows with another first choice", math.nan if self.agreement is None else 1 - self.agreement
 
     @property
     def ratio(self) -> float | None:
