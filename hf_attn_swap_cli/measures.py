@@ -177,8 +177,8 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Measure one saved model: perplexity, a classifier's accuracy, or a regression's rank correlation (Spearman)."""
-    from hf_attn_swap.measuring.head import names_head
     from hf_attn_swap.measuring.held_out import HeldOut
+    from hf_attn_swap.measuring.lm_head import names_head
     from hf_attn_swap.measuring.positions import check_length, longest_row, usual_length
     from hf_attn_swap.publish.checkpoint import hub_arguments
     from hf_attn_swap.text.finite import finite

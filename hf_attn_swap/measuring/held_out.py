@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..text.bar import bar
 from ..wiring.install import installation_of, model_root
 from .batches import LABELS, Batch, check_batch, evaluating, forward, gives_numbers, without_labels
-from .head import last_hidden
+from .lm_head import last_hidden
 from .lost import Lost, Sums, predicts_next, refuse_changed
 from .recall import Passages
 
