@@ -6,7 +6,7 @@ Axes: L layer, H head, T token.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ WIDTH, HEIGHT = 7.0, 3.2  # inches
 UPDATE = ("update_norm", "update_angle")
 SHOWN_MAPS = 6  # layers of attention maps side by side
 Recordings = Mapping[str, Recording]
+Maps = Mapping[str, Sequence[np.ndarray]]
 
 
 def similarity(recordings: Recordings) -> Figure:
@@ -92,50 +93,44 @@ def updates(recordings: Recordings) -> Figure:
     return figure
 
 
-def attention_maps(maps: Mapping[str, Sequence[np.ndarray]], tokens: Sequence[str]) -> Figure:
+def attention_maps(maps: Maps, tokens: Sequence[str]) -> Figure:
     """Attention of one text, mean over heads, (T,T) per layer: a row per model, at most six layers evenly chosen."""
-    chosen, figure, grid = _grid(maps)
-    for row, (label, layers) in enumerate(maps.items()):
-        for column, place in enumerate(chosen):
-            axes = grid[row][column]
-            axes.imshow(layers[place], cmap="viridis", vmin=min(0.0, float(layers[place].min())))
-            _label(axes, row, column, label, place)
-            if column == 0:
-                axes.set_yticks(range(len(tokens)), tokens, fontsize=min(7, 140 // len(tokens) + 1))
+
+    def draw(axes: Axes, weights: np.ndarray) -> None:
+        axes.imshow(weights, cmap="viridis", vmin=min(0.0, float(weights.min())))
+
+    figure, first_column = _grid(maps, draw)
+    for axes in first_column:
+        axes.set_yticks(range(len(tokens)), tokens, fontsize=min(7, 140 // len(tokens) + 1))
     return figure
 
 
-def patch_maps(maps: Mapping[str, Sequence[np.ndarray]], image: np.ndarray) -> Figure:
+def patch_maps(maps: Maps, image: np.ndarray) -> Figure:
     """Where the first token looks in one image, (rows,columns) of patches per layer over (height,width,3) pixels."""
-    chosen, figure, grid = _grid(maps)
     height, width = image.shape[:2]
-    for row, (label, layers) in enumerate(maps.items()):
-        for column, place in enumerate(chosen):
-            axes = grid[row][column]
-            axes.imshow(image)
-            axes.imshow(
-                layers[place], cmap="inferno", alpha=0.6, extent=(0, width, height, 0), interpolation="bilinear"
-            )
-            _label(axes, row, column, label, place)
-            axes.set_yticks([])
-    return figure
+
+    def draw(axes: Axes, weights: np.ndarray) -> None:
+        axes.imshow(image)
+        axes.imshow(weights, cmap="inferno", alpha=0.6, extent=(0, width, height, 0), interpolation="bilinear")
+
+    return _grid(maps, draw)[0]
 
 
-def _grid(maps: Mapping[str, Sequence[np.ndarray]]) -> tuple[list[int], Figure, Any]:
+def _grid(maps: Maps, draw: Callable[[Axes, np.ndarray], None]) -> tuple[Figure, Sequence[Axes]]:
+    """A row of pictures per model, of layers evenly chosen; and the pictures of the first layer."""
     depth = min(len(layers) for layers in maps.values())
     count = min(depth, SHOWN_MAPS)
-    chosen = [round(index * (depth - 1) / max(count - 1, 1)) for index in range(count)]
     figure = Figure(figsize=(1.7 * count + 1, 1.9 * len(maps)), layout="constrained")
-    return chosen, figure, figure.subplots(len(maps), count, squeeze=False)
-
-
-def _label(axes: Axes, row: int, column: int, label: str, place: int) -> None:
-    axes.set_xticks([])
-    axes.set_yticks([])
-    if row == 0:
-        axes.set_title(f"layer {place}", fontsize="small")
-    if column == 0:
-        axes.set_ylabel(label)
+    grid = figure.subplots(len(maps), count, squeeze=False)
+    for row, (label, layers) in zip(grid, maps.items(), strict=True):
+        for column, axes in enumerate(row):
+            place = round(column * (depth - 1) / max(count - 1, 1))
+            draw(axes, layers[place])
+            axes.set(xticks=[], yticks=[])
+            if label == next(iter(maps)):
+                axes.set_title(f"layer {place}", fontsize="small")
+        row[0].set_ylabel(label)
+    return figure, grid[:, 0]
 
 
 def _figure(x: str, y: str) -> tuple[Figure, Axes]:

@@ -103,15 +103,11 @@ class _Recorder:
         self.ids = kwargs.get("input_ids", args[0] if args and isinstance(args[0], Tensor) else None)
         self.calls.clear()
 
-    def _place(self, kind: str, name: str) -> int:
-        """The place of a layer in the pass: the layer's number, or the number of earlier calls of a shared module."""
-        if name:
-            return int(name)
-        self.calls[kind] = self.calls.get(kind, -1) + 1
-        return self.calls[kind]
-
     def _layer(self, kind: str, name: str) -> Layer:
-        return self.recording.layers.setdefault(self._place(kind, name), Layer())
+        """A layer by its place in the pass: its number, or the number of earlier calls of a shared module."""
+        if not name:
+            self.calls[kind] = self.calls.get(kind, -1) + 1
+        return self.recording.layers.setdefault(int(name or self.calls[kind]), Layer())
 
     def _real(self, tokens_BT: Tensor) -> Tensor:
         """True for real tokens, (B,T). With a cache, the current tokens are the last ones of the mask."""
