@@ -124,7 +124,7 @@ def compare(
         raise ValueError(f"--label {label}: this model's outputs are not compared with labels; leave out --label.")
     read = max([longest, *(texts.longest for texts, _ in context.values())])
     _warn_of_length(models, (first, second), read, hub_arguments(None, token))
-    few = [kept.batch for kept in held.part(FEW).kept]
+    few = [kept.batch for kept in held.subset(FEW).kept]
     costs, ratio = compare_costs(models[0], models[1], few)
     states = [outliers(model, few) for model in models]
     rounded = [lost_in_8_bits(model, ranges, held) for model in models] if bits else []
@@ -132,10 +132,10 @@ def compare(
         name: [texts.measure(model, progress=True) for model in models] for name, (texts, _) in context.items()
     }
     if as_json:
-        more = {"loss": found.share, "measure": found.measure, "time_ratio": ratio}
+        more = {"loss": found.degradation, "measure": found.measure, "time_ratio": ratio}
         both = dict(zip(NAMES, map(_figures, costs, states), strict=True))
         for figures, each in zip(both.values(), rounded, strict=False):
-            figures["loss_in_8_bits"] = each.share
+            figures["loss_in_8_bits"] = each.degradation
         for name, results in recalled_by.items():
             for figures, result in zip(both.values(), results, strict=True):
                 figures[name] = result.to_dict()
@@ -177,8 +177,8 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Measure one saved model: perplexity, a classifier's accuracy, or a regression's rank correlation (Spearman)."""
-    from hf_attn_swap.measuring.head import names_head
     from hf_attn_swap.measuring.held_out import HeldOut
+    from hf_attn_swap.measuring.lm_head import names_head
     from hf_attn_swap.measuring.positions import check_length, longest_row, usual_length
     from hf_attn_swap.publish.checkpoint import hub_arguments
     from hf_attn_swap.text.finite import finite
@@ -196,7 +196,7 @@ def evaluate(
     longest = longest_row(batches)
     check_length(loaded, longest)
     _warn_of_length([loaded], [model], longest, hub_arguments(revision, token))
-    found = HeldOut(loaded, batches, as_it_is=True).itself()
+    found = HeldOut(loaded, batches, as_it_is=True).baseline()
     figures = {"perplexity": found.perplexity, "accuracy": found.accuracy, "spearmanr": found.correlation}
     known = {name: value for name, value in figures.items() if value is not None}
     if not known:
@@ -320,10 +320,9 @@ def _context(
     models: Sequence[Any], processor: Any, batches: Sequence[dict[str, Any]], *, recalled: bool, hidden: bool
 ) -> dict[str, tuple[Any, Callable[[Mapping[str, Any]], Table]]]:
     """The texts of the measures of long context that were asked for, and how what models find in them is shown."""
-    from hf_attn_swap.measuring.key_values import PairTexts, key_value_table
-    from hf_attn_swap.measuring.needle import Haystacks, needle_table
     from hf_attn_swap.measuring.positions import max_positions
     from hf_attn_swap.measuring.recall import Passages
+    from hf_attn_swap.measuring.retrieval import Haystacks, PairTexts, key_value_table, needle_table
 
     shortest = min(models, key=lambda model: max_positions(model) or math.inf)
     found: dict[str, tuple[Any, Callable[[Mapping[str, Any]], Table]]] = {}

@@ -227,7 +227,7 @@ def main() -> None:
                     "layers": layers,
                     "loss": done["loss"],
                     "measure": done["measure"],
-                    "fitted": Lost(**fitted["lost"]).share,
+                    "fitted": Lost(**fitted["lost"]).degradation,
                     "kl": done["steps"][-1]["lost"]["divergence"],
                     "agreement": done["steps"][-1]["lost"]["agreement"],
                     "tokens": sum(step["tokens"] for step in done["steps"]),

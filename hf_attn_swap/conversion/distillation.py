@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from ..layer.calibration import Calibration
 from ..layer.swap import Phase
 from ..measuring.batches import MASKS, without_labels
-from ..measuring.head import can_skip_logits, first_of, head_alone, last_hidden, logits_of
+from ..measuring.lm_head import can_skip_logits, first_of, head_alone, last_hidden, logits_of
 from ..patch import need_installation
 from ..wiring.install import Installation
 from .layer_errors import LayerErrors

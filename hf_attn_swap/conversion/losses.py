@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ..measuring.batches import Batch, gives_numbers, read_by_decoder, read_by_encoder, token_mask
 from ..measuring.divergence import divergence, divergence_of_numbers, relative_error
-from ..measuring.head import first_of, logits_of
+from ..measuring.lm_head import first_of, logits_of
 
 # What a loss can need from the two passes. An output has only what the losses in use need.
 SPLIT = "the logits, or the last hidden states from which the head computes them"

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..layer.registry import parse
-from ..measuring.head import names_head
+from ..measuring.lm_head import names_head
 from ..measuring.lost import predicts_next
 from .stages import KINDS, Calibrate, Distil, FineTune, Stage
 

@@ -23,9 +23,8 @@ from typer.main import get_command
 import hf_attn_swap.analysis.inputs as inputs
 from hf_attn_swap import patch_model
 from hf_attn_swap.measuring.held_out import HeldOut
-from hf_attn_swap.measuring.key_values import key_values
-from hf_attn_swap.measuring.needle import needle
 from hf_attn_swap.measuring.positions import longest_row
+from hf_attn_swap.measuring.retrieval import key_values, needle
 from hf_attn_swap_cli import app
 from tests import zoo
 from tests.harness.byte_tokenizer import byte_tokenizer

@@ -67,7 +67,7 @@ def test_a_toy_step_is_run_and_reported(ran: list[str]) -> None:
     model, before = stock("bert"), embedding(stock("bert")).detach().clone()
     report = converted(model, "outeffhop", rows("bert"), tokens=1)
     assert [step.name for step in report.steps][2:] == ["halve a row"]
-    assert report.steps[2].lost.cost > report.steps[1].lost.cost
+    assert report.steps[2].lost.divergence_or_error > report.steps[1].lost.divergence_or_error
     assert len(ran) == 1
     assert torch.equal(embedding(model)[ROW], before[ROW] / 2)
 

@@ -80,7 +80,7 @@ def _choose(state: State) -> None:
     else:
         lost = measure(state)
         enough = not state.config.budgeted or state.config.allows(lost)  # else groups of layers are chosen
-        if lost.share < swapped.share and enough:
+        if lost.degradation < swapped.degradation and enough:
             state.notes["sink"] = list(found.tokens)
             state.say(str(found))
     finally:

@@ -27,8 +27,8 @@ def _choose(state: State) -> None:
         state.notes["groups"] = [layers]
         return
     assert state.held is not None
-    part = state.held.part(max(FEWEST_HELD // 2, len(state.held.kept) // 4))  # there is a pass per layer
-    sensitivity = layer_sensitivity(state.model, part, layers=layers, progress=state.progress)
+    subset = state.held.subset(max(FEWEST_HELD // 2, len(state.held.kept) // 4))  # there is a pass per layer
+    sensitivity = layer_sensitivity(state.model, subset, layers=layers, progress=state.progress)
     state.notes["sensitivity"] = sensitivity.to_dict()
     order = list(sensitivity.order)
     order = order[: len(order) - round(keep * len(order))] or order[:1]

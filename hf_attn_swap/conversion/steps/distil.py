@@ -145,7 +145,7 @@ def _tokens(stage: Distil, behind: int, free: int, groups: int) -> int:
 
 def _order(state: State, row: StepRecord) -> tuple[bool, float]:
     """The smaller, the better: what is within a budget comes first, then what loses less; no number comes last."""
-    cost = math.inf if math.isnan(row.lost.cost) else max(ROUNDING, row.lost.cost)
+    cost = math.inf if math.isnan(row.lost.divergence_or_error) else max(ROUNDING, row.lost.divergence_or_error)
     return not state.config.allows(row.lost), cost
 
 
@@ -155,7 +155,8 @@ def _undo_training(weights: Snapshot, best: StepRecord, last: StepRecord, state:
     if not state.changed:
         state.leave_adapters(merged=False)
     state.say(
-        f"Training hurt, so it was taken back to {best.name!r}: {in_words(best.lost)} lost there ({best.lost.cost:.3g} "
-        f"by the loss that trains), {in_words(last.lost)} after {last.name!r} ({last.lost.cost:.3g})."
+        f"Training hurt, so it was taken back to {best.name!r}: {in_words(best.lost)} lost there "
+        f"({best.lost.divergence_or_error:.3g} by the loss that trains), {in_words(last.lost)} after {last.name!r} "
+        f"({last.lost.divergence_or_error:.3g})."
     )
     return Found(lost=best.lost)

@@ -63,7 +63,7 @@ def _best_fit(state: State, batches: Sequence[Batch]) -> Found:
         else:  # the same batches would give the same scales again
             _calibrate(state, batches, way, Calibrate(), scale=not projects, progress=state.progress)
         lost = state.lost()
-        if lost.cost < best.cost:
+        if lost.divergence_or_error < best.divergence_or_error:
             chosen, best, fitted = way, lost, state.snapshot()
     state.restore(fitted)
     return Found(f"fit: {chosen}", best)

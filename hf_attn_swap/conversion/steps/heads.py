@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..engine import Part
-from ..full_heads import with_full_heads
+from ..full_heads import set_full_heads
 from ..rows import TOKENS
 from ..sensitivity import head_sensitivity
 from ..state import State
@@ -29,22 +29,22 @@ def heads(state: State) -> Iterator[Part]:
 def _choose(state: State) -> None:
     assert state.held is not None
     rows = max(1, round(FEW_TOKENS / state.rows.length)) if state.rows.unit == TOKENS else FEW_ROWS
-    found = head_sensitivity(state.model, state.held.few(rows, FEW_PASSAGES), progress=state.progress)
-    order = found.order
+    costs = head_sensitivity(state.model, state.held.subset_of_rows(rows, FEW_PASSAGES), progress=state.progress)
+    order = costs.order
     count = min(round(state.config.keep * len(order)), len(order) - 1)
     full = sorted(order[len(order) - count :])
-    state.notes["head_sensitivity"] = found.to_dict()
+    state.notes["head_sensitivity"] = costs.to_dict()
     state.notes["full_heads"] = [list(head) for head in full]
     state.say(
-        f"{count} of {len(order)} key/value heads keep all keys (layer.head): {', '.join(map(found.name_of, full))}."
+        f"{count} of {len(order)} key/value heads keep all keys (layer.head): {', '.join(map(costs.name_of, full))}."
     )
 
 
 def _put(state: State) -> None:
     """A layer whose heads all keep all keys runs its own attention, as a layer that was not chosen."""
-    installation, swaps = state.installation, {}
+    installation, strengths = state.installation, {}
     for layer in installation.layers():
         full = [head for number, head in state.notes["full_heads"] if number == layer.number]
-        whole = len(full) == layer.swap.geometry.kv_heads
-        swaps[layer] = with_full_heads(layer, full, strength=0.0 if whole else 1.0)
-    installation.put(swaps)
+        set_full_heads(layer, full)
+        strengths[layer] = 0.0 if len(full) == layer.swap.geometry.kv_heads else 1.0
+    installation.set_strength(strengths)

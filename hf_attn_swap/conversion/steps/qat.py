@@ -62,7 +62,7 @@ def _train(state: State) -> Found:
             lost = state.lost()
     finally:
         state.taught = None
-    if lost.share < lost_before.share:
+    if lost.degradation < lost_before.degradation:
         state.notes[RANGES] = {path: list(ends) for path, ends in ranges.items()}
         return Found(lost=lost)
     state.restore(before)

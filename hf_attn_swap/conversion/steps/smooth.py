@@ -19,7 +19,7 @@ def smooth(state: State) -> Iterator[Part]:
     if state.config.bits is None or not state.swaps:
         return
     yield Part("in 8 bits", _in_bits)
-    yield Part("in 8 bits, smoothed", partial(_smoothed, state.record[-1].lost.share), again=True)
+    yield Part("in 8 bits, smoothed", partial(_smoothed, state.record[-1].lost.degradation), again=True)
 
 
 def _in_bits(state: State) -> Found:
@@ -35,7 +35,7 @@ def _smoothed(before: float, state: State) -> Found | None:
         state.say(f"No channel was smoothed: {problem}")
         return Found("in 8 bits, nothing smoothed", lost_in_bits(state))
     lost = lost_in_bits(state)
-    if lost.share < before:
+    if lost.degradation < before:
         state.say(str(found))
         return Found(lost=lost)
     installation = need_installation(state.model)
