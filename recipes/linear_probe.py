@@ -25,7 +25,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm
-from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding, TrainingArguments
+from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding, TrainingArguments, default_data_collator
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion.engine import take
@@ -38,7 +38,6 @@ from hf_attn_swap.text.typed import parse_layers
 from hf_attn_swap.training import ConversionArguments, ModelArguments, TextDataArguments, load_splits, parse
 from hf_attn_swap.training.image_size import image_processor, resized
 from hf_attn_swap.training.metrics import paired_interval, scores
-from hf_attn_swap.training.recipes.image_classification import collate as collate_images
 from hf_attn_swap.training.recipes.image_classification import prepare
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -82,7 +81,7 @@ def images(data: ProbeDataArguments, name: str, size: int) -> tuple[Any, Any, Co
     processor = image_processor(name, size)
     ready = functools.partial(prepare, column=data.image_column_name, processor=processor, flip=False)
     train, test, _ = load_splits(replace(data, text_column_names=[data.image_column_name]))
-    return train.with_transform(ready), test.with_transform(ready), collate_images
+    return train.with_transform(ready), test.with_transform(ready), default_data_collator
 
 
 @torch.no_grad()

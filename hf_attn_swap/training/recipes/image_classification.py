@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForImageClassification,
-    ViTImageProcessorPil,
-)
+from transformers import AutoModelForImageClassification, ViTImageProcessorPil, default_data_collator
 
 from .. import (
     About,
@@ -32,6 +29,7 @@ from .. import (
 )
 from ..image_size import image_processor, resized
 from .skip_free import without_skips
+from .text_classification import predict
 
 AUTO = AutoModelForImageClassification
 
@@ -62,12 +60,6 @@ class RecipeArguments:
         return {"image_size": self.image_size, **{name: getattr(self, name) for name in names}}
 
 
-def predict(trainer: Any, test: Any) -> tuple[list[float], list[float]]:
-    """The predicted and the true class of every held-out image."""
-    found = trainer.predict(test)
-    return found.predictions.argmax(-1).tolist(), found.label_ids.tolist()
-
-
 def prepare(rows: dict[str, list[Any]], column: str, processor: Any, flip: bool) -> dict[str, Any]:
     """The pixels (3,S,S) of some rows. The data set calls this function when the rows are used."""
     images = [image.convert("RGB") for image in rows[column]]
@@ -76,14 +68,6 @@ def prepare(rows: dict[str, list[Any]], column: str, processor: Any, flip: bool)
         mirrored = torch.rand(len(images)) < 0.5
         pixels[mirrored] = pixels[mirrored].flip(-1)
     return {"pixel_values": list(pixels), "labels": rows["labels"]}
-
-
-def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make a batch of rows."""
-    batch: dict[str, Any] = {"pixel_values": torch.stack([row["pixel_values"] for row in rows])}
-    if "labels" in rows[0]:
-        batch["labels"] = torch.tensor([row["labels"] for row in rows])
-    return batch
 
 
 def pretrained(model: ModelArguments, size: int | None, values: dict[str, Any]) -> tuple[Any, Any]:
@@ -120,7 +104,7 @@ def build_task(model: ModelArguments, data: ImageDataArguments, own: RecipeArgum
         load=load,
         train=train.with_transform(functools.partial(ready, flip=own.flip)),
         test=test.with_transform(functools.partial(ready, flip=False)),
-        collate=collate,
+        collate=default_data_collator,
         metrics=data.metrics,
         predict=predict,
         settings=data.settings | own.changed(),
