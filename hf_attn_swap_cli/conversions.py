@@ -39,9 +39,7 @@ Loss = Annotated[
 ]
 Length = Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")]
 Push = Annotated[str | None, typer.Option(help="Publish the result there, such as me/smollm2-belief.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Convert nothing: only count the weights, and what trains.")
-]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Convert nothing: only count the weights, and what trains.")]
 Anyway = Annotated[bool, typer.Option("--keep-anyway", help="Save the model, too, if its loss is above the budget.")]
 Base = Annotated[
     str | None, typer.Option("--base-model", help="Name of the model on the Hub, for the card, if MODEL is a folder.")
@@ -191,7 +189,7 @@ def run_conversion(
     quiet: bool,
     min_recall: str | None = None,
     fit: str = "auto",
-    **more: Any,
+    **arguments: Any,
 ) -> None:
     """Convert a checkpoint, print the report, and publish the result if that was asked for."""
     from hf_attn_swap.publish.converted import convert_checkpoint
@@ -230,7 +228,7 @@ def run_conversion(
         token=token,
         notify=told(quiet),
         quiet=quiet,
-        **more,
+        **arguments,
     )
     if not first_process():
         return

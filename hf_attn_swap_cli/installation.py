@@ -25,14 +25,14 @@ def doctor(
     from hf_attn_swap import doctor
 
     notify("checking this installation; it takes half a minute")
-    found = doctor(device=device)
+    diagnosis = doctor(device=device)
     if as_json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(diagnosis.to_dict(), indent=2))
     else:
-        show(found.versions())
+        show(diagnosis.versions())
         print()
-        show(found.table())
-        for sentence in found.sentences():
+        show(diagnosis.table())
+        for sentence in diagnosis.sentences():
             print(sentence)
-    if not found.ok:
+    if not diagnosis.ok:
         raise typer.Exit(1)

@@ -67,13 +67,13 @@ def texts(data: ProbeDataArguments, name: str) -> tuple[Any, Any, Collator]:
             *[rows[column] for column in data.input_columns], truncation=True, max_length=data.max_seq_length
         )
 
-    found = []
+    splits = []
     for split in load_splits(data)[:2]:
         drop = [column for column in split.column_names if column != "labels"]
         rows = split.map(encode, batched=True, remove_columns=drop)
         lengths = [len(ids) for ids in rows["input_ids"]]
-        found.append(rows.select(sorted(range(len(rows)), key=lengths.__getitem__)))
-    return found[0], found[1], DataCollatorWithPadding(tokenizer)
+        splits.append(rows.select(sorted(range(len(rows)), key=lengths.__getitem__)))
+    return splits[0], splits[1], DataCollatorWithPadding(tokenizer)
 
 
 def images(data: ProbeDataArguments, name: str, size: int) -> tuple[Any, Any, Collator]:
@@ -87,7 +87,7 @@ def images(data: ProbeDataArguments, name: str, size: int) -> tuple[Any, Any, Co
 @torch.no_grad()
 def features(model: Any, rows: Any, collate: Collator, size: int, title: str) -> np.ndarray:
     """The features (N,E) of all rows."""
-    found = []
+    vectors = []
     model.eval()
     for start in tqdm(range(0, len(rows), size), desc=title, unit="batch", leave=False):
         batch = collate([rows[index] for index in range(start, min(start + size, len(rows)))])
@@ -96,10 +96,10 @@ def features(model: Any, rows: Any, collate: Collator, size: int, title: str) ->
         states = model(**inputs).last_hidden_state
         if "attention_mask" in inputs:
             real = inputs["attention_mask"].to(states)[..., None]
-            found.append(((states * real).sum(1) / real.sum(1)).float().cpu())
+            vectors.append(((states * real).sum(1) / real.sum(1)).float().cpu())
         else:
-            found.append(states[:, 0].float().cpu())
-    return torch.cat(found).numpy()
+            vectors.append(states[:, 0].float().cpu())
+    return torch.cat(vectors).numpy()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
 
     measure("stock")
     layers = parse_layers(model.layers)
-    patch_model(encoder, model.variant, layers=layers, modules=model.modules, **model.option_values)
+    patch_model(encoder, model.variant, layers=layers, **model.option_values)
     measure("swapped")
     state = State(
         model=encoder,
@@ -143,9 +143,9 @@ def main(argv: list[str] | None = None) -> None:
     steps = state.notes.get("sentences", [])
     headline = data.metrics[0]
     rows = {}
-    for stage, found in predictions.items():
-        mean, low, high = paired_interval(headline, [found], [predictions["stock"]], truth)
-        rows[stage] = {**scores(data.metrics, found, truth), "difference": mean, "low": low, "high": high}
+    for stage, classes in predictions.items():
+        mean, low, high = paired_interval(headline, [classes], [predictions["stock"]], truth)
+        rows[stage] = {**scores(data.metrics, classes, truth), "difference": mean, "low": low, "high": high}
         print(f"{stage}: {headline} {rows[stage][headline]:.4f}, to stock {mean:+.4f} [{low:+.4f}, {high:+.4f}]")
     folder.mkdir(parents=True, exist_ok=True)
     about = {"model": model.published_name, "variant": model.variant, "options": model.option_values}

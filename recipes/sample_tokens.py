@@ -26,13 +26,13 @@ from hf_attn_swap.caches import cache_of, with_cache
 def sample(model: PreTrainedModel, rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
     """Token ids (rows,length) from the model's distribution, each row from the first token on."""
     token = torch.full((rows, 1), model.config.bos_token_id)
-    found, cache = [token], None
+    drawn, cache = [token], None
     for _ in range(length - 1):
         out = model(input_ids=token, **with_cache(model, cache), use_cache=True)
         cache = cache_of(out)
         token = torch.multinomial(out.logits[:, -1].float().softmax(-1), 1, generator=generator)
-        found.append(token)
-    return torch.cat(found, 1)
+        drawn.append(token)
+    return torch.cat(drawn, 1)
 
 
 def write(model: PreTrainedModel, path: Path, tokens: int, length: int, batch: int, seed: int) -> None:

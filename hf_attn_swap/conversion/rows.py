@@ -354,7 +354,9 @@ def _check_image(index: int, image: Any) -> None:
 
 
 def _is_pair(row: Any) -> bool:
-    return isinstance(row, (tuple, list)) and len(row) == 2 and all(text is None or isinstance(text, str) for text in row)
+    return (
+        isinstance(row, (tuple, list)) and len(row) == 2 and all(text is None or isinstance(text, str) for text in row)
+    )
 
 
 def _numbered(data: Any, size: int, *, paired: bool) -> Iterator[tuple[int, int, Any]]:
@@ -390,9 +392,7 @@ def _texts(
     return _MadeWhenRead(texts, encode), whole
 
 
-def _blocks(
-    data: Any, tokenizer: Any, length: int, most: float | None, fewest: int
-) -> tuple[_MadeWhenRead, bool]:
+def _blocks(data: Any, tokenizer: Any, length: int, most: float | None, fewest: int) -> tuple[_MadeWhenRead, bool]:
     """The texts, joined and cut into blocks of tokens, and True if these are all."""
     enough = math.inf if most is None else max(most, 2 * length, fewest * length)
     ids_of_run: dict[int, array[int]] = {}

@@ -73,10 +73,10 @@ def scores(names: Sequence[str], predictions: Sequence[float], references: Seque
     Raises:
         ValueError: a name is unknown.
     """
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name in names:
-        found |= Score(name).compute(predictions=predictions, references=references)
-    return found
+        values |= Score(name).compute(predictions=predictions, references=references)
+    return values
 
 
 def paired_interval(

@@ -21,6 +21,7 @@ from .. import (
     About,
     ImageDataArguments,
     ModelArguments,
+    ScratchArguments,
     Task,
     launch,
     load_splits,
@@ -35,16 +36,10 @@ AUTO = AutoModelForImageClassification
 
 
 @dataclass(kw_only=True)
-class RecipeArguments:
+class RecipeArguments(ScratchArguments):
     """Arguments of this recipe alone."""
 
-    card_name: str | None = field(
-        default=None, metadata={"help": "Start of the run's name on its card; made of model and data if left out."}
-    )
     image_size: int | None = field(default=None, metadata={"help": "Side in pixels; the processor's if left out."})
-    flip: bool = field(default=True, metadata={"help": "Mirror half of the training images."})
-    from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
-    config_overrides: str = field(default="{}", metadata={"help": "Config values as JSON; needs --from_scratch."})
     skip_free: bool = field(default=False, metadata={"help": "No residual connections; needs --from_scratch."})
 
     def __post_init__(self) -> None:
@@ -56,7 +51,6 @@ class RecipeArguments:
     def changed(self) -> dict[str, Any]:
         """The arguments on which the metrics depend, if they differ from the default."""
         names = ["from_scratch", "config_overrides", "skip_free"] if self.from_scratch else []
-        names += [] if self.flip else ["flip"]
         return {"image_size": self.image_size, **{name: getattr(self, name) for name in names}}
 
 
@@ -102,7 +96,7 @@ def build_task(model: ModelArguments, data: ImageDataArguments, own: RecipeArgum
     ready = functools.partial(prepare, column=data.image_column_name, processor=processor)
     return Task(
         load=load,
-        train=train.with_transform(functools.partial(ready, flip=own.flip)),
+        train=train.with_transform(functools.partial(ready, flip=True)),
         test=test.with_transform(functools.partial(ready, flip=False)),
         collate=default_data_collator,
         metrics=data.metrics,
