@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from ...analysis import lost
-from ...conversion.rows import token_ids
+from ...conversion.rows import is_blank, token_ids
 from ...text.bar import bar
 from .. import (
     About,
@@ -83,7 +83,7 @@ def blocks(split: Dataset, column: str, tokenizer: Any, length: int, tokens: int
     if column == TOKENS:
         rows = [list(row[:length]) for row in split[column] if len(row) >= length]
         return rows if wanted is None else rows[: wanted // length]
-    texts = (text for text in split[column] if text.strip())
+    texts = (text for text in split[column] if not is_blank(text))
     ids = itertools.chain.from_iterable(ids for text in texts for ids in token_ids(text, tokenizer))
     stream = list(itertools.islice(ids, wanted))
     rows = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
