@@ -189,7 +189,7 @@ def run_conversion(
     quiet: bool,
     min_recall: str | None = None,
     fit: str = "auto",
-    **arguments: Any,
+    **more: Any,
 ) -> None:
     """Convert a checkpoint, print the report, and publish the result if that was asked for."""
     from hf_attn_swap.publish.converted import convert_checkpoint
@@ -228,7 +228,7 @@ def run_conversion(
         token=token,
         notify=told(quiet),
         quiet=quiet,
-        **arguments,
+        **more,
     )
     if not first_process():
         return

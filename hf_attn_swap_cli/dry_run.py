@@ -16,7 +16,7 @@ ADAM = 12  # bytes of a number that trains: its gradient and two moments, in flo
 
 def dry_run(
     model: str,
-    variant: str,
+    variant: str | None,
     *,
     task: str | None,
     revision: str | None,
@@ -48,7 +48,7 @@ def dry_run(
     check_dtype(dtype)
     empty = skeleton(model, task, revision=revision, token=token)
     empty.to((empty.config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype))
-    stage = default_distil(empty, variant, low_memory=low_memory)
+    stage = default_distil(empty, variant or "softmax", low_memory=low_memory)
     size = sum(weight.numel() * weight.element_size() for weight in empty.parameters())
     counts = [("weights", empty.num_parameters(), size)]
     if parse_count(tokens) == 0:
