@@ -11,18 +11,26 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import transformers
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
+from hf_attn_swap import unpatch_model
 from hf_attn_swap.conversion.stages import Calibrate
 from hf_attn_swap.training import About, ConversionArguments, ModelArguments, Outcome, TextDataArguments, parse, run
 from hf_attn_swap.training.publish import publish
 from hf_attn_swap.training.recipes.text_classification import RecipeArguments, build_task
 
 QKV = ["query", "key", "value"]
+
+
+def unswapped(load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """The trained model with its own attention again, which the swap to softmax then calibrates."""
+    return unpatch_model(load())
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,8 +49,8 @@ def main(argv: list[str] | None = None) -> None:
         for seed in model.seeds:
             outcomes_of["there"].append(run(task, model, conversion, training, seed))
             trained = Path(training.output_dir) / model.run_name / f"seed-{seed}" / "model"
-            start = build_task(replace(model, model_name_or_path=str(trained)), data, own).load
-            outcomes_of["back"].append(run(replace(task, load=start), back, frozen, training, seed))
+            load = partial(unswapped, build_task(replace(model, model_name_or_path=str(trained)), data, own).load)
+            outcomes_of["back"].append(run(replace(task, load=load), back, frozen, training, seed))
             outcomes_of["control"].append(run(task, softmax, ConversionArguments(freeze=QKV), training, seed))
     except (ValueError, OSError) as problem:
         sys.exit(f"error: {' '.join(str(problem).split())}")
