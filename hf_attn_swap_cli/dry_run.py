@@ -46,7 +46,7 @@ def dry_run(
     from hf_attn_swap.text.typed import parse_count
 
     check_dtype(dtype)
-    empty = skeleton(model, task, revision=revision, token=token)
+    empty: Any = skeleton(model, task, revision=revision, token=token)
     empty.to((empty.config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype))
     stage = default_distil(empty, variant or "softmax", low_memory=low_memory)
     size = sum(weight.numel() * weight.element_size() for weight in empty.parameters())

@@ -72,7 +72,7 @@ def pretrained(model: ModelArguments, size: int | None, values: dict[str, Any]) 
 
 def from_scratch(name: str, own: RecipeArguments, values: dict[str, Any]) -> tuple[Any, Any]:
     """A function that builds the model with random weights, and its processor."""
-    sized = {} if own.image_size is None else {"image_size": own.image_size}
+    sized: dict[str, Any] = {} if own.image_size is None else {"image_size": own.image_size}
     config = scratch_config(name, own.config_overrides, **values, **sized)
     side = {"height": config.image_size, "width": config.image_size}
     load = functools.partial(without_skips if own.skip_free else AUTO.from_config, config)
