@@ -186,7 +186,7 @@ def _with_pairs(
     places: Places, variant: Variant, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool, form: Form
 ) -> tuple[Tensor, Tensor | None]:
     """As `attend`, with the pairs of a variant beside the keys of the text. The weights are those of the text."""
-    pairs = variant.pairs(inputs, call)
+    pairs = variant.extra_kv(inputs, call)
     if form is Form.JOINED:
         added, causal = inputs.masks.additive(inputs.query.dtype)
         further = softmax_n.Further(pairs.scores(inputs), pairs.values(inputs))

@@ -122,7 +122,9 @@ def test_what_each_part_does_not_know() -> None:
     assert not below("patch") & {"conversion", "analysis", "publish", "training", "loading", "measuring", "saving"}
     assert "conversion" not in below("measuring")
     assert "analysis" not in below("conversion") | below("publish")
-    assert below("memory") == {"functional"}
+    assert below("memory") == {"core", "functional"}
+    users = {part for part, used in part_graph().items() if used & {"memory", "dynamics"}}
+    assert not users, "the memory layers and the dynamics are rooms of their own"
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
