@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -415,27 +414,6 @@ def test_bf16_trains_the_weights_in_their_own_precision(
         torch.testing.assert_close(one, other, rtol=0.0, atol=1e-3)
     assert "Trained under bf16 autocast." in (tmp_path / "faster" / "README.md").read_text()
     assert "autocast" not in (tmp_path / "usual" / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_two_processes_convert_one_model(tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
-    """As accelerate launch starts them: one result, written and printed once."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29783"]
-    words = ["-m", "hf_attn_swap.cli", "convert", str(tiny_bert), "belief", "out", "--data", str(texts)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*launch, *words, "--tokens", "2000"],
-        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("2 of 2 layers run belief") == 1
-    assert done.stderr.count("saving in out") == 1
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    assert model.config.attn_swap["swaps"][0]["retrained"] is True
 
 
 def test_a_folder_without_a_tokenizer(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:

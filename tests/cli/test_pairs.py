@@ -129,12 +129,6 @@ def test_report_draws_both_texts(command: Command, tiny_bert: Path, pairs: Path,
     assert tokens == ["[CLS]", *FIRST[0].split(), "[SEP]", *SECOND[0].split(), "[SEP]"]
 
 
-def test_a_row_with_one_blank_text_is_left_out(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
-    words = ("--data", pairs, "--column", "one", "--column", "rare", "--variant", "belief", "--out", tmp_path / "out")
-    assert command("report", tiny_bert, *words).code == 0
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["rows"] == 1
-
-
 @pytest.mark.parametrize(
     ("columns", "reason"),
     [

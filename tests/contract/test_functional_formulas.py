@@ -91,16 +91,6 @@ def test_simple_attention_across_blocks(length: int, past: int, kind: type[Tenso
         close(one, other, 1e-11)
 
 
-def test_simple_attention_of_truncated_keys() -> None:
-    """Padded and truncated results are equal; a fixed length is not the true one."""
-    q, k, v = normal(1, 1, 2, 3, 4), normal(2, 1, 2, 6, 4), normal(3, 1, 2, 6, 4)
-    mask = torch.tensor([[True] * 4 + [False] * 2])
-    padded = F.simple_attention(q, k, v, key_mask=mask)
-    close(padded, F.simple_attention(q, k[:, :, :4], v[:, :, :4]))
-    fixed = F.simple_attention(q, k, v, key_mask=mask, length="fixed")
-    close(fixed * (6 / 4) ** 0.5, padded)
-
-
 @few
 @given(st.tuples(*(st.integers(1, top) for top in (3, 5, 4, 6))), st.integers(0, 10_000), st.booleans(), st.booleans())
 def test_belief_projection(shape: tuple[int, ...], seed: int, per_head: bool, empty: bool) -> None:
@@ -133,13 +123,6 @@ def test_the_floor_of_the_belief_projection(per_head: bool) -> None:
     assert got.flatten().tolist() == pytest.approx([0.0, 4.0], abs=1e-12)
 
 
-def test_belief_projection_takes_one_token_at_a_time() -> None:
-    """Projecting a whole sequence as one vector leaks the future."""
-    y, v = normal(1, 2, 5, 2, 3), normal(2, 2, 5, 2, 3)
-    whole = F.belief_projection(y, v)
-    close(whole[:, :2], F.belief_projection(y[:, :2], v[:, :2]))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_belief_projection_in_half_precision(dtype: torch.dtype, per_head: bool) -> None:
@@ -148,12 +131,6 @@ def test_belief_projection_in_half_precision(dtype: torch.dtype, per_head: bool)
     got = F.belief_projection(y, v, per_head=per_head)
     assert got.dtype == dtype
     close(got.double(), F.belief_projection(y.double(), v.double(), per_head=per_head), 1e-2)
-
-
-@pytest.mark.parametrize("per_head", [False, True])
-def test_belief_projection_gradcheck(per_head: bool) -> None:
-    y, v = normal(1, 1, 2, 2, 3).requires_grad_(), normal(2, 1, 2, 2, 3).requires_grad_()
-    assert torch.autograd.gradcheck(lambda a, b: F.belief_projection(a, b, per_head=per_head), (y, v))
 
 
 @few
@@ -199,12 +176,6 @@ def test_outliers_among_patterns_by_hand() -> None:
     for stored, wanted in (([1, 1, 1, 0], [0, 0, 1, 0]), ([1, 0, 1, 1], [1, 0, 1, 1]), ([1, 0, 0, 0], [0, 0, 0, 0])):
         mask = torch.tensor(stored, dtype=torch.bool)
         assert F.no_op_patterns(patterns, 0.5, mask).tolist() == [bool(each) for each in wanted]
-
-
-def test_stored_patterns_are_found_again() -> None:
-    patterns = torch.nn.functional.normalize(normal(3, 4, 32), dim=-1) * 6
-    noisy = patterns + 0.3 * normal(4, 4, 32)
-    close(F.hopfield_retrieve(noisy, patterns, 4.0, steps=3), patterns, 1e-6)
 
 
 @pytest.mark.parametrize("length", ["true", "fixed"])

@@ -22,6 +22,7 @@ from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
 from tests.golden.saved import CHECKPOINTS, entries, load
 from tests.harness.damage import put, rewritten
+from tests.harness.places import turns
 from tests.lifecycle.steps import same_bits
 
 VARIANTS_OF_EACH_ROAD = ("outeffhop", "belief_star", "simpletron_resl")  # with scores, with `read`, without scores
@@ -79,8 +80,7 @@ def with_fit(cls: Any, name: str, variant: str, shift: float = 0.25, dtype: torc
     return model
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", VARIANTS_OF_EACH_ROAD)
+@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, VARIANTS_OF_EACH_ROAD))
 def test_it_lives_as_long_as_the_swap(turned: Any, name: str, variant: str, tmp_path: Path) -> None:
     batch, stock = batch_of(name, torch.float32), forward(fresh(name, torch.float32), batch_of(name, torch.float32))
     without = forward(perturb(patch_model(fresh(name, torch.float32), variant)), batch)

@@ -45,7 +45,7 @@ def test_no_uninitialised_memory(name: str) -> None:
                     assert tensor.isfinite().all(), f"{label(cell)}: {key}"
 
 
-@in_turn(compositions=True)
+@in_turn()
 @pytest.mark.usefixtures("poisoned")
 def test_from_config(name: str, variant: str) -> None:
     """The swap is there with its neutral parameters, and the rest is drawn as if it were not."""
@@ -86,22 +86,6 @@ def test_other_models_are_untouched(name: str, tmp_path: Path) -> None:
     assert type(plain) is type(stock)
     for head in heads(stock.config).values():
         assert not hasattr(head(stock.config), "attn_swap_installation")
-
-
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_a_model_that_shares_the_config_object(name: str) -> None:
-    config = fresh(name, torch.float32).config
-    first, second = (heads(config)[auto_class(fresh(name))](config).eval() for _ in range(2))
-    batch = batch_of(name, torch.float32)
-    wanted = forward(second, batch)
-    before = dict(vars(config))
-    patch_model(first, "modern_hopfield")
-    third = heads(config)[auto_class(fresh(name))](config).eval()
-    third.load_state_dict(second.state_dict())
-    assert dict(vars(config)) == before
-    assert torch.equal(forward(second, batch), wanted)
-    assert torch.equal(forward(third, batch), wanted)
-    assert second.config is config
 
 
 def test_converted_and_stock_in_one_program(tmp_path: Path) -> None:

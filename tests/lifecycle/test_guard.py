@@ -17,7 +17,7 @@ from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.harness import TOLERANCE, batch_of, distance, forward, fresh, run_all
 from tests.harness.bypass import go_around
 from tests.harness.checkpointing import enable
-from tests.harness.places import each_place, in_turn, one_per_place, turns
+from tests.harness.places import in_turn, one_per_place, turns
 from tests.harness.process import python
 
 AROUND = "the forward of .* asked for the attention function 0 times"
@@ -26,7 +26,7 @@ FAMILIES = ("bert", "llama")
 KINDS = list({"write" in VARIANTS[name].places: name for name in one_per_place()}.values())
 
 
-@each_place()
+@in_turn()
 def test_every_family(name: str, variant: str) -> None:
     """The error is the guard's for every variant, also where the swap computes something after W_o."""
     model = patch_model(fresh(name), variant)

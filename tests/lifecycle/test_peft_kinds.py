@@ -15,7 +15,7 @@ from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
 from tests.harness.adapters import adapted, fill, projections
-from tests.harness.places import in_turn
+from tests.harness.places import in_turn, one_per_place, turns
 
 # PEFT 0.21 reads a property that transformers 5.23 has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -67,8 +67,7 @@ def prefixed(model: Any, name: str, keys_and_values: Tensor) -> Any:
 
 
 @GIVEN_BY_ITS_OLD_NAME
-@pytest.mark.parametrize("name", CAUSAL)
-@pytest.mark.parametrize("variant", list_variants())
+@pytest.mark.parametrize(("name", "variant"), turns(CAUSAL, list_variants(), 1))
 def test_a_prefix_of_real_tokens(name: str, variant: str) -> None:
     """The keys and values of the first tokens, given as a prefix, are as good as these tokens."""
     model = perturb(patch_model(fresh(name), variant))
@@ -97,7 +96,7 @@ def test_a_prefix_of_zeros_on_an_encoder(variant: str) -> None:
 
 
 @GIVEN_BY_ITS_OLD_NAME
-@pytest.mark.parametrize("variant", list_variants())
+@pytest.mark.parametrize("variant", one_per_place())
 def test_a_prefix_trains_on_an_encoder(variant: str) -> None:
     batch = batch_of("bert")
     random = torch.randn(

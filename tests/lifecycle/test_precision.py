@@ -12,7 +12,7 @@ from hf_attn_swap import list_variants, patch_model, set_strength
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, swaps
-from tests.harness.places import in_turn, turns
+from tests.harness.places import in_turn, one_per_place, turns
 
 CASTS = {
     "to": lambda model: model.to(torch.bfloat16),
@@ -44,7 +44,7 @@ def autocast(model: Any, batch: dict[str, Any]) -> torch.Tensor:
         return forward(model, batch)
 
 
-@in_turn(columns=list_variants(), compositions=True)
+@in_turn(columns=list_variants())
 def test_autocast(name: str, variant: str) -> None:
     """Stock bits at strength 0; otherwise the fp32 result up to a few times what autocast costs the stock model."""
     model, batch = fresh(name, torch.float32), batch_of(name, torch.float32)
@@ -59,7 +59,7 @@ def test_autocast(name: str, variant: str) -> None:
         assert distance(got.float(), forward(model, batch)) <= 6 * cost + 0.02
 
 
-@in_turn(columns=list_variants(), compositions=True)
+@in_turn()
 def test_autocast_training(name: str, variant: str) -> None:
     model = perturb(patch_model(fresh(name, torch.float32), variant, strength=0.3)).train()
     with torch.autocast("cpu", torch.bfloat16):
@@ -72,7 +72,7 @@ def test_autocast_training(name: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@in_turn(columns=list_variants())
+@in_turn()
 def test_whole_model(name: str, variant: str, dtype: torch.dtype) -> None:
     """Cast before or after patching; the same result, near the fp32 one."""
     wide, batch = fresh(name, torch.float32), batch_of(name, torch.float32)
@@ -90,7 +90,7 @@ def test_whole_model(name: str, variant: str, dtype: torch.dtype) -> None:
     assert torch.equal(forward(set_strength(narrow, 0.0), narrow_batch), stock)
 
 
-@pytest.mark.parametrize("variant", list_variants())
+@pytest.mark.parametrize("variant", one_per_place())
 def test_bf16_training(variant: str) -> None:
     model = perturb(patch_model(fresh("llama", torch.float32), variant, strength=0.3)).to(torch.bfloat16).train()
     zoo.output(model(**batch_of("llama", torch.float32))).float().square().mean().backward()
