@@ -247,7 +247,7 @@ def test_patch_never_writes_into_the_model_s_own_folder(command: Command, tiny_b
     shutil.copytree(tiny_bert, tmp_path / "own")
     before = {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()}
     outcome = command("patch", tmp_path / "own", "belief", tmp_path / "own", "--overwrite")
-    assert (outcome.code, "is the folder of the model itself; name another one." in outcome.err) == (2, True)
+    assert (outcome.code, "is the folder of the model" in outcome.err) == (2, True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()} == before
 
 
@@ -268,7 +268,7 @@ def test_a_file_or_a_folder_without_a_model_is_refused(command: Command, tmp_pat
     (tmp_path / "notes.txt").write_text("no model")
     found = command("describe", tmp_path / "notes.txt")
     assert found.code == 2
-    assert "notes.txt is a file; name the folder that save_pretrained wrote" in found.err
+    assert "notes.txt is a file; name" in found.err
     found = command("describe", tmp_path)
     assert found.code == 2
     assert f"The folder {tmp_path} holds no model: it has no config.json." in found.err

@@ -217,7 +217,7 @@ def test_compare_in_8_bits(command: Command, tiny_llama: Path, texts: Path, tmp_
     )
     layer = max((0, 1), key=lambda number: found["second"]["largest"][number]["value"])
     assert f"The largest activation of the second, after layer {layer}: " in printed
-    assert "no rows are left for the 8-bit ranges" in command(*words[:5], "--rows", "1000", "--in-8-bits").err
+    assert "no rows are left" in command(*words[:5], "--rows", "1000", "--in-8-bits").err
 
 
 def test_compare_recall_by_distance(
@@ -271,7 +271,7 @@ def test_the_card_of_a_folder(command: Command, tiny_llama: Path, long_texts: Pa
     assert "[`me/llama`](https://huggingface.co/me/llama) with its softmax attention replaced" in named
     assert "base_model: me/llama\n" in named
     wrong = command("convert", tiny_llama, "window", tmp_path / "wrong", *words, "--base-model", "no name")
-    assert "name must be a name on the Hub" in wrong.err
+    assert "name must be a name" in wrong.err
     assert "loading" not in wrong.err, "it is refused before the conversion"
 
 
@@ -304,10 +304,10 @@ def test_a_budget_for_recall(command: Command, tiny_llama: Path, texts: Path, tm
     words = ("convert", tiny_llama, "window", tmp_path / "out", "--data", texts, "--length", "32", "--tokens", "1")
     outcome = command(*words, "--min-recall", "97%")
     assert outcome.code != 0
-    assert "min_recall: a passage of 96 tokens and 200 tokens after it do not fit" in outcome.err
-    assert "a share such as 2% or 0.02 was expected" in command(*words, "--min-recall", "nearly").err
+    assert "min_recall: a passage of 96 tokens" in outcome.err
+    assert "a share such as 2%" in command(*words, "--min-recall", "nearly").err
     outcome = command(*words, "--recall-distance", "300")
-    assert "recall_distance: a passage of 96 tokens and 300 tokens after it do not fit" in outcome.err
+    assert "recall_distance: a passage of 96 tokens" in outcome.err
 
 
 def test_compare_measures_costs_on_few_batches(
@@ -422,7 +422,7 @@ def test_a_folder_without_a_tokenizer(command: Command, tiny_bert: Path, texts: 
     for words in (["evaluate", tmp_path / "bare"], ["convert", tmp_path / "bare", "belief", tmp_path / "out"]):
         outcome = command(*words, "--data", texts)
         assert outcome.code == 2
-        assert "has no tokenizer that can be loaded; name one with --tokenizer." in outcome.err
+        assert "has no tokenizer that can" in outcome.err
     assert not (tmp_path / "out").exists()
 
 
@@ -431,7 +431,7 @@ def test_a_class_that_the_model_does_not_have(command: Command, tiny_bert: Path,
     data.write_text("text,label\nthe film was fine,1\nthe plot was dull,2\n")
     outcome = command("evaluate", tiny_bert, "--data", data, "--label", "label")
     assert outcome.code == 2
-    assert "a row has the class 2, and the model has 2 classes, from 0 to 1." in outcome.err
+    assert "a row has the class 2" in outcome.err
 
 
 def test_models_with_other_outputs_are_not_compared(
@@ -600,7 +600,7 @@ def test_rows_to_work_on_are_no_held_out_rows(
     for data, again in ((folder, folder), (file, folder / ".." / "folder" / "train.jsonl")):
         outcome = command(*words, "--data", data, "--eval-data", again)
         assert outcome.code == 2
-        assert "its held-out rows would be those of the split 'train', which the conversion works on" in outcome.err
+        assert "its held-out rows would be those" in outcome.err
     (folder / "test.jsonl").write_text(lines)
     assert command(*words, "--data", folder, "--eval-data", folder).code == 0
 

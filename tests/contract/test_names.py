@@ -99,5 +99,5 @@ def _refusal(name: str) -> str:
 
 
 def test_a_name_like_no_other_is_answered_with_all() -> None:
-    with refused("unknown variant 'qqqq'; known: ", *list_variants(), "A variant of your own is known after its file"):
+    with refused("unknown variant 'qqqq'; known: ", *list_variants(), "A variant of your own"):
         parse("qqqq")

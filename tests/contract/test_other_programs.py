@@ -43,7 +43,7 @@ def test_a_replaced_forward(family: str, before: bool, by_class: bool, monkeypat
 
             if before and by_class:
                 replace(model)
-                with refused("nothing can be swapped", "does not ask transformers for the attention function"):
+                with refused("nothing can be swapped", "does not ask transformers"):
                     patch_model(model, variant)
                 continue
             if before:

@@ -94,7 +94,7 @@ def test_choices_of_a_variant_from_outside_are_checked() -> None:
 
     outside = type("Outside", (Variant,), {"name": "outside", "Options": Foreign})
     assert build_options(outside, {"mode": "odd"}) == Foreign(mode="odd")
-    with refused("outside: option mode must be 'even' or 'odd', got 'both'."):
+    with refused("outside: option mode must be 'even'"):
         build_options(outside, {"mode": "both"})
 
 
@@ -157,7 +157,7 @@ def test_strength(strength: Any) -> None:
 
 def test_strength_of_layers_that_are_not_swapped() -> None:
     model = patch_model(fresh("bert"), "belief", layers=[1])
-    with refused("layers [0] are not swapped; swapped are [1]"):
+    with refused("layers [0] are not swapped; swapped"):
         set_strength(model, 0.5, layers=[0, 1])
     with refused("do not exist"):
         set_strength(model, 0.5, layers=7)
@@ -190,7 +190,7 @@ def test_sizes_that_do_not_fit() -> None:
 def test_slices_too_narrow_for_the_mlp_gate() -> None:
     narrow = Geometry(heads=8, kv_heads=8, head_dim=2, hidden=16)
     cls = VARIANTS["gated"]
-    with refused("at least 4 features per head, got 2"):
+    with refused("at least 4 features per head"):
         cls(cls.Options(kind="mlp"), narrow)
 
 

@@ -113,7 +113,7 @@ def test_layers_with_different_keys() -> None:
     length = {"max_new_tokens": 3, "do_sample": False}
     wanted = model.generate(prompt, use_cache=False, **length)
     assert torch.equal(model.generate(prompt, **length), wanted), "a new cache keeps the keys outside of windows, too"
-    with refused("the layers do not see the same keys", "use_cache=False"):
+    with refused("the layers do not see", "use_cache=False"):
         model.generate(prompt, cache_implementation="static", **length)
 
 

@@ -81,7 +81,7 @@ def test_self_attention_called_as_cross_attention(family: str, module: str, name
     x = torch.zeros(1, 3, 32)
     between = list(inspect.signature(type(core).forward).parameters)[2:]
     given = (None,) * between.index(name) + (x,) if by_position else ()
-    with refused("cross-attention has no values of its own tokens"):
+    with refused("cross-attention has no values"):
         core(x, *given, **({} if by_position else {name: x}))
 
 
@@ -102,7 +102,7 @@ def test_slices_of_the_gate_must_divide_the_width() -> None:
         vocab_size=32, hidden_size=30, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8
     )
     model = transformers.Qwen3Model(config)
-    with refused("self_attn", "4 heads do not divide the width 30", "kind='all_features'"):
+    with refused("self_attn", "4 heads do not divide", "kind='all_features'"):
         patch_model(model, "gated")
     patch_model(model, "gated", kind="all_features")
 
@@ -128,15 +128,15 @@ def test_no_module() -> None:
                 "by AutoModelForCausalLM.from_pretrained('bert-base-uncased')."
             ):
                 act(name)
-        with refused("got a Pipe around a BertForMaskedLM; pass its attribute `model`, which changes in place."):
+        with refused("got a Pipe around a BertForMaskedLM"):
             act(Pipe(fresh("bert")))
-        with refused("the model must be a module, got dict; pass what from_pretrained returned."):
+        with refused("the model must be a module"):
             act({})
 
 
 def test_a_pipeline() -> None:
     pipe = transformers.pipeline("fill-mask", model=fresh("bert"), tokenizer=byte_tokenizer("right"))
-    with refused("got a FillMaskPipeline around a BertForMaskedLM; pass its attribute `model`"):
+    with refused("got a FillMaskPipeline around a BertForMaskedLM"):
         patch_model(pipe, "belief")
     patch_model(pipe.model, "belief")
     assert swaps(pipe.model)
@@ -162,7 +162,7 @@ def test_model_with_a_patched_part() -> None:
 def test_several_models_beside_each_other() -> None:
     both = nn.ModuleDict({"query": fresh("bert"), "answer": fresh("gpt2")})
     for act in (lambda m: patch_model(m, "belief"), unpatch_model, describe):
-        with refused("ModuleDict holds several transformers models (BertForMaskedLM and GPT2LMHeadModel)"):
+        with refused("ModuleDict holds several transformers models"):
             act(both)
 
 
@@ -181,7 +181,7 @@ def test_another_attention_chosen_after_patching(family: str, strength: float, o
 def test_module_that_was_never_patched(family: str) -> None:
     model = fresh(family)
     model.set_attn_implementation(seam.NAME)
-    with refused("the config asks for 'hf_attn_swap', but this module was not patched", "patch_model"):
+    with refused("the config asks for 'hf_attn_swap'", "patch_model"):
         forward(model, batch_of(family))
 
 
@@ -229,7 +229,7 @@ def test_model_that_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None
     model = fresh("bert")
     before, configs = model.config, {id(m.config) for m in model.modules() if hasattr(m, "config")}
     monkeypatch.setattr(model, "set_attn_implementation", lambda name: None)
-    with refused("transformers does not let this model change its attention"):
+    with refused("transformers does not let this model"):
         patch_model(model, "belief")
     assert model.config is before
     assert {id(m.config) for m in model.modules() if hasattr(m, "config")} == configs

@@ -158,7 +158,7 @@ def test_half_precision_is_as_near_as_stock(dtype: torch.dtype, options: dict[st
 def test_layers_that_carry_scores_have_the_same_pairs() -> None:
     model = fresh("llama")
     patch_model(model, "modern_hopfield", layers=[0])
-    with refused("carries scores between layers with the same number of further keys", "[0, 1]", "layers="):
+    with refused("carries scores between layers with", "[0, 1]", "layers="):
         patch_model(model, "sink+modern_hopfield", layers=[1, 2])
     patch_model(model, "sink+modern_hopfield", sink={"tokens": 2}, layers=[0, 1, 2])
     with refused("the same number of further keys", "[1, 2]"):
@@ -167,7 +167,7 @@ def test_layers_that_carry_scores_have_the_same_pairs() -> None:
 
 
 def test_options() -> None:
-    with refused("tokens must be at least 1, got 0"):
+    with refused("tokens must be at least 1"):
         patch_model(fresh("bert"), "sink", tokens=0)
     with refused("kind='score'", "tokens must be 1, got 2", "kind='key'"):
         patch_model(fresh("bert"), "sink", tokens=2, kind="score")
