@@ -38,16 +38,6 @@ def test_without_arguments_it_shows_help(command: Command) -> None:
     assert all(name in outcome.out for name in ("variants", "patch", "describe", "demo"))
 
 
-def test_variants_lists_every_variant_with_its_options(command: Command) -> None:
-    outcome = command("variants")
-    text = " ".join(outcome.out.split())
-    assert outcome.code == 0
-    for name in list_variants():
-        assert f"{name} " in text
-        for field in dataclasses.fields(get_variant(name).Options):
-            assert f"{field.name}=" in text
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

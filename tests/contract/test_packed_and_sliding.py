@@ -19,7 +19,6 @@ from .cells import (
     SINGLES,
     Cell,
     FamilyCell,
-    over,
     over_in_turn,
     swap_in,
 )
@@ -67,16 +66,6 @@ def test_packed_sequences_do_not_see_each_other(family: str, strength: float, ce
     model = perturb(swap_in(fresh(family), cell[0], strength=strength, **cell[1]))
     batch = {**packed_batch(), "use_cache": False}
     assert distance(forward(model, batch), separately(model)) <= TOLERANCE[torch.float64]
-
-
-@over(PACKED, (PACKING[0],))
-def test_packed_equals_the_block_mask(family: str, cell: Cell) -> None:
-    """In gradients too."""
-    model = perturb(swap_in(fresh(family), cell[0], **cell[1]))
-    batch = {**packed_batch(), "use_cache": False}
-    blocks = torch.block_diag(*(torch.ones(piece, piece) for piece in PIECES)).bool().tril()
-    by_hand = {**batch, "attention_mask": blocks.expand(2, 1, -1, -1)}
-    assert_same(run_all(model, batch), run_all(model, by_hand))
 
 
 def band() -> Tensor:

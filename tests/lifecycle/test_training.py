@@ -108,15 +108,6 @@ def test_dropped_weights_of_long_sequences_keep_their_mean(name: str, monkeypatc
     assert_weights_keep_their_mean(name, "modern_hopfield", 1.0)
 
 
-@in_turn()
-def test_modes_reach_the_swap(name: str, variant: str) -> None:
-    for training in (True, False):
-        model = patch_model(fresh(name).train(training), variant)
-        assert all(module.training == training for swap in swaps(model) for module in swap.modules())
-        model.train(not training)
-        assert all(module.training != training for swap in swaps(model) for module in swap.modules())
-
-
 @pytest.mark.parametrize("cell", [(name, {}) for name in WITH_PARAMETERS], ids=label)
 def test_random_numbers_are_left_alone(cell: Any) -> None:
     """Patching draws from its own generator: global state stays, and the same call gives the same parameters."""
