@@ -50,13 +50,6 @@ def titles(page: Path) -> set[str]:
     return {re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") for title in found}
 
 
-def test_the_site_starts_with_the_same_gains() -> None:
-    gains = [line for line in README.splitlines() if line.startswith("| **")]
-    start = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").splitlines()
-    assert len(gains) == 3
-    assert [line for line in start if line.startswith("| **")] == gains
-
-
 def test_one_screen() -> None:
     assert len(README.splitlines()) <= 160
 

@@ -17,7 +17,7 @@ from transformers import EsmConfig, EsmModel, TrainingArguments
 
 from docs.tables.architectures import PAGE, known, known_version, page
 from docs.tables.model_names import called
-from hf_attn_swap import describe, list_variants, patch_model, unpatch_model
+from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.conversion import DistillationTrainer, Losses
 from hf_attn_swap.describe import NOTHING
 from hf_attn_swap.families import sites
@@ -163,14 +163,6 @@ def test_families_have_the_names_that_people_use(model_type: str, name: str) -> 
 @pytest.mark.parametrize("model_type", [*NO_SDPA, *ONCE_REFUSED, LATENT])
 def test_exact_with_belief(model_type: str) -> None:
     assert hold(behind(model_type)).result == EXACT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", [name for name in list_variants() if name != "belief"])
-@pytest.mark.parametrize("model_type", [*NO_SDPA, *ONCE_REFUSED, LATENT])
-def test_exact_or_refused_with_every_variant(model_type: str, variant: str) -> None:
-    outcome = hold(named(model_type), variant)
-    assert outcome.result in (EXACT, PART, REFUSED), outcome
 
 
 @pytest.mark.parametrize("model_type", SINKS)
