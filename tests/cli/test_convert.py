@@ -322,21 +322,6 @@ def test_the_class_on_the_card(kind: str, name: str) -> None:
     assert auto_class(kind) == name
 
 
-def test_evaluate_gives_the_accuracy(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
-    data = tmp_path / "labelled.csv"
-    rows = [f"{word},{number % 2}" for number, word in enumerate(WORDS)]
-    data.write_text("\n".join(["text,label", *rows]) + "\n")
-    outcome = command("evaluate", tiny_bert, "--data", data, "--label", "label", "--json")
-    assert outcome.code == 0
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_bert).eval()
-    inputs = AutoTokenizer.from_pretrained(tiny_bert)(list(WORDS), padding=True, return_tensors="pt")
-    with torch.no_grad():
-        right = model(**inputs).logits.argmax(-1) == torch.arange(len(WORDS)) % 2
-    assert json.loads(outcome.out) == {"accuracy": pytest.approx(float(right.float().mean()))}
-    assert "no perplexity, accuracy or rank correlation" in command("evaluate", tiny_bert, "--data", data).err
-    assert "no column 'class'" in command("evaluate", tiny_bert, "--data", data, "--label", "class").err
-
-
 def test_low_memory_trains_adapters(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
     """This model is small, so without the option its own weights train, and nothing is merged."""
     words = ("--data", texts, "--tokens", "300", "--device", "cpu")

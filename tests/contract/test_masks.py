@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests import reference, zoo
+from tests import reference
 
 from .cells import COMPOSED, WIDE, Cell, is_linear, over, over_in_turn, swap_in
 from .harness import (
@@ -18,7 +18,6 @@ from .harness import (
     assert_same,
     batch_of,
     fresh,
-    padding_side,
     perturb,
     refused,
     run_all,
@@ -32,34 +31,6 @@ def model_of(family: str, cell: Cell, strength: float = 1.0) -> Any:
 
 def additive(mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
-
-
-class Shown(nn.Module):
-    """A model that returns only the outputs of real tokens: a 4-D mask does not say which those are."""
-
-    def __init__(self, model: Any, real: Tensor) -> None:
-        super().__init__()
-        self.model, self.real = model, real.bool()
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.named_parameters(*args, **kwargs)
-
-    def forward(self, **batch: Any) -> Any:
-        out = self.model(**batch)
-        return type(out)(logits=zoo.output(out)[self.real])
-
-
-@over(WIDE, TEXT_FAMILIES)
-def test_plain_masks_given_in_four_dimensions(family: str, cell: Cell) -> None:
-    """The same mask as 2-D, as 4-D bool, as 4-D float, and per head: the same outputs and gradients."""
-    model, batch = model_of(family, cell), batch_of(family, padded=padding_side(family))
-    real = batch["attention_mask"]
-    batch["position_ids"] = (real.cumsum(-1) - 1).clamp_min(0)
-    wanted = run_all(model, batch)
-    mask = real.bool()[:, None, None, :].expand(-1, 1, LENGTH, LENGTH)
-    mask = mask.tril() if family in CAUSAL_FAMILIES else mask
-    for given in (mask, additive(mask), mask.expand(-1, model.config.num_attention_heads, -1, -1)):
-        assert_same(run_all(Shown(model, real), {**batch, "attention_mask": given}), wanted)
 
 
 def drawn_mask(family: str) -> Tensor:
