@@ -46,8 +46,8 @@ def page_of(path: str) -> Path:
 
 def titles(page: Path) -> set[str]:
     """The anchors of a page's titles."""
-    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") for title in found}
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") for title in headings}
 
 
 def test_one_screen() -> None:

@@ -32,9 +32,9 @@ def test_each_is_exact_or_refused(model_type: str) -> None:
         pytest.skip(f"this transformers has no {model_type}")
     stock = find(model_type)
     assert not stock.unfed
-    found = [compare(stock, variant) for variant in ("belief", "modern_hopfield")]
-    assert tuple(outcome.result for outcome in found) == RESULTS[model_type], found
-    assert all(outcome.run == outcome.modules for outcome in found)
+    outcomes = [compare(stock, variant) for variant in ("belief", "modern_hopfield")]
+    assert tuple(outcome.result for outcome in outcomes) == RESULTS[model_type], outcomes
+    assert all(outcome.run == outcome.modules for outcome in outcomes)
 
 
 def built(model_type: str, **changes: Any) -> Any:

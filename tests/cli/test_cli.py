@@ -256,12 +256,12 @@ def test_patch_copies_the_modules_of_sentence_transformers(command: Command, tin
 
 def test_a_file_or_a_folder_without_a_model_is_refused(command: Command, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no model")
-    found = command("describe", tmp_path / "notes.txt")
-    assert found.code == 2
-    assert "notes.txt is a file; name" in found.err
-    found = command("describe", tmp_path)
-    assert found.code == 2
-    assert f"The folder {tmp_path} holds no model: it has no config.json." in found.err
+    outcome = command("describe", tmp_path / "notes.txt")
+    assert outcome.code == 2
+    assert "notes.txt is a file; name" in outcome.err
+    outcome = command("describe", tmp_path)
+    assert outcome.code == 2
+    assert f"The folder {tmp_path} holds no model: it has no config.json." in outcome.err
 
 
 def test_describe_a_model_of_one_layer(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
@@ -328,5 +328,5 @@ def test_one_variant_in_full(command: Command, name: str) -> None:
 
 
 def test_all_variants_as_json(command: Command) -> None:
-    assert [each["name"] for each in json.loads(command("variants", "--json").out)] == list(list_variants())
+    assert [variant["name"] for variant in json.loads(command("variants", "--json").out)] == list(list_variants())
     assert is_one_error(command("variants", "bogus"))

@@ -149,16 +149,16 @@ def test_compare_says_what_was_lost(command: Command, tiny_bert: Path, texts: Pa
     other.save_pretrained(tmp_path / "other")
     outcome = command("compare", tiny_bert, tmp_path / "other", "--data", texts, "--rows", "20", "--json")
     assert outcome.code == 0
-    found = json.loads(outcome.out)
+    report = json.loads(outcome.out)
     rows = [line.split(",")[0] for line in texts.read_text().splitlines()[1:21]]
     inputs = AutoTokenizer.from_pretrained(tiny_bert)(rows, padding=True, return_tensors="pt")
     with torch.no_grad():
-        ours, theirs = (each(**inputs).logits.log_softmax(-1) for each in (other, stock))
+        ours, theirs = (model(**inputs).logits.log_softmax(-1) for model in (other, stock))
     wanted = float((theirs.exp() * (theirs - ours)).sum(-1).mean())
     assert wanted > 0.01
-    assert found["tokens"] == 20
-    assert found["divergence"] == pytest.approx(wanted, rel=1e-3)
-    assert found["time_ratio"] > 0
+    assert report["tokens"] == 20
+    assert report["divergence"] == pytest.approx(wanted, rel=1e-3)
+    assert report["time_ratio"] > 0
     same = command("compare", tiny_bert, tiny_bert, "--data", texts)
     assert "Same first choice as the stock model: 100.0%" in same.out
 
@@ -169,7 +169,7 @@ def test_compare_in_8_bits(command: Command, tiny_llama: Path, texts: Path, tmp_
     data.write_text(texts.read_text() + "\n".join(texts.read_text().splitlines()[1:] * 10) + "\n")
     patch_model(AutoModelForCausalLM.from_pretrained(tiny_llama), "belief").save_pretrained(tmp_path / "other")
     words = ("compare", tiny_llama, tmp_path / "other", "--data", data, "--rows", "4", "--length", "16", "--in-8-bits")
-    found = json.loads(command(*words, "--json").out)
+    report = json.loads(command(*words, "--json").out)
     stream = [word for line in data.read_text().splitlines()[1:] for word in line.split(",")[0].split()]
     ids = torch.tensor(AutoTokenizer.from_pretrained(tiny_llama).convert_tokens_to_ids(stream)[: 8 * 16]).view(8, 16)
     stock = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
@@ -179,11 +179,12 @@ def test_compare_in_8_bits(command: Command, tiny_llama: Path, texts: Path, tmp_
             model = AutoModelForCausalLM.from_pretrained(folder).eval()
             with machine_w8a8(model, [{"input_ids": ids[4:]}]):
                 rounded = float(model(input_ids=ids[:4], labels=ids[:4]).loss)
-            assert found[name]["loss_in_8_bits"] == pytest.approx(math.exp(rounded - plain) - 1, rel=1e-3)
-    assert abs(found["first"]["loss_in_8_bits"]) > 1e-4
+            assert report[name]["loss_in_8_bits"] == pytest.approx(math.exp(rounded - plain) - 1, rel=1e-3)
+    assert abs(report["first"]["loss_in_8_bits"]) > 1e-4
     printed = command(*words).out
     assert (
-        f"{found['first']['loss_in_8_bits']:.2%} lost by the first, {found['second']['loss_in_8_bits']:.2%}" in printed
+        f"{report['first']['loss_in_8_bits']:.2%} lost by the first, {report['second']['loss_in_8_bits']:.2%}"
+        in printed
     )
     assert "The largest activation of the second, after layer " in printed
     assert "no rows are left" in command(*words[:5], "--rows", "1000", "--in-8-bits").err
@@ -198,20 +199,22 @@ def test_compare_recall_by_distance(
     data = tmp_path / "long.csv"
     data.write_text(texts.read_text() + "\n".join(texts.read_text().splitlines()[1:] * 40) + "\n")
     words = ("compare", tiny_llama, tmp_path / "windowed", "--data", data, "--rows", "8", "--length", "64", "--recall")
-    found = json.loads(command(*words, "--json").out)
+    report = json.loads(command(*words, "--json").out)
     stream = [word for line in data.read_text().splitlines()[1:] for word in line.split(",")[0].split()]
     ids = AutoTokenizer.from_pretrained(tiny_llama).convert_tokens_to_ids(stream)[: 8 * 64]
     for name, model in (("first", AutoModelForCausalLM.from_pretrained(tiny_llama)), ("second", windowed)):
         wanted = recall(model, [ids], distances=(64, 200))
-        assert list(found[name]["recall"]) == ["64", "200"]  # 512 tokens more would not fit
-        for distance, figures in found[name]["recall"].items():
+        assert list(report[name]["recall"]) == ["64", "200"]  # 512 tokens more would not fit
+        for distance, figures in report[name]["recall"].items():
             assert figures["gain"] == pytest.approx(wanted.mean(int(distance)), abs=1e-4)
             assert figures["spread"] == pytest.approx(wanted.spread(int(distance)), abs=1e-4)
             assert figures["passages"] == 8
-    assert found["first"]["recall"]["200"]["gain"] != pytest.approx(found["second"]["recall"]["200"]["gain"], abs=1e-3)
+    assert report["first"]["recall"]["200"]["gain"] != pytest.approx(
+        report["second"]["recall"]["200"]["gain"], abs=1e-3
+    )
     printed = command(*words).out
     assert "tokens between  first" in printed
-    assert f"\n200             {found['first']['recall']['200']['gain']:.3f} ± " in printed
+    assert f"\n200             {report['first']['recall']['200']['gain']:.3f} ± " in printed
     assert '"gain"' not in command(*words[:-1], "--json").out
     assert "is no causal language model" in command("compare", tiny_bert, tiny_bert, "--data", texts, "--recall").err
 
@@ -249,14 +252,14 @@ def test_heads_of_a_window(command: Command, tiny_llama: Path, long_texts: Path,
     words = ("--data", long_texts, "--length", "64", "--tokens", "1", "--max-loss", "100%", "-o", "window=4")
     outcome = command("convert", tiny_llama, "window", tmp_path / "out", *words, "--heads", "auto", "--keep", "0.5")
     assert outcome.code == 0
-    found = json.loads((tmp_path / "out/conversion.json").read_text())["head_sensitivity"]["heads"]
-    count = sum(map(len, found.values()))
+    sensitivity = json.loads((tmp_path / "out/conversion.json").read_text())["head_sensitivity"]["heads"]
+    count = sum(map(len, sensitivity.values()))
     sentence = f"{count // 2} of {count} key/value heads keep all keys (layer.head): "
     assert sentence in outcome.out
     assert sentence in (tmp_path / "out/conversion.html").read_text()
     named = set(outcome.out.partition(sentence)[2].partition(".\n")[0].split(", "))
     assert len(named) == count // 2
-    every = {int(layer): {"full_heads": range(len(heads))} for layer, heads in found.items()}
+    every = {int(layer): {"full_heads": range(len(heads))} for layer, heads in sensitivity.items()}
     rows = describe(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).rows
     full = {row.layer: row.options.get("window", every[row.layer])["full_heads"] for row in rows}  # all, without a swap
     assert named == {f"{layer}.{head}" for layer, heads in full.items() for head in heads}

@@ -36,8 +36,8 @@ def both(*words: object) -> tuple[str, str]:
 
 
 def report_of(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "conversion.json").read_text())
-    return found
+    report: dict[str, Any] = json.loads((out / "conversion.json").read_text())
+    return report
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_markup_is_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_variants(command: Command) -> None:
     lines = [line for line in command("variants").out.splitlines() if line.startswith("│")]
-    found = ["".join("".join(line.split("│")[place].split()) for line in lines) for place in range(1, 7)]
+    shown = ["".join("".join(line.split("│")[place].split()) for line in lines) for place in range(1, 7)]
     variants = [get_variant(name) for name in list_variants()]
     options = [
         ",".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(variant.Options)) or "-"
@@ -77,7 +77,7 @@ def test_variants(command: Command) -> None:
         [variant.about.paper for variant in variants],
     ]
     assert all(len(line) <= WIDTH for line in lines)
-    assert found == ["".join("".join(cell.split()) for cell in column) for column in wanted]
+    assert shown == ["".join("".join(cell.split()) for cell in column) for column in wanted]
 
 
 def test_the_markdown_table_keeps_its_lines(command: Command, tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ EVERY = SINGLES + PAIRS
 
 def choices(cls: type[Any], field: str) -> tuple[str, ...]:
     """The values of an option that takes one of several names, as its type lists them; nothing for other options."""
-    found: tuple[str, ...] = literal_choices(typing.get_type_hints(cls)[field])
-    return found
+    names: tuple[str, ...] = literal_choices(typing.get_type_hints(cls)[field])
+    return names
 
 
 def _accepts(cls: type[Any], values: dict[str, Any]) -> bool:
@@ -108,13 +108,13 @@ def unequal(cls: type[Any]) -> dict[str, float]:
     """Values for all numbers of an options class whose default another number before them has, too."""
     hints = typing.get_type_hints(cls)
     defaults = {field.name: field.default for field in dataclasses.fields(cls) if hints[field.name] is float}
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for place, (name, default) in enumerate(defaults.items()):
         before = list(defaults.values())[:place].count(default)
         if before:
-            found[name] = default / 2**before
-    assert _accepts(cls, found)
-    return found
+            values[name] = default / 2**before
+    assert _accepts(cls, values)
+    return values
 
 
 def _example(hint: Any) -> Any:

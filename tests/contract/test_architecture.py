@@ -48,7 +48,7 @@ MODULES = {module_name(path) for path in FILES}
 
 def own(path: Path) -> set[str]:
     """Modules of the package that a file imports."""
-    found = set()
+    modules = set()
     for name in imports(path):
         parts = name.split(".")
         if parts[0] != NAME:
@@ -56,8 +56,8 @@ def own(path: Path) -> set[str]:
         inner = parts[1:]
         while inner and ".".join(inner) not in MODULES:
             inner = inner[:-1]
-        found.add(".".join(inner))
-    return found
+        modules.add(".".join(inner))
+    return modules
 
 
 GRAPH = {module_name(path): own(path) - {module_name(path)} for path in FILES}
@@ -75,13 +75,13 @@ def part_graph() -> dict[str, set[str]]:
 
 def below(part: str) -> set[str]:
     """Everything that a part imports, or that this imports in turn."""
-    graph, found = part_graph(), set[str]()
+    graph, known = part_graph(), set[str]()
     waiting = [part]
     while waiting:
-        for other in graph[waiting.pop()] - found:
-            found.add(other)
+        for other in graph[waiting.pop()] - known:
+            known.add(other)
             waiting.append(other)
-    return found
+    return known
 
 
 def outside(path: Path) -> set[str]:
@@ -181,7 +181,7 @@ def test_no_catch_all_modules() -> None:
 
 def test_nothing_imports_a_test_module() -> None:
     """What tests share lies in `tests/harness/`, or in a file of their folder that pytest does not collect."""
-    found = {(path, name) for path in TESTS.rglob("*.py") for name in imports(path, TESTS)}
-    shared = sorted((str(path.relative_to(TESTS)), name) for path, name in found if name.split(".")[0] == TESTS.name)
+    imported = {(path, name) for path in TESTS.rglob("*.py") for name in imports(path, TESTS)}
+    shared = sorted((str(path.relative_to(TESTS)), name) for path, name in imported if name.split(".")[0] == TESTS.name)
     assert len({path for path, _ in shared}) > 100, "no import is read"
     assert not [f"{path} imports {name}" for path, name in shared if ".test_" in name]

@@ -139,8 +139,8 @@ def test_hopfield_scores(layers: int, share: float, seed: int) -> None:
     """The recursion is its own sum: every layer's scores with the weight that is left of them."""
     scores = list(normal(seed, layers, 1, 2, 3, 4))
     hidden = torch.zeros_like(scores[0])
-    for each in scores:
-        hidden = F.hopfield_scores(each, hidden, share)
+    for layer_scores in scores:
+        hidden = F.hopfield_scores(layer_scores, hidden, share)
     close(hidden, slow.slow_hopfield_scores(scores, share))
     close(
         F.hopfield_scores(scores[0], hidden, torch.tensor([share], dtype=torch.float64)),
@@ -172,10 +172,10 @@ def test_outliers_among_patterns_by_hand() -> None:
     """Cosines by hand: 1 with itself does not count, nor does padding, which is no outlier; the threshold counts."""
     patterns = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]], dtype=torch.float64)
     for threshold, wanted in ((0.5, [0, 0, 1, 1]), (1.0, [0, 0, 1, 1]), (0.0, [0, 0, 0, 0]), (-1.0, [0, 0, 0, 0])):
-        assert F.no_op_patterns(patterns, threshold).tolist() == [bool(each) for each in wanted]
+        assert F.no_op_patterns(patterns, threshold).tolist() == [bool(flag) for flag in wanted]
     for stored, wanted in (([1, 1, 1, 0], [0, 0, 1, 0]), ([1, 0, 1, 1], [1, 0, 1, 1]), ([1, 0, 0, 0], [0, 0, 0, 0])):
         mask = torch.tensor(stored, dtype=torch.bool)
-        assert F.no_op_patterns(patterns, 0.5, mask).tolist() == [bool(each) for each in wanted]
+        assert F.no_op_patterns(patterns, 0.5, mask).tolist() == [bool(flag) for flag in wanted]
 
 
 @pytest.mark.parametrize("length", ["true", "fixed"])
@@ -190,7 +190,7 @@ def test_what_came_before_is_a_state_and_two_counts(split: int, length: str) -> 
     before = k[:, :, :split].masked_fill(~mask[:, None, :split, None], 0)
     state = before.transpose(2, 3) @ v[:, :, :split]
     past = (state, mask[:, :split].sum(-1), torch.tensor([split]))
-    behind = (each[:, :, split:] for each in (q, k, v))
+    behind = (tensor[:, :, split:] for tensor in (q, k, v))
     got = F.simple_attention(*behind, causal=True, key_mask=mask[:, split:], length=length, past=past)
     close(got, whole, 1e-12)
 

@@ -200,7 +200,7 @@ def test_weights_of_the_control_are_those_of_eager_attention(family: str) -> Non
     causal = family in CAUSAL_FAMILIES  # there stock eager gives NaN for float64 rows that may see nothing
     batch = batch_of(family, padded=None if causal else padding_side(family))
     with torch.no_grad():
-        got, wanted = (each(**batch, output_attentions=True).attentions for each in (model, stock))
+        got, wanted = (runner(**batch, output_attentions=True).attentions for runner in (model, stock))
     padding = batch.get("attention_mask", torch.ones(1, 1))[:, None, :, None] == 0
     for one, other in zip(got, wanted, strict=True):  # eager softmax rounds to fp32 in most families
         assert (one - other).masked_fill(padding, 0).abs().max() <= 1e-6

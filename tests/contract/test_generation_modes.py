@@ -61,14 +61,14 @@ def given_layers(*models: Any) -> list[bool]:
 
     Before it proposes tokens, transformers 5.10 makes a cache that gets its layers later: it keeps keys and values.
     """
-    found: list[bool] = []
+    has_layers: list[bool] = []
 
     def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        found.extend(bool(value.layers) for value in kwargs.values() if isinstance(value, Cache))
+        has_layers.extend(bool(value.layers) for value in kwargs.values() if isinstance(value, Cache))
 
     for model in models:
         model.register_forward_pre_hook(look, with_kwargs=True)
-    return found
+    return has_layers
 
 
 def assert_same_tokens(
@@ -116,7 +116,7 @@ def test_a_draft_model(length: int, swapped: tuple[bool, bool], monkeypatch: pyt
             parameter.add_(
                 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).to(parameter)
             )
-    both = [each for each, is_swapped in zip((draft, model), swapped, strict=True) if is_swapped]
+    both = [swapped_model for swapped_model, is_swapped in zip((draft, model), swapped, strict=True) if is_swapped]
     assert_same_tokens(model, repeating(family, length), monkeypatch, both, assistant_model=draft)
 
 

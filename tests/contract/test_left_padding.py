@@ -50,14 +50,14 @@ def at_once(model: Any, ids: Tensor, mask: Tensor, positions: Any = None, **give
 
 def by_steps(model: Any, ids: Tensor, mask: Tensor, positions: Any = None) -> Tensor:
     """A prompt, single tokens, and several tokens."""
-    cache, found = DynamicCache(config=model.config), []
+    cache, logits = DynamicCache(config=model.config), []
     prompt = CUT - (LONG - ids.shape[1])
     cuts = [0, *range(prompt, ids.shape[1] - 1), ids.shape[1]]
     for start, end in itertools.pairwise(cuts):
         given = {} if positions is None else {"position_ids": positions(mask)[:, start:end]}
         given |= with_cache(model, cache)
-        found.append(model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], use_cache=True, **given).logits)
-    return torch.cat(found, 1)
+        logits.append(model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], use_cache=True, **given).logits)
+    return torch.cat(logits, 1)
 
 
 def generated(model: Any, ids: Tensor, mask: Tensor, **how: Any) -> Tensor:

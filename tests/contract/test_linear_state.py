@@ -198,9 +198,9 @@ def test_what_else_holds_the_sums_keeps_its_numbers(change: str, held: Any) -> N
     CHANGES[change](state)
     other, wanted, base = held(state), state.state_BGDD, state.base.state.clone()
     token = tokens(torch.Generator().manual_seed(1), 1, False)
-    for each in (state, other):
+    for holder in (state, other):
         for _ in range(3):
-            each.absorb(*token)
+            holder.absorb(*token)
     assert torch.equal(state.base.state, base)
     assert torch.equal(other.base.state, base)
     assert_same_sums(state, other)
@@ -240,14 +240,14 @@ def test_a_graph_of_gradients_keeps_its_sums() -> None:
         return model(**words, attention_mask=mask, **with_cache(model, cache)).logits
 
     gradients = []
-    for each, later in ((cache, 3), (other, 0)):
+    for read_cache, later in ((cache, 3), (other, 0)):
         with torch.no_grad():
             for _ in range(3):
-                read(each, input_ids=last["input_ids"])
-        out = read(each, inputs_embeds=embedded)
+                read(read_cache, input_ids=last["input_ids"])
+        out = read(read_cache, inputs_embeds=embedded)
         with torch.no_grad():
             for _ in range(later):
-                read(each, input_ids=last["input_ids"])
+                read(read_cache, input_ids=last["input_ids"])
         gradients += torch.autograd.grad(out.sum(), embedded)
     assert distance(*gradients) <= TOLERANCE[torch.float64]
     assert not state_of(cache).full.state.requires_grad

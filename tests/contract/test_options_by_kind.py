@@ -39,9 +39,9 @@ def gammas(model: Any) -> set[float]:
 
 @pytest.mark.parametrize("name", [name for name, spec in zoo.SPECS.items() if spec.kind in OF_SPEC])
 def test_the_kind_of_every_architecture(name: str) -> None:
-    found = {site.kind for site in sites(zoo.build(name)) if site.usable}
-    assert found <= {kind_of(name)}
-    assert found or name in zoo.UNSWAPPABLE
+    kinds = {site.kind for site in sites(zoo.build(name)) if site.usable}
+    assert kinds <= {kind_of(name)}
+    assert kinds or name in zoo.UNSWAPPABLE
 
 
 def test_each_part_of_a_model_has_its_own_kind() -> None:

@@ -55,14 +55,14 @@ def like(family: str, module: Any) -> Any:
 @torch.no_grad()
 def outputs(model: Any, family: str) -> list[Tensor]:
     """What a model computes in one pass over padded rows; and from a cache, if it has one."""
-    found = [forward(model, batch_of(family))]
+    logits = [forward(model, batch_of(family))]
     if family in CAUSAL_FAMILIES:
         model.generation_config.eos_token_id = None
         made = model.generate(
             **batch_of(family), max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True
         )
-        found += [*made.logits]
-    return found
+        logits += [*made.logits]
+    return logits
 
 
 @functools.cache

@@ -114,11 +114,11 @@ def test_every_string_option_has_its_effect(pair: tuple[Cell, Cell]) -> None:
     """
     moved = []
     for family in DEEP:
-        batch, found = batch_of(family, padded=padding_side(family)), []
+        batch, outputs = batch_of(family, padded=padding_side(family)), []
         for cell in pair:
             assert_equals_slow(family, cell, 1.0, padded=True)
-            found.append(run_all(pair_of_models(family, cell, 1.0)[0], batch)[0])
-        moved.append(distance(*found))
+            outputs.append(run_all(pair_of_models(family, cell, 1.0)[0], batch)[0])
+        moved.append(distance(*outputs))
     assert max(moved) > 1e-3
 
 

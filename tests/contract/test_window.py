@@ -354,12 +354,12 @@ def test_ways_to_generate(asked: dict[str, Any], length: int, full: tuple[int, .
     model.generation_config.eos_token_id = model.config.vocab_size - 1  # some versions of transformers need an end
     ids = zoo.inputs("llama", batch=1, length=7)["input_ids"].repeat(1, 30)[:, :length]
     prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
-    found = []
+    generated = []
     for use_cache in (True, False):
         torch.manual_seed(0)
         plain = {name: value for name, value in asked.items() if use_cache or name != "prompt_lookup_num_tokens"}
-        found.append(model.generate(**prompt, use_cache=use_cache, **{"do_sample": False, **plain}))
-    assert torch.equal(found[0][:, : found[1].shape[1]], found[1])
+        generated.append(model.generate(**prompt, use_cache=use_cache, **{"do_sample": False, **plain}))
+    assert torch.equal(generated[0][:, : generated[1].shape[1]], generated[1])
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -374,9 +374,9 @@ def test_first_tokens_are_those_of_each_row(family: str, strength: float, full: 
     real = batch["attention_mask"][0].bool()
     alone = {"input_ids": batch["input_ids"][:1, real], "attention_mask": batch["attention_mask"][:1, real]}
     if family in CAUSAL_FAMILIES:
-        for each in (batch, alone):
-            each["position_ids"] = (each["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-    got, wanted = (zoo.output(model(**each)) for each in (batch, alone))
+        for inputs in (batch, alone):
+            inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    got, wanted = (zoo.output(model(**inputs)) for inputs in (batch, alone))
     shown = got[0, real] if got.dim() == 3 else got[0]
     assert distance(shown, wanted[0]) <= EXACT
 

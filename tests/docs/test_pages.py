@@ -151,7 +151,7 @@ def test_recipes_that_ship_take_these_arguments(line: str) -> None:
     module = recipe.replace("-", "_")
     named = list(itertools.takewhile(lambda word: not word.startswith("--"), words))
     assert {word for word in named if not word.endswith(".yaml")} <= set(configurations.shipped(module))
-    known = {"help", *(field.name for each in classes(module) for field in dataclasses.fields(each))}
+    known = {"help", *(field.name for cls in classes(module) for field in dataclasses.fields(cls))}
     assert {word[2:] for word in words if word.startswith("--")} <= known
 
 
@@ -161,10 +161,12 @@ def test_make_has_these_targets() -> None:
 
 
 def test_lists_of_stages_are_stages() -> None:
-    found = [yaml.safe_load(text) for texts in blocks("yaml").values() for text in texts]
-    assert found
-    for each in found:
-        assert read_stages([stage if isinstance(stage, str) else json.dumps(stage) for stage in each["stages"]])
+    configurations_of_stages = [yaml.safe_load(text) for texts in blocks("yaml").values() for text in texts]
+    assert configurations_of_stages
+    for configuration in configurations_of_stages:
+        assert read_stages(
+            [stage if isinstance(stage, str) else json.dumps(stage) for stage in configuration["stages"]]
+        )
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -27,8 +27,8 @@ def cells(table: str) -> list[list[str]]:
 def records(prefix: str) -> list[dict[str, Any]]:
     """The records of all runs, cards among them, of the studies that begin with `prefix`."""
     paths = [*CARDS.glob("*/results.json"), *RECORDS.glob("*/results.json")]
-    found = [json.loads(path.read_text("utf-8")) for path in paths]
-    return [record for record in found if (record["study"] or "").startswith(prefix)]
+    loaded = [json.loads(path.read_text("utf-8")) for path in paths]
+    return [record for record in loaded if (record["study"] or "").startswith(prefix)]
 
 
 def mean_of(figures: dict[str, Any], name: str) -> float:
@@ -44,9 +44,9 @@ def attention(record: dict[str, Any]) -> str:
 def test_tasks_and_their_means(model: str) -> None:
     rows = {(row[0], row[1].split(",")[0]): row for row in cells(tasks_table(model))}
     gains: dict[str, list[float]] = {}
-    found = [run for run in records(f"{model}-") if "-" not in run["study"].removeprefix(f"{model}-")]  # not AG News
-    assert found
-    for record in found:
+    runs = [run for run in records(f"{model}-") if "-" not in run["study"].removeprefix(f"{model}-")]  # not AG News
+    assert runs
+    for record in runs:
         task = record["study"].removeprefix(f"{model}-")
         name = record["converted"]["metrics"][0]["name"]
         converted, control = (100 * mean_of(record[which], name) for which in ("converted", "control"))
@@ -162,13 +162,13 @@ def test_stanhop() -> None:
             assert float(absolute) == pytest.approx(fmean(run["mae"] for run in runs), abs=5e-4)
             for figure, cell in zip(("mse", "w8a8", "kurtosis", "max_inf_norm"), (squared, *further), strict=True):
                 assert float(cell.split()[0]) == pytest.approx(fmean(run[figure] for run in runs), abs=5e-4)
-                found = study["compared"].get(name, {}).get(figure, {"difference": None})
-                if found["difference"] is None:
+                comparison = study["compared"].get(name, {}).get(figure, {"difference": None})
+                if comparison["difference"] is None:
                     assert len(cell.split()) == 1
                     continue
-                mean, low, high = found["difference"]
+                mean, low, high = comparison["difference"]
                 assert f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]" in cell
-                assert cell.endswith("*") == (len(runs) > 1 and found["agree"] and (low > 0 or high < 0))
+                assert cell.endswith("*") == (len(runs) > 1 and comparison["agree"] and (low > 0 or high < 0))
         for name, (squared, absolute) in study["simple"].items():
             assert [hours, name, f"{squared:.3f}", f"{absolute:.3f}"] in cells(simple_table())
     assert not rows
@@ -178,7 +178,7 @@ def test_stanhop() -> None:
         (found_in_table_2(), ("softmax", "`sparsemax`", "`generalized_sparse`", "`outeffhop`")),
     ):
         for name in names:
-            (part,) = [each for each in words.split("; ") if each.startswith(f"{name} ")]
+            (part,) = [words_of_one for words_of_one in words.split("; ") if words_of_one.startswith(f"{name} ")]
             runs = [run for key, run in first["runs"].items() if key.rpartition("/")[0] == name.strip("`")]
             assert f"{fmean(run['kurtosis'] for run in runs):.3f}" in part
     assert f"{first['options']['steps']} steps of {first['options']['batch']} windows" in measured_size()

@@ -40,24 +40,24 @@ def test_threads(name: str, variant: str) -> None:
     """Two threads run one model at the same time; only one of two models was gone around."""
     model, other = patch_model(fresh(name), variant), patch_model(fresh(name), variant)
     wanted, path = forward(model, batch_of(name)), go_around(other, 1)
-    found: list[Any] = []
+    results: list[Any] = []
     start = threading.Barrier(4)
 
     def run(mine: Any) -> None:
         start.wait()
         for _ in range(5):
             try:
-                found.append((mine is other, forward(mine, batch_of(name))))
+                results.append((mine is other, forward(mine, batch_of(name))))
             except ValueError as problem:
-                found.append((mine is other, str(problem)))
+                results.append((mine is other, str(problem)))
 
     threads = [threading.Thread(target=run, args=(mine,)) for mine in (model, other) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 20
-    for around, result in found:
+    assert len(results) == 20
+    for around, result in results:
         if around:
             assert str(result).startswith(f"{path}: the forward of")
         else:

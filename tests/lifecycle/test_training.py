@@ -77,7 +77,9 @@ def assert_weights_keep_their_mean(name: str, variant: str, strength: float) -> 
         seeded(model.train(train), batch, 3)
     (evaluated, value), (drawn, _) = seen[:2], seen[2:]
     with torch.no_grad():
-        weights = model.eval()(**{key: each[:1] for key, each in batch.items()}, output_attentions=True).attentions[0]
+        weights = model.eval()(**{key: tensor[:1] for key, tensor in batch.items()}, output_attentions=True).attentions[
+            0
+        ]
     heads = weights.shape[1]
     values = value[:1].repeat_interleave(heads // value.shape[1], 1)
     spread = (weights.square() @ values.square()).transpose(1, 2)[0]

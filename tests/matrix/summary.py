@@ -18,16 +18,20 @@ LONGEST = 200  # characters of a message
 def doctor(path: Path) -> Iterator[str]:
     """The cells that are wrong, one row per check; and the versions that were installed."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        diagnosis = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         yield "**The doctor gave no answer**: the installation failed, or the doctor itself; see the log."
         return
-    versions = ", ".join(f"{each['name']} {each['installed']}" for each in found["packages"] if each["installed"])
-    wrong = [(cell, check) for cell in found["cells"] for check in cell["checks"] if check["wrong"] is not None]
+    versions = ", ".join(
+        f"{package['name']} {package['installed']}" for package in diagnosis["packages"] if package["installed"]
+    )
+    wrong = [(cell, check) for cell in diagnosis["cells"] for check in cell["checks"] if check["wrong"] is not None]
     cells = {(cell["family"], cell["variant"]) for cell, _ in wrong}
     yield f"Installed: {versions}."
     yield (
-        f"Doctor: **{len(cells)} of {len(found['cells'])} cells are wrong**." if wrong else "Doctor: no cell is wrong."
+        f"Doctor: **{len(cells)} of {len(diagnosis['cells'])} cells are wrong**."
+        if wrong
+        else "Doctor: no cell is wrong."
     )
     yield from table(
         ("family", "variant", "check", "how"),
