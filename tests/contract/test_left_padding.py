@@ -196,7 +196,7 @@ def test_carried_scores_refuse_a_program_that_goes_around_the_model() -> None:
         moved(swapped("llama", "modern_hopfield"), "forward of the decoder")
 
 
-@pytest.mark.parametrize(("family", "program"), itertools.product(["gpt2", "opt"], COUNTED))
+@pytest.mark.parametrize(("family", "program"), list(itertools.product(["gpt2", "opt"], COUNTED)))
 def test_learned_positions(family: str, program: str) -> None:
     """They reach no attention module, and stay as they are."""
     for name in ("sink", "window", "simpletron_resl"):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from hf_attn_swap.core.call import Call
 from tests import reference, zoo
 
 from .cells import (
@@ -114,19 +112,6 @@ def test_generation_past_the_window(family: str, cell: Cell, padded: str | None,
     cached = model.generate(**prompt, **want, **cache)
     assert torch.equal(cached.sequences, uncached.sequences)
     assert distance(torch.stack(cached.logits), torch.stack(uncached.logits)) <= TOLERANCE[torch.float64]
-
-
-@pytest.mark.parametrize("start", [0, 3, 4, 9])
-@pytest.mark.parametrize("queries", [1, 2, 6])
-def test_a_tokens_own_values_behind_a_window(start: int, queries: int) -> None:
-    """From the cache's length on, as a number or as a tensor; of a full window, whose length goes on, the last rows."""
-    value = torch.arange(6.0)[None, None, :, None].repeat(2, 2, 1, 3) + torch.tensor([0.0, 10.0])[:, None, None]
-    rows = [min(start, 6 - queries) + query for query in range(queries)]
-    for given in (start, torch.tensor(start), torch.tensor([start])):
-        own = Call(x=torch.zeros(2, queries, 8), start=given, value=value).own_values(4)
-        assert own.shape == (2, queries, 4, 3)
-        assert own[0, :, :2, 0].tolist() == [[float(row)] * 2 for row in rows]
-        assert own[0, :, 2:, 0].tolist() == [[row + 10.0] * 2 for row in rows]
 
 
 def mixed(*windows: bool) -> Any:

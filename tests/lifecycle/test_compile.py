@@ -63,7 +63,7 @@ def test_inductor(name: str, variant: str) -> None:
 
 @pytest.mark.parametrize(
     "variant",
-    KINDS.values(),
+    list(KINDS.values()),
 )
 def test_a_schedule_recompiles_at_its_two_ends(variant: str) -> None:
     model = patch_model(fresh("bert", torch.float32, num_hidden_layers=1), variant, strength=0.0)

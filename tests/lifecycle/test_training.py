@@ -13,7 +13,7 @@ from hf_attn_swap import list_variants, patch_model, set_strength
 from hf_attn_swap.kernels import dispatch
 from hf_attn_swap.layer.registry import parse
 from tests import zoo
-from tests.contract.cells import DEEP, FAMILY_NAMES, PAIRS, label, swap_in
+from tests.contract.cells import DEEP, FAMILY_NAMES, label, swap_in
 from tests.contract.harness import batch_of, fresh, perturb, swaps
 from tests.harness.one_swap import WITH_PARAMETERS
 from tests.harness.places import in_turn, one_per_place, turns
@@ -92,7 +92,7 @@ def assert_weights_keep_their_mean(name: str, variant: str, strength: float) -> 
 
 
 LINEAR_IN_WEIGHTS = [  # what drops weights, and reads them out as they are
-    name for name in (*list_variants(), *PAIRS) if not any(cls.replaces or "read" in cls.places for cls in parse(name))
+    name for name in list_variants() if not any(cls.replaces or "read" in cls.places for cls in parse(name))
 ]
 
 
