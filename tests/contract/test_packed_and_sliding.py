@@ -50,7 +50,7 @@ PACKING = [family for family in (*CAUSAL_FAMILIES, SLIDING) if packs(family)]
 
 
 PACKED: tuple[FamilyCell, ...] = (
-    *((family, cell) for family in PACKING for cell in (COVERING if family == SLIDING else DEFAULT_CELLS)),
+    *((family, cell) for family in PACKING for cell in (DEFAULT_CELLS if family == PACKING[0] else COVERING)),
     *((PACKING[0], cell) for cell in EXTRA_CELLS if cell in TRUE_LENGTH),
 )
 
