@@ -76,7 +76,7 @@ BIASED = stage("generic/test_generic.py", keyword="(gemma2 or t5) and (swapped o
 ARGUMENTS = stage("contract/test_refusals_arguments.py")
 BY_KIND = stage("contract/test_options_by_kind.py")
 NAMES = stage("contract/test_names.py")
-STRENGTHS = stage("contract/test_strength.py", keyword="layer_at_zero or casts or (schedule and bert)")
+STRENGTHS = stage("contract/test_strength.py", keyword="layer_at_zero or (schedule and bert)")
 STRENGTH_DTYPE = stage("contract/test_strength_dtype.py")
 DAMAGED = stage("lifecycle/test_damaged.py")
 SWAP = stage("layer/test_swap.py")
