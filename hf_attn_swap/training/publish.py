@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from ..publish.card import render
 from ..publish.converted import LONGEST_NAME, identifier
 from ..publish.results import (
+    IDENTIFIER,
     RESULTS_FILE,
     SCRATCH,
     BaseModel,
@@ -25,7 +26,6 @@ from ..publish.results import (
     RunResult,
     read_swaps,
 )
-from ..publish.results.run import IDENTIFIER
 from .arguments import DataArguments, ModelArguments
 from .metrics import LOWER_IS_BETTER, OUTLIERS, paired_interval
 from .outcome import Outcome
@@ -163,7 +163,7 @@ def _budget(data: DataArguments, training: TrainingArguments, first: Outcome) ->
 
 
 def _measured(outcomes: Sequence[Outcome]) -> Measured:
-    found = [
+    metrics = [
         Metric(
             name=name,
             higher_is_better=not name.startswith(LOWER_IS_BETTER),
@@ -173,8 +173,8 @@ def _measured(outcomes: Sequence[Outcome]) -> Measured:
     ]
     return Measured(
         seeds=tuple(outcome.seed for outcome in outcomes),
-        metrics=tuple(metric for metric in found if metric.name not in OUTLIERS),
-        outliers=tuple(metric for metric in found if metric.name in OUTLIERS) or None,
+        metrics=tuple(metric for metric in metrics if metric.name not in OUTLIERS),
+        outliers=tuple(metric for metric in metrics if metric.name in OUTLIERS) or None,
         wall_seconds=sum(outcome.wall_seconds for outcome in outcomes),
     )
 

@@ -179,7 +179,7 @@ def test_the_loss_is_measured_at_the_quarters_of_a_training(most: int, wanted: l
             now = SimpleNamespace(global_step=number, max_steps=most)
             lost = partial(lambda step: measured.append(step) or SimpleNamespace(share=share), number)
             control = SimpleNamespace(should_training_stop=False, should_save=True)
-            conversion: Any = SimpleNamespace(asked=asked, lost=lost)
+            conversion: Any = SimpleNamespace(config=asked, lost=lost)
             StopWithin(conversion).on_step_end(None, now, control)
             found.append((control.should_training_stop, control.should_save))
         return found
@@ -729,7 +729,7 @@ def test_a_calibrated_control_is_refused() -> None:
 def test_a_refusal_leaves_the_control_in_place() -> None:
     model = patch_model(stock("bert"), "softmax")
     with refused("tokens must be a whole number"):
-        converted(model, "belief", rows("bert"), tokens=0)
+        converted(model, "belief", rows("bert"), tokens=-1)
     assert describe(model).to_dict() == describe(patch_model(stock("bert"), "softmax")).to_dict()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from hf_attn_swap.caches import cache_of
+from benchmarks.bench_caches import cache_of
 from hf_attn_swap.conversion.distillation import DistillationTrainer
 from hf_attn_swap.conversion.preserve_training_state import preserve_training_flags
 from hf_attn_swap.conversion.state import State

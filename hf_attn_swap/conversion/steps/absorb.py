@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.kind import Kind
 from ...layer.registry import canonical_keys, parse
-from ...patch import need_installation, patch_model
+from ...patch import need_installation, replace_swaps
 from ...variants.sink import Sink
 from ...variants.softmax import Softmax
 from ..absorb import LENGTH, TEXTS, absorb_rows
@@ -84,7 +84,7 @@ def _choose(state: State) -> None:
             state.notes["sink"] = list(found.tokens)
             state.say(str(found))
     finally:
-        patch_model(state.model, state.config.variant, **state.config.options)
+        replace_swaps(state.model, state.config.variant, state.config.options)
 
 
 def _put(state: State) -> None:
@@ -96,7 +96,7 @@ def _put(state: State) -> None:
 def _patch(state: State) -> None:
     composed = _with_sink(state)
     assert composed is not None
-    patch_model(state.model, composed[0], **composed[1])
+    replace_swaps(state.model, *composed)
 
 
 def _first_rows(state: State) -> list[Tensor]:
