@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,8 +13,6 @@ from docs.tables.conversions import compared_table
 from docs.tables.eight_bits import eight_bits_table, largest_table
 from docs.tables.runs import CARDS, RECORDS, tasks_table
 from docs.tables.stanhop import found_in_table_1, found_in_table_2, measured_size, simple_table, stanhop_table, studies
-
-NO_LINK = re.compile(r"\]\([^)]*\)")
 
 
 def cells(table: str) -> list[list[str]]:
