@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 NAME = "journal.json"
-VERSION = 3  # of what the steps write
+VERSION = 4  # of what the steps write
 SOME = 64  # numbers of each tensor that a fingerprint reads
 
 

@@ -26,8 +26,7 @@ from ..quantization.points import Point, rounded_rows
 from ..text.bar import bar
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
-from .rescalable_edge import RescalableEdge, in_common, rescalable_edges
-from .trace import is_matrix, tensors
+from .rescalable_edge import RescalableEdge, in_common, is_matrix, rescalable_edges, tensors
 
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # that are tried; 0 stands for no smoothing
 TOKENS = 512  # of each held-out batch that an alpha is tried on

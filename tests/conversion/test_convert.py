@@ -21,8 +21,8 @@ from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.analysis import lost
 from hf_attn_swap.conversion import calibrate, plan
 from hf_attn_swap.conversion.convert import convert
-from hf_attn_swap.conversion.outcome import ConversionReport, StepRecord, in_words
-from hf_attn_swap.conversion.plan import default_distil
+from hf_attn_swap.conversion.report import ConversionReport, StepRecord, in_words
+from hf_attn_swap.conversion.config import default_distil
 from hf_attn_swap.conversion.rows import as_rows
 from hf_attn_swap.conversion.stages import Calibrate, Distil, FineTune
 from hf_attn_swap.conversion.steps.distil import StopWithin

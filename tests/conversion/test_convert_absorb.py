@@ -12,7 +12,7 @@ import torch
 
 from hf_attn_swap import convert, patch_model
 from hf_attn_swap.conversion import absorb
-from hf_attn_swap.conversion.state import State
+from hf_attn_swap.conversion.run import State
 from hf_attn_swap.variants.sink import Sink
 from tests.contract.harness import batch_of, distance, forward, fresh, refused, swaps
 

@@ -12,7 +12,7 @@ import torch
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import calibrate, head_sensitivity
 from hf_attn_swap.conversion.journal import NAME
-from hf_attn_swap.conversion.outcome import ConversionReport
+from hf_attn_swap.conversion.report import ConversionReport
 from hf_attn_swap.conversion.sensitivity import HeadSensitivity
 from hf_attn_swap.measuring.recall import Passages, Recall
 from hf_attn_swap.wiring.install import installation_of, model_root

@@ -11,9 +11,9 @@ import torch
 from transformers import TrainingArguments
 
 from hf_attn_swap.caches import cache_of
-from hf_attn_swap.conversion.distillation import DistillationTrainer
+from hf_attn_swap.conversion.trainer import DistillationTrainer
 from hf_attn_swap.conversion.preserve_training_state import preserve_training_flags
-from hf_attn_swap.conversion.state import State
+from hf_attn_swap.conversion.run import State
 from hf_attn_swap.conversion.steps.distil import StopWithin
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from hf_attn_swap.conversion.lesson import (
+from hf_attn_swap.conversion.distill import (
     Lesson,
     epochs_of,
     exhausted,
@@ -23,7 +23,7 @@ from hf_attn_swap.conversion.lesson import (
 )
 from hf_attn_swap.conversion.rows import Rows
 from hf_attn_swap.conversion.stages import Distil
-from hf_attn_swap.conversion.state import Budget
+from hf_attn_swap.conversion.run import Budget
 from tests.contract.harness import refused
 
 DISTIL = Distil(batch=2)

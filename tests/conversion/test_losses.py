@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.caches import with_cache
-from hf_attn_swap.conversion.layer_errors import LayerErrors
+from hf_attn_swap.conversion.losses import LayerErrors
 from hf_attn_swap.conversion.losses import LOGITS, LOSSES, STATES, Comparison, Loss, Losses, register_loss
 from hf_attn_swap.conversion.stages import Distil, read_stages
 from tests import zoo

@@ -16,9 +16,9 @@ from hf_attn_swap.conversion import engine, processes
 from hf_attn_swap.conversion.convert import _journal
 from hf_attn_swap.conversion.engine import Part
 from hf_attn_swap.conversion.journal import Journal
-from hf_attn_swap.conversion.processes import broadcast_from_rank0, how_to_split
-from hf_attn_swap.conversion.split_copy import MustBeSplit
-from hf_attn_swap.conversion.state import State
+from hf_attn_swap.conversion.distributed import broadcast_from_rank0, how_to_split
+from hf_attn_swap.conversion.distributed import MustBeSplit
+from hf_attn_swap.conversion.run import State
 from tests.contract.harness import refused
 
 from .converting import converted, rows, same, stock, weights

@@ -9,7 +9,7 @@ import pytest
 from transformers import PrinterCallback, ProgressCallback
 
 from hf_attn_swap.conversion import progress
-from hf_attn_swap.conversion.progress import Bar, quiet
+from hf_attn_swap.conversion.trainer import Bar, quiet
 
 
 def begun(monkeypatch: pytest.MonkeyPatch, seen: int) -> tuple[Bar, Any]:

@@ -14,7 +14,7 @@ from hf_attn_swap.conversion import stages, steps
 from hf_attn_swap.conversion.engine import name_of
 from hf_attn_swap.conversion.journal import Journal
 from hf_attn_swap.conversion.stages import stage_kind
-from hf_attn_swap.conversion.state import State
+from hf_attn_swap.conversion.run import State
 from hf_attn_swap.training.arguments import ConversionArguments
 from tests.contract.harness import refused, swaps
 

@@ -11,7 +11,7 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_attn_swap.conversion import lesson
-from hf_attn_swap.conversion.lesson import without_secrets
+from hf_attn_swap.conversion.distill import without_secrets
 from tests.conversion.converting import converted, rows, stock
 from tests.harness.recipes import needs_recipes, recipe
 

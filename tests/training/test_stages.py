@@ -19,7 +19,7 @@ from hf_attn_swap.conversion.engine import take
 from hf_attn_swap.conversion.journal import Journal
 from hf_attn_swap.conversion.rows import ready_rows
 from hf_attn_swap.conversion.stages import KINDS, Calibrate, Distil, FineTune, read_stages
-from hf_attn_swap.conversion.state import State
+from hf_attn_swap.conversion.run import State
 from hf_attn_swap.conversion.steps import steps_of
 from hf_attn_swap.conversion.teacher import Teacher
 from hf_attn_swap.publish.results import RunResult

@@ -10,22 +10,28 @@ Sun et al. (2024), for massive activations. Axes: B batch, L token, E model widt
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.kind import Kind
-from ..layer.registry import parse, parse_options
+from ..layer.registry import canonical_keys, parse, parse_options
 from ..measuring.batches import evaluating
-from ..patch import build_swap, need_installation, softmax_swaps, swappable
+from ..measuring.lost import Lost
+from ..patch import build_swap, need_installation, patch_model, softmax_swaps, swappable
 from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
 from ..variants.sink import Sink
+from ..variants.softmax import Softmax
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
+from .config import ConvertConfig
+from .rows import TOKENS
+from .run import Run
 
 MASSIVE = 1000.0  # a token is massive if an activation is above this number of medians,
 LARGE = 100.0  # and above this number: Sun et al. (2024), section 2
@@ -334,3 +340,91 @@ def _write(sink: Sink, pair: Pair) -> None:
     assert value is not None
     key.copy_(pair[0])
     value.copy_(pair[1])
+
+
+# -- The step of a conversion ------------------------------------------------------------------------------------------
+
+
+def absorb(run: Run, measure: Callable[[Run], Lost] | None = None) -> None:
+    """Give the variant an absorbed sink, where one can stand in all layers and less is lost with it.
+
+    The first token of a text is a sink for the heads, and a swap disturbs it most. With the keys and values of one
+    token beside the text, `sink+outeffhop` starts from less loss than `outeffhop`. Nothing is trained.
+
+    Args:
+        run: the conversion, with the swap alone.
+        measure: what is lost, and always tried; None tries no sink if the swap alone is within the budget.
+    """
+    if not _may_have_sink(run) or (measure is None and run.within):
+        return
+    tokens = run.apply("choose a sink", partial(_choose_sink, run, measure), measured=False)
+    if tokens is not None:
+        run.apply("sink absorbed", partial(_put_sink, run, tokens), again=True)
+
+
+def _may_have_sink(run: Run) -> bool:
+    """True if a sink may be tried: for texts, in all layers, with a variant that leaves the keys free or is one."""
+    config = run.config
+    if not config.absorb or run.rows.unit != TOKENS or not hasattr(config.processor, "all_special_ids"):
+        return False
+    if config.layers is not None or config.modules is not None or config.keep:
+        return False
+    layers = run.installation.layers()
+    return all(layer.site.kind is Kind.DECODER for layer in layers) and _with_sink(config) is not None
+
+
+def _with_sink(config: ConvertConfig) -> tuple[str, dict[str, Any]] | None:
+    """The variant with a sink before it, and its options; None if the variant composes with no sink."""
+    classes = parse(config.variant)
+    if Sink in classes:
+        return config.variant, config.options
+    if config.quantized and classes == (Softmax,):
+        return Sink.name, {}
+    name = f"{Sink.name}+{config.variant}"
+    with contextlib.suppress(ValueError):
+        parse(name)
+        return name, canonical_keys(config.options) if len(classes) > 1 else {config.variant: config.options}
+    return None
+
+
+def _choose_sink(run: Run, measure: Callable[[Run], Lost] | None) -> list[int] | None:
+    """The tokens that serve as a sink, or None. The model stays as it is."""
+    config, before = run.config, run.record[-1].lost if measure is None else measure(run)
+    with run.trial("sink", before, undo=partial(patch_model, run.model, config.variant, **config.options)):
+        try:
+            _patch_sink(run)
+            absorbed = absorb_rows(run.model, config.processor, _first_rows(run))
+        except ValueError as problem:
+            run.say(f"No sink was absorbed: {problem}")
+            return None
+        lost = run.lost() if measure is None else measure(run)
+    if lost.share < before.share and (not config.budgeted or config.allows(lost)):  # else groups of layers are chosen
+        run.say(str(absorbed))
+        return list(absorbed.tokens)
+    return None
+
+
+def _put_sink(run: Run, tokens: list[int]) -> None:
+    """Put the swaps with the chosen sink instead of the others."""
+    _patch_sink(run)
+    absorb_rows(run.model, run.config.processor, _first_rows(run)[:1], tokens=tokens)
+
+
+def _patch_sink(run: Run) -> None:
+    composed = _with_sink(run.config)
+    assert composed is not None
+    patch_model(run.model, composed[0], **composed[1])
+
+
+def _first_rows(run: Run) -> list[Tensor]:
+    """The real tokens of the first training rows, (1,L) each."""
+    device = next(run.model.parameters()).device
+    rows = []
+    for place in range(min(TEXTS, len(run.rows))):
+        row = run.rows.rows[place]
+        ids = torch.as_tensor(row["input_ids"])
+        if "attention_mask" in row:
+            ids = ids[torch.as_tensor(row["attention_mask"]).bool()]
+        if len(ids) > 1:
+            rows.append(ids[None, :LENGTH].to(device))
+    return rows
