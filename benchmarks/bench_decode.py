@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from bench_caches import cache_of, with_cache
 from bench_figures import cell, summary, write
 from bench_models import CLOCKS
 from torch import Tensor
@@ -26,7 +27,6 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.text.table import markdown
 from hf_attn_swap.text.typed import parse_layers
 

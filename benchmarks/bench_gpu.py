@@ -20,11 +20,11 @@ import bench
 import bench_models
 import torch
 import transformers
+from bench_caches import cache_of, with_cache
 from bench_figures import write
 from torch import Tensor
 
 from hf_attn_swap import describe, patch_model
-from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.text.table import markdown
 
 TWICE = 2.0

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import transformers
+from bench_caches import cache_of, with_cache
 from bench_figures import cell, summary
 from torch import nn
 
 from hf_attn_swap import list_variants, patch_model
-from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.text.table import markdown
 from hf_attn_swap.wiring import hooks
 

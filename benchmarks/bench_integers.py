@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 import transformers
+from bench_caches import cache_of, with_cache
 from bench_figures import cell, summary, write
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.conversion import absorb_sink
 from hf_attn_swap.quantization import Int8Linear, input_ranges, int8_static
 from hf_attn_swap.text.table import markdown

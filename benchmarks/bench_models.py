@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import transformers
+from bench_caches import cache_of, with_cache
 from torch import Tensor
-
-from hf_attn_swap.caches import cache_of, with_cache
 
 CAUSAL = ("gpt2", "llama")
 MODELS = ("bert", *CAUSAL, "vit")

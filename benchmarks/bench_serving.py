@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from bench_caches import with_cache
 from bench_decode import CHUNK, megabytes
 from bench_figures import summary, write
 from torch import Tensor
@@ -24,7 +25,6 @@ from tqdm import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.caches import with_cache
 from hf_attn_swap.text.table import markdown
 
 KIND = "generate"

@@ -7,7 +7,7 @@ from .describe import describe
 from .doctor import doctor
 from .layer.registry import list_variants
 from .patch import patch_model, set_strength, unpatch_model
-from .publish.hub import from_pretrained, push
+from .publish.hub import push
 
 if TYPE_CHECKING:
     from .conversion.convert import convert as convert
@@ -18,7 +18,6 @@ __version__ = "0.1.0"
 __all__ = [
     "describe",
     "doctor",
-    "from_pretrained",
     "functional",
     "list_variants",
     "patch_model",

@@ -17,32 +17,26 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
-from hf_attn_swap.caches import cache_of, with_cache
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 
-@torch.no_grad()
-def sample(model: PreTrainedModel, rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
+def sample(model: PreTrainedModel, rows: int, length: int) -> torch.Tensor:
     """Token ids (rows,length) from the model's distribution, each row from the first token on."""
-    token = torch.full((rows, 1), model.config.bos_token_id)
-    found, cache = [token], None
-    for _ in range(length - 1):
-        out = model(input_ids=token, **with_cache(model, cache), use_cache=True)
-        cache = cache_of(out)
-        token = torch.multinomial(out.logits[:, -1].float().softmax(-1), 1, generator=generator)
-        found.append(token)
-    return torch.cat(found, 1)
+    first = torch.full((rows, 1), model.config.bos_token_id)
+    settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=length - 1)  # no end: a row goes on behind it
+    model.generation_config = settings  # instead of the model's own
+    sampled: torch.Tensor = model.generate(first, attention_mask=torch.ones_like(first))
+    return sampled
 
 
 def write(model: PreTrainedModel, path: Path, tokens: int, length: int, batch: int, seed: int) -> None:
     """Sample at least `tokens` tokens and write them as one parquet file."""
-    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
     rows: list[list[int]] = []
     wanted = -(-tokens // length)
     with tqdm(total=tokens, desc=path.stem, unit="token") as bar:
         while len(rows) < wanted:
-            some = sample(model, min(batch, wanted - len(rows)), length, generator)
+            some = sample(model, min(batch, wanted - len(rows)), length)
             rows += some.tolist()
             bar.update(some.numel())
     path.parent.mkdir(parents=True, exist_ok=True)

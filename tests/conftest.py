@@ -14,7 +14,7 @@ pytest.register_assert_rewrite("tests.harness", "tests.contract", "tests.kernels
 
 
 # Folders whose tests share what takes long to set up: one worker, and one part, runs all of a folder.
-TOGETHER = ("tests/doctor/", "tests/publish/hub/")
+TOGETHER = ("tests/doctor/",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,7 +10,7 @@ import transformers as T
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_attn_swap.doctor.models import matter
+from hf_attn_swap.doctor import matter
 from hf_attn_swap.families import FAMILIES as _REGISTERED
 
 VOCABULARY, HIDDEN, LAYERS, HEADS = 64, 32, 3, 4

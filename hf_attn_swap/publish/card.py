@@ -10,25 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 
 from ..text.table import markdown
 from .citations import bibtex
-from .results import RELATIONS, RESULTS_FILE, SCRATCH, AppliedSwap, BaseModel, Metric, RunResult
+from .results import RESULTS_FILE, SCRATCH, AppliedSwap, BaseModel, Metric, RunResult
 
 TEMPLATE = Path(__file__).with_name("card_template.md.jinja")
 BARE = """# {name}
 
 A model whose attention was swapped by hf_attn_swap: {swaps}. No results were published with it.
 
-```python
-import hf_attn_swap
-
-model = hf_attn_swap.from_pretrained("{repo_id}")
-```
-
-It needs `pip install hf-attn-swap`; without `import hf_attn_swap`, Transformers refuses to load it rather than run
-another attention.
+It needs `pip install hf-attn-swap`. After `import hf_attn_swap`, load it as every model of Transformers, by
+`from_pretrained("{repo_id}")`; without the import, Transformers refuses to load it rather than run another attention.
 """
 TAG = "hf-attn-swap"
 VARIANT_TAG = "attn-swap:"
@@ -69,7 +63,7 @@ def render(result: RunResult, repo_id: str | None = None, commands: Sequence[str
         processor = "AutoImageProcessor"
     elif result.language:
         processor = "AutoTokenizer"
-    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    text: str = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         result=result,
         metadata=AsItIs(card_data(result).to_yaml()),
         repo_id=repo_id or f"{PLACEHOLDER_OWNER}/{result.name}",
@@ -87,7 +81,6 @@ def render(result: RunResult, repo_id: str | None = None, commands: Sequence[str
         commands=commands,
         citations=dict.fromkeys(entry for paper in papers for entry in bibtex(paper)),
     )
-    validate(text, on_hub=result.base.on_hub)
     return text
 
 
@@ -139,52 +132,6 @@ def card_data(result: RunResult) -> ModelCardData:
             for metric in result.converted.metrics
         ],
     )
-
-
-def validate(text: str, *, on_hub: bool = True) -> None:
-    """Check the metadata of a card, as far as this is possible without the Hub.
-
-    Args:
-        text: the card.
-        on_hub: False if the base model has no name on the Hub, which the metadata could state.
-
-    Raises:
-        ValueError: names everything that is wrong with the metadata.
-    """
-    if not text.startswith("---\n"):
-        raise ValueError("the card has no metadata: it must start with a block of YAML between two lines of ---.")
-    try:
-        data = ModelCard(text).data
-    except Exception as problem:  # YAML and huggingface_hub raise many types of errors
-        raise ValueError(f"the card's metadata cannot be read: {problem}") from problem
-    assert isinstance(data, ModelCardData)
-    found = data.to_dict()
-    tags: list[Any] = found["tags"] if isinstance(found.get("tags"), list) else []
-    scratch = SCRATCH_TAG in tags
-    base, relation = found.get("base_model"), found.get("base_model_relation")
-    if scratch or not on_hub:
-        made_of = "a model of random weights" if scratch else "a model whose base is a folder"
-        wanted_base = wanted_relation = f"absent from {made_of}"
-        right_base, right_relation = base is None, relation is None
-    else:
-        wanted_base, wanted_relation = "a name", f"one of {', '.join(RELATIONS)}"
-        right_base, right_relation = isinstance(base, str), relation in RELATIONS
-    rules = (
-        ("library_name", "transformers", found.get("library_name") == "transformers"),
-        ("license", "a name", isinstance(found.get("license"), str | None)),
-        ("pipeline_tag", "a name", isinstance(found.get("pipeline_tag"), str)),
-        ("base_model", wanted_base, right_base),
-        ("base_model_relation", wanted_relation, right_relation),
-        ("datasets", "a list of names", _names(found.get("datasets"))),
-        ("metrics", "a list of names", _names(found.get("metrics"))),
-        ("tags", f"names, among them {TAG} and {VARIANT_TAG}...", _names(tags) and _tagged(tags)),
-    )
-    wrong = [f"{name} must be {wanted}, got {found.get(name)!r}" for name, wanted, holds in rules if not holds]
-    values = [result.metric_value for result in data.eval_results or []]
-    if not values or not all(type(value) in (int, float) and math.isfinite(value) for value in values):
-        wrong.append(f"model-index must have results that are finite numbers, got {values}")
-    if wrong:
-        raise ValueError(f"the card's metadata: {'; '.join(wrong)}.")
 
 
 def table(folder: str | Path) -> str:
@@ -292,11 +239,3 @@ def _code(text: str) -> AsItIs:
 def _cell(text: str) -> str:
     """Escape text for a cell of a Markdown table. A backtick of its own would reach into the next cell."""
     return re.sub(r"\\*\|", r"\\|", text).replace("`", "'")
-
-
-def _names(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
-
-
-def _tagged(tags: Sequence[str]) -> bool:
-    return TAG in tags and any(tag.startswith(VARIANT_TAG) for tag in tags)

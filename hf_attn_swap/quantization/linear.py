@@ -165,7 +165,7 @@ def _seconds(kind: torch.dtype | None) -> float:
 def _product(q_MK: Tensor, weight_NK: Tensor) -> Tensor:
     """The product of whole numbers from -255 to 255, in fp32, with rounded weights: exact up to the last rounding."""
     with without_autocast(q_MK.device):
-        pairs = zip(q_MK.split(EXACT, 1), weight_NK.split(EXACT, 1), strict=True)
+        pairs = zip(torch.split(q_MK, EXACT, 1), torch.split(weight_NK, EXACT, 1), strict=True)
         sums = [F.linear(q, weight.float()) for q, weight in pairs]
     return sums[0] if len(sums) == 1 else sum((one.int() for one in sums[1:]), sums[0].int()).float()
 

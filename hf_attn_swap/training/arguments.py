@@ -20,7 +20,7 @@ from ..conversion.stages import FineTune, Stage, read_stages
 from ..layer.registry import parse as parse_variant
 from ..layer.registry import parse_options
 from ..publish.converted import identifier
-from ..publish.results.run import IDENTIFIER
+from ..publish.results import IDENTIFIER
 from ..text.typed import parse_layers
 
 CONTROL = "softmax"

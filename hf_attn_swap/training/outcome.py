@@ -12,7 +12,7 @@ import torch
 from transformers import TrainingArguments
 
 from ..layer.registry import canonical_name
-from ..publish.results.record import Record, read_record
+from ..publish.results import Record, read_record
 
 OUTCOME_FILE = "outcome.json"
 

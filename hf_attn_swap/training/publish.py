@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from ..publish.card import render
 from ..publish.converted import LONGEST_NAME, identifier
 from ..publish.results import (
+    IDENTIFIER,
     RESULTS_FILE,
     SCRATCH,
     BaseModel,
@@ -25,7 +26,6 @@ from ..publish.results import (
     RunResult,
     read_swaps,
 )
-from ..publish.results.run import IDENTIFIER
 from .arguments import DataArguments, ModelArguments
 from .metrics import LOWER_IS_BETTER, OUTLIERS, paired_interval
 from .outcome import Outcome

@@ -19,7 +19,7 @@ from ..core.call import Call, FusedSoftmax, Geometry, Inputs, Strength, Three
 from ..core.kind import Kind
 from ..core.options import Options
 from ..kernels.dispatch import Form, Setting, weighted_form
-from ..kernels.pairs import ExtraKV
+from ..kernels.extra_kv import ExtraKV
 from ..kernels.weighing import Rule
 from ..kernels.windows import Span
 from .about import About

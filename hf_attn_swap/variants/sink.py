@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core.call import Call, Geometry, Inputs
 from ..core.options import Options
-from ..kernels.pairs import ExtraKV
+from ..kernels.extra_kv import ExtraKV
 from .about import About
 from .base import Variant, register
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import PatchTSTConfig, PatchTSTForPrediction
 
+from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import list_variants, patch_model, set_strength
 from hf_attn_swap.analysis import metrics, record
 from hf_attn_swap.analysis.recording import Activation, Recording
-from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.families import sites
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import TEXT_FAMILIES, batch_of, forward, fresh, padding_side, perturb, refused

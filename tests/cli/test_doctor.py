@@ -1,4 +1,4 @@
-"""`hf-attn-swap doctor`: tables or JSON, and exit code 1 if a cell is wrong. The checks have their tests elsewhere."""
+"""`hf-attn-swap doctor`: what is installed, and that a fault of a variant is found and gives exit code 1."""
 
 from __future__ import annotations
 
@@ -7,59 +7,100 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from hf_attn_swap import tested
-from hf_attn_swap.doctor import diagnosis
+from hf_attn_swap.doctor import _note, doctor, tiny
 from hf_attn_swap.families import FAMILIES
 from hf_attn_swap.variants.base import VARIANTS
 
 from .conftest import Outcome
 
 Command = Callable[..., Outcome]
+DOCTOR = doctor.__globals__
 
 
-@pytest.fixture(autouse=True)
-def few_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """BERT with the control and with belief."""
-    monkeypatch.setattr(diagnosis, "FAMILIES", {"BertSelfAttention": FAMILIES["BertSelfAttention"]})
-    monkeypatch.setattr(diagnosis, "list_variants", lambda: ("softmax", "belief"))
+    monkeypatch.setitem(DOCTOR, "FAMILIES", {"BertSelfAttention": FAMILIES["BertSelfAttention"]})
+    monkeypatch.setitem(DOCTOR, "list_variants", lambda: ("softmax", "belief"))
 
 
-def break_belief(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(self: Any, heads: Any, call: Any) -> Any:
-        raise RuntimeError("broken")
+def test_everything_is_right_here() -> None:
+    state, level = torch.get_rng_state(), tested.LOGGER.level
+    diagnosis = doctor(device="cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert tested.LOGGER.level == level
+    assert len(diagnosis.cells) == len({family.name for family in FAMILIES.values()}) * len(VARIANTS)
+    assert {result for _, _, result in diagnosis.cells} == {"right"}
+    assert torch.__version__ in str(diagnosis)
 
-    monkeypatch.setattr(VARIANTS["belief"], "read", crash)
 
-
+@pytest.mark.usefixtures("few")
 def test_a_right_installation(command: Command) -> None:
     outcome = command("doctor", "--device", "cpu")
     assert outcome.code == 0
-    assert "2 of 2 cells right, 0 refused, 0 wrong; on cpu" in outcome.out
+    assert "2 of 2 cells right, 0 wrong; on cpu" in outcome.out
     assert f"{tested.OLDEST_TRANSFORMERS} to {tested.NEWEST_TRANSFORMERS}" in outcome.out
-    assert outcome.err == "checking this installation; it takes half a minute\n"
 
 
-def test_a_wrong_cell_is_named_and_gives_1(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    break_belief(monkeypatch)
-    outcome = command("doctor", "--device", "cpu")
-    assert outcome.code == 1
-    assert "1 of 2 cells right, 0 refused, 1 wrong" in outcome.out
-    assert "belief on bert: RuntimeError: broken" in outcome.out
-    assert "Traceback" not in outcome.out + outcome.err
+def crash(out: Any) -> Any:
+    raise RuntimeError("broken")
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_json(command: Command, monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
-    if broken:
-        break_belief(monkeypatch)
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(
+    ("variant", "method", "change", "words"),
+    [
+        ("belief", "read", crash, "RuntimeError: broken"),
+        ("belief", "read", lambda out: out * float("nan"), "readable form"),
+        ("outeffhop", "heads", lambda out: None if out is None else out * 1.01, "readable form"),
+    ],
+    ids=["crash", "no number", "fast form"],
+)
+def test_a_fault_is_found(
+    command: Command, monkeypatch: pytest.MonkeyPatch, variant: str, method: str, change: Any, words: str
+) -> None:
+    monkeypatch.setitem(DOCTOR, "list_variants", lambda: ("softmax", variant))
+    right = getattr(VARIANTS[variant], method)
+    monkeypatch.setattr(VARIANTS[variant], method, lambda self, *given: change(right(self, *given)))
     outcome = command("doctor", "--device", "cpu", "--json")
     data = json.loads(outcome.out)
-    assert outcome.code == int(broken)
-    assert data["ok"] is not broken
-    assert [cell["result"] for cell in data["cells"]] == ["right", "wrong" if broken else "right"]
+    results = {cell[1]: cell[2] for cell in data["cells"]}
+    assert results["softmax"] == "right"
+    assert (outcome.code, data["ok"]) == (1, False)
+    assert words in results[variant]
 
 
+@pytest.mark.usefixtures("few")
+def test_other_weights_at_strength_0_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = DOCTOR["patch_model"]
+    monkeypatch.setitem(DOCTOR, "patch_model", lambda *args, **words: right(*args, **{**words, "strength": 1e-3}))
+    assert {cell[1] for cell in doctor(device="cpu").wrong} == {"belief"}
+
+
+@pytest.mark.usefixtures("few")
+def test_a_variant_that_does_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VARIANTS["belief"], "read", lambda self, heads, call: heads)
+    ((_, variant, result),) = doctor(device="cpu").wrong
+    assert variant == "belief"
+    assert "strength 1" in result
+
+
+@pytest.mark.usefixtures("few")
+def test_a_refusal_is_no_fault_but_nothing_right_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **words: Any) -> None:
+        raise ValueError("it does not fit; use another one.")
+
+    monkeypatch.setitem(DOCTOR, "patch_model", refuse)
+    diagnosis = doctor(device="cpu")
+    assert {result for _, _, result in diagnosis.cells} == {"refused: it does not fit; use another one."}
+    assert not diagnosis.ok
+    assert not diagnosis.wrong
+
+
+@pytest.mark.usefixtures("few")
 def test_the_doctor_does_not_send_to_itself(
     command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,4 +115,24 @@ def test_the_doctor_does_not_send_to_itself(
 def test_a_device_that_is_not_here(command: Command) -> None:
     outcome = command("doctor", "--device", "nonsense")
     assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.splitlines()[-1].startswith("error: PyTorch cannot use the device 'nonsense' here")
+    assert "cannot use the device 'nonsense'" in outcome.err
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_a_family_has_a_tiny_configuration_without_dropout(family: Any) -> None:
+    model, _ = tiny(family, "cpu")
+    assert sum(parameter.numel() for parameter in model.parameters()) < 100_000
+    assert not [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p]
+
+
+@pytest.mark.parametrize(
+    ("here", "oldest", "note"),
+    [
+        ("5.999.0", "5.10.1", "newer than tested"),
+        ("5.24.0+local", "5.10.1", "as tested"),
+        ("5.9.0", "5.10.1", "older than tested"),
+        ("5.9.0", None, "older"),
+    ],
+)
+def test_the_note_on_a_version(here: str, oldest: str | None, note: str) -> None:
+    assert _note(here, oldest, "5.24.0") == note

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from hf_attn_swap import list_variants
-from tests.publish.hub.server import Hub
-from tests.publish.hub.store import READER, WRITER
+from tests.harness.hub import READER, WRITER, Hub
 
 from .conftest import Outcome
 
@@ -64,7 +63,7 @@ def test_a_private_repository_and_its_branch(
             text=True,
             check=True,
         )
-        assert hub.repository(REPO).private
+        assert hub.repositories[REPO].private
     outcomes = [Outcome(*json.loads(line)) for line in done.stdout.splitlines()]
     found = dict(zip(commands, outcomes, strict=True))
     failed = {name: outcome.err for name, outcome in found.items() if outcome.code}

@@ -15,7 +15,7 @@ from hf_attn_swap.publish.card import COLUMNS
 from hf_attn_swap.publish.checkpoint import skeleton
 from hf_attn_swap.text.table import Table
 from hf_attn_swap_cli.app import show
-from tests.publish.results.examples import result
+from tests.publish.examples import result
 
 from .conftest import Outcome
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import list_variants, patch_model
-from hf_attn_swap.caches import cache_of, with_cache
 from tests import zoo
 
 from .harness import CAUSAL_FAMILIES, TOLERANCE, distance, forward, fresh, perturb, refused

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, StaticCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import patch_model
-from hf_attn_swap.caches import cache_of, with_cache
-from hf_attn_swap.doctor.models import matter
+from hf_attn_swap.doctor import matter
 from hf_attn_swap.families import sites
 from hf_attn_swap.families.source import slices_unmasked
 from hf_attn_swap.layer.swap import Swap

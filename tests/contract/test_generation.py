@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_attn_swap.caches import cache_of, with_cache
+from benchmarks.bench_caches import cache_of, with_cache
 from tests.harness.generation import NEW, PROMPT, assert_equal_generation, model_of, prompt_of
 
 from .cells import COMPOSED, OPTIONS, WIDE, Cell, over, over_half

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig
 
+from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import list_variants, patch_model
-from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.wiring.cache import LinearState
 from hf_attn_swap.wiring.seam import NAMES

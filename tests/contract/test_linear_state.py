@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import patch_model, set_strength, unpatch_model
-from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.wiring.cache import CROPPED, LinearState
 from tests import zoo
 from tests.harness.generation import NEW, PROMPT, assert_equal_generation, generate, prompt_of

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers as T
 
+from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
-from hf_attn_swap.caches import cache_of, with_cache
 
 from .cells import is_linear, swap_in
 from .harness import refused, swaps

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import QuantizedLayer
 
-from hf_attn_swap.caches import with_cache
+from benchmarks.bench_caches import with_cache
 from tests.harness.generation import assert_equal_generation, model_of, prompt_of
 
 from .cells import WIDE, Cell, over, over_half

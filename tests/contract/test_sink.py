@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from benchmarks.bench_caches import with_cache
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
-from hf_attn_swap.caches import with_cache
 from hf_attn_swap.kernels import softmax_n as kernel
 from hf_attn_swap.kernels.dispatch import Form
 from hf_attn_swap.variants.base import VARIANTS

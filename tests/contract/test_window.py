@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
-from hf_attn_swap.caches import cache_of, with_cache
 from hf_attn_swap.kernels import windows
 from hf_attn_swap.variants.base import VARIANTS
 from hf_attn_swap.wiring.state import CROPPED

@@ -18,9 +18,9 @@ from typing import Any
 from safetensors.torch import save_file
 from transformers import TrainingArguments
 
-from hf_attn_swap.conversion import lesson
+from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion.stages import Distil
-from hf_attn_swap.conversion.steps.distil import StopWithin
+from hf_attn_swap.conversion.distill import StopWithin
 
 from .converting import converted, rows, stock, timeless, weights
 
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str, str, Distil, dict[str, Any]]] = {
 
 def main(folder: Path, batch: int, last: int, cases: list[str]) -> None:
     warnings.filterwarnings("ignore")
-    lesson.SAVE_EVERY = 2
+    distill.SAVE_EVERY = 2
     real = StopWithin.on_step_end
 
     def killed(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_attn_swap.conversion import lesson
-from hf_attn_swap.conversion.steps.distil import StopWithin
+from hf_attn_swap.conversion import distill
+from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.quantization import Int8Linear
 from tests.contract.harness import batch_of, forward, fresh, refused, swaps
 
@@ -194,7 +194,7 @@ def test_a_training_that_does_not_help_is_taken_back(monkeypatch: pytest.MonkeyP
 
 
 def test_a_training_with_rounding_that_is_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lesson, "SAVE_EVERY", 2)
+    monkeypatch.setattr(distill, "SAVE_EVERY", 2)
     whole = stock("bert")
     told = taught(whole, tokens=300, output_dir=tmp_path / "whole")
     with monkeypatch.context() as inside:

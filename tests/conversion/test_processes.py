@@ -18,7 +18,7 @@ from hf_attn_swap.conversion.engine import Part
 from hf_attn_swap.conversion.journal import Journal
 from hf_attn_swap.conversion.distributed import broadcast_from_rank0, how_to_split
 from hf_attn_swap.conversion.distributed import MustBeSplit
-from hf_attn_swap.conversion.run import State
+from hf_attn_swap.conversion.run import Run
 from tests.contract.harness import refused
 
 from .converting import converted, rows, same, stock, weights
@@ -61,7 +61,7 @@ def test_losses_are_those_of_the_first_process(first: list[Any]) -> None:
     held: Any = SimpleNamespace(lost=lambda model, progress: "mine")
     model = stock("bert")
     state: Any = SimpleNamespace(held=held, student=model, apart=None, progress=False, args=arguments(world_size=2))
-    assert State.lost(state) == "theirs"
+    assert Run.lost(state) == "theirs"
 
 
 def test_notes_are_those_of_the_first_process(first: list[Any]) -> None:
@@ -201,8 +201,8 @@ def test_the_first_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("mixed tensors")
 
-    monkeypatch.setattr(State, "undo", broken)
-    monkeypatch.setattr(State, "lost", lambda self: {}["the first error"])
+    monkeypatch.setattr(Run, "undo", broken)
+    monkeypatch.setattr(Run, "lost", lambda self: {}["the first error"])
     with pytest.raises(KeyError, match="the first error") as told:
         converted(stock("bert"), "belief", rows("bert"))
     notes = getattr(told.value, "__notes__", ["could not be made the stock model again (mixed tensors); load it anew."])

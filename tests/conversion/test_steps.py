@@ -14,7 +14,7 @@ from hf_attn_swap.conversion import stages, steps
 from hf_attn_swap.conversion.engine import name_of
 from hf_attn_swap.conversion.journal import Journal
 from hf_attn_swap.conversion.stages import stage_kind
-from hf_attn_swap.conversion.run import State
+from hf_attn_swap.conversion.run import Run
 from hf_attn_swap.training.arguments import ConversionArguments
 from tests.contract.harness import refused, swaps
 
@@ -35,7 +35,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A toy step after the fit, which changes a weight and leaves a note; the list has an entry for each run of it."""
     calls: list[str] = []
 
-    def halve_a_row(state: State) -> None:
+    def halve_a_row(state: Run) -> None:
         """Change one row of the embedding."""
         calls.append("halve a row")
         weight = embedding(state.model)
@@ -75,14 +75,14 @@ def test_a_toy_step_is_run_and_reported(ran: list[str]) -> None:
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_toy_step_is_undone_after_an_error(name: str, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In a later step, also after a training of other weights and inside adapters."""
-    model, before, measured = stock(name), weights(stock(name)), State.lost
+    model, before, measured = stock(name), weights(stock(name)), Run.lost
 
-    def fails(self: State) -> Any:
+    def fails(self: Run) -> Any:
         if self.changed:
             raise KeyboardInterrupt
         return measured(self)
 
-    monkeypatch.setattr(State, "lost", fails)
+    monkeypatch.setattr(Run, "lost", fails)
     with pytest.raises(KeyboardInterrupt):
         converted(model, "outeffhop", rows(name))
     assert ran
@@ -137,7 +137,7 @@ def test_a_toy_stage(monkeypatch: pytest.MonkeyPatch) -> None:
 
     found: list[float] = []
 
-    def shrink(state: State) -> None:
+    def shrink(state: Run) -> None:
         found.extend(stage.factor for stage in state.config.plan.others if isinstance(stage, Shrink))
 
     monkeypatch.setattr(module, "STEPS", [module.STEPS[0], shrink, *module.STEPS[1:]])

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
-from hf_attn_swap.doctor.models import matter
+from hf_attn_swap.doctor import matter
 from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.layer.swap import Swap
 from tests import zoo

@@ -9,7 +9,7 @@ import torch
 import transformers as T
 from torch import Tensor, nn
 
-from hf_attn_swap.doctor.models import SCALE
+from hf_attn_swap.doctor import SCALE
 from hf_attn_swap.families import sites
 from hf_attn_swap.layer.registry import parse
 from tests import zoo

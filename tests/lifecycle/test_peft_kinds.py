@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bench_caches import cache_of
 from hf_attn_swap import list_variants, patch_model, set_strength
-from hf_attn_swap.caches import cache_of
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps

@@ -16,23 +16,19 @@ LONGEST = 200  # characters of a message
 
 
 def doctor(path: Path) -> Iterator[str]:
-    """The cells that are wrong, one row per check; and the versions that were installed."""
+    """The cells that are wrong, one row each; and the versions that were installed."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         yield "**The doctor gave no answer**: the installation failed, or the doctor itself; see the log."
         return
-    versions = ", ".join(f"{each['name']} {each['installed']}" for each in found["packages"] if each["installed"])
-    wrong = [(cell, check) for cell in found["cells"] for check in cell["checks"] if check["wrong"] is not None]
-    cells = {(cell["family"], cell["variant"]) for cell, _ in wrong}
+    versions = ", ".join(f"{name} {version}" for name, version, *_ in found["packages"])
+    wrong = [tuple(cell) for cell in found["cells"] if cell[2].startswith("WRONG")]
     yield f"Installed: {versions}."
     yield (
-        f"Doctor: **{len(cells)} of {len(found['cells'])} cells are wrong**." if wrong else "Doctor: no cell is wrong."
+        f"Doctor: **{len(wrong)} of {len(found['cells'])} cells are wrong**." if wrong else "Doctor: no cell is wrong."
     )
-    yield from table(
-        ("family", "variant", "check", "how"),
-        [(cell["family"], cell["variant"], check["name"], check["wrong"]) for cell, check in wrong],
-    )
+    yield from table(("family", "variant", "result"), wrong)
 
 
 def tests(path: Path) -> Iterator[str]:

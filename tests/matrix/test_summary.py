@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 SCRIPT = Path(__file__).with_name("summary.py")
 TESTS = """
@@ -25,8 +24,8 @@ def test_left_out():
 """
 
 
-def cell(variant: str, wrong: str | None) -> dict[str, Any]:
-    return {"family": "llama", "variant": variant, "refused": None, "checks": [{"name": "cached", "wrong": wrong}]}
+def cell(variant: str, result: str) -> list[str]:
+    return ["llama", variant, result]
 
 
 def summary(folder: Path) -> str:
@@ -44,8 +43,8 @@ def test_nothing_ran(tmp_path: Path) -> None:
 
 
 def test_what_broke(tmp_path: Path) -> None:
-    packages = [{"name": "transformers", "installed": "5.25.0"}, {"name": "trl", "installed": None}]
-    cells = [cell("belief", None), cell("simpletron", "the cache grows")]
+    packages = [["transformers", "5.25.0", "5.24.0", "newer than tested"]]
+    cells = [cell("belief", "right"), cell("simpletron", "WRONG: other outputs")]
     (tmp_path / "doctor.json").write_text(json.dumps({"packages": packages, "cells": cells}))
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_one.py").write_text(TESTS)
@@ -56,7 +55,7 @@ def test_what_broke(tmp_path: Path) -> None:
     said = summary(tmp_path)
     assert "Installed: transformers 5.25.0." in said
     assert "**1 of 2 cells are wrong**" in said
-    assert "| llama | simpletron | cached | the cache grows |" in said
+    assert "| llama | simpletron | WRONG: other outputs |" in said
     assert "belief" not in said
     assert "Tests: 1 passed, 1 skipped, **3 failed**." in said
     assert "| tests/test_one.py | 2 | test_wrong[0]: " in said
@@ -65,7 +64,7 @@ def test_what_broke(tmp_path: Path) -> None:
 
 
 def test_all_right(tmp_path: Path) -> None:
-    (tmp_path / "doctor.json").write_text(json.dumps({"packages": [], "cells": [cell("belief", None)]}))
+    (tmp_path / "doctor.json").write_text(json.dumps({"packages": [], "cells": [cell("belief", "right")]}))
     (tmp_path / "tests.xml").write_text(
         '<testsuites><testsuite><testcase classname="a" name="b"/></testsuite></testsuites>'
     )

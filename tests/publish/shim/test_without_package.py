@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Setup
+import hf_attn_swap
+from tests import zoo
 
 CHECK = """
 import json, sys
@@ -49,12 +51,10 @@ def python(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the environment is made of symbolic links")
-def test_plain_transformers_refuses(world: Setup, python: Path, tmp_path: Path) -> None:
-    words = str(tmp_path / "vocab.txt")
-    arguments = {"repo": "me/refused", "family": "bert", "variant": "belief", "words": words}
-    world.publisher.call("publish", answer=str(tmp_path / "logits.pt"), **arguments)
-    command = [str(python), "-c", CHECK, "me/refused"]
-    environment = {**world.hub.env(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+def test_plain_transformers_refuses(python: Path, tmp_path: Path) -> None:
+    hf_attn_swap.patch_model(zoo.build("bert"), "belief").save_pretrained(tmp_path / "model")
+    command = [str(python), "-c", CHECK, str(tmp_path / "model")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)  # it may lead to the package
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from hf_attn_swap.caches import cache_of, with_cache
+from benchmarks.bench_caches import cache_of, with_cache
 from tests import zoo
 from tests.contract.harness import CAUSAL_FAMILIES, distance, refused
 
