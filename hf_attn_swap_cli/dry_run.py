@@ -162,12 +162,13 @@ def _save_shallow(given: Mapping[str, Any], depth: int, folder: Path) -> None:
 
 def _tokens(whole: Any, given: Mapping[str, Any]) -> int:
     """The tokens of a few training steps: memory does not grow with the budget."""
-    from hf_attn_swap.conversion.run import FEW_TOKENS
     from hf_attn_swap.conversion.config import default_distil
+    from hf_attn_swap.conversion.run import FEW_TOKENS
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the command itself warns
-        rows = default_distil(whole, given["variant"] or "softmax", low_memory=given.get("low_memory", False)).batch or 1
+        stage = default_distil(whole, given["variant"] or "softmax", low_memory=given.get("low_memory", False))
+        rows = stage.batch or 1
     return STEPS * max(FEW_TOKENS, rows * int(given["length"]))
 
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from ..patch import set_strength
-from ..text.bar import silent, visible
+from ..text.bar import silent
 from .calibrate import calibrate_stage
 from .distributed import SplitCopy, splitting
 from .preserve_training_state import preserve_training_flags
@@ -34,7 +34,7 @@ from .snapshot import Snapshot
 from .stages import Calibrate, Distil
 from .teacher import Teacher, note_retrained, trains_the_original
 from .trainable import adapted_weights, choose_trainable
-from .trainer import Bar, DistillationTrainer
+from .trainer import DistillationTrainer, quiet
 
 CHECKS = 4  # measurements within one training
 SAVE_EVERY = 100  # training steps between two checkpoints
@@ -244,12 +244,10 @@ def fit_to_teacher(
         callbacks=[*callbacks],
     )
     _keep_what_trains(run)
-    if silent() or title is not None:
+    if silent():
         trainer.remove_callback(PrinterCallback)
     if title is not None:
-        trainer.remove_callback(ProgressCallback)
-        if run.progress and visible():
-            trainer.add_callback(Bar(title))
+        quiet(trainer, title, shown=run.progress)
     try:
         with contextlib.nullcontext() if run.fsdp is None else splitting(trainer, run.fsdp):
             trainer.train(resume_from_checkpoint=last_whole_checkpoint(Path(trainer.args.output_dir or ".")))

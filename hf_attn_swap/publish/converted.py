@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import is_compressed_tensors_available
 
 from ..conversion.convert import convert, refuse_converted
-from ..conversion.journal import NAME
-from ..conversion.report import ConversionReport
 from ..conversion.distributed import how_to_split
+from ..conversion.journal import NAME
 from ..conversion.quantize import quantize
+from ..conversion.report import ConversionReport
 from ..layer.calibration import FITS
 from ..layer.registry import parse, parse_options
 from ..variants.softmax import Softmax

@@ -28,12 +28,12 @@ from transformers import (
 
 from .. import patch_model
 from ..conversion.config import ConvertConfig
-from ..conversion.journal import Journal
 from ..conversion.distill import last_whole_checkpoint, run_stage, without_secrets
-from ..conversion.trainable import part_of
+from ..conversion.journal import Journal
 from ..conversion.rows import Collator, ready_rows
-from ..conversion.stages import FineTune
 from ..conversion.run import Run
+from ..conversion.stages import FineTune
+from ..conversion.trainable import part_of
 from ..patch import unpatch_model
 from ..publish.checkpoint import damage_named
 from ..publish.results import versions

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as T  # as in the other tests
+from hf_attn_swap.caches import with_cache
 from torch import Tensor
 from transformers import DynamicCache
 
 from hf_attn_swap import list_variants, patch_model
-from hf_attn_swap.caches import with_cache
 from hf_attn_swap.conversion import absorb_sink
 from hf_attn_swap.layer.registry import tiny_options
 from tests.conversion.letters import Letters

@@ -20,12 +20,12 @@ from transformers import TrainingArguments
 from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.analysis import lost
 from hf_attn_swap.conversion import calibrate, config
-from hf_attn_swap.conversion.convert import convert
-from hf_attn_swap.conversion.report import ConversionReport, StepRecord, in_words
 from hf_attn_swap.conversion.config import default_distil
+from hf_attn_swap.conversion.convert import convert
+from hf_attn_swap.conversion.distill import StopWithin
+from hf_attn_swap.conversion.report import ConversionReport, StepRecord, in_words
 from hf_attn_swap.conversion.rows import as_rows
 from hf_attn_swap.conversion.stages import Calibrate, Distil, FineTune
-from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.measuring.lost import Lost
 from tests import zoo
@@ -179,7 +179,7 @@ def test_the_loss_is_measured_at_the_quarters_of_a_training(most: int, wanted: l
             now = SimpleNamespace(global_step=number, max_steps=most)
             lost = partial(lambda step: measured.append(step) or SimpleNamespace(share=share), number)
             control = SimpleNamespace(should_training_stop=False, should_save=True)
-            conversion: Any = SimpleNamespace(asked=asked, lost=lost)
+            conversion: Any = SimpleNamespace(config=asked, lost=lost)
             StopWithin(conversion).on_step_end(None, now, control)
             found.append((control.should_training_stop, control.should_save))
         return found
@@ -524,7 +524,7 @@ def test_low_memory(variant: str) -> None:
     ends = [report.steps[-1].lost.cost for report in reports]
     assert [report.training_steps for report in reports] == [reports[0].training_steps] * 2
     assert ends[1] == pytest.approx(ends[0], rel=1e-3)
-    assert plan.plan_of(stock("bert"), "belief", low_memory=True).last.rank == plan.RANK
+    assert default_distil(stock("bert"), "belief", low_memory=True).rank == config.RANK
     with refused("give the Distil stages a rank"):
         converted(stock("bert"), "belief", rows("bert"), low_memory=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,13 @@ import pytest
 import torch
 
 from hf_attn_swap import convert, patch_model
-from hf_attn_swap.conversion import sink
+from hf_attn_swap.conversion import sink as module
 from hf_attn_swap.conversion.run import Run
 from hf_attn_swap.variants.sink import Sink
 from tests.contract.harness import batch_of, distance, forward, fresh, refused, swaps
 
 from .converting import Killed, names
 from .letters import Letters
-
 
 LETTERS = Letters()
 ROWS = [
@@ -49,7 +47,6 @@ def helps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return replace(found, perplexity=found.stock_perplexity * ratio[absorbed])
 
     monkeypatch.setattr(Run, "lost", lost)
-    monkeypatch.setattr(step, "lost_in_bits", lambda _: pytest.fail("8 bits were not asked for"))
     return ratio
 
 
@@ -62,7 +59,7 @@ def test_a_sink_that_helps_is_kept(variant: str, helps: list[float]) -> None:
     assert {"+".join(swap.names) for swap in swaps(model)} == {report.variant}
     first = torch.tensor([ROWS[0]["input_ids"]])
     token = int(report.said[0].split("<")[1].split(">")[0])
-    absorb.absorb_rows(alone := patch_model(llama(), report.variant), LETTERS, [first], tokens=[token])
+    module.absorb_rows(alone := patch_model(llama(), report.variant), LETTERS, [first], tokens=[token])
     for one, other in zip(swaps(model), swaps(alone), strict=True):
         assert torch.equal(one.at("keys").learned.key, other.at("keys").learned.key)
 
@@ -74,13 +71,13 @@ def test_padding_is_no_text(helps: list[float], monkeypatch: pytest.MonkeyPatch)
         read.extend(text[0].tolist() for text in texts)
         raise ValueError("seen.")
 
-    monkeypatch.setattr(sink, "absorb_rows", noted)
+    monkeypatch.setattr(module, "absorb_rows", noted)
     rows = [
         {"input_ids": [0] * 4 + row["input_ids"], "attention_mask": [0] * 4 + [1] * len(row["input_ids"])}
         for row in ROWS
     ]
     converted(llama(), "belief", data=rows)
-    assert len(read) == absorb.TEXTS
+    assert len(read) == module.TEXTS
     assert all(0 not in text for text in read)
 
 
@@ -107,7 +104,7 @@ def test_a_sink_that_costs_is_left_out() -> None:
     ids=str,
 )
 def test_no_sink_is_tried(more: dict[str, Any], helps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sink, "absorb_rows", lambda *_, **__: pytest.fail("a sink was tried"))
+    monkeypatch.setattr(module, "absorb_rows", lambda *_, **__: pytest.fail("a sink was tried"))
     arguments = {"variant": "belief"} | more
     report = converted(llama(), arguments.pop("variant"), **arguments)
     assert "sink" not in report.variant
@@ -133,7 +130,7 @@ def test_a_model_that_takes_no_sink_says_why(helps: list[float]) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "albert"])
 def test_other_models_are_not_asked(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sink, "absorb_rows", lambda *_, **__: pytest.fail("a sink was tried"))
+    monkeypatch.setattr(module, "absorb_rows", lambda *_, **__: pytest.fail("a sink was tried"))
     report = converted(fresh(family, torch.float32, head="lm"), "belief")
     assert report.said == ()
 
@@ -143,7 +140,7 @@ def test_a_killed_conversion_goes_on_with_its_sink(
 ) -> None:
     whole = converted(one := llama(), "belief", output_dir=tmp_path / "whole")
     folder = tmp_path / "killed"
-    searches, absorb_rows = [], step.absorb_rows
+    searches, absorb_rows = [], module.absorb_rows
 
     def killed(*given: Any, tokens: Any = None) -> Any:
         if tokens is not None:
@@ -152,7 +149,7 @@ def test_a_killed_conversion_goes_on_with_its_sink(
         return absorb_rows(*given)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sink, "absorb_rows", killed)
+        patched.setattr(module, "absorb_rows", killed)
         with pytest.raises(Killed):
             converted(llama(), "belief", output_dir=folder)
     assert len(searches) == 1
@@ -161,7 +158,7 @@ def test_a_killed_conversion_goes_on_with_its_sink(
         assert tokens is not None, "the sink was searched again"
         return absorb_rows(*given, tokens=tokens)
 
-    monkeypatch.setattr(sink, "absorb_rows", puts)
+    monkeypatch.setattr(module, "absorb_rows", puts)
     again = converted(other := llama(), "belief", output_dir=folder)
     assert names(again) == names(whole)
     assert again.said == whole.said

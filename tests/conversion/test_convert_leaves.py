@@ -11,10 +11,10 @@ import torch
 from transformers import TrainingArguments
 
 from benchmarks.bench_caches import cache_of
-from hf_attn_swap.conversion.trainer import DistillationTrainer
+from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.conversion.preserve_training_state import preserve_training_flags
 from hf_attn_swap.conversion.run import Run
-from hf_attn_swap.conversion.distill import StopWithin
+from hf_attn_swap.conversion.trainer import DistillationTrainer
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
 from tests.harness.adapters import lora

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from hf_attn_swap.conversion import distill
+from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.conversion.journal import NAME, Journal
 from hf_attn_swap.conversion.stages import Calibrate
-from hf_attn_swap.conversion.distill import StopWithin
 
 from .converting import ADAPTERS, CALM, Killed, converted, rows, same, stock, timeless, weights
 

@@ -16,11 +16,11 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion import rows as rows_module
 from hf_attn_swap.conversion import split as split_module
+from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.conversion.reading import first_rows, parts_of, runs, shuffled
 from hf_attn_swap.conversion.rows import Rows, as_rows
 from hf_attn_swap.conversion.split import split
 from hf_attn_swap.conversion.stages import Calibrate
-from hf_attn_swap.conversion.distill import StopWithin
 from tests.contract.harness import batch_of, refused
 
 from .converting import CALM, Killed, converted, rows, same, stock, timeless, weights
