@@ -231,11 +231,11 @@ def started(
     model: nn.Module,
     config: ConvertConfig,
     data: Any,
-    eval_data: Any,
-    teacher: PreTrainedModel | None,
-    output_dir: str | Path | None,
-    args: TrainingArguments | None,
-    progress: bool,
+    eval_data: Any = None,
+    teacher: PreTrainedModel | None = None,
+    output_dir: str | Path | None = None,
+    args: TrainingArguments | None = None,
+    progress: bool = True,
 ) -> Iterator[Run]:
     """Check the model and the data, and start a conversion: inside, the steps are done, and undone after an error.
 
@@ -390,7 +390,7 @@ def _measured_on(
     Raises:
         ValueError: there is a budget for recall, and this model recalls nothing.
     """
-    last = config.plan.last
+    last = config.last
     measured = HeldOut(
         against,
         held.batches(1 if config.low_memory else rows_per_step(last, held)),
