@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .describe import NOTHING
 from .families import Site, obstacle
@@ -60,13 +61,38 @@ def patch_model(
 
     The first call of a process logs one line if the installed transformers is newer than the tested ones.
     """
+    root = model_root(model)
+    chosen = _build(root, variant, options, layers=layers, modules=modules, strength=strength)
+    _warn_of_loss(chosen)
+    _put(model, chosen)
+    _warn_user(root, chosen.values())
+    return model
+
+
+def replace_swaps(model: nn.Module, variant: str, options: Mapping[str, Any]) -> None:
+    """As `patch_model` in all layers, for a step that made the former swaps itself: their loss is no warning."""
+    _put(model, _build(model_root(model), variant, options))
+
+
+def _build(
+    root: PreTrainedModel,
+    variant: str,
+    options: Mapping[str, Any],
+    *,
+    layers: int | Iterable[int] | None = None,
+    modules: str | None = None,
+    strength: float = 1.0,
+) -> dict[Layer, Swap]:
+    """The new swap of each chosen layer. The model does not change.
+
+    Raises:
+        ValueError: as `patch_model`.
+    """
     classes = parse(variant)
     chosen = parse_options(classes, options)
     strength = check_strength(strength)
     tell_if_newer()  # before a refusal that may come from the newer version
-    root = model_root(model)
-    patched = installation_of(root)
-    installation = patched or Installation(root, Record())
+    installation = installation_of(root) or Installation(root, Record())
     every = swappable(installation)
     swaps = {
         layer: build_swap(layer, classes, chosen, strength=strength, selection=modules)
@@ -75,15 +101,19 @@ def patch_model(
     planned = [replace(layer, copies=(swaps[layer],)) if layer in swaps else layer for layer in every]
     carrying.check(root, planned)
     ordering.check(root, planned)
-    if patched is None:
+    for layer, swap in swaps.items():
+        swap.retrained = layer.swapped and layer.swap.retrained
+    return swaps
+
+
+def _put(model: nn.Module, swaps: Mapping[Layer, Swap]) -> None:
+    """Put swaps in, as the first of a stock model or in place of others."""
+    root = model_root(model)
+    installation = installation_of(root)
+    if installation is None:
+        installation = Installation(root, Record())
         installation.start(model)
-    else:
-        _warn_of_loss(swaps)
-        for layer, swap in swaps.items():
-            swap.retrained = layer.swapped and layer.swap.retrained
     installation.put(swaps)
-    _warn_user(root, swaps.values())
-    return model
 
 
 def unpatch_model(model: M, /, *, layers: int | Iterable[int] | None = None) -> M:
@@ -344,6 +374,8 @@ def _warn_of_loss(layers: Iterable[Layer]) -> None:
     """Warn about what a conversion or a training left in swaps that are about to leave their layers."""
     lost: dict[str, list[int]] = {}
     for layer in layers:
+        if not layer.swapped:
+            continue
         swaps = layer.copies
         words = sorted({fit.words() for swap in swaps for fit in swap.fitted.values()})
         words += ["trained parameters"] if any(swap.trained for swap in swaps) else []

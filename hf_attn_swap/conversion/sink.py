@@ -22,7 +22,7 @@ from ..core.kind import Kind
 from ..layer.registry import canonical_keys, parse, parse_options
 from ..measuring.batches import evaluating
 from ..measuring.lost import Lost
-from ..patch import build_swap, need_installation, patch_model, softmax_swaps, swappable
+from ..patch import build_swap, need_installation, replace_swaps, softmax_swaps, swappable
 from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
 from ..variants.sink import Sink
@@ -390,7 +390,7 @@ def _with_sink(config: ConvertConfig) -> tuple[str, dict[str, Any]] | None:
 def _choose_sink(run: Run, measure: Callable[[Run], Lost] | None) -> list[int] | None:
     """The tokens that serve as a sink, or None. The model stays as it is."""
     config, before = run.config, run.record[-1].lost if measure is None else measure(run)
-    with run.trial("sink", before, undo=partial(patch_model, run.model, config.variant, **config.options)):
+    with run.trial("sink", before, undo=partial(replace_swaps, run.model, config.variant, config.options)):
         try:
             _patch_sink(run)
             absorbed = absorb_rows(run.model, config.processor, _first_rows(run))
@@ -413,7 +413,7 @@ def _put_sink(run: Run, tokens: list[int]) -> None:
 def _patch_sink(run: Run) -> None:
     composed = _with_sink(run.config)
     assert composed is not None
-    patch_model(run.model, composed[0], **composed[1])
+    replace_swaps(run.model, *composed)
 
 
 def _first_rows(run: Run) -> list[Tensor]:

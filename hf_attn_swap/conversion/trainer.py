@@ -220,7 +220,7 @@ class DistillationTrainer(Trainer):
         """As in `Trainer`, with what trains beside adapters: PEFT saves its adapters alone."""
         with warnings.catch_warnings():
             if _internal_call:  # a checkpoint in the middle of a training continues on this model
-                warnings.filterwarnings("ignore", "an adapter is saved alone")
+                warnings.filterwarnings("ignore", "an adapter is saved")
             super().save_model(output_dir, _internal_call)
         whole = {name: _whole(each).detach().cpu() for name, each in self._beside_adapters().items()}
         if self.args.should_save and whole:

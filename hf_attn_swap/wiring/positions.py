@@ -190,6 +190,8 @@ def _seen(mask: Tensor) -> Tensor:
 
 def _padded_in_front(mask: Tensor) -> bool:
     """True if a row does not see its first key. While a program is recorded, nothing can be read."""
+    if mask.dim() > 2 and mask.dtype != torch.bool and not mask.is_floating_point():
+        return False  # the attention function refuses it
     return traced() or not bool(_seen(mask)[:, 0].all())
 
 

@@ -41,7 +41,7 @@ def test_the_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost.time, "perf_counter", lambda: clock.seconds)
     models = Timed("first", clock, 10), Timed("second", clock, 30)
     batches: list[dict[str, Any]] = [{"x": torch.ones(2, width), "labels": None} for width in (1, 2)]
-    (first, second), ratio = cost.placed_like(*models, batches)
+    (first, second), ratio = cost.compare_costs(*models, batches)
     assert (first.milliseconds, second.milliseconds) == (pytest.approx(10), pytest.approx(30))
     assert ratio == pytest.approx(3)
     assert (first.parameter_bytes, first.peak_bytes) == (6, None)
@@ -50,7 +50,7 @@ def test_the_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(rounds) == {("first", "second"), ("second", "first")}
     assert all(model.training for model in models)
     with refused("no batches"):
-        cost.placed_like(*models, [])
+        cost.compare_costs(*models, [])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the peak of the memory is counted on CUDA alone")
@@ -58,7 +58,7 @@ def test_the_peak_is_of_one_model() -> None:
     small, large = (fresh("bert", torch.float32).cuda() for _ in range(2))
     batch = batch_of("bert", torch.float32)
     long = {key: value.repeat(64, 1) for key, value in batch.items()}
-    (first, second), _ = cost.placed_like(small, large, [batch, long])
+    (first, second), _ = cost.compare_costs(small, large, [batch, long])
     assert first.peak_bytes is not None
     assert first.peak_bytes == second.peak_bytes > 0
 
@@ -68,6 +68,6 @@ def test_the_ratio_is_the_quotient_of_the_times(monkeypatch: pytest.MonkeyPatch)
     times = [[9.0, 9.0, 9.0, 9.0, 5.0, 1.0, 1.0, 2.0, 2.0], [9.0, 9.0, 3.0, 3.0, 10.0, 4.0, 4.0, 4.0, 4.0]]
     monkeypatch.setattr(cost, "_rounds", lambda models, batches: times)
     models = [Timed("first", Clock(), 1), Timed("second", Clock(), 1)]
-    (first, second), ratio = cost.placed_like(*models, [{"x": torch.ones(2, 1)}])
+    (first, second), ratio = cost.compare_costs(*models, [{"x": torch.ones(2, 1)}])
     assert ratio == 2
     assert (first.milliseconds, second.milliseconds) == (5, 10)

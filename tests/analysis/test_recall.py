@@ -62,7 +62,7 @@ def test_against_a_plain_loop(name: str, variant: str | None) -> None:
 def test_without_a_way_to_leave_out_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = stock()
     wanted = recall(model, rows(), distances=(DISTANCE,), length=LENGTH)
-    monkeypatch.setattr("hf_attn_swap.measuring.token_log_probs.keeps_logits", lambda root: False)
+    monkeypatch.setattr("hf_attn_swap.measuring.token_log_probs.can_skip_logits", lambda root: False)
     found = recall(model, rows(), distances=(DISTANCE,), length=LENGTH)
     assert found.gains[DISTANCE] == pytest.approx(wanted.gains[DISTANCE], abs=1e-6)
 

@@ -63,6 +63,7 @@ def test_slope_is_that_of_the_power(monkeypatch: Any) -> None:
 
 
 def test_a_step_of_decoding_starts_from_the_same_cache(monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(BENCH.parent))
     models = runpy.run_path(str(BENCH.parent / "bench_models.py"))
     for name in ("gpt2", "llama"):
         model, given = models["build"](name, 8, 1, 64), {"input_ids": models["torch"].zeros(1, 8, dtype=int)}
@@ -72,7 +73,8 @@ def test_a_step_of_decoding_starts_from_the_same_cache(monkeypatch: Any) -> None
             assert cache.get_seq_length() == 8
 
 
-def test_shapes_of_the_models() -> None:
+def test_shapes_of_the_models(monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(BENCH.parent))
     models = runpy.run_path(str(BENCH.parent / "bench_models.py"))
     llama, vit = (models["build"](name, 197, 1, 768).config for name in ("llama", "vit"))
     assert (llama.hidden_size, llama.num_attention_heads, llama.num_key_value_heads) == (768, 12, 4)

@@ -221,11 +221,11 @@ def test_patch_saves_what_plain_from_pretrained_loads(command: Command, tiny_ber
 
 def test_patch_keeps_the_saved_class_and_takes_another(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
     assert command("patch", tiny_bert, "belief", tmp_path / "same").code == 0
-    assert AutoConfig.from_pretrained(tmp_path / "same").architectures == ["BertForSequenceClassification"]
+    assert AutoConfig.from_pretrained(tmp_path / "same").architectures == ["HfAttnSwapBertForSequenceClassification"]
     outcome = command("patch", tiny_bert, "belief", tmp_path / "other", "--task", "token-classification")
     assert outcome.code == 0
     assert "newly initialised: classifier" not in outcome.err  # the checkpoint has a classifier of that shape
-    assert AutoConfig.from_pretrained(tmp_path / "other").architectures == ["BertForTokenClassification"]
+    assert AutoConfig.from_pretrained(tmp_path / "other").architectures == ["HfAttnSwapBertForTokenClassification"]
     outcome = command("patch", tiny_bert, "belief", tmp_path / "third", "--auto-class", "AutoModelForQuestionAnswering")
     assert "newly initialised: qa_outputs.bias, qa_outputs.weight" in outcome.err
 

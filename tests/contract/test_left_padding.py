@@ -18,6 +18,7 @@ from hf_attn_swap.caches import with_cache
 from torch import Tensor
 from transformers import DynamicCache
 
+from benchmarks.bench_caches import with_cache
 from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.conversion import absorb_sink
 from hf_attn_swap.layer.registry import tiny_options

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_attn_swap import describe, from_pretrained, patch_model
+from hf_attn_swap import describe, patch_model
 from hf_attn_swap.core.kind import Kind
 from hf_attn_swap.families import sites
 from hf_attn_swap.layer.registry import fit_options, parse, parse_options
@@ -94,7 +94,7 @@ def test_a_checkpoint_keeps_its_gamma(name: str, tmp_path: Path, monkeypatch: py
         made.save_pretrained(folder)
         with monkeypatch.context() as later:
             later.setattr(clipped_softmax, "PUBLISHED", dict.fromkeys(Kind, -0.5))
-            loaded = from_pretrained(folder)
+            loaded = type(made).from_pretrained(folder)
         assert gammas(loaded) == {wanted}
         batch = batch_of(name, torch.float32)
         with torch.no_grad():

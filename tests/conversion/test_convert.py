@@ -727,7 +727,7 @@ def test_a_calibrated_control_is_refused() -> None:
 def test_a_refusal_leaves_the_control_in_place() -> None:
     model = patch_model(stock("bert"), "softmax")
     with refused("tokens must be a whole number"):
-        converted(model, "belief", rows("bert"), tokens=0)
+        converted(model, "belief", rows("bert"), tokens=-1)
     assert describe(model).to_dict() == describe(patch_model(stock("bert"), "softmax")).to_dict()
 
 

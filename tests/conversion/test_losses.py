@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_attn_swap.caches import with_cache
 from transformers import DynamicCache
 
+from benchmarks.bench_caches import with_cache
 from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.conversion.losses import LOGITS, LOSSES, STATES, Comparison, LayerErrors, Loss, Losses, register_loss
 from hf_attn_swap.conversion.stages import Distil, read_stages

@@ -51,9 +51,9 @@ def test_a_copy_of_carried_scores() -> None:
     assert Hidden(None).clone().scores is None
 
 
-@pytest.mark.parametrize("carried", [ForwardContext, Call])
-def test_programs_that_copy_dataclasses_leave_what_layers_share(context: type[Any]) -> None:
-    assert not dataclasses.is_dataclass(context)
+@pytest.mark.parametrize("shared", [ForwardContext, Call])
+def test_programs_that_copy_dataclasses_leave_what_layers_share(shared: type[Any]) -> None:
+    assert not dataclasses.is_dataclass(shared)
 
 
 @pytest.mark.parametrize(
