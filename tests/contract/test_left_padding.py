@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as T  # as in the other tests
-from hf_attn_swap.caches import with_cache
 from torch import Tensor
 from transformers import DynamicCache
 
