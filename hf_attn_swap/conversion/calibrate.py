@@ -263,13 +263,13 @@ def calibrate(
         raise ValueError(f"ridge must be at least 0, got {ridge!r}.")
     installation = need_installation(model)
     targets = _targets(installation, source, options, constant=fit == "map")
-    found = as_batches(batches)
+    rows = as_batches(batches)
     with _undone_after_an_error(installation):
         if scale and source == "softmax" and any(target.swap.projects for target in targets):
             read: list[Batch] = []
-            scale_values(model, _noted(found, read), progress=progress)
-            found = itertools.chain(read, found)
-        return _fit(model, installation, targets, found, fit=fit, ridge=ridge, source=source, progress=progress)
+            scale_values(model, _noted(rows, read), progress=progress)
+            rows = itertools.chain(read, rows)
+        return _fit(model, installation, targets, rows, fit=fit, ridge=ridge, source=source, progress=progress)
 
 
 def _fit(

@@ -116,7 +116,9 @@ class ConvertConfig:
 
     def settings(self) -> dict[str, Any]:
         """All that decides about the result, for the journal."""
-        chosen = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "processor"}
+        chosen = {
+            option.name: getattr(self, option.name) for option in dataclasses.fields(self) if option.name != "processor"
+        }
         chosen["options"] = canonical_keys(self.options) if "+" in self.variant else self.options
         return chosen | {"stages": [{"stage": stage.name, **dataclasses.asdict(stage)} for stage in self.stages]}
 

@@ -351,7 +351,7 @@ def without_secrets(args: TrainingArguments) -> TrainingArguments:
 
     The fields are those that `TrainingArguments.to_dict` hides, too.
     """
-    secrets: dict[str, Any] = {each.name: None for each in fields(args) if each.name.endswith("_token")}
+    secrets: dict[str, Any] = {option.name: None for option in fields(args) if option.name.endswith("_token")}
     return replace(args, **secrets)
 
 

@@ -106,13 +106,17 @@ class SplitCopy:
 
     def __init__(self, student: nn.Module, originals: Mapping[nn.Parameter, Tensor], *, teaches: bool) -> None:
         parameters = list(student.parameters())
-        self.trained = [each for each in parameters if each.requires_grad]
+        self.trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.first = dict(originals) if teaches else {}
-        self.others = {each: copied(each) for each in parameters if each in self.first and not each.requires_grad}
-        shared = [each for each in parameters if not each.requires_grad and each not in self.first]
-        self.model = copy.deepcopy(student, {id(each): each for each in shared})
+        self.others = {
+            parameter: copied(parameter)
+            for parameter in parameters
+            if parameter in self.first and not parameter.requires_grad
+        }
+        shared = [parameter for parameter in parameters if not parameter.requires_grad and parameter not in self.first]
+        self.model = copy.deepcopy(student, {id(parameter): parameter for parameter in shared})
         pairs = zip(parameters, self.model.parameters(), strict=True)
-        self.originals = {ours: originals[each] for each, ours in pairs if each in originals}
+        self.originals = {ours: originals[parameter] for parameter, ours in pairs if parameter in originals}
         put(self.first)
 
     @torch.no_grad()
@@ -141,11 +145,15 @@ def trained_in(model: nn.Module) -> list[DTensor]:
     Raises:
         RuntimeError: some of it is not split, so each process would train it by itself.
     """
-    found = [each for each in model.parameters() if each.requires_grad]
-    whole = [name for name, each in model.named_parameters() if each.requires_grad and not isinstance(each, DTensor)]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    whole = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not isinstance(parameter, DTensor)
+    ]
     if whole:
         raise RuntimeError(f"FSDP2 did not split {whole[0]} (and {len(whole) - 1} others) over the processes.")
-    return [each for each in found if isinstance(each, DTensor)]
+    return [parameter for parameter in trained if isinstance(parameter, DTensor)]
 
 
 def refuse_for_fsdp(model: nn.Module, *, mixed: bool) -> None:
@@ -158,18 +166,18 @@ def refuse_for_fsdp(model: nn.Module, *, mixed: bool) -> None:
     Raises:
         ValueError: weights are not in float32, or two blocks share a weight.
     """
-    dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if dtypes != {torch.float32} and not mixed:
         raise ValueError(
             "FSDP2 trains weights of one precision together, and adapters train in float32; load the model in float32 "
             "(--dtype float32), or train with bf16=True (--bf16)."
         )
     blocks = [(f"{name}.", block) for name, block in model.named_modules(remove_duplicate=False) if _is_block(block)]
-    home: dict[nn.Parameter, nn.Module] = {}
-    for name, each in model.named_parameters(remove_duplicate=False):
+    block_of: dict[nn.Parameter, nn.Module] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         inside = max((start for start, _ in blocks if name.startswith(start)), key=len, default="")
         block = next((block for start, block in blocks if start == inside), model)
-        if home.setdefault(each, block) is not block:
+        if block_of.setdefault(parameter, block) is not block:
             raise ValueError(
                 f"FSDP2 splits each block of a model by itself, and {name} is a weight of another block as well; start "
                 "the conversion with accelerate launch --multi_gpu."

@@ -211,20 +211,23 @@ def _added() -> list[str]:
     return [name for name in LOSSES if name not in BUILT_IN]
 
 
-def _divergence(seen: Comparison) -> Tensor:
+def _divergence(comparison: Comparison) -> Tensor:
     """The mean over rows of a row's mean divergence."""
     heads: dict[str, nn.Module] = {}
-    if seen.split:
-        ours, theirs = seen.student.hidden, seen.teacher.hidden
-        heads = {"head": seen.root.get_output_embeddings(), "teacher_head": seen.teaching.get_output_embeddings()}
+    if comparison.split:
+        ours, theirs = comparison.student.hidden, comparison.teacher.hidden
+        heads = {
+            "head": comparison.root.get_output_embeddings(),
+            "teacher_head": comparison.teaching.get_output_embeddings(),
+        }
     else:
-        ours, theirs = logits_of(seen.student.output), logits_of(seen.teacher.output)
+        ours, theirs = logits_of(comparison.student.output), logits_of(comparison.teacher.output)
     if ours.shape != theirs.shape:
         raise ValueError(f"the teacher's outputs {tuple(theirs.shape)} are not the model's {tuple(ours.shape)}.")
-    temperature = seen.losses.temperature
-    if gives_numbers(seen.root):
-        return divergence_of_numbers(seen.root, ours, theirs, temperature)
-    weight = _token_weights(seen.batch, ours)
+    temperature = comparison.losses.temperature
+    if gives_numbers(comparison.root):
+        return divergence_of_numbers(comparison.root, ours, theirs, temperature)
+    weight = _token_weights(comparison.batch, ours)
     return divergence(
         ours.reshape(-1, ours.shape[-1]),
         theirs.reshape(-1, theirs.shape[-1]),
@@ -243,10 +246,10 @@ def _token_weights(batch: Batch, logits: Tensor) -> Tensor:
     return (real / real.sum(1, keepdim=True).clamp_min(1) / rows).flatten()
 
 
-def _hidden_error(seen: Comparison) -> Tensor:
+def _hidden_error(comparison: Comparison) -> Tensor:
     """The mean over rows and layers of the relative squared error of the hidden states."""
-    student, teacher = seen.student, seen.teacher
-    if seen.losses.hidden_layers == "last":
+    student, teacher = comparison.student, comparison.teacher
+    if comparison.losses.hidden_layers == "last":
         names = ["hidden_states"]
         ours, theirs = [student.hidden], [teacher.hidden]
     else:
@@ -257,13 +260,15 @@ def _hidden_error(seen: Comparison) -> Tensor:
         ]
         if not names:
             raise ValueError("the model gives no hidden states; set the loss 'hidden' to 0.")
-        ours, theirs = ([state for name in names for state in each.output[name][1:]] for each in (student, teacher))
+        ours, theirs = (
+            [state for name in names for state in outputs.output[name][1:]] for outputs in (student, teacher)
+        )
     if [state.shape for state in ours] != [state.shape for state in theirs]:
         raise ValueError(
             f"the teacher's hidden states ({len(theirs)} of shape {tuple(theirs[0].shape)}) are not the model's "
             f"({len(ours)} of shape {tuple(ours[0].shape)}); set the loss 'hidden' to 0."
         )
-    encoder, decoder = read_by_encoder(seen.batch), read_by_decoder(seen.batch)
+    encoder, decoder = read_by_encoder(comparison.batch), read_by_decoder(comparison.batch)
     count = len(student.output["encoder_hidden_states"]) - 1 if "encoder_hidden_states" in names else 0
     errors = [
         relative_error(one, other.to(one.device), token_mask(encoder if place < count else decoder, other))
@@ -272,9 +277,9 @@ def _hidden_error(seen: Comparison) -> Tensor:
     return torch.stack([error.to(errors[-1].device) for error in errors]).mean()
 
 
-def _layer_errors(seen: Comparison) -> Tensor:
+def _layer_errors(comparison: Comparison) -> Tensor:
     """The mean over rows and layers of the relative squared error of the swapped layers."""
-    return torch.stack([each.to(seen.student.device) for each in seen.student.errors]).mean()
+    return torch.stack([error.to(comparison.student.device) for error in comparison.student.errors]).mean()
 
 
 register_loss(Loss(name="logits", words="logits", needs=lambda _: (SPLIT,), value=_divergence))

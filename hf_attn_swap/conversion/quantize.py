@@ -201,7 +201,9 @@ def _copied(root: PreTrainedModel) -> PreTrainedModel:
     """The model before the rounding, with its swaps, which is nearer than the stock model. It shares what stays."""
     trained = {id(parameter) for parameter in vectors_of(root)}
     trained |= {id(parameter) for module in part_of(root, "swap") for parameter in module.parameters()}
-    return copy.deepcopy(root, {id(each): each for each in root.parameters() if id(each) not in trained})
+    return copy.deepcopy(
+        root, {id(parameter): parameter for parameter in root.parameters() if id(parameter) not in trained}
+    )
 
 
 def integers(run: Run, ranges: Ranges | None) -> None:

@@ -221,7 +221,11 @@ class ConversionReport:
         (folder / "conversion.json").write_text(f"{text}\n", encoding="utf-8")
         page = folder / "conversion.html"
         title = f"{self.model} with {self.variant}"
-        pictures = "".join(_picture(each) for each in (self.head_sensitivity, self.sensitivity) if each is not None)
+        pictures = "".join(
+            _picture(sensitivity)
+            for sensitivity in (self.head_sensitivity, self.sensitivity)
+            if sensitivity is not None
+        )
         page.write_text(
             f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>"
             "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"

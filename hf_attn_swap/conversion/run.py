@@ -343,7 +343,7 @@ class Run:
 
     def snapshot(self) -> Snapshot:
         """The values of the swaps, and of the weights that steps have changed."""
-        inside = {id(each) for copies in self.swaps.values() for swap in copies for each in swap.parameters()}
+        inside = {id(parameter) for copies in self.swaps.values() for swap in copies for parameter in swap.parameters()}
         outside = {id(parameter) for parameter in self.student.parameters()} - inside
         snapshot = taken(self.swaps, [parameter for parameter in self.originals if id(parameter) in outside])
         return Snapshot({"swaps": snapshot.plain, "changed": self.changed}, snapshot.swaps, snapshot.weights)

@@ -165,23 +165,23 @@ def _sinks(installation: Installation) -> dict[Layer, list[Sink]]:
             "a token before the text stands for a pair only in a causal language model whose layers have weights of "
             "their own, and this model has other attention; train the sink instead."
         )
-    found: dict[Layer, list[Sink]] = {}
+    by_layer: dict[Layer, list[Sink]] = {}
     for layer in every:
         at = [swap.at("keys") for swap in layer.copies]
         sinks = [sink for sink in at if isinstance(sink, Sink) and sink.options.kind == "key_value"]
         if sinks and len(sinks) == len(layer.copies):
-            found[layer] = sinks
-    if missing := len(every) - len(found):
+            by_layer[layer] = sinks
+    if missing := len(every) - len(by_layer):
         raise ValueError(
             f"{missing} of {len(every)} attention layers have no sink with kind='key_value', so the model could not "
             "be the stock model on a token and the text; patch all layers with sink first."
         )
-    sinks = [sink for copies in found.values() for sink in copies]
+    sinks = [sink for copies in by_layer.values() for sink in copies]
     if len({sink.options.tokens for sink in sinks}) > 1:
         raise ValueError("the layers have different numbers of pairs; patch all layers with the same tokens=.")
     if any(parameter.is_meta for sink in sinks for parameter in sink.parameters()):
         raise ValueError("weights of the swaps are offloaded; absorb the sink before the model is dispatched.")
-    return found
+    return by_layer
 
 
 def _rows(model: nn.Module, processor: Any, texts: Iterable[str]) -> list[Tensor]:
@@ -223,24 +223,24 @@ def _search(model: Any, processor: Any, rows: Sequence[Tensor], count: int) -> t
     best: tuple[int, ...] = ()
     for _ in range(count):
         front, least = best, None
-        for each in candidates:
-            seen = _measure(model, rows, (*front, each), least)
-            if least is None or seen.order < least:
-                best, least = (*front, each), seen.order
+        for candidate in candidates:
+            measured = _measure(model, rows, (*front, candidate), least)
+            if least is None or measured.order < least:
+                best, least = (*front, candidate), measured.order
     return best
 
 
 def _candidates(processor: Any, rows: Sequence[Tensor]) -> list[int]:
     """Tokens that may serve as sinks, each once."""
     written = [processor(text, add_special_tokens=False).input_ids for text in ("\n", ".", " ")]
-    found = [ids[-1] for ids in written if ids] + list(processor.all_special_ids)
-    return list(dict.fromkeys([*found, *(int(row[0, 0]) for row in rows)]))
+    special = [ids[-1] for ids in written if ids] + list(processor.all_special_ids)
+    return list(dict.fromkeys([*special, *(int(row[0, 0]) for row in rows)]))
 
 
 def _output(model: Any, ids: Tensor, **given: Any) -> Tensor:
     """The logits, or the last hidden states of a model without a head: (B,L,...)."""
-    found: Tensor = model(input_ids=ids, use_cache=False, return_dict=True, **given)[0]
-    return found
+    output: Tensor = model(input_ids=ids, use_cache=False, return_dict=True, **given)[0]
+    return output
 
 
 def _half(tensor: Tensor) -> bool:
@@ -260,7 +260,7 @@ def _measure(
 
     If `least` is given, the texts end as soon as the order is above it: no further text makes it smaller.
     """
-    seen = _Seen((), 0)
+    measured = _Seen((), 0)
     for row in rows:
         ids = _behind(tokens, row)
         states = model(input_ids=ids, output_hidden_states=True, use_cache=False, return_dict=True).hidden_states
@@ -270,21 +270,21 @@ def _measure(
         medians = torch.stack([size.median() for size in sizes])[:, None]
         massive = int(((tops > LARGE) & (tops > MASSIVE * medians)).any(0).sum())
         own = tops.amax(1).tolist()
-        largest = map(max, seen.largest, own) if seen.largest else own
-        seen = _Seen(tuple(largest), seen.massive + massive)
-        if least is not None and seen.order > least:
+        largest = map(max, measured.largest, own) if measured.largest else own
+        measured = _Seen(tuple(largest), measured.massive + massive)
+        if least is not None and measured.order > least:
             break
-    return seen
+    return measured
 
 
 def _pairs(model: Any, installation: Installation, tokens: tuple[int, ...]) -> dict[Layer, Pair]:
     """The keys and values that the stock layers compute for the tokens at the positions -n to -1, by the layer."""
     watched = softmax_swaps(installation)
-    found: dict[Layer, Pair] = {}
+    pairs: dict[Layer, Pair] = {}
 
     def keep(layer: Layer) -> Any:
         def hook(swap: nn.Module, args: tuple[Any, ...]) -> None:
-            found[layer] = args[0].key[0].clone(), args[0].value[0].clone()
+            pairs[layer] = args[0].key[0].clone(), args[0].value[0].clone()
 
         return hook
 
@@ -294,7 +294,7 @@ def _pairs(model: Any, installation: Installation, tokens: tuple[int, ...]) -> d
         for layer, swap in watched.items():
             hooked.callback(swap.register_forward_pre_hook(keep(layer)).remove)
         _output(model, ids, position_ids=places)
-    return found
+    return pairs
 
 
 def _check_pairs(
@@ -330,7 +330,7 @@ def _check_pairs(
 
 def _fits(sink: Any, pair: Pair) -> bool:
     """True if the pairs have the sizes of a sink."""
-    return [each.shape for each in pair] == [sink.learned.key.shape, sink.learned.value.shape]
+    return [tensor.shape for tensor in pair] == [sink.learned.key.shape, sink.learned.value.shape]
 
 
 def _write(sink: Sink, pair: Pair) -> None:

@@ -91,8 +91,8 @@ def choose_trainable(model: nn.Module, trainable: Iterable[str] | str | None) ->
             )
         model.requires_grad_(False)
         for name in names:
-            for each in vectors_of(model) if name == VECTORS else part_of(model, name):
-                each.requires_grad_(True)
+            for trained in vectors_of(model) if name == VECTORS else part_of(model, name):
+                trained.requires_grad_(True)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("there is nothing to train; name parts in `trainable`, or add adapters.")
 

@@ -222,11 +222,11 @@ class DistillationTrainer(Trainer):
             if _internal_call:  # a checkpoint in the middle of a training continues on this model
                 warnings.filterwarnings("ignore", "an adapter is saved")
             super().save_model(output_dir, _internal_call)
-        whole = {name: _whole(each).detach().cpu() for name, each in self._beside_adapters().items()}
+        whole = {name: _whole(tensor).detach().cpu() for name, tensor in self._beside_adapters().items()}
         if self.args.should_save and whole:
             folder = Path(output_dir or self.args.output_dir or ".")
             folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: each.contiguous() for name, each in whole.items()}, folder / BESIDE)
+            save_file({name: tensor.contiguous() for name, tensor in whole.items()}, folder / BESIDE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """As in `Trainer`, with what trains beside adapters."""
@@ -267,7 +267,9 @@ class DistillationTrainer(Trainer):
             for parameter in module.parameters()
         }
         named = model.named_parameters()
-        return {name: each for name, each in named if each.requires_grad and id(each) not in adapters}
+        return {
+            name: parameter for name, parameter in named if parameter.requires_grad and id(parameter) not in adapters
+        }
 
     def compute_loss(
         self,
@@ -286,11 +288,11 @@ class DistillationTrainer(Trainer):
         unwrapped = self.accelerator.unwrap_model(model)
         switch_off_dropout(unwrapped, swaps_warn=not self.parts_named)
         with without_cache(unwrapped), without_cache(self.teacher.root):
-            seen = self._compared(model, unwrapped, batch)
+            comparison = self._compared(model, unwrapped, batch)
         with self.accelerator.autocast():
-            loss = sum(weight * each.value(seen) for weight, each in self.losses.used)
+            loss = sum(weight * term.value(comparison) for weight, term in self.losses.used)
         if return_outputs:
-            return loss, {"loss": loss, "logits": first_of(seen.student.output).detach()}
+            return loss, {"loss": loss, "logits": first_of(comparison.student.output).detach()}
         return loss
 
     def _compared(self, model: nn.Module, unwrapped: nn.Module, batch: dict[str, Any]) -> Comparison:
@@ -319,10 +321,10 @@ class DistillationTrainer(Trainer):
 
     def _can_split(self, root: PreTrainedModel, model: nn.Module) -> bool:
         """True if the logits can be computed from the last hidden states, a chunk at a time."""
-        several = [root] if self.teacher.model is None else [root, self.teacher.model]
-        if SPLIT not in self.needs or LOGITS in self.needs or not all(can_skip_logits(each) for each in several):
+        models = [root] if self.teacher.model is None else [root, self.teacher.model]
+        if SPLIT not in self.needs or LOGITS in self.needs or not all(map(can_skip_logits, models)):
             return False
-        if any(each.requires_grad for each in root.get_output_embeddings().parameters()):
+        if any(parameter.requires_grad for parameter in root.get_output_embeddings().parameters()):
             return False
         return not is_sharded(model)
 
@@ -339,7 +341,7 @@ class DistillationTrainer(Trainer):
         assert trained is not None
         for module in trained.modules():
             if isinstance(module, Calibration):
-                _relative_steps(optimizer, [each for each in module.parameters() if each.requires_grad])
+                _relative_steps(optimizer, [parameter for parameter in module.parameters() if parameter.requires_grad])
         return optimizer
 
     def merge_and_unload(self) -> nn.Module:
@@ -381,18 +383,18 @@ def merge_adapters(model: nn.Module, installation: Installation) -> nn.Module:
     return cast(nn.Module, merge())
 
 
-def _split(root: PreTrainedModel, seen: Pass) -> bool:
+def _split(root: PreTrainedModel, shown: Pass) -> bool:
     """True if the logits can be computed from the last hidden states that were seen."""
-    return bool(seen.caught) and head_alone(root, seen.hidden, logits_of(seen.output))
+    return bool(shown.caught) and head_alone(root, shown.hidden, logits_of(shown.output))
 
 
 def _relative_steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
     """Give each of these parameters a group of its own, whose learning rate is relative to the size of its entries."""
     for parameter in parameters:
         for group in list(optimizer.param_groups):
-            if not any(each is parameter for each in group["params"]):
+            if not any(other is parameter for other in group["params"]):
                 continue
-            group["params"] = [each for each in group["params"] if each is not parameter]
+            group["params"] = [other for other in group["params"] if other is not parameter]
             size = float(parameter.detach().float().square().mean().sqrt())
             kept = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
             kept |= {"lr": group["lr"] * min(size or 1.0, 1.0), "weight_decay": 0.0}
