@@ -36,7 +36,8 @@ HALF = (
 class ConvertConfig:
     """The arguments of `convert`, under the same names, or those of `quantize`.
 
-    `variant` gets its full name, `layers` is None for all layers, and the model chooses the `stages` (`stages_for`).
+    `variant` gets its full name, and `layers` is None for all layers. With `stages` None, the model chooses them when
+    the conversion starts.
 
     Attributes:
         quantized: the result is in 8-bit integers, and part of the tokens trains with rounding.
@@ -60,7 +61,7 @@ class ConvertConfig:
     keep: float = 0.0
     fit: str | None = "auto"
     absorb: bool = True
-    stages: Sequence[Stage] = ()
+    stages: Sequence[Stage] | None = None
     low_memory: bool = False
     length: int = 256
     quantized: bool = False
@@ -76,22 +77,22 @@ class ConvertConfig:
             "variant": "+".join(cls.name for cls in parse(self.variant)),
             "processor": own_tokenizer(self.processor),
             "layers": list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers,
-            "stages": tuple(self.stages),
+            "stages": None if self.stages is None else tuple(self.stages),
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
-        if self.stages:
-            self._check_stages()
+        if self.stages is not None:
+            self._check_stages(self.stages)
 
     @property
     def calibrate(self) -> Calibrate | None:
         """The fit that a stage names; None leaves the choice to `fit`."""
-        return next((stage for stage in self.stages if isinstance(stage, Calibrate)), None)
+        return next((stage for stage in self.stages or () if isinstance(stage, Calibrate)), None)
 
     @property
     def distil(self) -> tuple[Distil, ...]:
         """The distillations, in order."""
-        return tuple(stage for stage in self.stages if isinstance(stage, Distil))
+        return tuple(stage for stage in self.stages or () if isinstance(stage, Distil))
 
     @property
     def last(self) -> Distil:
@@ -120,7 +121,7 @@ class ConvertConfig:
             option.name: getattr(self, option.name) for option in dataclasses.fields(self) if option.name != "processor"
         }
         chosen["options"] = canonical_keys(self.options) if "+" in self.variant else self.options
-        return chosen | {"stages": [{"stage": stage.name, **dataclasses.asdict(stage)} for stage in self.stages]}
+        return chosen | {"stages": [{"stage": stage.name, **dataclasses.asdict(stage)} for stage in self.stages or ()]}
 
     def _check_numbers(self) -> None:
         for name, value, example in (
@@ -155,12 +156,12 @@ class ConvertConfig:
         if OPTION in (self.options if len(classes) == 1 else canonical_keys(self.options).get(name, {})):
             raise ValueError(f'heads="auto" chooses {OPTION}; leave one of them out.')
 
-    def _check_stages(self) -> None:
+    def _check_stages(self, stages: Sequence[Stage]) -> None:
         """Refuse stages that one call cannot take."""
         distil = self.distil
-        if any(isinstance(stage, FineTune) for stage in self.stages):
+        if any(isinstance(stage, FineTune) for stage in stages):
             raise ValueError("convert reads no labels; fine-tune the model before it, or after it with a Trainer.")
-        if len(distil) + isinstance(self.stages[0], Calibrate) != len(self.stages):
+        if len(distil) + isinstance(next(iter(stages), None), Calibrate) != len(stages):
             raise ValueError("stages are one Calibrate at most, which comes first, and then Distil stages.")
         if not distil:
             raise ValueError("stages need a Distil; for a fit without a training, call patch_model and calibrate.")
@@ -178,21 +179,6 @@ class ConvertConfig:
             raise ValueError("low_memory trains adapters; give the Distil stages a rank, such as 16.")
 
 
-def stages_for(
-    root: PreTrainedModel, variant: str, stages: Sequence[Stage] | None, *, low_memory: bool = False
-) -> Sequence[Stage]:
-    """The stages that a user names, or one distillation for this model and variant.
-
-    Raises:
-        ValueError: the user names none.
-    """
-    if stages is None:
-        return (default_distil(root, variant, low_memory=low_memory),)
-    if not stages:
-        raise ValueError("stages need a Distil; leave out stages, and the model chooses it.")
-    return stages
-
-
 def default_distil(root: PreTrainedModel, variant: str, *, low_memory: bool = False) -> Distil:
     """How a model of this kind and size is distilled to a variant.
 
@@ -208,7 +194,7 @@ def default_distil(root: PreTrainedModel, variant: str, *, low_memory: bool = Fa
         if linear and size <= MIDDLE and not low_memory:
             if whole:
                 return Distil(learning_rate=3e-4)
-            warnings.warn(HALF.format(dtype=root.dtype), stacklevel=4)
+            warnings.warn(HALF.format(dtype=root.dtype), stacklevel=5)
         return Distil(rank=32, learning_rate=7e-4)
     name = type(root).__name__
     forecasts = root.main_input_name == "past_values"

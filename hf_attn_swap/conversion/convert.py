@@ -19,6 +19,7 @@ The method is this package's own; docs/mathematics.md, section Conversion.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -38,7 +39,7 @@ from ..variants.softmax import Softmax
 from ..wiring.install import Installation, Record, installation_of, model_root
 from ..writing import claimed, told_where
 from .calibrate import fit_heads
-from .config import ConvertConfig, stages_for
+from .config import ConvertConfig, default_distil
 from .distill import distil
 from .distributed import broadcast_from_rank0, how_to_split
 from .journal import Journal, fingerprint
@@ -172,7 +173,7 @@ def convert(
         keep=keep,
         fit=fit,
         absorb=absorb,
-        stages=stages_for(model_root(model), variant, stages, low_memory=low_memory),
+        stages=stages,
         low_memory=low_memory,
         length=length,
     )
@@ -252,6 +253,9 @@ def started(
         check_linears(root)
     if teacher is not None:
         check_teacher(root, teacher)
+    if config.stages is None:
+        stage = default_distil(root, config.variant, low_memory=config.low_memory)
+        config = dataclasses.replace(config, stages=[stage])
     control = installation_of(root)
     choose_layers(swappable(control or Installation(root, Record())), config.layers, config.modules)
     if control is not None:

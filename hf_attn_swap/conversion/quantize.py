@@ -30,7 +30,7 @@ from ..quantization.static import input_ranges, int8_static
 from ..quantization.straight_through import straight_through
 from ..variants.softmax import Softmax
 from ..wiring.install import model_root
-from .config import ConvertConfig, stages_for
+from .config import ConvertConfig
 from .convert import convert_steps, started
 from .distill import exhausted, train
 from .report import ConversionReport
@@ -103,17 +103,15 @@ def quantize(
         ValueError: as `convert`; or the model has no matrices that 8-bit integers can hold.
         OSError: the folder cannot be written.
     """
-    root = model_root(model)
-    variant = Softmax.name if variant is None else variant
     config = ConvertConfig(
-        variant=variant,
+        variant=variant or Softmax.name,
         options=options,
         processor=processor,
         tokens=tokens,
         eval_tokens=eval_tokens,
         max_loss=max_loss,
         absorb=absorb,
-        stages=stages_for(root, variant, stages, low_memory=low_memory),
+        stages=stages,
         low_memory=low_memory,
         length=length,
         quantized=True,
