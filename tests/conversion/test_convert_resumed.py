@@ -78,7 +78,7 @@ CASES = [  # the last one is how the conversion ends
 def test_killed_after_a_fit_that_the_user_named(writes: dict[str, Any], tmp_path: Path) -> None:
     more = {"tokens": 100, "stages": STAGES}
     wanted = run("llama", "simpletron_resl", None, **more)
-    killed_at(writes, "fit: work", True, "llama", "simpletron_resl", tmp_path, **more)
+    killed_at(writes, "fit: map: work", True, "llama", "simpletron_resl", tmp_path, **more)
     assert_equal(run("llama", "simpletron_resl", tmp_path, **more), wanted)
 
 
