@@ -20,7 +20,7 @@ MAIN := transformers @ git+https://github.com/huggingface/transformers
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 # What moves with transformers; every other package is the one of constraints.txt in all environments.
-MOVING := transformers huggingface-hub tokenizers safetensors typer peft accelerate datasets evaluate
+MOVING := transformers huggingface-hub tokenizers safetensors typer peft accelerate datasets
 
 define new_venv
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed; set PYTHON=")'

@@ -64,7 +64,7 @@ def simple(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     tokens = q.shape[2], k.shape[2]
     setting = Setting(device=q.device.type, dtypes=(q.dtype, k.dtype, v.dtype), causal=causal, tokens=tokens)
     if linear_form(setting) is Form.BLOCKS:
-        return linear.attend(q, k, v, key_mask=None, length="true", past=None, causal=causal)
+        return linear.attend(q, k, v, key_mask=None, length="true", past=None)
     return simple_attention(q, k, v, causal=causal)
 
 

@@ -23,7 +23,7 @@ from .wiring import seam
 from .wiring.install import ATTRIBUTE, Installation, Record
 
 ABSENT = object()
-KEYS = ("attn_swap", "attn_implementation")
+KEYS = ("attn_swap", "attn_implementation", seam.MASKS)  # the last one is never written into a file
 
 
 @contextlib.contextmanager
@@ -40,7 +40,8 @@ def described(model: PreTrainedModel) -> Iterator[None]:
         if (now := installation.shape()) != record.shape:
             _check_config(installation)
             record.shape = now
-        yield
+        with _written(model.config, model.config.attn_swap):
+            yield
     elif any(isinstance(module, Swap) for module in model.modules()):
         installation = Installation(model, Record())
         _check_inside(installation)

@@ -39,9 +39,7 @@ Loss = Annotated[
 ]
 Length = Annotated[int, typer.Option(min=2, help="Number of tokens of a row.")]
 Push = Annotated[str | None, typer.Option(help="Publish the result there, such as me/smollm2-belief.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Convert nothing: only say how much memory the conversion will need.")
-]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Convert nothing: only count the weights, and what trains.")]
 Anyway = Annotated[bool, typer.Option("--keep-anyway", help="Save the model, too, if its loss is above the budget.")]
 Base = Annotated[
     str | None, typer.Option("--base-model", help="Name of the model on the Hub, for the card, if MODEL is a folder.")
@@ -160,14 +158,14 @@ def quantize(
     _convert_or_plan({**locals(), "quantized": True})
 
 
-def _convert_or_plan(given: dict[str, Any]) -> None:
-    """Run a command with these parameters, or with --dry-run print how much memory it will need."""
-    if not given.pop("dry_run"):
-        run_conversion(**given)
+def _convert_or_plan(parameters: dict[str, Any]) -> None:
+    """Run a command with these parameters, or with --dry-run count what it would train."""
+    if not parameters.pop("dry_run"):
+        run_conversion(**parameters)
         return
     from .dry_run import dry_run
 
-    show(dry_run(given).table())
+    show(dry_run(**parameters))
 
 
 def run_conversion(

@@ -115,16 +115,16 @@ def compare(
     if bits and not ranges:
         raise ValueError("--in-8-bits: no rows are left for the 8-bit ranges; measure fewer with --rows.")
     longest = longest_row(batches)
-    for each in models:
-        check_length(each, longest)
+    for model in models:
+        check_length(model, longest)
     context = _context(models, processor, batches, recalled=recalled, hidden=hidden)  # refused now, if at all
     held = HeldOut(models[0], batches, as_it_is=True)
-    found = held.lost(models[1], progress=True)
-    if label is not None and found.accuracy is None and found.correlation is None:
+    loss = held.lost(models[1], progress=True)
+    if label is not None and loss.accuracy is None and loss.correlation is None:
         raise ValueError(f"--label {label}: this model's outputs are not compared with labels; leave out --label.")
     read = max([longest, *(texts.longest for texts, _ in context.values())])
     _warn_of_length(models, (first, second), read, hub_arguments(None, token))
-    few = [kept.batch for kept in held.part(FEW).kept]
+    few = [kept.batch for kept in held.subset(FEW).kept]
     costs, ratio = compare_costs(models[0], models[1], few)
     states = [outliers(model, few) for model in models]
     rounded = [lost_in_8_bits(model, ranges, held) for model in models] if bits else []
@@ -132,19 +132,19 @@ def compare(
         name: [texts.measure(model, progress=True) for model in models] for name, (texts, _) in context.items()
     }
     if as_json:
-        more = {"loss": found.share, "measure": found.measure, "time_ratio": ratio}
+        more = {"loss": loss.degradation, "measure": loss.measure, "time_ratio": ratio}
         both = dict(zip(NAMES, map(_figures, costs, states), strict=True))
-        for figures, each in zip(both.values(), rounded, strict=False):
-            figures["loss_in_8_bits"] = each.share
+        for figures, loss_in_8_bits in zip(both.values(), rounded, strict=False):
+            figures["loss_in_8_bits"] = loss_in_8_bits.degradation
         for name, results in recalled_by.items():
             for figures, result in zip(both.values(), results, strict=True):
                 figures[name] = result.to_dict()
-        print(json.dumps(finite({**found.to_dict(), **more, **both}), indent=1))
+        print(json.dumps(finite({**loss.to_dict(), **more, **both}), indent=1))
         return
     print(f"{second} beside {first}, {sum(map(_rows, batches))} rows of {data}")
-    print(found)
-    if len(found.by_position) > 1:
-        show(position_table(found.by_position, NAMES))
+    print(loss)
+    if len(loss.by_position) > 1:
+        show(position_table(loss.by_position, NAMES))
     show(_table(costs, states, ratio))
     _show_largest(states, words_of(processor, few) if models[0].main_input_name == "input_ids" else {})
     if bits:
@@ -177,8 +177,8 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Measure one saved model: perplexity, a classifier's accuracy, or a regression's rank correlation (Spearman)."""
-    from hf_attn_swap.measuring.head import names_head
     from hf_attn_swap.measuring.held_out import HeldOut
+    from hf_attn_swap.measuring.lm_head import names_head
     from hf_attn_swap.measuring.positions import check_length, longest_row, usual_length
     from hf_attn_swap.publish.checkpoint import hub_arguments
     from hf_attn_swap.text.finite import finite
@@ -196,8 +196,8 @@ def evaluate(
     longest = longest_row(batches)
     check_length(loaded, longest)
     _warn_of_length([loaded], [model], longest, hub_arguments(revision, token))
-    found = HeldOut(loaded, batches, as_it_is=True).itself()
-    figures = {"perplexity": found.perplexity, "accuracy": found.accuracy, "spearmanr": found.correlation}
+    loss = HeldOut(loaded, batches, as_it_is=True).baseline()
+    figures = {"perplexity": loss.perplexity, "accuracy": loss.accuracy, "spearmanr": loss.correlation}
     known = {name: value for name, value in figures.items() if value is not None}
     if not known:
         raise ValueError(
@@ -270,24 +270,26 @@ def _batches(
     from hf_attn_swap.measuring.lost import predicts_next
     from hf_attn_swap.training.data import column_names, filled_rows, open_rows
 
-    found = open_rows(data, config, split, names, stream=stream, in_order=True)
-    if label is not None and label not in (there := column_names(found)):
+    source = open_rows(data, config, split, names, stream=stream, in_order=True)
+    if label is not None and label not in (there := column_names(source)):
         raise ValueError(f"the data have no column {label!r}; they have {', '.join(there)}.")
     joined = predicts_next(model)
     if label is not None and joined:
         raise ValueError("a language model has no use for --label: its rows are blocks of joined text.")
     count = skipped + rows
-    given: Any = filled_rows(found, names, label)
+    values: Any = filled_rows(source, names, label)
     labels: list[Any] = []
     if not joined:
-        given = itertools.islice(given, count)
+        values = itertools.islice(values, count)
     if label is not None:
-        given, labels = map(list, zip(*given, strict=True))
+        values, labels = map(list, zip(*values, strict=True))
     # As a stream: of a long list, rows at random places would be taken, and the labels would belong to other rows.
-    prepared = as_rows(model, iter(given), processor, length=length, most=count * length, most_rows=count, fewest=count)
+    prepared = as_rows(
+        model, iter(values), processor, length=length, most=count * length, most_rows=count, fewest=count
+    )
     chosen = [prepared.rows[place] for place in range(skipped, min(count, len(prepared)))]
-    for row, value in zip(chosen, labels, strict=False):
-        row["labels"] = value
+    for row, number in zip(chosen, labels, strict=False):
+        row["labels"] = number
     batches = list(replace(prepared, rows=chosen).batches(8))
     if label is not None:
         _check_labels(batches, label, model.config.num_labels)
@@ -320,19 +322,18 @@ def _context(
     models: Sequence[Any], processor: Any, batches: Sequence[dict[str, Any]], *, recalled: bool, hidden: bool
 ) -> dict[str, tuple[Any, Callable[[Mapping[str, Any]], Table]]]:
     """The texts of the measures of long context that were asked for, and how what models find in them is shown."""
-    from hf_attn_swap.measuring.key_values import PairTexts, key_value_table
-    from hf_attn_swap.measuring.needle import Haystacks, needle_table
     from hf_attn_swap.measuring.positions import max_positions
     from hf_attn_swap.measuring.recall import Passages
+    from hf_attn_swap.measuring.retrieval import Haystacks, PairTexts, key_value_table, needle_table
 
     shortest = min(models, key=lambda model: max_positions(model) or math.inf)
-    found: dict[str, tuple[Any, Callable[[Mapping[str, Any]], Table]]] = {}
+    context: dict[str, tuple[Any, Callable[[Mapping[str, Any]], Table]]] = {}
     if recalled:
-        found["recall"] = (Passages.of(shortest, batches), _recall_table)
+        context["recall"] = (Passages.of(shortest, batches), _recall_table)
     if hidden:
-        found["needle"] = (Haystacks.of(shortest, batches, processor), needle_table)
-        found["key_values"] = (PairTexts.of(shortest, batches, processor), key_value_table)
-    return found
+        context["needle"] = (Haystacks.of(shortest, batches, processor), needle_table)
+        context["key_values"] = (PairTexts.of(shortest, batches, processor), key_value_table)
+    return context
 
 
 def _warn_of_length(models: Sequence[Any], names: Sequence[str], longest: int, hub: dict[str, Any]) -> None:
@@ -353,20 +354,20 @@ def _rows(batch: dict[str, Any]) -> int:
     return len(next(iter(batch.values())))
 
 
-def _figures(cost: Cost, found: Outliers | None) -> dict[str, Any]:
+def _figures(cost: Cost, outliers: Outliers | None) -> dict[str, Any]:
     """The cost and the outliers of one model as plain data; None stands for a figure that was not measured."""
     from hf_attn_swap.text.finite import finite
 
-    measured = {} if found is None else asdict(found)
+    measured = {} if outliers is None else asdict(outliers)
     return {**asdict(cost), **{name: finite(measured.get(name)) for name in ("kurtosis", "max_inf_norm", "largest")}}
 
 
 def _show_largest(states: Sequence[Outliers | None], words: dict[int, str]) -> None:
     """Print the largest activation of each model, its layer and its token."""
-    for name, found in zip(NAMES, states, strict=True):
-        if found is not None:
-            layer = max(range(len(found.largest)), key=lambda place: found.largest[place].value)
-            print(f"The largest activation of the {name}, after layer {layer}: {found.largest[layer].of(words)}")
+    for name, outliers in zip(NAMES, states, strict=True):
+        if outliers is not None:
+            layer, largest = max(enumerate(outliers.largest), key=lambda pair: pair[1].value)
+            print(f"The largest activation of the {name}, after layer {layer}: {largest.of(words)}")
 
 
 def _recall_table(by_name: Mapping[str, Recall]) -> Table:
@@ -376,11 +377,11 @@ def _recall_table(by_name: Mapping[str, Recall]) -> Table:
     first, second = by_name.values()
     rows = [
         (
-            f"{each:,}",
-            *(f"{found.mean(each):.3f} ± {found.spread(each):.3f}" for found in (first, second)),
-            f"{second.mean(each) / first.mean(each):.1%}" if first.mean(each) > 0 else "-",
+            f"{distance:,}",
+            *(f"{recall.mean(distance):.3f} ± {recall.spread(distance):.3f}" for recall in (first, second)),
+            f"{second.mean(distance) / first.mean(distance):.1%}" if first.mean(distance) > 0 else "-",
         )
-        for each in first.gains
+        for distance in first.gains
     ]
     passages = len(next(iter(first.gains.values())))
     summary = f"Nats per token that a passage gains when it is read again: mean and spread of {passages} passages."
@@ -394,7 +395,7 @@ def _table(costs: Sequence[Cost], states: Sequence[Outliers | None], ratio: floa
     figures = list(map(_figures, costs, states))
     rows = []
     for name, key, unit in ROWS:
-        first, second = (each[key] for each in figures)
+        first, second = (by_name[key] for by_name in figures)
         if first is not None and second is not None:
             over = ratio if key == "milliseconds" else second / first
             rows.append((name, f"{first / unit:.4g}", f"{second / unit:.4g}", f"{over:.2f}"))

@@ -29,7 +29,7 @@ def variants(
 
     chosen = list_variants() if name is None else [name]
     if as_json:
-        print(json.dumps([_in_full(each) for each in chosen], indent=2))
+        print(json.dumps([_in_full(variant) for variant in chosen], indent=2))
         return
     if name is not None:
         shown = _in_full(name)
@@ -146,14 +146,16 @@ def describe_command(
     from hf_attn_swap.text.typed import parse_layers, parse_options
 
     notify(f"reading the config of {model}")
-    found = skeleton(model, task, revision=revision, token=token)
+    described = skeleton(model, task, revision=revision, token=token)
     if variant is None and (layers is not None or option):
         raise ValueError("--layers and --option say where and how the variant runs; name it with --variant.")
     if variant is not None:
-        if getattr(found.config, "attn_swap", None) is not None:
+        if getattr(described.config, "attn_swap", None) is not None:
             raise ValueError(f"{model} is converted already; without --variant, describe says what runs in it.")
-        patch_model(found, variant, layers=parse_layers(layers), **parse_options(option or [], composed="+" in variant))
-    description = describe(found)
+        patch_model(
+            described, variant, layers=parse_layers(layers), **parse_options(option or [], composed="+" in variant)
+        )
+    description = describe(described)
     if as_json:
         print(json.dumps(description.to_dict(), indent=2))
         return

@@ -58,12 +58,12 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into a folde
 Quiet = Annotated[bool, typer.Option(*QUIET, help="Show no progress: only the result, and errors.")]
 
 
-def columns(given: list[str] | None) -> list[str]:
+def columns(names: list[str] | None) -> list[str]:
     """The columns that the user named, or the usual one.
 
     Raises:
         ValueError: there are more than two.
     """
-    if given is not None and len(given) > 2:
-        raise ValueError(f"--column names one column, or the two of pairs of texts, not {len(given)}.")
-    return given or ["text"]
+    if names is not None and len(names) > 2:
+        raise ValueError(f"--column names one column, or the two of pairs of texts, not {len(names)}.")
+    return names or ["text"]

@@ -124,14 +124,14 @@ def report(
     check_writable(out)
     chosen = parse_options(option or [], composed="+" in (variant or ""))
     names = columns(column)
-    found = open_rows(data, config, split, names, stream=stream, in_order=True)
+    source = open_rows(data, config, split, names, stream=stream, in_order=True)
     loaded = load_checkpoint(model, task, device=device, dtype=dtype, revision=revision, token=token)
     if tokenizer is not None:
         other_processor(loaded, tokenizer, hub_arguments(None, token))  # refused now, if it has other tokens
     inputs = prepare(
         loaded,
         tokenizer or model,
-        found,
+        source,
         names,
         limit=rows,
         batch_size=batch_size,

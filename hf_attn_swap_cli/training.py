@@ -63,6 +63,6 @@ def _list() -> None:
     from hf_attn_swap.configurations import first_line, shipped
     from hf_attn_swap.text.table import Table
 
-    found = [(path.parent.name.replace("_", "-"), name, first_line(path)) for name, path in shipped().items()]
+    rows = [(path.parent.name.replace("_", "-"), name, first_line(path)) for name, path in shipped().items()]
     summary = "Configurations that ship: hf-attn-swap train RECIPE CONFIGURATION --variant VARIANT"
-    show(Table(summary=summary, header=("recipe", "configuration", "what it trains"), rows=found))
+    show(Table(summary=summary, header=("recipe", "configuration", "what it trains"), rows=rows))

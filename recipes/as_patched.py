@@ -67,29 +67,34 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def rows_of(given: argparse.Namespace, count: int) -> list[Batch]:
+def rows_of(arguments: argparse.Namespace, count: int) -> list[Batch]:
     """The first rows of the data, one batch (1,L) or (1,C,S,S) per row.
 
     Raises:
         ValueError: the data have fewer rows.
     """
-    data = Dataset.from_parquet(given.data)
-    first = data[0][given.column]
+    data = Dataset.from_parquet(arguments.data)
+    first = data[0][arguments.column]
     if isinstance(first, str):
-        tokenizer = AutoTokenizer.from_pretrained(given.model)
-        words = "".join(data[given.column])[: 12 * given.length * count]  # a token has far fewer than 12 letters
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        words = "".join(data[arguments.column])[
+            : 12 * arguments.length * count
+        ]  # a token has far fewer than 12 letters
         tokens = tokenizer(words, add_special_tokens=False)["input_ids"]
-        cut = [tokens[start : start + given.length] for start in range(0, len(tokens) - given.length, given.length)]
-        found = [{"input_ids": torch.tensor([block])} for block in cut[:count]]
+        cut = [
+            tokens[start : start + arguments.length]
+            for start in range(0, len(tokens) - arguments.length, arguments.length)
+        ]
+        rows = [{"input_ids": torch.tensor([block])} for block in cut[:count]]
     elif isinstance(first, list):
-        found = [{"input_ids": torch.tensor([ids[: given.length]])} for ids in data[:count][given.column]]
+        rows = [{"input_ids": torch.tensor([ids[: arguments.length]])} for ids in data[:count][arguments.column]]
     else:
-        processor = AutoImageProcessor.from_pretrained(given.model)
-        images = (image.convert("RGB") for image in data[:count][given.column])
-        found = [{"pixel_values": processor(image, return_tensors="pt")["pixel_values"]} for image in images]
-    if len(found) < count:
-        raise ValueError(f"{given.data} has {len(found)} rows, but {count} are needed.")
-    return found
+        processor = AutoImageProcessor.from_pretrained(arguments.model)
+        images = (image.convert("RGB") for image in data[:count][arguments.column])
+        rows = [{"pixel_values": processor(image, return_tensors="pt")["pixel_values"]} for image in images]
+    if len(rows) < count:
+        raise ValueError(f"{arguments.data} has {len(rows)} rows, but {count} are needed.")
+    return rows
 
 
 @torch.no_grad()
@@ -98,22 +103,22 @@ def outputs(model: Any, rows: list[Batch]) -> list[torch.Tensor]:
     return [model(**row)[0] for row in rows]
 
 
-def result(found: list[torch.Tensor], stock: list[torch.Tensor], rows: list[Batch], causal: bool) -> float:
+def result(logits: list[torch.Tensor], stock: list[torch.Tensor], rows: list[Batch], causal: bool) -> float:
     """The perplexity of logits, or the relative error of hidden states."""
     if causal:
-        losses = [cross_entropy(out[0, :-1], row["input_ids"][0, 1:]) for out, row in zip(found, rows, strict=True)]
+        losses = [cross_entropy(out[0, :-1], row["input_ids"][0, 1:]) for out, row in zip(logits, rows, strict=True)]
         return float(torch.stack(losses).mean().exp())
-    ours, theirs = torch.cat(found, 1), torch.cat(stock, 1)
+    ours, theirs = torch.cat(logits, 1), torch.cat(stock, 1)
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def absorbed(model: Any, rows: list[Batch], given: argparse.Namespace) -> Absorbed:
+def absorbed(model: Any, rows: list[Batch], arguments: argparse.Namespace) -> Absorbed:
     """Absorb a sink from rows of tokens. A column of token ids needs no tokenizer."""
-    ids = isinstance(Dataset.from_parquet(given.data)[0][given.column], list)
-    tokenizer = Ids(model.config) if ids else AutoTokenizer.from_pretrained(given.model)
+    ids = isinstance(Dataset.from_parquet(arguments.data)[0][arguments.column], list)
+    tokenizer = Ids(model.config) if ids else AutoTokenizer.from_pretrained(arguments.model)
     tokens = None
-    if given.token is not None:
-        tokens = tokenizer(given.token.replace("\\n", "\n"), add_special_tokens=False).input_ids[-1:]
+    if arguments.token is not None:
+        tokens = tokenizer(arguments.token.replace("\\n", "\n"), add_special_tokens=False).input_ids[-1:]
     return absorb_rows(model, tokenizer, [row["input_ids"] for row in rows[:TEXTS]], tokens=tokens)
 
 
@@ -141,24 +146,24 @@ def shown(name: str, shares: list[float], value: float) -> str:
 
 def main() -> None:
     """Print the table: the stock model first, then every choice of options."""
-    given = parse()
-    classes = AutoConfig.from_pretrained(given.model).architectures or ()
+    arguments = parse()
+    classes = AutoConfig.from_pretrained(arguments.model).architectures or ()
     causal = any(name.endswith(CAUSAL) for name in classes)
-    stock = (AutoModelForCausalLM if causal else AutoModel).from_pretrained(given.model, dtype=torch.float32).eval()
-    rows = rows_of(given, 2 * given.rows if given.fit else given.rows)
-    measured, rest = rows[: given.rows], rows[given.rows :]
+    stock = (AutoModelForCausalLM if causal else AutoModel).from_pretrained(arguments.model, dtype=torch.float32).eval()
+    rows = rows_of(arguments, 2 * arguments.rows if arguments.fit else arguments.rows)
+    measured, rest = rows[: arguments.rows], rows[arguments.rows :]
     wanted = outputs(stock, measured)
     print(markdown(HEADER, []))
     print(shown("stock", [], result(wanted, wanted, measured, causal)), flush=True)
-    for choice in given.tried or ():
+    for choice in arguments.tried or ():
         options = {name: value for name, value in choice.items() if name != "variant"}
         model = patch_model(copy.deepcopy(stock), choice["variant"], **options)
-        if given.fit == "scale":
+        if arguments.fit == "scale":
             print(scale_values(model, rest, progress=False), file=sys.stderr)
-        elif given.fit == "sink":
-            print(absorbed(model, rest, given), file=sys.stderr)
-        elif given.fit:
-            calibrate(model, rest, fit=given.fit, progress=False)
+        elif arguments.fit == "sink":
+            print(absorbed(model, rest, arguments), file=sys.stderr)
+        elif arguments.fit:
+            calibrate(model, rest, fit=arguments.fit, progress=False)
         shares = []
         if canonical_name(choice["variant"]) == "clipped_softmax":
             gamma = model.config.attn_swap["swaps"][0]["options"]["clipped_softmax"]["gamma"]

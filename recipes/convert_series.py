@@ -92,14 +92,16 @@ def measure(options: Options) -> dict[str, Any]:
         patched = patch_model(copy.deepcopy(trained), variant)
         converted = copy.deepcopy(trained)
         report = convert(converted, variant, rows, tokens=options.windows, progress=False)
-        found = errors(converted)
+        converted_errors = errors(converted)
         as_patched = errors(patched)
         few = len(stock) < 10 * (options.horizon // options.every)
         block = options.horizon // options.every
         record["runs"][variant] = {
             "patched": sum(as_patched) / len(stock),
-            "converted": sum(found) / len(stock),
-            "difference": None if few else paired_interval("mse", [found], [stock], [0.0] * len(stock), block=block),
+            "converted": sum(converted_errors) / len(stock),
+            "difference": None
+            if few
+            else paired_interval("mse", [converted_errors], [stock], [0.0] * len(stock), block=block),
             "relative_error_patched": report.steps[0].lost.relative_error,
             "relative_error": report.lost.relative_error,
             "layers": len(report.steps[-1].layers),
@@ -110,12 +112,12 @@ def measure(options: Options) -> dict[str, Any]:
 def table(record: dict[str, Any]) -> str:
     """A row per variant; errors of z-scores, relative errors in percent."""
     rows = []
-    for variant, found in record["runs"].items():
+    for variant, figures in record["runs"].items():
         interval = "–"
-        if found["difference"] is not None:
-            interval = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*found["difference"])
-        relative = (f"{100 * found[name]:.2f}" for name in ("relative_error_patched", "relative_error"))
-        errors = (f"{each:.4f}" for each in (record["stock"], found["patched"], found["converted"]))
+        if figures["difference"] is not None:
+            interval = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*figures["difference"])
+        relative = (f"{100 * figures[name]:.2f}" for name in ("relative_error_patched", "relative_error"))
+        errors = (f"{figure:.4f}" for figure in (record["stock"], figures["patched"], figures["converted"]))
         rows.append((f"`{variant}`", *errors, interval, *relative))
     header = ("attention", "stock", "as patched", "converted", "difference [95 %]")
     return markdown((*header, "forecast, as patched, %", "converted, %"), rows)

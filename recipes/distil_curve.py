@@ -75,13 +75,13 @@ class Curve(TrainerCallback):  # type: ignore[misc]  # transformers leaves it un
     def __init__(self, measure: Any, tokens: int, points: int) -> None:
         self.measure, self.tokens, self.ratio = measure, tokens, 10 ** (1 / points)
         self.next = 10_000.0
-        self.found = [{"tokens": 0, **measure()}]
+        self.points = [{"tokens": 0, **measure()}]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure if the next budget is reached, and after the last step."""
         seen = state.global_step * self.tokens
         if seen >= self.next or state.global_step == state.max_steps:
-            self.found.append({"tokens": seen, **self.measure()})
+            self.points.append({"tokens": seen, **self.measure()})
             while self.next <= seen:
                 self.next *= self.ratio
 
@@ -94,11 +94,11 @@ def label(variant: str) -> str:
 
 def token_rows(file: Path, options: Options, *, mixed: bool = False) -> Dataset:
     """The rows of token ids in a file. Texts are joined, and cut into rows of `length` tokens, `mixed` or in order."""
-    found = load_dataset("parquet", data_files=str(file), split="train")
-    if "input_ids" in found.column_names:
-        return found
+    data = load_dataset("parquet", data_files=str(file), split="train")
+    if "input_ids" in data.column_names:
+        return data
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    ids = [number for text in found["text"] for number in tokenizer(text)["input_ids"]]
+    ids = [number for text in data["text"] for number in tokenizer(text)["input_ids"]]
     starts = range(0, len(ids) - options.length + 1, options.length)
     rows = [ids[start : start + options.length] for start in starts]
     if mixed:
@@ -113,19 +113,19 @@ def run(variant: str, options: Options) -> list[dict[str, float]]:
     test = token_rows(Path(options.test_data or options.data) / "test.parquet", options)
     stock = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    given = {label(name): values for name, values in json.loads(options.options).items()}
-    patch_model(model, name, layers=parse_layers(layers or None), **given.get(variant, {}))
+    options_of = {label(name): values for name, values in json.loads(options.options).items()}
+    patch_model(model, name, layers=parse_layers(layers or None), **options_of.get(variant, {}))
     held = torch.tensor(test["input_ids"][: options.test_rows])
     if name in FITS:
         first = torch.tensor(train["input_ids"][:64]).split(16)
         calibrate(model, [{"input_ids": ids} for ids in first], fit=FITS[name], progress=False)
 
     def measure() -> dict[str, float]:
-        found = lost(model, [{"input_ids": ids} for ids in held.split(16)], stock=stock)
-        assert found.divergence is not None
-        assert found.agreement is not None
-        assert found.ratio is not None
-        return {"kl": found.divergence, "agreement": found.agreement, "perplexity_ratio": found.ratio}
+        loss = lost(model, [{"input_ids": ids} for ids in held.split(16)], stock=stock)
+        assert loss.divergence is not None
+        assert loss.agreement is not None
+        assert loss.ratio is not None
+        return {"kl": loss.divergence, "agreement": loss.agreement, "perplexity_ratio": loss.ratio}
 
     length = len(train[0]["input_ids"])
     curve = Curve(measure, options.rows * length, options.points)
@@ -145,14 +145,14 @@ def run(variant: str, options: Options) -> list[dict[str, float]]:
     )
     rows = train.with_format("torch")
     DistillationTrainer(model, args, train_dataset=rows, trainable="all", callbacks=[curve]).train()
-    return curve.found
+    return curve.points
 
 
-def picture(found: dict[str, list[dict[str, float]]]) -> Figure:
+def picture(curves: dict[str, list[dict[str, float]]]) -> Figure:
     """KL to the original model against tokens; the points at 0 tokens stand at the left edge."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for index, (variant, points) in enumerate(found.items()):
+    for index, (variant, points) in enumerate(curves.items()):
         x = [max(point["tokens"], 3_000) for point in points]
         axes.plot(x, [point["kl"] for point in points], label=variant, linestyle=STYLES[index % len(STYLES)])
     axes.set(xscale="log", yscale="log", xlabel="tokens of distillation", ylabel="KL to the original, nats per token")
@@ -165,11 +165,11 @@ def main() -> None:
     (options,) = transformers.HfArgumentParser(Options).parse_args_into_dataclasses()  # type: ignore[arg-type]  # is one
     transformers.utils.logging.set_verbosity_error()
     path = Path(options.out)
-    given = {name: value for name, value in asdict(options).items() if name not in ("variants", "out")}
+    values = {name: value for name, value in asdict(options).items() if name not in ("variants", "out")}
     for name in ("lr_scheduler_type", "warmup_steps"):
-        if given[name] == getattr(Options, name):
-            del given[name]  # files from before these options stay valid
-    record = open_record(path, given, {})
+        if values[name] == getattr(Options, name):
+            del values[name]  # files from before these options stay valid
+    record = open_record(path, values, {})
     record["runs"] = {label(variant): points for variant, points in record["runs"].items()}
     for variant in map(label, options.variants):
         if variant not in record["runs"]:

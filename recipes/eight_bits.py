@@ -94,9 +94,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--protocol", choices=PROTOCOLS, default="machine", help="What is rounded.")
     parser.add_argument("--figures", type=Path, help="A file for the figures, as JSON.")
     parser.add_argument("--name", help="The model's name in this file.")
-    given = parser.parse_args()
-    given.range_rows = given.range_rows or given.rows
-    return given
+    arguments = parser.parse_args()
+    arguments.range_rows = arguments.range_rows or arguments.rows
+    return arguments
 
 
 @dataclass(kw_only=True)
@@ -117,15 +117,15 @@ class Measured:
 @torch.no_grad()
 def measure(model: Any, texts: list[list[Batch]]) -> Measured:
     """Run the model on all files."""
-    found = Measured(values=[], largest=Largest(), norm="")
+    measured = Measured(values=[], largest=Largest(), norm="")
     now: Batch = {}
 
     def watch(path: str) -> Any:
         def hook(norm: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             if args[0].dim() == 3:  # norms of queries and keys read heads
-                largest = found.largest.or_larger(args[0], token_mask(now, args[0]), now.get("input_ids"))
-                if largest is not found.largest:
-                    found.largest, found.norm = largest, path
+                largest = measured.largest.or_larger(args[0], token_mask(now, args[0]), now.get("input_ids"))
+                if largest is not measured.largest:
+                    measured.largest, measured.norm = largest, path
 
         return hook
 
@@ -137,8 +137,8 @@ def measure(model: Any, texts: list[list[Batch]]) -> Measured:
             values: list[float] = []
             for now in rows:
                 values += _values(model(**without_labels(now)).logits, now)
-            found.values.append(values)
-    return found
+            measured.values.append(values)
+    return measured
 
 
 def _values(logits: torch.Tensor, row: Batch) -> list[float]:
@@ -149,7 +149,7 @@ def _values(logits: torch.Tensor, row: Batch) -> list[float]:
     return losses
 
 
-def labelled(given: argparse.Namespace, path: str, count: int) -> list[Batch]:
+def labelled(arguments: argparse.Namespace, path: str, count: int) -> list[Batch]:
     """The first rows of a file with their labels, in batches.
 
     Raises:
@@ -158,31 +158,35 @@ def labelled(given: argparse.Namespace, path: str, count: int) -> list[Batch]:
     data = Dataset.from_parquet(path)
     if len(data) < count:
         raise ValueError(f"{path} has {len(data)} rows, but {count} are needed.")
-    words = isinstance(data[0][given.column], str)
-    processor = (AutoTokenizer if words else AutoImageProcessor).from_pretrained(given.model)
-    found = []
-    for start in range(0, count, given.batch):
-        some = data[start : min(start + given.batch, count)]
+    words = isinstance(data[0][arguments.column], str)
+    processor = (AutoTokenizer if words else AutoImageProcessor).from_pretrained(arguments.model)
+    batches = []
+    for start in range(0, count, arguments.batch):
+        some = data[start : min(start + arguments.batch, count)]
         if words:
             batch = processor(
-                list(some[given.column]), truncation=True, max_length=given.length, padding=True, return_tensors="pt"
+                list(some[arguments.column]),
+                truncation=True,
+                max_length=arguments.length,
+                padding=True,
+                return_tensors="pt",
             )
         else:
-            batch = processor([image.convert("RGB") for image in some[given.column]], return_tensors="pt")
-        found.append({**batch, "labels": torch.tensor(some[given.label])})
-    return found
+            batch = processor([image.convert("RGB") for image in some[arguments.column]], return_tensors="pt")
+        batches.append({**batch, "labels": torch.tensor(some[arguments.label])})
+    return batches
 
 
-def trained(model: Any, ranges: list[Batch], texts: list[list[Batch]], given: argparse.Namespace) -> Measured:
+def trained(model: Any, ranges: list[Batch], texts: list[list[Batch]], arguments: argparse.Namespace) -> Measured:
     """What the model in 8 bits gives after the model before the rounding taught it, on blocks without ranges."""
-    each = given.tokens // given.length // len(given.ranges)
+    count = arguments.tokens // arguments.length // len(arguments.ranges)
     kinds = [
-        rows_of(argparse.Namespace(**vars(given), data=path), given.range_rows + each)[given.range_rows :]
-        for path in given.ranges
+        rows_of(argparse.Namespace(**vars(arguments), data=path), arguments.range_rows + count)[arguments.range_rows :]
+        for path in arguments.ranges
     ]
     rows = [{"input_ids": row["input_ids"][0]} for several in zip(*kinds, strict=True) for row in several]
     teacher = copy.deepcopy(model)
-    if given.protocol == "machine":
+    if arguments.protocol == "machine":
         rounding: Any = straight_through(model, input_ranges(model, ranges))
     else:
         rounding = fake_w8a8(model, ranges, gradients=True)
@@ -191,7 +195,7 @@ def trained(model: Any, ranges: list[Batch], texts: list[list[Batch]], given: ar
             output_dir=folder,
             per_device_train_batch_size=1,
             num_train_epochs=1,
-            learning_rate=given.learning_rate,
+            learning_rate=arguments.learning_rate,
             lr_scheduler_type="cosine",
             warmup_steps=0.05,
             weight_decay=0.0,
@@ -210,15 +214,15 @@ class Table:
     """Prints one row for each state of the model, and keeps the figures for a file.
 
     Args:
-        given: the arguments.
+        arguments: the arguments.
         stock: what the stock model gives in full precision.
         words: tokens by their ids.
         metric: "perplexity" or "accuracy".
     """
 
-    def __init__(self, given: argparse.Namespace, stock: Measured, words: dict[int, str], metric: str) -> None:
-        self.given = given
-        self.names = [short(path) for path in given.texts]
+    def __init__(self, arguments: argparse.Namespace, stock: Measured, words: dict[int, str], metric: str) -> None:
+        self.arguments = arguments
+        self.names = [short(path) for path in arguments.texts]
         self.stock = stock
         self.words = words
         self.metric = metric
@@ -235,8 +239,8 @@ class Table:
         }
         largest = f"{ours.largest.of(self.words)}, {ours.norm}"
         print(markdown_row((name, *map(self._cell, figures), largest)), flush=True)
-        if self.given.figures is not None:
-            self._write(self.given.figures)
+        if self.arguments.figures is not None:
+            self._write(self.arguments.figures)
 
     def _figures(self, own: list[float], stock: list[float]) -> tuple[float, float, float, float]:
         """The metric; and its ratio or its difference to the stock model's, with the interval."""
@@ -257,10 +261,14 @@ class Table:
         return f"{value:.2f} = {mean:.3f} ({low:.3f} to {high:.3f})"
 
     def _write(self, path: Path) -> None:
-        about = {"name": self.given.name or Path(self.given.model).name, "metric": self.metric, "versions": versions()}
+        about = {
+            "name": self.arguments.name or Path(self.arguments.model).name,
+            "metric": self.metric,
+            "versions": versions(),
+        }
         for name in ("protocol", "length", "rows", "range_rows", "batch", "tokens"):
-            about[name] = getattr(self.given, name)
-        about["ranges"] = list(map(short, self.given.ranges))
+            about[name] = getattr(self.arguments, name)
+        about["ranges"] = list(map(short, self.arguments.ranges))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({**about, "runs": self.runs}, indent=1) + "\n", encoding="utf-8")
 
@@ -270,10 +278,10 @@ def short(path: str) -> str:
     return f"{Path(path).parent.name}/{Path(path).stem}"
 
 
-def smoothed(model: Any, ranges: list[Batch], given: argparse.Namespace) -> bool:
+def smoothed(model: Any, ranges: list[Batch], arguments: argparse.Namespace) -> bool:
     """Smooth the channels of a patched model. False, with the reason on stderr, if no place is free."""
     try:
-        print(smooth(model, ranges, given.alpha, progress=False), file=sys.stderr)
+        print(smooth(model, ranges, arguments.alpha, progress=False), file=sys.stderr)
     except ValueError as problem:
         print(f"Nothing is smoothed: {problem}", file=sys.stderr)
         return False
@@ -290,76 +298,82 @@ def rotated(model: Any, ranges: list[Batch]) -> bool:
     return True
 
 
-def with_sink(model: Any, ranges: list[Batch], given: argparse.Namespace) -> bool:
+def with_sink(model: Any, ranges: list[Batch], arguments: argparse.Namespace) -> bool:
     """Put an absorbed sink into the model. False, with the reason on stderr, if none can stand there."""
     patch_model(model, "sink")
     try:
         if "input_ids" not in ranges[0]:
             raise ValueError("a sink is a token before a text, and this model reads none.")
-        print(absorbed(model, ranges, argparse.Namespace(**vars(given), data=given.ranges[0])), file=sys.stderr)
+        print(absorbed(model, ranges, argparse.Namespace(**vars(arguments), data=arguments.ranges[0])), file=sys.stderr)
     except ValueError as problem:
         print(f"There is no sink: {problem}", file=sys.stderr)
         return False
     return True
 
 
-def words_of(texts: list[list[Batch]], given: argparse.Namespace) -> dict[int, str]:
+def words_of(texts: list[list[Batch]], arguments: argparse.Namespace) -> dict[int, str]:
     """The tokens of texts as words, by their ids. Data of token ids have none."""
-    if not isinstance(Dataset.from_parquet(given.texts[0])[0][given.column], str):
+    if not isinstance(Dataset.from_parquet(arguments.texts[0])[0][arguments.column], str):
         return {}
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     ids = {int(token) for rows in texts for row in rows for token in row["input_ids"].unique()}
     return {token: tokenizer.decode([token]) for token in ids}
 
 
 def main() -> None:
     """Print the table, row by row."""
-    given = parse()
-    kind = (AutoConfig.from_pretrained(given.model).architectures or [""])[0]
+    arguments = parse()
+    kind = (AutoConfig.from_pretrained(arguments.model).architectures or [""])[0]
     auto = next((auto for end, auto in CLASSIFIERS.items() if kind.endswith(end)), AutoModelForCausalLM)
     causal = auto is AutoModelForCausalLM
-    if given.tokens and not causal:
+    if arguments.tokens and not causal:
         raise SystemExit("error: --tokens trains language models alone; leave it out.")
 
     def loaded() -> Any:
         """The stock model. The control of a study has a swap that computes what the stock model computes."""
-        model = auto.from_pretrained(given.model, dtype=torch.float32).eval()
+        model = auto.from_pretrained(arguments.model, dtype=torch.float32).eval()
         return unpatch_model(model) if hasattr(model.config, "attn_swap") else model
 
     def read(path: str, count: int) -> list[Batch]:
-        return rows_of(argparse.Namespace(**vars(given), data=path), count) if causal else labelled(given, path, count)
+        return (
+            rows_of(argparse.Namespace(**vars(arguments), data=path), count)
+            if causal
+            else labelled(arguments, path, count)
+        )
 
-    texts = [read(path, given.rows) for path in given.texts]
-    several = [read(path, given.range_rows) for path in given.ranges]
+    texts = [read(path, arguments.rows) for path in arguments.texts]
+    several = [read(path, arguments.range_rows) for path in arguments.ranges]
     ranges = [row for rows in zip(*several, strict=True) for row in rows]  # held-out rows come from every file
 
     def in_8_bits(model: Any) -> Measured:
-        with PROTOCOLS[given.protocol](model, ranges):
+        with PROTOCOLS[arguments.protocol](model, ranges):
             return measure(model, texts)
 
     model = loaded()
     stock = measure(model, texts)
-    table = Table(given, stock, words_of(texts, given), "perplexity" if causal else "accuracy")
+    table = Table(arguments, stock, words_of(texts, arguments), "perplexity" if causal else "accuracy")
     table.add("stock, full precision", stock)
     table.add("stock, 8 bits", in_8_bits(model))
     patch_model(model, "softmax")
-    if smoothed(model, ranges, given):
+    if smoothed(model, ranges, arguments):
         table.add("smoothed, 8 bits", in_8_bits(model))
     unpatch_model(model)
-    if with_sink(model, ranges, given):
+    if with_sink(model, ranges, arguments):
         table.add("sink, full precision", measure(model, texts))
         table.add("sink, 8 bits", in_8_bits(model))
-        if smoothed(model, ranges, given):
+        if smoothed(model, ranges, arguments):
             table.add("sink, smoothed, 8 bits", in_8_bits(model))
-        if given.tokens:
+        if arguments.tokens:
             name = "sink, smoothed, trained, 8 bits"
-            if given.protocol == "papers":  # with one step for a whole weight, uneven columns cost more than channels
+            if (
+                arguments.protocol == "papers"
+            ):  # with one step for a whole weight, uneven columns cost more than channels
                 need_installation(model).drop(Smoothing.name)
                 name = "sink, trained, 8 bits"
-            table.add(name, trained(model, ranges, texts, given))
-    if given.rotate and rotated(model := loaded(), ranges):
+            table.add(name, trained(model, ranges, texts, arguments))
+    if arguments.rotate and rotated(model := loaded(), ranges):
         table.add("rotated, 8 bits", in_8_bits(model))
-        if with_sink(model, ranges, given):
+        if with_sink(model, ranges, arguments):
             table.add("rotated, sink, 8 bits", in_8_bits(model))
 
 

@@ -57,15 +57,15 @@ def read(name: str, part: str, config: str | None = None) -> Any:
 def embed(model: Any, tokenizer: Any, texts: list[str]) -> Tensor:
     """Embeddings (texts, width): the mean of the last hidden states over real tokens."""
     order = np.argsort([len(text) for text in texts])
-    found = torch.empty(len(texts), model.config.hidden_size)
+    vectors = torch.empty(len(texts), model.config.hidden_size)
     model.eval()
     for start in tqdm(range(0, len(texts), 64), desc="embed", unit="batch", leave=False):
         places = order[start : start + 64]
         batch = tokenizer([texts[place] for place in places], padding=True, truncation=True, return_tensors="pt")
         hidden = model(**batch).last_hidden_state
         real = batch["attention_mask"][..., None]
-        found[torch.from_numpy(places)] = (hidden * real).sum(1) / real.sum(1)
-    return found
+        vectors[torch.from_numpy(places)] = (hidden * real).sum(1) / real.sum(1)
+    return vectors
 
 
 def similarity(model: Any, tokenizer: Any, pairs: Any) -> np.ndarray:
@@ -91,24 +91,24 @@ def interval(converted: np.ndarray, stock: np.ndarray, labels: np.ndarray) -> li
 
 
 def main() -> None:
-    given = parse()
+    arguments = parse()
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
-    pairs = read(given.sts, "validation", "stsb")
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    pairs = read(arguments.sts, "validation", "stsb")
     labels = np.asarray(pairs["label"])
-    texts = list(read(given.texts, "train")[given.column])
+    texts = list(read(arguments.texts, "train")[arguments.column])
 
     def load() -> Any:
-        return AutoModel.from_pretrained(given.model, dtype=torch.float32)
+        return AutoModel.from_pretrained(arguments.model, dtype=torch.float32)
 
     stock = similarity(load(), tokenizer, pairs)
-    record: dict[str, Any] = {"tokens": given.tokens, "pairs": len(labels), "stock": correlation(stock, labels)}
+    record: dict[str, Any] = {"tokens": arguments.tokens, "pairs": len(labels), "stock": correlation(stock, labels)}
     record["runs"] = {}
-    options = parse_options(given.option, composed=False)
-    for variant in given.variants:
+    options = parse_options(arguments.option, composed=False)
+    for variant in arguments.variants:
         patched = correlation(similarity(patch_model(load(), variant, **options), tokenizer, pairs), labels)
         model = load()
-        how = {"processor": tokenizer, "tokens": given.tokens, "length": given.length}
+        how = {"processor": tokenizer, "tokens": arguments.tokens, "length": arguments.length}
         report = convert(model, variant, texts, **how, **options)
         scores = similarity(model, tokenizer, pairs)
         record["runs"][variant] = {
@@ -118,8 +118,8 @@ def main() -> None:
             "difference_95": interval(scores, stock, labels),
             "tokens": sum(step.tokens for step in report.steps),
         }
-        given.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    print(markdown(HEADER, [row(variant, record) for variant in given.variants]))
+        arguments.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(markdown(HEADER, [row(variant, record) for variant in arguments.variants]))
 
 
 def row(variant: str, record: dict[str, Any]) -> list[str]:

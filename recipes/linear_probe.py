@@ -25,7 +25,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from tqdm import tqdm
-from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding, TrainingArguments
+from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding, TrainingArguments, default_data_collator
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion.config import ConvertConfig
@@ -38,7 +38,6 @@ from hf_attn_swap.text.typed import parse_layers
 from hf_attn_swap.training import ConversionArguments, ModelArguments, TextDataArguments, load_splits, parse
 from hf_attn_swap.training.image_size import image_processor, resized
 from hf_attn_swap.training.metrics import paired_interval, scores
-from hf_attn_swap.training.recipes.image_classification import collate as collate_images
 from hf_attn_swap.training.recipes.image_classification import prepare
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -68,13 +67,13 @@ def texts(data: ProbeDataArguments, name: str) -> tuple[Any, Any, Collator]:
             *[rows[column] for column in data.input_columns], truncation=True, max_length=data.max_seq_length
         )
 
-    found = []
+    splits = []
     for split in load_splits(data)[:2]:
         drop = [column for column in split.column_names if column != "labels"]
         rows = split.map(encode, batched=True, remove_columns=drop)
         lengths = [len(ids) for ids in rows["input_ids"]]
-        found.append(rows.select(sorted(range(len(rows)), key=lengths.__getitem__)))
-    return found[0], found[1], DataCollatorWithPadding(tokenizer)
+        splits.append(rows.select(sorted(range(len(rows)), key=lengths.__getitem__)))
+    return splits[0], splits[1], DataCollatorWithPadding(tokenizer)
 
 
 def images(data: ProbeDataArguments, name: str, size: int) -> tuple[Any, Any, Collator]:
@@ -82,13 +81,13 @@ def images(data: ProbeDataArguments, name: str, size: int) -> tuple[Any, Any, Co
     processor = image_processor(name, size)
     ready = functools.partial(prepare, column=data.image_column_name, processor=processor, flip=False)
     train, test, _ = load_splits(replace(data, text_column_names=[data.image_column_name]))
-    return train.with_transform(ready), test.with_transform(ready), collate_images
+    return train.with_transform(ready), test.with_transform(ready), default_data_collator
 
 
 @torch.no_grad()
 def features(model: Any, rows: Any, collate: Collator, size: int, title: str) -> np.ndarray:
     """The features (N,E) of all rows."""
-    found = []
+    vectors = []
     model.eval()
     for start in tqdm(range(0, len(rows), size), desc=title, unit="batch", leave=False):
         batch = collate([rows[index] for index in range(start, min(start + size, len(rows)))])
@@ -97,10 +96,10 @@ def features(model: Any, rows: Any, collate: Collator, size: int, title: str) ->
         states = model(**inputs).last_hidden_state
         if "attention_mask" in inputs:
             real = inputs["attention_mask"].to(states)[..., None]
-            found.append(((states * real).sum(1) / real.sum(1)).float().cpu())
+            vectors.append(((states * real).sum(1) / real.sum(1)).float().cpu())
         else:
-            found.append(states[:, 0].float().cpu())
-    return torch.cat(found).numpy()
+            vectors.append(states[:, 0].float().cpu())
+    return torch.cat(vectors).numpy()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -127,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
 
     measure("stock")
     layers = parse_layers(model.layers)
-    patch_model(encoder, model.variant, layers=layers, modules=model.modules, **model.option_values)
+    patch_model(encoder, model.variant, layers=layers, **model.option_values)
     measure("swapped")
     run = Run(
         model=encoder,
@@ -144,9 +143,9 @@ def main(argv: list[str] | None = None) -> None:
         measure(f"{number}: {stage.name}")
     headline = data.metrics[0]
     rows = {}
-    for stage, found in predictions.items():
-        mean, low, high = paired_interval(headline, [found], [predictions["stock"]], truth)
-        rows[stage] = {**scores(data.metrics, found, truth), "difference": mean, "low": low, "high": high}
+    for stage, classes in predictions.items():
+        mean, low, high = paired_interval(headline, [classes], [predictions["stock"]], truth)
+        rows[stage] = {**scores(data.metrics, classes, truth), "difference": mean, "low": low, "high": high}
         print(f"{stage}: {headline} {rows[stage][headline]:.4f}, to stock {mean:+.4f} [{low:+.4f}, {high:+.4f}]")
     folder.mkdir(parents=True, exist_ok=True)
     about = {"model": model.published_name, "variant": model.variant, "options": model.option_values}

@@ -39,10 +39,10 @@ def tokens(text: str) -> list[str]:
     Raises:
         ValueError: a token is unknown.
     """
-    found = [word for word in text.split() if word not in PARENTHESES]
-    if unknown := [word for word in found if word not in TOKENS]:
+    words = [word for word in text.split() if word not in PARENTHESES]
+    if unknown := [word for word in words if word not in TOKENS]:
         raise ValueError(f"unknown token {unknown[0]!r}; known: {' '.join(TOKENS)}.")
-    return found
+    return words
 
 
 def value(text: str) -> int:
@@ -75,22 +75,22 @@ def value(text: str) -> int:
 
 def draw(generator: random.Random, max_length: int, max_depth: int, max_args: int) -> list[str]:
     """A random expression, or the first `max_length` tokens of an expression that is longer."""
-    found: list[str] = []
+    words: list[str] = []
     left = [1]  # number of arguments that are missing at each level; level 0 is the expression itself
-    while len(found) < max_length:
+    while len(words) < max_length:
         if left[-1] == 0:
             left.pop()
             if not left:
                 break
-            found.append(END)
+            words.append(END)
             continue
         left[-1] -= 1
         if len(left) < max_depth and generator.random() < OPERATION_SHARE:
-            found.append(generator.choice(NAMES))
+            words.append(generator.choice(NAMES))
             left.append(generator.randint(2, max_args))
         else:
-            found.append(generator.choice(DIGITS))
-    return found
+            words.append(generator.choice(DIGITS))
+    return words
 
 
 def expressions(
@@ -104,18 +104,18 @@ def expressions(
     if max_args < 2:
         raise ValueError(f"max_args must be at least 2, got {max_args}.")
     generator, vain = random.Random(seed), 0
-    found: dict[str, None] = {}
+    texts: dict[str, None] = {}
     with tqdm(total=count, desc="ListOps", unit="row") as bar:
-        while len(found) < count:
+        while len(texts) < count:
             words = draw(generator, max_length, max_depth, max_args)
             text = " ".join(words)
-            if min_length < len(words) < max_length and text not in found:
-                found[text] = None
+            if min_length < len(words) < max_length and text not in texts:
+                texts[text] = None
                 bar.update()
                 vain = 0
             elif (vain := vain + 1) == PATIENCE:
                 raise ValueError(f"{PATIENCE:,} draws brought nothing new; widen the lengths or ask for fewer rows.")
-    return list(found)
+    return list(texts)
 
 
 def save(texts: list[str], path: Path) -> None:

@@ -91,10 +91,10 @@ def encode(dataset: Any, task: str, data: TextDataArguments) -> Any:
         try:
             if None in (texts := [row[column] for column in data.input_columns]):
                 raise ValueError("a text is missing; fill it in, or leave the row out.")
-            found = [[CLS, *read(task, str(text))][: data.max_seq_length] for text in texts]
+            ids_of_texts = [[CLS, *read(task, str(text))][: data.max_seq_length] for text in texts]
         except ValueError as problem:
             raise ValueError(f"row {index}: {problem}") from None
-        return {"input_ids": found if task == "matching" else found[0]}
+        return {"input_ids": ids_of_texts if task == "matching" else ids_of_texts[0]}
 
     return dataset.map(numbers, with_indices=True, remove_columns=data.input_columns, desc="read")
 

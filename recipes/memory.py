@@ -65,7 +65,7 @@ class Options:
 
 
 def upper_half(images: Tensor) -> Tensor:
-    return torch.cat([each * seen for seen, each in zip((1, 0), images.tensor_split(2, -2), strict=True)], -2)
+    return torch.cat([half * visible for visible, half in zip((1, 0), images.tensor_split(2, -2), strict=True)], -2)
 
 
 def retrieve(normalizer: str, queries: Tensor, stored: Tensor, beta: float, steps: int) -> Tensor:
@@ -87,9 +87,9 @@ def measure(images: Tensor, options: Options) -> list[dict[str, Any]]:
         asked += [("noise", sigma, some, (some + sigma * noise).abs().clamp(0, 1), steps) for sigma in options.noises]
         asked += [("steps", count, some, upper_half(some), count) for count in options.more_steps]
         for (sweep, value, stored, queries, count), name in product(asked, options.columns):
-            found = retrieve(name, queries, stored, options.beta, count)
+            answers = retrieve(name, queries, stored, options.beta, count)
             errors = torch.cdist(
-                found.flatten(1), stored.flatten(1)
+                answers.flatten(1), stored.flatten(1)
             ).square()  # a row per query, a column per stored image
             row = rows.setdefault((sweep, float(value), name), {key: [] for key in MEASURED})
             row["success"].append((errors.diag() <= options.threshold).float().mean().item())
@@ -114,8 +114,8 @@ def recall(images: Tensor, options: Options, shown: int = 8) -> Figure:
     """A picture of stored images, the queries, and the answer of each memory of `noise_size` images."""
     stored = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[: options.noise_size]]
     names, query = ["stored", "query", *options.columns], upper_half(stored)
-    found = (retrieve(name, query, stored, options.beta, options.steps) for name in options.columns)
-    pictures = [stored, query, *found]
+    answers = (retrieve(name, query, stored, options.beta, options.steps) for name in options.columns)
+    pictures = [stored, query, *answers]
     figure = Figure(figsize=(shown, len(names)), layout="constrained")
     grid = figure.subplots(len(names), min(shown, len(stored)), squeeze=False, subplot_kw={"xticks": [], "yticks": []})
     for line, name, row in zip(grid, names, pictures, strict=True):
@@ -132,10 +132,10 @@ def main() -> None:
         raise ValueError(f"{options.dataset} has {len(images)} images; choose smaller --sizes and --noise_size.")
     rows = measure(images, options)
     write(rows, options, memory=curves(rows, options), recall=recall(images, options))
-    found: dict[str, list[list[float]]] = {}
+    successes: dict[str, list[list[float]]] = {}
     for row in rows:
-        found.setdefault(f"{row['sweep']} {row['value']:g}", []).append(row["success"])
-    print(table(options.columns, found))
+        successes.setdefault(f"{row['sweep']} {row['value']:g}", []).append(row["success"])
+    print(table(options.columns, successes))
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ def spread(values: list[float]) -> tuple[float, float]:
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def table(names: list[str], found: dict[str, list[list[float]]]) -> str:
+def table(names: list[str], values_of: dict[str, list[list[float]]]) -> str:
     """A Markdown table of percentages, with a row per query and a column per normalizer."""
     lines = []
-    for asked, values in found.items():
+    for asked, values in values_of.items():
         cells = (f"{100 * mean:.1f} ± {100 * deviation:.1f}" for mean, deviation in map(spread, values))
         lines.append((asked, *cells))
     return markdown(("", *names), lines)

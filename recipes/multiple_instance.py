@@ -77,8 +77,8 @@ def instances(task: str, options: Options, generator: torch.Generator) -> list[t
         return [(every[signals], every[others])] * 2
     if task != "mnist" or options.dataset is None:
         raise ValueError(f"task {task!r}: choose bits, or mnist with --dataset, the folder of its idx files.")
-    found = [read_images(options.dataset, split) for split in ("train", "test")]
-    flat = [((images.flatten(1) - 0.1307) / 0.3081, labels == options.digit) for images, labels in found]
+    sets = [read_images(options.dataset, split) for split in ("train", "test")]
+    flat = [((images.flatten(1) - 0.1307) / 0.3081, labels == options.digit) for images, labels in sets]
     return [(images[chosen], images[~chosen]) for images, chosen in flat]
 
 
@@ -138,10 +138,10 @@ def picture(rows: list[dict[str, Any]], options: Options) -> Figure:
         above.set(title=task, xlabel="bag size", ylabel="accuracy")
         below.set(xlabel="epoch", ylabel=f"training loss, {options.bag_sizes[-1]} per bag", yscale="log")
         for name, style in zip(options.normalizers, cycle(STYLES), strict=False):
-            found = [row for row in rows if (row["task"], row["normalizer"]) == (task, name)]
-            bars = ([row[key] for row in found] for key in ("bag_size", "mean", "spread"))
+            chosen = [row for row in rows if (row["task"], row["normalizer"]) == (task, name)]
+            bars = ([row[key] for row in chosen] for key in ("bag_size", "mean", "spread"))
             above.errorbar(*bars, label=name, ls=style)
-            below.plot(range(1, options.epochs + 1), np.mean(found[-1]["loss"], 0), ls=style)
+            below.plot(range(1, options.epochs + 1), np.mean(chosen[-1]["loss"], 0), ls=style)
         above.legend(fontsize="small")
     return figure
 
@@ -150,10 +150,10 @@ def main() -> None:
     (options,) = HfArgumentParser(Options).parse_args_into_dataclasses()  # type: ignore[arg-type]  # is one
     rows = measure(options)
     write(rows, options, multiple_instance=picture(rows, options))
-    found: dict[str, list[list[float]]] = {}
+    accuracies: dict[str, list[list[float]]] = {}
     for row in rows:
-        found.setdefault(f"{row['task']}, {row['bag_size']} per bag", []).append(row["accuracy"])
-    print(table(options.normalizers, found))
+        accuracies.setdefault(f"{row['task']}, {row['bag_size']} per bag", []).append(row["accuracy"])
+    print(table(options.normalizers, accuracies))
 
 
 if __name__ == "__main__":

@@ -80,30 +80,33 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = parse()
-    set_seed(given.seed)
-    student, teacher = (load(given.model) for _ in range(2))
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
-    texts = Dataset.from_parquet(given.texts).shuffle(seed=given.seed)
-    rows = [tokenizer(text, truncation=True, max_length=given.length) for text in texts[: given.rows][given.column]]
+    arguments = parse()
+    set_seed(arguments.seed)
+    student, teacher = (load(arguments.model) for _ in range(2))
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    texts = Dataset.from_parquet(arguments.texts).shuffle(seed=arguments.seed)
+    rows = [
+        tokenizer(text, truncation=True, max_length=arguments.length)
+        for text in texts[: arguments.rows][arguments.column]
+    ]
     more = {}
-    if given.weight:
-        register_loss(Loss(name=NAME, words="penalty", needs=lambda _: (), value=Penalty(student, given.scale)))
-        more[NAME] = given.weight
+    if arguments.weight:
+        register_loss(Loss(name=NAME, words="penalty", needs=lambda _: (), value=Penalty(student, arguments.scale)))
+        more[NAME] = arguments.weight
     with tempfile.TemporaryDirectory() as folder:
         trainer = DistillationTrainer(
             patch_model(student, "softmax"),  # stock attention: only the penalty changes the model
             TrainingArguments(
                 folder,
                 num_train_epochs=1,
-                per_device_train_batch_size=given.batch,
-                learning_rate=given.learning_rate,
+                per_device_train_batch_size=arguments.batch,
+                learning_rate=arguments.learning_rate,
                 warmup_steps=0.1,
                 logging_steps=20,
                 save_strategy="no",
                 dataloader_pin_memory=torch.cuda.is_available(),
                 report_to="none",
-                seed=given.seed,
+                seed=arguments.seed,
             ),
             teacher=teacher,
             losses=Losses(hidden=1.0, hidden_layers="last", more=more),
@@ -113,9 +116,9 @@ def main() -> None:
         )
         trainer.train()
     unpatch_model(student)
-    student.save_pretrained(given.out)
-    tokenizer.save_pretrained(given.out)
-    print(f"{given.out}: {len(rows):,} texts, seed {given.seed}", file=sys.stderr)
+    student.save_pretrained(arguments.out)
+    tokenizer.save_pretrained(arguments.out)
+    print(f"{arguments.out}: {len(rows):,} texts, seed {arguments.seed}", file=sys.stderr)
 
 
 def load(path: str) -> Any:

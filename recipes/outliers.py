@@ -54,12 +54,12 @@ class OutlierArguments:
 
 def batches(rows: Any, task: Task, size: int, device: torch.device) -> list[dict[str, Any]]:
     """The rows as batches on the device, without labels."""
-    found = []
+    inputs = []
     for start in range(0, len(rows), size):
         batch = task.collate([rows[index] for index in range(start, min(start + size, len(rows)))])
         moved = {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
-        found.append({name: value for name, value in moved.items() if name != "labels"})
-    return found
+        inputs.append({name: value for name, value in moved.items() if name != "labels"})
+    return inputs
 
 
 @torch.no_grad()
@@ -84,21 +84,21 @@ def measure(task: Task, training: TrainingArguments, own: OutlierArguments) -> d
     size = training.per_device_eval_batch_size
     count = min(own.record_rows, len(task.test))
     spread = [index * len(task.test) // count for index in range(count)]  # the rows may be sorted by length
-    found = diagnostics(model, batches(task.test.select(spread), task, size, training.device))
+    figures = diagnostics(model, batches(task.test.select(spread), task, size, training.device))
     metric, (plain, references) = task.metrics[0], task.predict(trainer, task.test)
-    found |= scores([metric], plain, references)
+    figures |= scores([metric], plain, references)
     ranges = batches(task.train.select(range(min(own.range_rows, len(task.train)))), task, 32, training.device)
     with fake_w8a8(model, ranges) as quantized:
         rounded, _ = task.predict(trainer, task.test)
-    found["fake_w8a8"] = scores([metric], rounded, references)[metric]
-    found["fake_cost"] = paired_interval(metric, [rounded], [plain], references)
-    found["flops_covered"] = quantized.flops_covered
-    found["roughest"] = {point.name: point.sqnr for point in sorted(quantized.points, key=lambda p: p.sqnr)[:5]}
+    figures["fake_w8a8"] = scores([metric], rounded, references)[metric]
+    figures["fake_cost"] = paired_interval(metric, [rounded], [plain], references)
+    figures["flops_covered"] = quantized.flops_covered
+    figures["roughest"] = {point.name: point.sqnr for point in sorted(quantized.points, key=lambda p: p.sqnr)[:5]}
     if own.integer and importlib.util.find_spec("torchao"):
         integer, _ = task.predict(Trainer(int8_dynamic(model), training, task.collate), task.test)
-        found["int8_dynamic"] = scores([metric], integer, references)[metric]
-        found["integer_cost"] = paired_interval(metric, [integer], [plain], references)
-    return found
+        figures["int8_dynamic"] = scores([metric], integer, references)[metric]
+        figures["integer_cost"] = paired_interval(metric, [integer], [plain], references)
+    return figures
 
 
 def main() -> None:

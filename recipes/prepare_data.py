@@ -63,10 +63,10 @@ def glue(source: Path, out: Path, task: str) -> None:
         for row in tsv(source / file, task):
             texts = [row[column] for column in columns]
             if len(texts) == 1:
-                found: dict[str, Any] = {"sentence": texts[0]}
+                texts_of: dict[str, Any] = {"sentence": texts[0]}
             else:
-                found = {f"sentence{number}": text for number, text in enumerate(texts, 1)}
-            rows.append({**found, "label": label_of(row["label"], label)})
+                texts_of = {f"sentence{number}": text for number, text in enumerate(texts, 1)}
+            rows.append({**texts_of, "label": label_of(row["label"], label)})
         save(rows, out / f"{split}.parquet", label)
 
 
@@ -84,8 +84,8 @@ def tsv(path: Path, task: str) -> Iterator[dict[str, str]]:
         head = ["source", "label", "star", "sentence"] if task == "CoLA" else next(reader)
         for row in reader:
             if len(row) == len(head):
-                found = dict(zip(head, row, strict=True))
-                yield {**found, "label": found[LABELS.get(task, "label")]}
+                cells = dict(zip(head, row, strict=True))
+                yield {**cells, "label": cells[LABELS.get(task, "label")]}
 
 
 def cifar10(source: Path, out: Path) -> None:
@@ -110,10 +110,10 @@ def imdb(source: Path, out: Path) -> None:
             if split in rows and kind in IMDB and (text := archive.extractfile(member)):
                 row = {"text": text.read().decode("utf-8"), "label": label.str2int(kind)}
                 rows[split].append((member.name, row))
-    for split, found in rows.items():
-        found.sort(key=lambda row: row[0])
-        random.Random(0).shuffle(found)
-        save([row for _, row in found], out / f"{split}.parquet", label)
+    for split, reviews in rows.items():
+        reviews.sort(key=lambda row: row[0])
+        random.Random(0).shuffle(reviews)
+        save([row for _, row in reviews], out / f"{split}.parquet", label)
 
 
 def wikitext(source: Path, out: Path) -> None:
@@ -146,8 +146,8 @@ def pairs(out: Path) -> None:
     """The training pairs of MRPC, RTE and STS-B without labels, shuffled: to convert a classifier of two texts."""
     rows = []
     for task in ("mrpc", "rte", "stsb"):
-        found = load_dataset("parquet", data_files=str(out / "glue" / task / "train.parquet"), split="train")
-        rows += [{name: row[name] for name in ("sentence1", "sentence2")} for row in found]
+        pairs_of_task = load_dataset("parquet", data_files=str(out / "glue" / task / "train.parquet"), split="train")
+        rows += [{name: row[name] for name in ("sentence1", "sentence2")} for row in pairs_of_task]
     random.Random(0).shuffle(rows)
     save(rows, out / "pairs" / "train.parquet", Value("string"))
 
@@ -161,11 +161,11 @@ def reviews(out: Path) -> None:
     sentences = [sentence for sentence in sentences if 5 <= len(sentence.split()) <= 40]
     shuffle(sentences)
     phrases = load_dataset("parquet", data_files=str(out / "glue" / "sst2" / "train.parquet"), split="train")
-    found = [phrase for phrase in phrases["sentence"] if len(phrase.split()) >= 8]
-    shuffle(found)
-    found += sentences[:60_000]
-    shuffle(found)
-    save([{"sentence": sentence} for sentence in found], out / "reviews" / "train.parquet", Value("string"))
+    chosen = [phrase for phrase in phrases["sentence"] if len(phrase.split()) >= 8]
+    shuffle(chosen)
+    chosen += sentences[:60_000]
+    shuffle(chosen)
+    save([{"sentence": sentence} for sentence in chosen], out / "reviews" / "train.parquet", Value("string"))
 
 
 def pieces(texts: list[str], size: int) -> Iterator[str]:

@@ -51,7 +51,7 @@ def ratios(images: Tensor, alpha: float, alpha_prime: float, seed: int) -> list[
     generator = torch.Generator().manual_seed(seed)
     x_BTE = tokens(images, generator)
     hidden_BHTT: Tensor | float = 0.0
-    found = []
+    means = []
     for _ in range(DEPTH):
         x_BTE = F.layer_norm(x_BTE, (WIDTH,))
         split = (*x_BTE.shape[:2], HEADS, WIDTH // HEADS)
@@ -60,16 +60,16 @@ def ratios(images: Tensor, alpha: float, alpha_prime: float, seed: int) -> list[
         hidden_BHTT = hopfield_scores(scores, hidden_BHTT, alpha_prime)
         heads = (hidden_BHTT.softmax(-1) @ v).transpose(1, 2).flatten(2)
         x_BTE = alpha * x_BTE + (1 - alpha) * heads @ kaiming(WIDTH, WIDTH, generator)
-        found.append(residual_ratio(x_BTE).mean().item())
-    return found
+        means.append(residual_ratio(x_BTE).mean().item())
+    return means
 
 
 def measure(images: Tensor, seeds: int) -> list[dict[str, Any]]:
     """One row per cell and layer, with the geometric mean and the range over seeds."""
     rows = []
     for alpha, alpha_prime in CELLS:
-        each = [ratios(images, alpha, alpha_prime, seed) for seed in range(seeds)]
-        for layer, values in enumerate(zip(*each, strict=True), 1):
+        by_seed = [ratios(images, alpha, alpha_prime, seed) for seed in range(seeds)]
+        for layer, values in enumerate(zip(*by_seed, strict=True), 1):
             centre = statistics.geometric_mean(max(value, 1e-300) for value in values)
             row = {"alpha": alpha, "alpha_prime": alpha_prime, "layer": layer, "values": list(values)}
             rows.append({**row, "mean": centre, "low": min(values), "high": max(values)})

@@ -24,16 +24,18 @@ def open_record(path: Path, options: dict[str, Any], runs: Any) -> Record:
     Raises:
         SystemExit: the file was made with other options.
     """
-    given = {**options, **{name: Path(options[name]).name for name in ("model", "data")}}
-    given |= _canonical(given)
+    values = {**options, **{name: Path(options[name]).name for name in ("model", "data")}}
+    values |= _canonical(values)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        return {"options": given, "runs": runs}
+        return {"options": values, "runs": runs}
     record: Record = json.loads(path.read_text(encoding="utf-8"))
     kept = record["options"] = record["options"] | _canonical(record["options"])
-    other = {name for name in {*given, *kept} if given.get(name) != kept.get(name)}
-    if other:
-        raise SystemExit(f"error: {path} was made with another {', '.join(sorted(other))}; name another file by --out.")
+    changed = {name for name in {*values, *kept} if values.get(name) != kept.get(name)}
+    if changed:
+        raise SystemExit(
+            f"error: {path} was made with another {', '.join(sorted(changed))}; name another file by --out."
+        )
     return record
 
 

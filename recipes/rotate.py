@@ -87,7 +87,7 @@ def affine(norm: nn.Module, channels: int) -> Affine | None:
 def commutes(norm: nn.Module, form: Affine, rotation_CC: Tensor) -> bool:
     """True if n(x Q) = n(x) Q, where n is the norm with neutral parameters."""
     own = dict(norm.named_parameters())
-    plain = {name: torch.full_like(each, form.neutral if name == form.weight else 0) for name, each in own.items()}
+    plain = {name: torch.full_like(weight, form.neutral if name == form.weight else 0) for name, weight in own.items()}
     x_NC = _samples(own[form.weight], len(rotation_CC))
     turned = _call(norm, plain, (x_NC.cpu().double() @ rotation_CC).to(x_NC.dtype).to(x_NC.device))
     return _near(turned, _call(norm, plain, x_NC) @ rotation_CC)
@@ -121,12 +121,12 @@ def spreading(channels: int, generator: torch.Generator) -> Tensor:
     orthogonal matrix, and the power of two a Hadamard matrix; the Kronecker product of both is taken. In float64.
     """
     power = channels & -channels
-    found = next((each for each in map(hadamard, _sizes(channels)) if each is not None), None)
-    if found is None:
-        found = random(channels // power, generator)
-    rest = sylvester(channels // len(found))
+    factor = next((matrix for matrix in map(hadamard, _sizes(channels)) if matrix is not None), None)
+    if factor is None:
+        factor = random(channels // power, generator)
+    rest = sylvester(channels // len(factor))
     signs = torch.randint(0, 2, (channels, 1), generator=generator, dtype=torch.float64) * 2 - 1
-    return signs * torch.kron(found.contiguous(), rest)
+    return signs * torch.kron(factor.contiguous(), rest)
 
 
 def _sizes(channels: int) -> Iterator[int]:
@@ -276,25 +276,25 @@ def stream_of(root: Any, trace: Trace) -> Stream:
 
 def _rested(trace: Trace, modules: Mapping[str, nn.Module]) -> list[str]:
     """Norms and matrices that did not run, and whose weights are not those of another module that did."""
-    ran = {id(each) for path in trace.called for each in modules[path].parameters()}
+    ran = {id(parameter) for path in trace.called for parameter in modules[path].parameters()}
     still = [*trace.rested, *(path for path in modules if is_norm(modules[path]) and path not in trace.called)]
-    return [path for path in still if not all(id(each) in ran for each in modules[path].parameters())]
+    return [path for path in still if not all(id(parameter) in ran for parameter in modules[path].parameters())]
 
 
 def _writers(trace: Trace, modules: Mapping[str, nn.Module]) -> dict[str, None]:
     """Embeddings that reach a norm, and all sources that reach what they, and these sources, reach."""
-    found = {
+    writers = {
         path: None
         for path in trace.width
         if isinstance(modules[path], nn.Embedding) and any(is_norm(modules[each]) for each in trace.readers(path))
     }
-    waiting = list(found)
+    waiting = list(writers)
     while waiting:
         for reader in trace.readers(waiting.pop()):
-            new = trace.reads[reader] - found.keys()
-            found |= dict.fromkeys(sorted(new))
+            new = trace.reads[reader] - writers.keys()
+            writers |= dict.fromkeys(sorted(new))
             waiting += new
-    return found
+    return writers
 
 
 def _check_writer(path: str, module: nn.Module, trace: Trace, channels: int) -> None:
@@ -317,8 +317,10 @@ def _check_writer(path: str, module: nn.Module, trace: Trace, channels: int) -> 
             "load the model with its head, and without output_hidden_states in its config."
         )
     modules = dict(trace.root.named_modules())
-    if other := [each for each in trace.readers(path) if not (is_norm(modules[each]) or is_matrix(modules[each]))]:
-        raise ValueError(f"{_listed(other)} reads the residual stream, and is no norm or plain matrix; {ELSE}")
+    if others := [
+        reader for reader in trace.readers(path) if not (is_norm(modules[reader]) or is_matrix(modules[reader]))
+    ]:
+        raise ValueError(f"{_listed(others)} reads the residual stream, and is no norm or plain matrix; {ELSE}")
 
 
 def _check_norm(path: str, behind: Iterable[str], modules: Mapping[str, nn.Module], trace: Trace) -> None:
@@ -332,14 +334,14 @@ def _check_norm(path: str, behind: Iterable[str], modules: Mapping[str, nn.Modul
             f"the model gives what the norm {path} gives as an output, which a rotation would change; load a model "
             "without its head with it, and quantise others without a rotation."
         )
-    if any(is_norm(modules[each]) for each in behind):
+    if any(is_norm(modules[reader]) for reader in behind):
         raise ValueError(_added(path))
-    if other := [each for each in behind if not is_matrix(modules[each])]:
+    if other := [reader for reader in behind if not is_matrix(modules[reader])]:
         raise ValueError(
             f"what the norm {path} gives is read by {_listed(other)}, which is no plain matrix (a router, experts that "
             f"are one parameter); {ELSE}"
         )
-    if mixed := [each for each in behind if trace.reads[each] != {path}]:
+    if mixed := [reader for reader in behind if trace.reads[reader] != {path}]:
         raise ValueError(f"{_listed(mixed)} reads something else beside what the norm {path} gives; {ELSE}")
 
 
@@ -605,7 +607,7 @@ def _own_parameters(root: Any, head: nn.Module, weights: _Weights) -> None:
             setattr(head, name, nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
             weights.back.append(partial(setattr, head, name, shared))
     configs = [module.config for module in root.modules() if isinstance(module, PreTrainedModel)]
-    for config in {id(each): each for each in (*configs, root.config.get_text_config())}.values():
+    for config in {id(config): config for config in (*configs, root.config.get_text_config())}.values():
         if getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False
             weights.back.append(partial(setattr, config, "tie_word_embeddings", True))
@@ -653,7 +655,9 @@ def _turn_stream(
     """Fold the norms into the matrices behind them, and rotate all that writes or reads the stream."""
     for path in stream.writers:
         module = root.get_submodule(path)
-        written = [(each, 1) for each in module.parameters()] if is_table(module) else parts(module, source=True)
+        written = (
+            [(parameter, 1) for parameter in module.parameters()] if is_table(module) else parts(module, source=True)
+        )
         for weight, axis in written:
             weights.turn(weight, axis, rotation)
     for path in stream.bare:
@@ -692,19 +696,19 @@ class _Measured:
 
 def _measure(root: nn.Module, rows: list[Batch], stream: Stream) -> _Measured:
     """Run the model on batches."""
-    found = _Measured()
+    measured = _Measured()
     for batch in rows:
         with contextlib.ExitStack() as hooked:
             for path in stream.norms:
                 norm = root.get_submodule(path)
-                hooked.callback(norm.register_forward_pre_hook(found.hook(path, batch)).remove)
-            found.outputs.append(_outputs(root, batch))
-    return found
+                hooked.callback(norm.register_forward_pre_hook(measured.hook(path, batch)).remove)
+            measured.outputs.append(_outputs(root, batch))
+    return measured
 
 
 def _outputs(root: nn.Module, batch: Batch) -> list[Tensor]:
     """What the model gives."""
-    return [each.cpu() for each in tensors(forward(root, batch)) if each.is_floating_point()]
+    return [output.cpu() for output in tensors(forward(root, batch)) if output.is_floating_point()]
 
 
 def _error(before: list[Tensor], after: list[Tensor]) -> float:
@@ -716,7 +720,7 @@ def _error(before: list[Tensor], after: list[Tensor]) -> float:
 
 def _bound(outputs: list[list[Tensor]]) -> float:
     """The largest error that is rounding, in the dtype of the outputs."""
-    return max(ROUNDING.get(each.dtype, 0.0) for row in outputs for each in row)
+    return max(ROUNDING.get(output.dtype, 0.0) for row in outputs for output in row)
 
 
 def _sized(read: Read) -> str:

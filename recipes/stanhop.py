@@ -102,11 +102,11 @@ class Data:
 
 def read(options: Options) -> Data:
     """Read and check the series."""
-    given = SeriesArguments(
+    series = SeriesArguments(
         dataset_name=str(options.dataset), parts=options.parts, horizon=options.horizon, context=options.context
     )
-    test = given.windows("test")
-    return Data(given.read(), options, given.windows("train"), test.select(range(0, len(test), options.every)))
+    test = series.windows("test")
+    return Data(series.read(), options, series.windows("train"), test.select(range(0, len(test), options.every)))
 
 
 def configured(retrieval: str, data: Data) -> STanHopConfig:
@@ -128,11 +128,11 @@ def configured(retrieval: str, data: Data) -> STanHopConfig:
 @torch.no_grad()
 def errors(model: STanHopForPrediction, data: Data) -> torch.Tensor:
     """The mean squared and the mean absolute error (2,W) of each test window."""
-    found = []
+    errors_of_batches = []
     for batch in data.batches(data.test):
         missed = model(batch["past_values"]).prediction_outputs - batch["future_values"]
-        found.append(torch.stack([missed.square().mean((1, 2)), missed.abs().mean((1, 2))]))
-    return torch.cat(found, 1)
+        errors_of_batches.append(torch.stack([missed.square().mean((1, 2)), missed.abs().mean((1, 2))]))
+    return torch.cat(errors_of_batches, 1)
 
 
 def train(retrieval: str, seed: int, data: Data) -> tuple[STanHopForPrediction, list[float]]:
@@ -172,35 +172,35 @@ def run(retrieval: str, seed: int, data: Data) -> tuple[dict[str, Any], np.ndarr
         rounded = errors(model, data)[:1]
     table = torch.cat([plain, rounded]).numpy()
     alphas = [float(layer.alpha.detach()) for layer in model.modules() if getattr(layer, "alpha", None) is not None]
-    found = {
+    figures = {
         **dict(zip(ERRORS, table.mean(1).tolist(), strict=True)),
         **outliers(model, data.batch, data.test, OUTPUTS),
         "covered": quantized.flops_covered,
         "losses": losses,
         "seconds": time.process_time() - began,
     }
-    return found | ({"alphas": alphas} if alphas else {}), table
+    return figures | ({"alphas": alphas} if alphas else {}), table
 
 
 def compared(record: Record, tables: dict[tuple[str, int], Any], options: Options) -> dict[str, Any]:
     """Each retrieval's difference to the first one: mean, low and high, and whether all seeds agree on the sign."""
-    first, seeds, found = options.retrievals[0], range(options.seeds), {}
+    first, seeds, comparisons = options.retrievals[0], range(options.seeds), {}
     for name in options.retrievals[1:]:
-        ours, theirs = ([record["runs"][f"{each}/{seed}"] for seed in seeds] for each in (name, first))
-        found[name] = {}
+        ours, theirs = ([record["runs"][f"{retrieval}/{seed}"] for seed in seeds] for retrieval in (name, first))
+        comparisons[name] = {}
         for place, figure in enumerate([*ERRORS, *OUTLIERS]):
             pairs = [mine[figure] - other[figure] for mine, other in zip(ours, theirs, strict=True)]
             if figure in OUTLIERS:
                 interval = over_seeds(pairs)
             else:
-                lists = ([tables[each, seed][place] for seed in seeds] for each in (name, first))
+                lists = ([tables[retrieval, seed][place] for seed in seeds] for retrieval in (name, first))
                 mine, other = lists
                 interval = window_interval(mine, other, options.horizon // options.every)
-            found[name][figure] = {
+            comparisons[name][figure] = {
                 "difference": interval,
                 "agree": all(pair > 0 for pair in pairs) or all(pair < 0 for pair in pairs),
             }
-    return found
+    return comparisons
 
 
 def window_interval(ours: list[Any], theirs: list[Any], block: int) -> list[float] | None:
@@ -235,10 +235,10 @@ def table(record: Record, options: Options) -> str:
     """A row per retrieval: mean and standard deviation over the seeds."""
     rows = []
     for name in options.retrievals:
-        found = [record["runs"][f"{name}/{seed}"] for seed in range(options.seeds)]
-        values = ([each[figure] for each in found] for figure in (*ERRORS, *OUTLIERS))
+        runs = [record["runs"][f"{name}/{seed}"] for seed in range(options.seeds)]
+        values = ([run[figure] for run in runs] for figure in (*ERRORS, *OUTLIERS))
         rows.append(
-            (name, *(f"{np.mean(each):.3f} ± {np.std(each, ddof=min(1, len(each) - 1)):.3f}" for each in values))
+            (name, *(f"{np.mean(runs):.3f} ± {np.std(runs, ddof=min(1, len(runs) - 1)):.3f}" for numbers in values))
         )
     return markdown(("retrieval", *ERRORS, *OUTLIERS), rows)
 

@@ -55,11 +55,11 @@ def control(run: Run) -> Run:
 
 def words(run: Run) -> list[str]:
     """The arguments of a run as command-line options."""
-    found = []
+    arguments = []
     for name, value in run.items():
         values = value if isinstance(value, list) else [value]
-        found += [f"--{name}", *(json.dumps(each) if isinstance(each, dict) else str(each) for each in values)]
-    return found
+        arguments += [f"--{name}", *(json.dumps(item) if isinstance(item, dict) else str(item) for item in values)]
+    return arguments
 
 
 def name_of(run: Run) -> str:
@@ -95,7 +95,7 @@ def main() -> None:
         str(Path(__file__).parent / sweep["recipe"]),
         str(configurations.find(sweep["config"], beside=arguments.sweep.parent)),
     ]
-    runs = [each for run in sweep["runs"] for each in expand(run)]
+    runs = [run for template in sweep["runs"] for run in expand(template)]
     arguments.out.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // arguments.jobs)
     single = [{**run, "seeds": [seed]} for run in runs for seed in run.get("seeds", [0])]

@@ -84,10 +84,10 @@ class SeriesArguments(DataArguments):
     def windows(self, part: str) -> Dataset:
         """The first row of every window whose future lies in a part. The past may reach back into the part before."""
         begin, rows = sum(self.parts[: PARTS.index(part)]), self.parts[PARTS.index(part)]
-        found = range(max(begin - self.context, 0), begin + rows - self.context - self.horizon + 1)
-        if not found:
+        starts = range(max(begin - self.context, 0), begin + rows - self.context - self.horizon + 1)
+        if not starts:
             raise ValueError(f"{part}: {rows} rows hold no context {self.context} + horizon {self.horizon}; lower one.")
-        return Dataset.from_dict({"start": list(found)})
+        return Dataset.from_dict({"start": list(starts)})
 
 
 def collate(rows: list[dict[str, int]], series_TC: torch.Tensor, context: int, horizon: int) -> dict[str, torch.Tensor]:
@@ -108,8 +108,8 @@ def predict(trainer: Any, test: Dataset, power: int = 2) -> tuple[list[float], l
 
 def figures(trainer: Any, test: Dataset) -> dict[str, float]:
     """The mean absolute error and the outliers. Every process computes the outliers itself."""
-    found = outliers(trainer.model.eval(), trainer.data_collator, test, OUTPUTS)
-    return {"mae": float(np.mean(predict(trainer, test, power=1)[0])), **found}
+    outlier_figures = outliers(trainer.model.eval(), trainer.data_collator, test, OUTPUTS)
+    return {"mae": float(np.mean(predict(trainer, test, power=1)[0])), **outlier_figures}
 
 
 @torch.no_grad()

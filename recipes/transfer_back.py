@@ -11,18 +11,26 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import transformers
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
+from hf_attn_swap import unpatch_model
 from hf_attn_swap.conversion.stages import Calibrate
 from hf_attn_swap.training import About, ConversionArguments, ModelArguments, Outcome, TextDataArguments, parse, run
 from hf_attn_swap.training.publish import publish
 from hf_attn_swap.training.recipes.text_classification import RecipeArguments, build_task
 
 QKV = ["query", "key", "value"]
+
+
+def unswapped(load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """The trained model with its own attention again, which the swap to softmax then calibrates."""
+    return unpatch_model(load())
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -35,15 +43,15 @@ def main(argv: list[str] | None = None) -> None:
     fits = [replace(stage, source=model.variant) for stage in conversion.plan if isinstance(stage, Calibrate)]
     stages = [json.dumps({"stage": fit.name, **asdict(fit)}) for fit in fits]
     frozen = ConversionArguments(stages=[*stages, "fine_tune"], freeze=QKV)
-    found: dict[str, list[Outcome]] = {"there": [], "back": [], "control": []}
+    outcomes_of: dict[str, list[Outcome]] = {"there": [], "back": [], "control": []}
     try:
         task = build_task(model, data, own)
         for seed in model.seeds:
-            found["there"].append(run(task, model, conversion, training, seed))
+            outcomes_of["there"].append(run(task, model, conversion, training, seed))
             trained = Path(training.output_dir) / model.run_name / f"seed-{seed}" / "model"
-            start = build_task(replace(model, model_name_or_path=str(trained)), data, own).load
-            found["back"].append(run(replace(task, load=start), back, frozen, training, seed))
-            found["control"].append(run(task, softmax, ConversionArguments(freeze=QKV), training, seed))
+            load = partial(unswapped, build_task(replace(model, model_name_or_path=str(trained)), data, own).load)
+            outcomes_of["back"].append(run(replace(task, load=load), back, frozen, training, seed))
+            outcomes_of["control"].append(run(task, softmax, ConversionArguments(freeze=QKV), training, seed))
     except (ValueError, OSError) as problem:
         sys.exit(f"error: {' '.join(str(problem).split())}")
     if training.process_index:
@@ -54,9 +62,11 @@ def main(argv: list[str] | None = None) -> None:
         auto_class="AutoModelForSequenceClassification",
         intended_use="Shows what queries, keys and values learn under another attention.",
     )
-    publish(found["back"], found["control"], about, back, data, training, steps=frozen.steps)
-    for name, outcomes in found.items():
-        print(f"{name}: {data.metrics[0]} {', '.join(f'{each.metrics[data.metrics[0]]:.4f}' for each in outcomes)}")
+    publish(outcomes_of["back"], outcomes_of["control"], about, back, data, training, steps=frozen.steps)
+    for name, outcomes in outcomes_of.items():
+        print(
+            f"{name}: {data.metrics[0]} {', '.join(f'{outcome.metrics[data.metrics[0]]:.4f}' for outcome in outcomes)}"
+        )
 
 
 if __name__ == "__main__":

@@ -203,20 +203,20 @@ def main() -> None:
     torch.manual_seed(options.seed)
     path = Path(options.out)
     apart = ("counts", "rules", "out")
-    given = {name: value for name, value in asdict(options).items() if name not in apart}
+    values = {name: value for name, value in asdict(options).items() if name not in apart}
     if not options.bf16:
-        del given["bf16"]  # files from before this option stay valid
-    record = open_record(path, given, [])
+        del values["bf16"]  # files from before this option stay valid
+    record = open_record(path, values, [])
     study = Study.read(options)
     if "sensitivity" not in record:
         record["sensitivity"] = study.sensitivity().to_dict()
         save_record(path, record)
-    found = Sensitivity.from_dict(record["sensitivity"])
-    print(found)
-    every = len(found.layers)
+    sensitivity = Sensitivity.from_dict(record["sensitivity"])
+    print(sensitivity)
+    every = len(sensitivity.layers)
     for count in options.counts:
         for rule in options.rules:
-            layers = chosen(rule, count, list(found.order))
+            layers = chosen(rule, count, list(sensitivity.order))
             same = next((run for run in record["runs"] if run["layers"] == layers), None)
             if any((run["rule"], run["count"]) == (rule, count) for run in record["runs"]):
                 continue
@@ -227,7 +227,7 @@ def main() -> None:
                     "layers": layers,
                     "loss": done["loss"],
                     "measure": done["measure"],
-                    "fitted": Lost(**fitted["lost"]).share,
+                    "fitted": Lost(**fitted["lost"]).degradation,
                     "kl": done["steps"][-1]["lost"]["divergence"],
                     "agreement": done["steps"][-1]["lost"]["agreement"],
                     "tokens": sum(step["tokens"] for step in done["steps"]),

@@ -26,10 +26,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep the tests of this part. Tests of one group, which share what they set up, are in one part."""
     if (wanted := config.getoption("shard")) is None:
         return
-    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", wanted)
-    if found is None or int(found[1]) > int(found[2]):
+    shard = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", wanted)
+    if shard is None or int(shard[1]) > int(shard[2]):
         raise pytest.UsageError(f"--shard takes K/N with 1 <= K <= N, such as 1/4; got {wanted!r}")
-    part, parts = int(found[1]) - 1, int(found[2])
+    part, parts = int(shard[1]) - 1, int(shard[2])
     others = [item for item in items if zlib.crc32(_group(item.nodeid).encode()) % parts != part]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if zlib.crc32(_group(item.nodeid).encode()) % parts == part]

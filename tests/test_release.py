@@ -26,7 +26,7 @@ def test_version() -> None:
 
 def test_every_paper_is_cited() -> None:
     entries = [re.search(r"^  title = {(.+)},$", entry, flags=re.MULTILINE) for entry in ENTRIES.values()]
-    titles = {re.sub(r"[{}\\]", "", found[1]) for found in entries if found is not None}
+    titles = {re.sub(r"[{}\\]", "", entry[1]) for entry in entries if entry is not None}
     assert len(titles) == len(ENTRIES)
     assert titles <= {reference["title"] for reference in CITATION["references"]}
 
@@ -55,7 +55,7 @@ def test_the_versions_that_are_tested_are_the_pins() -> None:
     lines += re.findall(r'^    "(\S+==\S+)",$', (ROOT / "pyproject.toml").read_text("utf-8"), re.M)
     lines += re.findall(r"^TORCH := (\S+)$", (ROOT / "Makefile").read_text("utf-8"), re.M)  # installed first
     pins = [re.match(r"(\S+)==(\S+)(?: ; python_version >= .*)?$", line) for line in lines]
-    pinned = {found[1]: found[2] for found in pins if found is not None}
+    pinned = {pin[1]: pin[2] for pin in pins if pin is not None}
     wanted = {name: version for name, version in tested.TESTED.items() if version is not None}
     assert {name: pinned.get(name) for name in wanted} == wanted
     assert wanted["transformers"] == tested.NEWEST_TRANSFORMERS
@@ -63,5 +63,5 @@ def test_the_versions_that_are_tested_are_the_pins() -> None:
 
 def test_the_pythons_that_are_tested() -> None:
     workflow = (ROOT / ".github/workflows/ci.yml").read_text("utf-8")
-    found = {tuple(re.findall(r'"([\d.]+)"', line)) for line in re.findall(r"python: \[(.*)\]$", workflow, re.M)}
-    assert tested.TESTED_PYTHONS in found
+    pythons = {tuple(re.findall(r'"([\d.]+)"', line)) for line in re.findall(r"python: \[(.*)\]$", workflow, re.M)}
+    assert tested.TESTED_PYTHONS in pythons

@@ -38,7 +38,7 @@ def test_workflows(path: Path) -> None:
     jobs = yaml.safe_load(path.read_text("utf-8"))["jobs"]
     lines = [line for job in jobs.values() for command in commands(job) for line in command.splitlines()]
     assert not [line for line in lines if "matrix." in line]
-    check({found[1] for line in lines if (found := re.match(r"\s*make (\S+)", line))} | {"help"})
+    check({target[1] for line in lines if (target := re.match(r"\s*make (\S+)", line))} | {"help"})
     files = {name for line in lines for name in re.findall(r"python (\S+\.py)", line)}
     assert all((ROOT / name).is_file() for name in files)
 
@@ -57,7 +57,7 @@ def test_the_environments_of_the_workflows() -> None:
 def test_all_shards_run() -> None:
     """Each of the parts runs, and their number is the one in the command."""
     job = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text("utf-8"))["jobs"]["test"]
-    shards = {found[1] for command in commands(job) if (found := re.search(r"--shard (\S+?)\"", command))}
+    shards = {shard[1] for command in commands(job) if (shard := re.search(r"--shard (\S+?)\"", command))}
     assert shards == {f"{part}/{len(shards)}" for part in range(1, len(shards) + 1)}
 
 

@@ -1,9 +1,8 @@
 """Measures what an attention swap does to a model: outliers, similarity of tokens, entropy, geometry, long context."""
 
-from ..measuring.key_values import KeyValues, key_values
 from ..measuring.lost import Lost, lost
-from ..measuring.needle import Needle, needle
 from ..measuring.recall import Recall, recall
+from ..measuring.retrieval import KeyValues, Needle, key_values, needle
 from .record import record
 from .recording import Recording
 

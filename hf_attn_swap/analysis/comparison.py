@@ -67,32 +67,36 @@ def compare(
         raise ValueError("this model is not swapped; name a variant to compare it with.")
     if variant is not None:
         parse_options(parse(variant), options)  # checked before the recording, which takes a while
-    found, more = _both(model.eval(), inputs, variant, fit, options)
-    told = [*notes, *more]
-    label = list(found)[-1]
+    recorded, more_notes = _both(model.eval(), inputs, variant, fit, options)
+    sentences = [*notes, *more_notes]
+    label = list(recorded)[-1]
     if stock is None and (
-        BEFORE not in found or any(layer.swap.retrained for layer in need_installation(model).layers())
+        BEFORE not in recorded or any(layer.swap.retrained for layer in need_installation(model).layers())
     ):
         cost = None
-        told.append("What was lost is not told: the weights are no longer the stock model's; name the stock model.")
+        sentences.append(
+            "What was lost is not told: the weights are no longer the stock model's; name the stock model."
+        )
     else:
         cost = lost(model, bar(inputs.batches, desc="what was lost", unit="batch"), stock=stock)
         if stock is None and swapped:
-            told.append("What was lost is told against the same weights; name the stock model if they were trained.")
+            sentences.append(
+                "What was lost is told against the same weights; name the stock model if they were trained."
+            )
     if inputs.rows == 1:
-        told.append("A single row: its figures have no spread, and another row may look different.")
-    maps = {name: maps for name, (_, maps) in found.items() if maps}
+        sentences.append("A single row: its figures have no spread, and another row may look different.")
+    maps = {name: maps for name, (_, maps) in recorded.items() if maps}
     if not maps:
-        told.append("This architecture does not hand out attention weights, so there are no maps.")
+        sentences.append("This architecture does not hand out attention weights, so there are no maps.")
     return Report(
         title=f"{label} in {type(model).__name__}",
         lost=cost,
         data=data,
         description=describe(model),
-        recordings={name: recording for name, (recording, _) in found.items()},
+        recordings={name: recording for name, (recording, _) in recorded.items()},
         maps=maps,
         inputs=inputs,
-        notes=tuple(told),
+        notes=tuple(sentences),
     )
 
 
@@ -100,10 +104,10 @@ def _both(
     model: PreTrainedModel, inputs: Inputs, variant: str | None, fit: str | None, options: dict[str, Any]
 ) -> tuple[dict[str, tuple[Recording, Maps]], list[str]]:
     """Recordings and maps by label, the unswapped model first; and notes for the reader."""
-    found: dict[str, tuple[Recording, Maps]] = {}
+    recorded: dict[str, tuple[Recording, Maps]] = {}
     notes: list[str] = []
     if variant is not None:
-        found[BEFORE] = _run(model, inputs, BEFORE)
+        recorded[BEFORE] = _run(model, inputs, BEFORE)
         patch_model(model, variant, **options)
         if fit is not None:
             notes.append(f"Calibrated on the same rows: {calibrate(model, inputs.batches, fit=fit).summary()}")
@@ -112,11 +116,11 @@ def _both(
     else:
         with need_installation(model).strengths_kept():
             set_strength(model, 0.0)
-            found[BEFORE] = _run(model, inputs, BEFORE)
+            recorded[BEFORE] = _run(model, inputs, BEFORE)
         notes.append(f"“{BEFORE}” is the same checkpoint at strength 0: its weights as they are, ordinary attention.")
-    label = "+".join(_names(model))
-    found[label] = _run(model, inputs, label)
-    return found, notes
+    label = "+".join(dict.fromkeys(name for layer in need_installation(model).layers() for name in layer.swap.names))
+    recorded[label] = _run(model, inputs, label)
+    return recorded, notes
 
 
 @torch.no_grad()
@@ -137,15 +141,11 @@ def _maps(model: PreTrainedModel, sample: Batch, image: bool) -> Maps:
             outputs = root(**sample, output_attentions=True)
         except ValueError:  # the model ran the batches before, so it only cannot return attention weights
             return []
-    found = outputs.get("attentions") or outputs.get("encoder_attentions") or ()
-    maps = [weights[0].float().mean(0).cpu().numpy() for weights in found if weights is not None]
+    layers = outputs.get("attentions") or outputs.get("encoder_attentions") or ()
+    maps = [weights[0].float().mean(0).cpu().numpy() for weights in layers if weights is not None]
     if not image:
         return maps
     side = int((maps[0].shape[1] - 1) ** 0.5) if maps else 0
-    if any(each.shape[1] != side * side + 1 for each in maps):
+    if any(weights.shape[1] != side * side + 1 for weights in maps):
         return []  # the tokens are not a class token and a square of patches
-    return [each[0, 1:].reshape(side, side) for each in maps]
-
-
-def _names(model: PreTrainedModel) -> list[str]:
-    return list(dict.fromkeys(name for layer in need_installation(model).layers() for name in layer.swap.names))
+    return [weights[0, 1:].reshape(side, side) for weights in maps]

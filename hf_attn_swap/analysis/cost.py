@@ -48,19 +48,19 @@ def compare_costs(first: nn.Module, second: nn.Module, batches: Sequence[Batch])
     """
     if not batches:
         raise ValueError("there are no batches to time.")
-    given = [without_labels(batch) for batch in batches]
+    unlabelled = [without_labels(batch) for batch in batches]
     models = (first, second)
     with evaluating(*models):
-        times = _rounds(models, given)
+        times = _rounds(models, unlabelled)
         ratios = [b / a for a, b in zip(*times, strict=True)]
         middle = ratios.index(median_low(ratios))
         costs = [
             Cost(
-                milliseconds=own[middle],
-                parameter_bytes=sum(each.numel() * each.element_size() for each in model.parameters()),
-                peak_bytes=_peak(model, max(given, key=_elements)),
+                milliseconds=rounds[middle],
+                parameter_bytes=sum(weight.numel() * weight.element_size() for weight in model.parameters()),
+                peak_bytes=_peak(model, max(unlabelled, key=_elements)),
             )
-            for model, own in zip(models, times, strict=True)
+            for model, rounds in zip(models, times, strict=True)
         ]
     return costs, ratios[middle]
 
@@ -75,7 +75,7 @@ def _rounds(models: Sequence[nn.Module], batches: Sequence[Batch]) -> list[list[
             start = _now(models[place])
             forward(models[place], batch)
             times[place].append(1e3 * (_now(models[place]) - start))
-    return [own[1:] for own in times]
+    return [rounds[1:] for rounds in times]
 
 
 def _now(model: nn.Module) -> float:

@@ -21,6 +21,8 @@ from ..measuring.batches import Batch
 from ..publish.checkpoint import processor_of
 from ..text.tokenizer import own_tokenizer
 
+SHOWN_TOKENS = 32  # of the row whose attention is drawn
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
@@ -51,12 +53,11 @@ def prepare(
     rows: Dataset | IterableDataset,
     columns: Sequence[str],
     *,
-    limit: int = 64,
-    batch_size: int = 16,
-    max_length: int = 256,
-    shown: int = 0,
-    shown_tokens: int = 32,
-    hub: Mapping[str, Any] | None = None,
+    limit: int,
+    batch_size: int,
+    max_length: int,
+    shown: int,
+    hub: Mapping[str, Any],
 ) -> Inputs:
     """Make the batches for a text or an image model, with the tokenizer or image processor of the model.
 
@@ -69,7 +70,6 @@ def prepare(
         batch_size: number of rows per batch.
         max_length: number of tokens that are kept of a text.
         shown: index of the row whose attention is drawn.
-        shown_tokens: number of tokens of that row that are drawn.
         hub: `revision` and `token`, for `source` on the Hub.
 
     Raises:
@@ -88,38 +88,31 @@ def prepare(
     images = model.main_input_name == "pixel_values"
     if images and len(columns) > 1:
         raise ValueError("this model takes images; name one column.")
-    processor = own_tokenizer(processor_of(model, source, hub or {}))
+    processor = own_tokenizer(processor_of(model, source, hub))
     like = next(model.parameters())
     if images:
         return _images(processor, [row[0] for row in values], batch_size, shown, like)
-    return _texts(processor, values, batch_size, shown, like.device, max_length, shown_tokens)
+    return _texts(processor, values, batch_size, shown, like.device, max_length)
 
 
 def _texts(
-    tokenizer: Any,
-    values: list[tuple[Any, ...]],
-    size: int,
-    shown: int,
-    device: torch.device,
-    max_length: int,
-    shown_tokens: int,
+    tokenizer: Any, values: list[tuple[Any, ...]], size: int, shown: int, device: torch.device, max_length: int
 ) -> Inputs:
     if not all(isinstance(text, str) for row in values for text in row):
         raise ValueError("this model takes text; name the column that holds it.")
     options = {"return_tensors": "pt", "truncation": True, "padding": True}
     order = sorted(values, key=lambda row: sum(map(len, row)))
 
-    def encode(some: list[tuple[Any, ...]], longest: int) -> Batch:
-        return dict(tokenizer(*map(list, zip(*some, strict=True)), max_length=longest, **options).to(device))
+    def encode(rows: list[tuple[Any, ...]], longest: int) -> Batch:
+        return dict(tokenizer(*map(list, zip(*rows, strict=True)), max_length=longest, **options).to(device))
 
     batches = [encode(order[start : start + size], max_length) for start in range(0, len(order), size)]
-    sample = encode([values[shown]], shown_tokens)
-    names = tokenizer.convert_ids_to_tokens(sample["input_ids"][0].tolist())
+    sample = encode([values[shown]], SHOWN_TOKENS)
     separators = (tokenizer.sep_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
     return Inputs(
         batches=batches,
         sample=sample,
-        tokens=tuple(names),
+        tokens=tuple(tokenizer.convert_ids_to_tokens(sample["input_ids"][0].tolist())),
         image=None,
         sink_ids=tuple({identity for identity in separators if identity is not None}),
         rows=len(values),
@@ -137,11 +130,12 @@ def _images(processor: Any, values: list[Any], size: int, shown: int, like: Tens
     if not all(hasattr(value, "convert") for value in values):
         raise ValueError("this model takes images; name the column that holds them.")
     images = [value.convert("RGB") for value in values]
-    batches = [
-        {"pixel_values": processor(images[start : start + size], return_tensors="pt")["pixel_values"].to(like)}
-        for start in range(0, len(images), size)
-    ]
-    sample = {"pixel_values": processor([images[shown]], return_tensors="pt")["pixel_values"].to(like)}
+
+    def encode(rows: list[Any]) -> Batch:
+        return {"pixel_values": processor(rows, return_tensors="pt")["pixel_values"].to(like)}
+
+    batches = [encode(images[start : start + size]) for start in range(0, len(images), size)]
+    sample = encode([images[shown]])
     pixels = sample["pixel_values"][0].permute(1, 2, 0).float().cpu().numpy()
     low, high = pixels.min(), pixels.max()
     return Inputs(

@@ -108,7 +108,7 @@ def update_geometry(x_BTE: Tensor, update_BTE: Tensor, real_BT: Tensor | None = 
     Returns:
         Two tensors (N,), in the order of the mask's real tokens. The angle of a zero vector is NaN.
     """
-    x, update = (torch.cat(_samples(each, real_BT)) for each in (x_BTE, update_BTE))
+    x, update = (torch.cat(_samples(states_BTE, real_BT)) for states_BTE in (x_BTE, update_BTE))
     norm = update.norm(dim=-1)
     cosine = (x * update).sum(-1) / (x.norm(dim=-1) * norm)
     return norm, cosine.clamp(-1, 1).acos()

@@ -56,13 +56,13 @@ def outliers(model: nn.Module, batches: Iterable[Any]) -> Outliers | None:
             states = _states(forward(model, {**batch, "output_hidden_states": True}))
             if not states:
                 return None
-            real = [token_mask(read_by_decoder(batch), each) for each in states]
+            real = [token_mask(read_by_decoder(batch), layer) for layer in states]
             pairs = list(zip(states, real, strict=True))
             kurtosis.append(torch.stack([metrics.kurtosis(*pair).cpu() for pair in pairs], -1))
             norms.append(torch.stack([metrics.max_inf_norm(*pair).cpu() for pair in pairs], -1))
             ids = batch.get("decoder_input_ids" if model_root(model).config.is_encoder_decoder else "input_ids")
             largest = largest or [Largest()] * len(pairs)
-            largest = [each.or_larger(*pair, ids) for each, pair in zip(largest, pairs, strict=True)]
+            largest = [former.or_larger(*pair, ids) for former, pair in zip(largest, pairs, strict=True)]
     return Outliers(
         kurtosis=float(torch.cat(kurtosis).mean()),
         max_inf_norm=float(torch.cat(norms).mean(0).max()),
@@ -72,5 +72,5 @@ def outliers(model: nn.Module, batches: Iterable[Any]) -> Outliers | None:
 
 def _states(output: Any) -> list[Tensor]:
     """The outputs (B,L,E) of the layers; of the decoder, in a model with an encoder and a decoder."""
-    found = getattr(output, "hidden_states", None) or getattr(output, "decoder_hidden_states", None) or ()
-    return [states for states in found[1:] if isinstance(states, Tensor) and states.dim() == 3]
+    layers = getattr(output, "hidden_states", None) or getattr(output, "decoder_hidden_states", None) or ()
+    return [states for states in layers[1:] if isinstance(states, Tensor) and states.dim() == 3]

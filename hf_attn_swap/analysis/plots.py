@@ -6,7 +6,7 @@ Axes: L layer, H head, T token.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,26 +17,28 @@ from .recording import Recording, mean
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3")
 WIDTH, HEIGHT = 7.0, 3.2  # inches
+UPDATE = ("update_norm", "update_angle")
 SHOWN_MAPS = 6  # layers of attention maps side by side
 Recordings = Mapping[str, Recording]
+Maps = Mapping[str, Sequence[np.ndarray]]
 
 
 def similarity(recordings: Recordings) -> Figure:
     """Violins over pairs of tokens of their cosine, per layer; a peak at 1 is a collapse to one token."""
     figure, axes = _figure("layer", "cosine of two tokens")
-    for number, (label, recording) in enumerate(recordings.items()):
-        places = _places(recording)
-        samples = [[value for value in recording.layers[p].pairs if math.isfinite(value)] for p in places]
-        at, colour = _beside(places, number, len(recordings)), COLOURS[number % len(COLOURS)]
-        spread = [(x, each) for x, each in zip(at, samples, strict=True) if len(set(each)) > 1]
+    for label, recording, colour, shift in _styled(recordings):
+        samples = [[cosine for cosine in layer.pairs if math.isfinite(cosine)] for layer in recording.in_order]
+        at = [place + shift for place in sorted(recording.layers)]
+        spread = [(x, sample) for x, sample in zip(at, samples, strict=True) if len(set(sample)) > 1]
         if spread:
-            bodies: Any = axes.violinplot([e for _, e in spread], [x for x, _ in spread], widths=0.8 / len(recordings))
+            places, drawn = zip(*spread, strict=True)
+            bodies: Any = axes.violinplot(list(drawn), list(places), widths=0.8 / len(recordings))
             for body in bodies["bodies"]:
                 body.set_facecolor(colour)
-            for part in ("cbars", "cmins", "cmaxes"):
-                bodies[part].set_color(colour)
-                bodies[part].set_linewidth(0.8)
-        middle = [float(np.median(each)) if each else math.nan for each in samples]
+            for line in ("cbars", "cmins", "cmaxes"):
+                bodies[line].set_color(colour)
+                bodies[line].set_linewidth(0.8)
+        middle = [float(np.median(sample)) if sample else math.nan for sample in samples]
         axes.plot(at, middle, ".", color=colour, label=label)
     _finish(axes, recordings)
     return figure
@@ -54,11 +56,11 @@ def sinks(recordings: Recordings) -> Figure:
 
 def _heads(recordings: Recordings, name: str, words: str) -> Figure:
     figure, axes = _figure("layer", words)
-    for number, (label, recording) in enumerate(recordings.items()):
-        places, colour = _places(recording), COLOURS[number % len(COLOURS)]
-        heads = [getattr(recording.layers[place], name).known for place in places]
-        for x, values in zip(_beside(places, number, len(recordings)), heads, strict=True):
-            axes.plot([x] * len(values), values, ".", color=colour, markersize=4, alpha=0.6)
+    for label, recording, colour, shift in _styled(recordings):
+        places = sorted(recording.layers)
+        heads = [getattr(layer, name).known for layer in recording.in_order]
+        for place, values in zip(places, heads, strict=True):
+            axes.plot([place + shift] * len(values), values, ".", color=colour, markersize=4, alpha=0.6)
         axes.plot(places, [mean(values) for values in heads], color=colour, label=label)
     _finish(axes, recordings)
     return figure
@@ -67,79 +69,68 @@ def _heads(recordings: Recordings, name: str, words: str) -> Figure:
 def outliers(recordings: Recordings) -> Figure:
     """Kurtosis and maximum infinity norm of every recorded module, in the model's order."""
     figure = Figure(figsize=(WIDTH, 1.6 * HEIGHT), layout="constrained")
-    for index, name in enumerate(("kurtosis", "max_inf_norm")):
-        axes = figure.add_subplot(2, 1, index + 1)
-        for number, (label, recording) in enumerate(recordings.items()):
-            values = [mean(getattr(each, name)) for each in recording.activations.values()]
-            axes.plot(values, ".-", color=COLOURS[number % len(COLOURS)], label=label, linewidth=0.8)
-        axes.set_yscale("log")
-        axes.set_ylabel(name.replace("_", " "))
+    for axes, name in zip(figure.subplots(2, 1), ("kurtosis", "max_inf_norm"), strict=True):
+        for label, recording, colour, _ in _styled(recordings):
+            values = [mean(getattr(activation, name)) for activation in recording.activations.values()]
+            axes.plot(values, ".-", color=colour, label=label, linewidth=0.8)
+        axes.set(xlabel="recorded module", ylabel=name.replace("_", " "), yscale="log")
         axes.legend(fontsize="small")
-    axes.set_xlabel("recorded module")
     return figure
 
 
 def updates(recordings: Recordings) -> Figure:
     """Norm of what attention adds to a token, and its angle with the token, per layer."""
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-    for index, (name, words) in enumerate(
-        (("update_norm", "norm"), ("update_angle", "angle with the token (degrees)"))
-    ):
-        axes = figure.add_subplot(1, 2, index + 1)
-        for number, (label, recording) in enumerate(recordings.items()):
-            values = [float(getattr(recording.layers[place], name).value) for place in _places(recording)]
-            drawn = np.degrees(values) if name == "update_angle" else values
-            axes.plot(_places(recording), drawn, ".-", color=COLOURS[number % len(COLOURS)], label=label)
-        axes.set_xlabel("layer")
-        axes.set_ylabel(words)
-    axes.legend(fontsize="small")
+    norms, angles = figure.subplots(1, 2)
+    for label, recording, colour, _ in _styled(recordings):
+        places = sorted(recording.layers)
+        norm, angle = ([float(getattr(layer, name).value) for layer in recording.in_order] for name in UPDATE)
+        norms.plot(places, norm, ".-", color=colour, label=label)
+        angles.plot(places, np.degrees(angle), ".-", color=colour, label=label)
+    norms.set(xlabel="layer", ylabel="norm")
+    angles.set(xlabel="layer", ylabel="angle with the token (degrees)")
+    angles.legend(fontsize="small")
     return figure
 
 
-def attention_maps(maps: Mapping[str, Sequence[np.ndarray]], tokens: Sequence[str]) -> Figure:
+def attention_maps(maps: Maps, tokens: Sequence[str]) -> Figure:
     """Attention of one text, mean over heads, (T,T) per layer: a row per model, at most six layers evenly chosen."""
-    chosen, figure, grid = _grid(maps)
-    for row, (label, layers) in enumerate(maps.items()):
-        for column, place in enumerate(chosen):
-            axes = grid[row][column]
-            axes.imshow(layers[place], cmap="viridis", vmin=min(0.0, float(layers[place].min())))
-            _label(axes, row, column, label, place)
-            if column == 0:
-                axes.set_yticks(range(len(tokens)), tokens, fontsize=min(7, 140 // len(tokens) + 1))
+
+    def draw(axes: Axes, weights: np.ndarray) -> None:
+        axes.imshow(weights, cmap="viridis", vmin=min(0.0, float(weights.min())))
+
+    figure, first_column = _grid(maps, draw)
+    for axes in first_column:
+        axes.set_yticks(range(len(tokens)), tokens, fontsize=min(7, 140 // len(tokens) + 1))
     return figure
 
 
-def patch_maps(maps: Mapping[str, Sequence[np.ndarray]], image: np.ndarray) -> Figure:
+def patch_maps(maps: Maps, image: np.ndarray) -> Figure:
     """Where the first token looks in one image, (rows,columns) of patches per layer over (height,width,3) pixels."""
-    chosen, figure, grid = _grid(maps)
     height, width = image.shape[:2]
-    for row, (label, layers) in enumerate(maps.items()):
-        for column, place in enumerate(chosen):
-            axes = grid[row][column]
-            axes.imshow(image)
-            axes.imshow(
-                layers[place], cmap="inferno", alpha=0.6, extent=(0, width, height, 0), interpolation="bilinear"
-            )
-            _label(axes, row, column, label, place)
-            axes.set_yticks([])
-    return figure
+
+    def draw(axes: Axes, weights: np.ndarray) -> None:
+        axes.imshow(image)
+        axes.imshow(weights, cmap="inferno", alpha=0.6, extent=(0, width, height, 0), interpolation="bilinear")
+
+    return _grid(maps, draw)[0]
 
 
-def _grid(maps: Mapping[str, Sequence[np.ndarray]]) -> tuple[list[int], Figure, Any]:
+def _grid(maps: Maps, draw: Callable[[Axes, np.ndarray], None]) -> tuple[Figure, Sequence[Axes]]:
+    """A row of pictures per model, of layers evenly chosen; and the pictures of the first layer."""
     depth = min(len(layers) for layers in maps.values())
     count = min(depth, SHOWN_MAPS)
-    chosen = [round(index * (depth - 1) / max(count - 1, 1)) for index in range(count)]
     figure = Figure(figsize=(1.7 * count + 1, 1.9 * len(maps)), layout="constrained")
-    return chosen, figure, figure.subplots(len(maps), count, squeeze=False)
-
-
-def _label(axes: Axes, row: int, column: int, label: str, place: int) -> None:
-    axes.set_xticks([])
-    axes.set_yticks([])
-    if row == 0:
-        axes.set_title(f"layer {place}", fontsize="small")
-    if column == 0:
-        axes.set_ylabel(label)
+    grid = figure.subplots(len(maps), count, squeeze=False)
+    for row, (label, layers) in zip(grid, maps.items(), strict=True):
+        for column, axes in enumerate(row):
+            place = round(column * (depth - 1) / max(count - 1, 1))
+            draw(axes, layers[place])
+            axes.set(xticks=[], yticks=[])
+            if label == next(iter(maps)):
+                axes.set_title(f"layer {place}", fontsize="small")
+        row[0].set_ylabel(label)
+    return figure, grid[:, 0]
 
 
 def _figure(x: str, y: str) -> tuple[Figure, Axes]:
@@ -156,9 +147,8 @@ def _finish(axes: Axes, recordings: Recordings) -> None:
     axes.legend(fontsize="small")
 
 
-def _places(recording: Recording) -> list[int]:
-    return sorted(recording.layers)
-
-
-def _beside(places: Sequence[int], number: int, count: int) -> list[float]:
-    return [place + (number - (count - 1) / 2) * 0.8 / count for place in places]
+def _styled(recordings: Recordings) -> Iterator[tuple[str, Recording, str, float]]:
+    """Label, recording, colour, and how far its marks stand from the place of their layer."""
+    count = len(recordings)
+    for number, (label, recording) in enumerate(recordings.items()):
+        yield label, recording, COLOURS[number % len(COLOURS)], (number - (count - 1) / 2) * 0.8 / count

@@ -75,27 +75,27 @@ class _Recorder:
         layers = layers_at(sites(self.root))
         for layer in layers:
             site = layer.site
-            name = f"{layer.number}" if not site.family.shared else ""
+            name = "" if site.family.shared else str(layer.number)
             for swap in layer.copies:  # PEFT runs one of them
                 hooks.callback(swap.register_forward_pre_hook(self._weights(name)).remove)
             block = layer_of(self.root, site.path)
             hooks.callback(block.register_forward_hook(self._states(name)).remove)
             self._hook_update(site, name, hooks)
-        names = self._outliers([layer.site for layer in layers], modules)
-        for path in names:
+        paths = self._outliers([layer.site for layer in layers], modules)
+        for path in paths:
             hooks.callback(self.root.get_submodule(path).register_forward_hook(self._activation(path)).remove)
 
     def _outliers(self, usable: list[Site], modules: str | None) -> list[str]:
         pattern = modules if modules is not None else OUTLIERS.get(usable[0].family.name)
         named = [(path, module) for path, module in self.root.named_modules() if path and "attn_swap" not in path]
         if pattern is not None:
-            found = [path for path, _ in named if re.search(pattern, path)]
+            paths = [path for path, _ in named if re.search(pattern, path)]
         else:
-            blocks = tuple({f"{site.path.rpartition('.')[0]}" for site in usable})
-            found = [p for p, m in named if p.startswith(blocks) or type(m).__name__.endswith(KINDS)]
-        if not found:
+            blocks = tuple({site.path.rpartition(".")[0] for site in usable})
+            paths = [p for p, m in named if p.startswith(blocks) or type(m).__name__.endswith(KINDS)]
+        if not paths:
             raise ValueError(f"no module of {type(self.root).__name__} matches {pattern!r}; nothing would be recorded.")
-        return found
+        return paths
 
     def _start(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         masks = (kwargs.get(name) for name in MASKS)
@@ -103,15 +103,11 @@ class _Recorder:
         self.ids = kwargs.get("input_ids", args[0] if args and isinstance(args[0], Tensor) else None)
         self.calls.clear()
 
-    def _place(self, kind: str, name: str) -> int:
-        """The place of a layer in the pass: the layer's number, or the number of earlier calls of a shared module."""
-        if name:
-            return int(name)
-        self.calls[kind] = self.calls.get(kind, -1) + 1
-        return self.calls[kind]
-
     def _layer(self, kind: str, name: str) -> Layer:
-        return self.recording.layers.setdefault(self._place(kind, name), Layer())
+        """A layer by its place in the pass: its number, or the number of earlier calls of a shared module."""
+        if not name:
+            self.calls[kind] = self.calls.get(kind, -1) + 1
+        return self.recording.layers.setdefault(int(name or self.calls[kind]), Layer())
 
     def _real(self, tokens_BT: Tensor) -> Tensor:
         """True for real tokens, (B,T). With a cache, the current tokens are the last ones of the mask."""
@@ -135,9 +131,9 @@ class _Recorder:
             _finite(value, path)
             rows = self._real(value)
             kept = rows.any(1)
-            found = self.recording.activations.setdefault(path, Activation())
-            found.kurtosis += metrics.kurtosis(value[kept].detach(), rows[kept]).tolist()
-            found.max_inf_norm += metrics.max_inf_norm(value[kept].detach(), rows[kept]).tolist()
+            activation = self.recording.activations.setdefault(path, Activation())
+            activation.kurtosis += metrics.kurtosis(value[kept].detach(), rows[kept]).tolist()
+            activation.max_inf_norm += metrics.max_inf_norm(value[kept].detach(), rows[kept]).tolist()
 
         return hook
 
@@ -167,12 +163,12 @@ class _Recorder:
             inputs, call, sdpa, _ = args
             if call.state is not None and call.state.get_seq_length() > 0:
                 return  # linear attention has not kept the earlier keys, and its products are not probabilities
-            own = copy.copy(call)
-            own.kept, own.state = None, None
+            second = copy.copy(call)  # the model's own attention reads the first one
+            second.kept, second.state = None, None
             if call.context is not None:
                 scores = {order: value.clone() for order, value in call.context.scores.items()}
-                own.context = ForwardContext(scores=scores, raw=dict(call.context.raw))
-            weights = swap.forward(inputs, own, sdpa, True)[1]
+                second.context = ForwardContext(scores=scores, raw=dict(call.context.raw))
+            weights = swap.forward(inputs, second, sdpa, True)[1]
             layer = self._layer("weights", name)
             if weights is None:
                 return
@@ -190,9 +186,11 @@ class _Recorder:
         """True for sinks, (B,K): the first real key, and separators."""
         batch, keys = weights_BHQK.shape[0], weights_BHQK.shape[3]
         sinks = torch.zeros(batch, keys, dtype=torch.bool, device=weights_BHQK.device)
-        whole = self.mask is not None and self.mask.shape == sinks.shape
-        first = self.mask.to(sinks.device).int().argmax(1) if whole and self.mask is not None else sinks.int().argmax(1)
-        sinks[torch.arange(batch, device=sinks.device), first] = True
+        if self.mask is not None and self.mask.shape == sinks.shape:
+            first = self.mask.to(sinks.device).int().argmax(1)
+            sinks[torch.arange(batch, device=sinks.device), first] = True
+        else:
+            sinks[:, 0] = True
         if self.ids is not None and self.ids.shape == sinks.shape and self.sink_ids:
             sinks |= torch.isin(self.ids, torch.tensor(self.sink_ids, device=self.ids.device)).to(sinks.device)
         return sinks

@@ -32,7 +32,7 @@ class Mean:
     def value(self) -> Tensor:
         """The mean of all rows so far; NaN where no row had a number."""
         if self.total is None or self.count is None:
-            return torch.tensor(float("nan"), dtype=torch.float64)
+            return torch.tensor(math.nan, dtype=torch.float64)
         return self.total / self.count
 
     @property
@@ -47,6 +47,10 @@ class Activation:
 
     kurtosis: list[float] = field(default_factory=list)
     max_inf_norm: list[float] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The means over samples for JSON."""
+        return {"kurtosis": finite(mean(self.kurtosis)), "max_inf_norm": finite(mean(self.max_inf_norm))}
 
 
 @dataclass
@@ -91,21 +95,26 @@ class Recording:
     samples: int = 0
 
     @property
+    def in_order(self) -> list[Layer]:
+        """The layers, in the order of the pass."""
+        return [self.layers[place] for place in sorted(self.layers)]
+
+    @property
     def kurtosis(self) -> float:
         """The kurtosis: mean over samples, then mean over modules."""
-        return mean([mean(each.kurtosis) for each in self.activations.values()])
+        return mean([mean(activation.kurtosis) for activation in self.activations.values()])
 
     @property
     def max_inf_norm(self) -> float:
         """The maximum infinity norm: mean over samples, then maximum over modules."""
-        return max((mean(each.max_inf_norm) for each in self.activations.values()), default=float("nan"))
+        return max((mean(activation.max_inf_norm) for activation in self.activations.values()), default=math.nan)
 
     def summary(self) -> dict[str, float | None]:
         """One number per diagnostic.
 
         Token similarity is given after the first and after the last layer; entropy and sink mass are means over layers.
         """
-        layers = [self.layers[place] for place in sorted(self.layers)]
+        layers = self.in_order
         values = {
             "kurtosis": self.kurtosis,
             "max_inf_norm": self.max_inf_norm,
@@ -122,17 +131,11 @@ class Recording:
             "samples": self.samples,
             "kurtosis": finite(self.kurtosis),
             "max_inf_norm": finite(self.max_inf_norm),
-            "layers": [self.layers[place].to_dict() for place in sorted(self.layers)],
-            "modules": {
-                path: {
-                    "kurtosis": finite(mean(each.kurtosis)),
-                    "max_inf_norm": finite(mean(each.max_inf_norm)),
-                }
-                for path, each in self.activations.items()
-            },
+            "layers": [layer.to_dict() for layer in self.in_order],
+            "modules": {path: activation.to_dict() for path, activation in self.activations.items()},
         }
 
 
 def mean(values: Sequence[float]) -> float:
     """The mean; NaN without values."""
-    return sum(values) / len(values) if values else float("nan")
+    return sum(values) / len(values) if values else math.nan

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ..text.finite import finite
 from ..text.table import Table
 from . import plots
 from .inputs import Inputs
-from .recording import Layer, Recording
+from .recording import Recording
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PAGE, FIGURES = "report.html", "report.json"
@@ -78,38 +78,36 @@ class Report:
             "summary": {label: recording.summary() for label, recording in self.recordings.items()},
             "recordings": {label: recording.to_dict() for label, recording in self.recordings.items()},
             "tokens": list(self.inputs.tokens),
-            "attention": {label: [finite(each.tolist()) for each in maps] for label, maps in self.maps.items()},
+            "attention": {label: [finite(weights.tolist()) for weights in maps] for label, maps in self.maps.items()},
         }
 
     def figures(self) -> Iterator[tuple[str, str, Figure]]:
         """For each picture: the heading, a sentence that says how to read the picture, and the picture."""
-        found, image = self.recordings, self.inputs.image
-        yield "Token similarity", plots.similarity.__doc__ or "", plots.similarity(found)
-        yield "Attention entropy", plots.entropy.__doc__ or "", plots.entropy(found)
-        yield "Sink tokens", plots.sinks.__doc__ or "", plots.sinks(found)
-        yield "Outliers", plots.outliers.__doc__ or "", plots.outliers(found)
-        if any(layer.update_norm.total is not None for each in found.values() for layer in each.layers.values()):
-            yield "The update", plots.updates.__doc__ or "", plots.updates(found)
-        if self.maps and image is not None:
-            yield "Attention maps", plots.patch_maps.__doc__ or "", plots.patch_maps(self.maps, image)
+        drawings: list[tuple[str, Callable[..., Figure], tuple[Any, ...]]] = [
+            ("Token similarity", plots.similarity, (self.recordings,)),
+            ("Attention entropy", plots.entropy, (self.recordings,)),
+            ("Sink tokens", plots.sinks, (self.recordings,)),
+            ("Outliers", plots.outliers, (self.recordings,)),
+        ]
+        layers = [layer for recording in self.recordings.values() for layer in recording.layers.values()]
+        if any(layer.update_norm.total is not None for layer in layers):
+            drawings.append(("The update", plots.updates, (self.recordings,)))
+        if self.maps and self.inputs.image is not None:
+            drawings.append(("Attention maps", plots.patch_maps, (self.maps, self.inputs.image)))
         elif self.maps:
-            yield (
-                "Attention maps",
-                plots.attention_maps.__doc__ or "",
-                plots.attention_maps(self.maps, self.inputs.tokens),
-            )
+            drawings.append(("Attention maps", plots.attention_maps, (self.maps, self.inputs.tokens)))
+        for heading, draw, values in drawings:
+            yield heading, draw.__doc__ or "", draw(*values)
 
     def html(self) -> str:
         """The report as one HTML page that needs no network and no other file."""
         environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-        pictures = [(heading, words.split(": each")[0], _png(figure)) for heading, words, figure in self.figures()]
+        pictures = [(heading, words, _png(figure)) for heading, words, figure in self.figures()]
         summaries = {label: recording.summary() for label, recording in self.recordings.items()}
         rows = [(words, [_number(values[name]) for values in summaries.values()]) for name, words in SUMMARY]
-        largest = [
-            [each.largest.of(self.inputs.words) for each in layers]
-            for layers in zip(*_layers(self.recordings), strict=True)
-        ]
+        by_place = zip(*(recording.in_order for recording in self.recordings.values()), strict=True)
+        largest = [[layer.largest.of(self.inputs.words) for layer in layers] for layers in by_place]
         return template.render(
             report=self,
             positions=self._positions(),
@@ -133,11 +131,6 @@ class Report:
         (folder / FIGURES).write_text(text + "\n", encoding="utf-8")
         (folder / PAGE).write_text(self.html(), encoding="utf-8")
         return folder / PAGE
-
-
-def _layers(recordings: dict[str, Recording]) -> list[list[Layer]]:
-    """The layers of each recording, in their order."""
-    return [[recording.layers[place] for place in sorted(recording.layers)] for recording in recordings.values()]
 
 
 def _number(value: float | None) -> str:

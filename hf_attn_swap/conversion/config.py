@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..layer.calibration import FITS
 from ..layer.registry import canonical_keys, parse
-from ..measuring.head import names_head
+from ..measuring.lm_head import names_head
 from ..measuring.lost import Lost, predicts_next
 from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name

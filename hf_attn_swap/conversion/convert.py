@@ -107,8 +107,8 @@ def convert(
             data. None is 32,768 tokens or patches, or 256 rows.
         tokens: the budget of the distillation, in tokens of text; in patches, for images; in rows, for other data. 0
             trains nothing, as does a budget below one step.
-        max_loss: the largest loss, as a share (0.02 is 2 %) of what `Lost.share` names for this kind of model, such as
-            perplexity. The conversion stops as soon as the loss is within this budget.
+        max_loss: the largest loss, as a share (0.02 is 2 %) of what `Lost.degradation` names for this kind of model,
+            such as perplexity. The conversion stops as soon as the loss is within this budget.
         min_recall: in a causal language model, the smallest recall as a share of the stock model's (0.97): what a
             passage of 96 tokens gains when it is read again after 200 tokens, or after as many as a wider window has.
             It is a budget as `max_loss` is; with both, both must be met. Recall is measured too, without a budget,

@@ -103,8 +103,9 @@ def _undo_training(run: Run, weights: Snapshot, best: StepRecord, last: StepReco
     if not run.changed:
         run.leave_adapters(merged=False)
     run.say(
-        f"Training hurt, so it was taken back to {best.name!r}: {in_words(best.lost)} lost there ({best.lost.cost:.3g} "
-        f"by the loss that trains), {in_words(last.lost)} after {last.name!r} ({last.lost.cost:.3g})."
+        f"Training hurt, so it was taken back to {best.name!r}: {in_words(best.lost)} lost there "
+        f"({best.lost.divergence_or_error:.3g} by the loss that trains), {in_words(last.lost)} after {last.name!r} "
+        f"({last.lost.divergence_or_error:.3g})."
     )
     run.measured(UNDONE, best.lost)
 
@@ -128,7 +129,7 @@ def _tokens(stage: Distil, repeats: int, free: int, groups: int) -> int:
 
 def _order(run: Run, row: StepRecord) -> tuple[bool, float]:
     """The smaller, the better: what is within a budget comes first, then what loses less; no number comes last."""
-    cost = math.inf if math.isnan(row.lost.cost) else max(ROUNDING, row.lost.cost)
+    cost = math.inf if math.isnan(row.lost.divergence_or_error) else max(ROUNDING, row.lost.divergence_or_error)
     return not run.config.allows(row.lost), cost
 
 

@@ -1,16 +1,15 @@
 """Lets some key/value heads of a swapped layer keep all keys, in a variant with the option `full_heads`.
 
-DuoAttention (Xiao et al., 2024), section 2.
+Each forward pass reads the option, so nothing is wired anew. DuoAttention (Xiao et al., 2024), section 2.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from ..layer.swap import Swap
-from ..patch import build_swap
+from ..layer.registry import build_options
 from ..variants.base import Variant
 from ..wiring.layers import Layer
 
@@ -23,6 +22,7 @@ def by_heads(classes: Iterable[type[Variant]]) -> str:
     Raises:
         ValueError: none can.
     """
+    classes = tuple(classes)
     for cls in classes:
         if OPTION in {field.name for field in dataclasses.fields(cls.Options)}:
             return cls.name
@@ -30,26 +30,48 @@ def by_heads(classes: Iterable[type[Variant]]) -> str:
     raise ValueError(f"{names} changes all heads of a layer; heads are chosen for a variant with {OPTION}: window.")
 
 
-def with_full_heads(layer: Layer, full: Iterable[int], *, strength: float = 1.0) -> Swap:
-    """A new swap for a swapped layer, with the same variants, options and parameters, and all keys in these heads.
-
-    Args:
-        layer: the layer; it is not changed.
-        full: the numbers of its key/value heads that keep all keys.
-        strength: the strength, a number from 0 to 1.
+def check_full_heads(layer: Layer) -> str:
+    """The name of the variant of a swapped layer that can leave heads as they are.
 
     Raises:
-        ValueError: no variant of the layer can leave heads as they are, or the layer has a fit.
+        ValueError: no variant can, or the layer has a fit.
     """
-    before = layer.swap
-    if before.fitted:
+    if layer.swap.fitted:
         raise ValueError(
-            f"layer {layer.number} has a fit ({', '.join(before.fitted)}), which is that of other heads; choose the "
-            "heads before the fit."
+            f"layer {layer.number} has a fit ({', '.join(layer.swap.fitted)}), which is that of other heads; choose "
+            "the heads before the fit."
         )
-    classes = tuple(type(variant) for variant in before.variants)
-    options = copy.deepcopy(before.options)
-    options[by_heads(classes)][OPTION] = list(full)
-    swap = build_swap(layer, classes, options, strength=strength, selection=before.selection)
-    swap.load_state_dict(before.state_dict())
-    return swap
+    return by_heads(type(variant) for variant in layer.swap.variants)
+
+
+def set_full_heads(layer: Layer, heads: Iterable[int]) -> None:
+    """Let exactly these key/value heads of a swapped layer keep all keys. `Installation.refresh` has to follow.
+
+    Args:
+        layer: the layer.
+        heads: the numbers of the heads, from 0.
+
+    Raises:
+        ValueError: as in `check_full_heads`.
+    """
+    name, heads = check_full_heads(layer), sorted(heads)
+    for swap in layer.copies:
+        swap.options = {**swap.options, name: {**swap.options[name], OPTION: heads}}
+        for variant in swap.variants:
+            if variant.name == name:
+                variant.options = build_options(type(variant), swap.options[name])
+
+
+@contextlib.contextmanager
+def one_head(layer: Layer, head: int) -> Iterator[None]:
+    """Inside the `with` block, all other key/value heads of a swapped layer keep all keys.
+
+    Raises:
+        ValueError: as in `check_full_heads`.
+    """
+    before = layer.swap.options[check_full_heads(layer)][OPTION]
+    set_full_heads(layer, set(range(layer.swap.geometry.kv_heads)) - {head})
+    try:
+        yield
+    finally:
+        set_full_heads(layer, before)

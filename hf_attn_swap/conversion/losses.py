@@ -35,7 +35,7 @@ from ..measuring.batches import (
     token_mask,
 )
 from ..measuring.divergence import divergence, divergence_of_numbers, relative_error
-from ..measuring.head import first_of, logits_of
+from ..measuring.lm_head import first_of, logits_of
 from ..wiring.install import Installation
 
 # What a loss can need from the two passes. An output has only what the losses in use need.

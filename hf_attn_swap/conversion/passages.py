@@ -21,13 +21,13 @@ def reach_of(variant: str, options: Mapping[str, Any]) -> int | None:
         options: as `patch_model` takes them.
     """
     classes = parse(variant)
-    given = parse_options(classes, options)
-    return least(cls.reach(build_options(cls, given[cls.name])) for cls in classes)
+    by_variant = parse_options(classes, options)
+    return least(cls.reach(build_options(cls, by_variant[cls.name])) for cls in classes)
 
 
 def least(reaches: Iterable[int | None]) -> int | None:
     """The smallest of some numbers, or None."""
-    return min((each for each in reaches if each is not None), default=None)
+    return min((reach for reach in reaches if reach is not None), default=None)
 
 
 def passages_beyond(model: nn.Module, rows: Iterable[Any], reach: int | None, distance: int | None = None) -> Passages:

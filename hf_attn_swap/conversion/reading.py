@@ -33,10 +33,10 @@ def shuffled(count: int) -> Iterator[int]:
     draw = random.Random(0)
     moved: dict[int, int] = {}  # the numbers at the places that are left, as in the shuffle of Fisher and Yates
     for place in range(count):
-        other = draw.randrange(place, count)
+        drawn = draw.randrange(place, count)
         number = moved.pop(place, place)
-        if other != place:
-            number, moved[other] = moved.get(other, other), number
+        if drawn != place:
+            number, moved[drawn] = moved.get(drawn, drawn), number
         yield number
 
 
@@ -57,13 +57,13 @@ def first_rows(
     stream: Iterable[Any], size_of: Callable[[Any], float], most: float, fewest: int
 ) -> tuple[list[Any], bool]:
     """The first rows of a stream: of the size `most` together, and not fewer than `fewest`; True if these are all."""
-    found, size = [], 0.0
+    rows, size = [], 0.0
     for row in stream:
-        found.append(row)
+        rows.append(row)
         size += size_of(row)
-        if size >= most and len(found) >= fewest:
-            return found, False
-    return found, True
+        if size >= most and len(rows) >= fewest:
+            return rows, False
+    return rows, True
 
 
 def parts_of(text: str) -> Iterator[str]:

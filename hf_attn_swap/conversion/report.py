@@ -60,7 +60,7 @@ class StepRecord:
 
 def in_words(lost: Lost) -> str:
     """A loss as per cent, or as a factor if it is large."""
-    return f"{lost.share:.2%}" if lost.ratio is None or lost.ratio < LARGE else f"x {lost.ratio:,.0f}"
+    return f"{lost.degradation:.2%}" if lost.ratio is None or lost.ratio < LARGE else f"x {lost.ratio:,.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ class ConversionReport:
 
     def advice(self) -> list[str]:
         """How to lose less: a sentence if the budget was missed, or if much was lost without a budget."""
-        if self.met and (self.budget or self.lost.share < MUCH):
+        if self.met and (self.budget or self.lost.degradation < MUCH):
             return []
         if self.budget:
             looser = "a larger max_loss" if self.min_recall is None else "a looser budget"
@@ -196,7 +196,7 @@ class ConversionReport:
             "layers": list(self.layers),
             "met": self.met,
             "measure": self.lost.measure,
-            "loss": self.lost.share,
+            "loss": self.lost.degradation,
         }
 
     @classmethod

@@ -11,6 +11,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral, Real
 from statistics import fmean
 from typing import Any
@@ -27,6 +28,7 @@ from ..wiring.install import model_root
 from .reading import MOST_ROWS, countable, first_rows, parts_of, runs, sample, shuffled
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
+_Reader = Callable[[Any, Any, int, float | None, int], tuple[Any, bool]]  # texts to rows, and True if these are all
 RUN = 4  # blocks of text that are read in one place
 LETTERS = 4  # of a token, roughly
 NEIGHBOURS = 64  # texts that are read in one place, if each is a row
@@ -163,31 +165,41 @@ def as_rows(
     root, processor = model_root(model), own_tokenizer(processor)
     if hasattr(data, "iloc") and hasattr(data, "tolist"):  # a column of pandas counts by its index, not by its place
         data = data.tolist()
-    if not _is_sequence(data) and (most is None or not _is_stream(data)):
+    readable = countable(data) or (most is not None and isinstance(data, Iterable))
+    if not readable or isinstance(data, (str, Mapping)) or hasattr(data, "iloc"):
         raise ValueError(
             f"data must be a sequence of texts, images or rows that are ready, got {type(data).__name__}; a file is "
             "read by datasets.load_dataset, and hf-attn-swap convert reads one by --data."
         )
-    first, data = _peeked(data)
+    first, data = _peek(data)
     names = frozenset(name for name in inspect.signature(root.forward).parameters if not is_label(name))
-    collate = _Collate(names=names, pads=processor, numbers=gives_numbers(root))
+    collate = _Collate(names=names, processor=processor, regression=gives_numbers(root))
     rows: Any
     if first is None or isinstance(first, str) or _is_pair(first):
-        _check_texts(root, processor)
-        if predicts_next(root):
-            rows, whole = _blocks(data, processor, length, most, fewest)
-        else:
-            rows, whole = _texts(data, _is_pair(first), processor, length, most, fewest)
+        _check_input(root, "input_ids", processor, "texts need a tokenizer", "AutoTokenizer")
+        if predicts_next(root) and _is_pair(first):
+            raise ValueError("a causal language model takes texts; pairs of texts are for a classifier of two texts.")
+        read: _Reader = _blocks if predicts_next(root) else partial(_texts, paired=_is_pair(first))
+        rows, whole = read(data, processor, length, most, fewest)
     elif isinstance(first, Mapping):
-        _check_ready(root, first)
-        each = 0 if countable(data) else _patches(root, collate([dict(first)]).get("pixel_values"))
-        enough = most if each or _length(first) else most_rows
-        rows, whole = _taken(data, lambda row: _length(row) or each or 1, enough, fewest)
+        if root.main_input_name not in first:
+            raise ValueError(
+                f"{type(root).__name__} takes {root.main_input_name}, but the rows have {', '.join(sorted(first))}; "
+                "pass the texts or images themselves, such as data['text'], with the tokenizer or image processor as "
+                "processor."
+            )
+        patches = 0 if countable(data) else _patches(root, collate([dict(first)]))
+        enough = most if patches or _length(first) else most_rows
+        rows, whole = _at_most(data, lambda row: _length(row) or patches or 1, enough, fewest)
     elif hasattr(first, "convert"):
-        _check_images(root, data, processor)
-        each = 0 if countable(data) else _patches(root, collate([_Images([first], processor)[0]])["pixel_values"])
-        images, whole = _taken(data, lambda _: each or 1, most if each else most_rows, fewest)
-        rows = _Images(images, processor)
+        _check_input(root, "pixel_values", processor, "images need an image processor", "AutoImageProcessor")
+        if isinstance(data, (list, tuple)):  # a column of a `Dataset` would decode all of its images
+            for index, image in enumerate(data):
+                _check_image(index, image)
+        pixels = partial(_pixels, processor=processor)
+        patches = 0 if countable(data) else _patches(root, collate([pixels(0, first)]))
+        images, whole = _at_most(data, lambda _: patches or 1, most if patches else most_rows, fewest)
+        rows = _MadeWhenRead(images, pixels)
     else:
         raise ValueError(f"a row must be a text, a pair of texts, an image or a mapping, got {type(first).__name__}.")
     some = [rows[index] for index in sample(len(rows))]
@@ -196,36 +208,36 @@ def as_rows(
         raise ValueError(UNEQUAL)
     if any(lengths):
         return Rows(rows=rows, collate=collate, length=fmean(lengths), padded=len(set(lengths)) > 1, whole=whole)
-    patches = _patches(root, collate([dict(some[0])]).get("pixel_values"))
+    patches = _patches(root, collate([dict(some[0])]))
     return Rows(rows=rows, collate=collate, length=patches, unit=PATCHES if patches else ROWS, whole=whole)
 
 
-def _is_sequence(data: Any) -> bool:
-    return countable(data) and not isinstance(data, (str, Mapping)) and not hasattr(data, "iloc")
+def is_blank(value: Any) -> bool:
+    """True for a missing value, and for a text without letters."""
+    return value is None or (isinstance(value, str) and not value.strip())
 
 
-def _is_stream(data: Any) -> bool:
-    return isinstance(data, Iterable) and not isinstance(data, (str, Mapping)) and not hasattr(data, "iloc")
+def token_ids(text: str, tokenizer: Any) -> Iterator[list[int]]:
+    """The tokens of a text without special tokens, piece by piece of a very long one."""
+    for piece in parts_of(text):
+        yield tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _peeked(data: Any) -> tuple[Any, Any]:
+def _peek(data: Any) -> tuple[Any, Any]:
     """The first row that is not None, and the data with it; None if every row is.
 
     Raises:
         ValueError: there are no rows.
     """
-    if countable(data):
-        if not len(data):
-            raise ValueError(NO_ROWS)
-        return next((row for row in (data[number] for number in range(len(data))) if row is not None), None), data
-    rows, seen = iter(data), []
+    rows = (data[number] for number in range(len(data))) if countable(data) else iter(data)
+    read = []
     for row in rows:
-        seen.append(row)
+        read.append(row)
         if row is not None:
-            return row, itertools.chain(seen, rows)
-    if not seen:
+            break
+    if not read:
         raise ValueError(NO_ROWS)
-    return None, seen
+    return read[-1], data if countable(data) else itertools.chain(read, rows)
 
 
 @dataclass(frozen=True)
@@ -236,13 +248,13 @@ class _Collate:
 
     Attributes:
         names: the inputs of the model.
-        pads: the tokenizer, which pads rows of unequal length; or an image processor, or None.
-        numbers: True if the labels are the numbers of a regression, False if they are classes.
+        processor: the tokenizer, which pads rows of unequal length; or an image processor, or None.
+        regression: True if the labels are the numbers of a regression, False if they are classes.
     """
 
     names: frozenset[str]
-    pads: Any = None
-    numbers: bool = False
+    processor: Any = None
+    regression: bool = False
 
     def __call__(self, rows: list[dict[str, Any]]) -> Batch:
         """A batch of some rows.
@@ -253,33 +265,53 @@ class _Collate:
         inputs = [{name: value for name, value in row.items() if name in self.names} for row in rows]
         if len({_length(row) for row in inputs}) == 1:
             batch: Batch = default_data_collator(inputs)
-        elif not hasattr(self.pads, "pad"):
+        elif not hasattr(self.processor, "pad"):
             raise ValueError(UNEQUAL)
         else:
-            batch = dict(self.pads.pad(inputs, return_tensors="pt"))
-        labels = [_number(row) if self.numbers else _class(row) for row in rows]
-        if all(each is not None for each in labels):
+            batch = dict(self.processor.pad(inputs, return_tensors="pt"))
+        labels = [self._label(row) for row in rows]
+        if all(label is not None for label in labels):
             batch["labels"] = torch.tensor(labels)
         return batch
 
-
-def _label(row: Mapping[str, Any]) -> Any:
-    """The row's label, or None."""
-    value: Any = next((row[name] for name in LABELS if row.get(name) is not None), None)
-    value = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
-    return None if isinstance(value, bool) else value
-
-
-def _class(row: Mapping[str, Any]) -> int | None:
-    """The number of the row's class, or None if it has no label or a label of another kind (-1 is no label)."""
-    value = _label(row)
-    return int(value) if isinstance(value, Integral) and int(value) >= 0 else None
+    def _label(self, row: Mapping[str, Any]) -> float | None:
+        """The row's number or class, or None if it has no label or a label of another kind (-1 is no class)."""
+        label: Any = next((row[name] for name in LABELS if row.get(name) is not None), None)
+        label = label.item() if isinstance(label, Tensor) and label.dim() == 0 else label
+        if isinstance(label, bool):
+            return None
+        if self.regression:
+            return float(label) if isinstance(label, Real) else None
+        return int(label) if isinstance(label, Integral) and int(label) >= 0 else None
 
 
-def _number(row: Mapping[str, Any]) -> float | None:
-    """The number that a regression should give for the row, or None."""
-    value = _label(row)
-    return float(value) if isinstance(value, Real) else None
+@dataclass(frozen=True)
+class _MadeWhenRead:
+    """Rows that are made of items when they are read: `make` takes the place of an item, and the item."""
+
+    items: Any
+    make: Callable[[int, Any], dict[str, Any]]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.make(index, self.items[index])
+
+
+def _encoded(_: int, texts: Any, *, tokenizer: Any, length: int) -> dict[str, Any]:
+    """The tokens of one text, or of two."""
+    return dict(tokenizer(*([texts] if isinstance(texts, str) else texts), truncation=True, max_length=length))
+
+
+def _block(_: int, ids_L: Tensor) -> dict[str, Any]:
+    return {"input_ids": ids_L.tolist()}
+
+
+def _pixels(index: int, image: Any, *, processor: Any) -> dict[str, Any]:
+    """The pixels (3,S,S) of an image."""
+    _check_image(index, image)
+    return {"pixel_values": processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]}
 
 
 def _length(row: Mapping[str, Any]) -> int:
@@ -288,16 +320,16 @@ def _length(row: Mapping[str, Any]) -> int:
     return ids.numel() if isinstance(ids, Tensor) else len(ids)
 
 
-def _patches(root: PreTrainedModel, pixels: Any) -> float:
+def _patches(root: PreTrainedModel, batch: Batch) -> float:
     """The number of patches of an image; 0 if the model has no patches of one size."""
-    size = getattr(root.config, "patch_size", None)
+    size, pixels = getattr(root.config, "patch_size", None), batch.get("pixel_values")
     if size is None or not isinstance(pixels, Tensor):
         return 0
     height, width = (size, size) if isinstance(size, int) else size
     return (pixels.shape[-2] // height) * (pixels.shape[-1] // width)
 
 
-def _taken(data: Any, size_of: Callable[[Any], float], most: float | None, fewest: int) -> tuple[Any, bool]:
+def _at_most(data: Any, size_of: Callable[[Any], float], most: float | None, fewest: int) -> tuple[Any, bool]:
     """The rows of a sequence, or the first rows of a stream; True if these are all."""
     if not countable(data):
         return first_rows(data, size_of, most or 0, fewest)
@@ -306,125 +338,81 @@ def _taken(data: Any, size_of: Callable[[Any], float], most: float | None, fewes
     return select(data, sorted(itertools.islice(shuffled(len(data)), MOST_ROWS))), False
 
 
-def _check_ready(root: PreTrainedModel, first: Mapping[str, Any]) -> None:
-    if root.main_input_name not in first:
+def _check_input(root: PreTrainedModel, name: str, processor: Any, need: str, auto_class: str) -> None:
+    """Refuse data that the model does not take, and data without their processor."""
+    if root.main_input_name != name:
         raise ValueError(
-            f"{type(root).__name__} takes {root.main_input_name}, but the rows have {', '.join(sorted(first))}; pass "
-            "the texts or images themselves, such as data['text'], with the tokenizer or image processor as processor."
+            f"{type(root).__name__} takes {root.main_input_name}, but the data are {need.partition(' ')[0]}."
         )
+    if processor is None:
+        raise ValueError(f"{need}; pass it as processor={auto_class}.from_pretrained(...).")
+
+
+def _check_image(index: int, image: Any) -> None:
+    if not hasattr(image, "convert"):
+        raise ValueError(f"row {index} is no image, as other rows are, but {image!r:.60}.")
 
 
 def _is_pair(row: Any) -> bool:
-    return isinstance(row, (tuple, list)) and len(row) == 2 and all(map(_is_text, row))
+    return (
+        isinstance(row, (tuple, list)) and len(row) == 2 and all(text is None or isinstance(text, str) for text in row)
+    )
 
 
-def _is_text(value: Any) -> bool:
-    """True for a text, or None."""
-    return value is None or isinstance(value, str)
-
-
-def _parts(number: int, row: Any, *, paired: bool) -> tuple[str, ...] | None:
-    """The texts of a row, one or two; None if one of them is blank or missing.
+def _numbered(data: Any, size: int, *, paired: bool) -> Iterator[tuple[int, int, Any]]:
+    """The texts, or pairs of texts, as they are read, without blank ones; before each its number and its run's first.
 
     Raises:
-        ValueError: the row is of another kind.
+        ValueError: a row is of another kind.
     """
-    if not (_is_pair(row) if paired else _is_text(row)):
-        kind = "pair of texts" if paired else "text"
-        raise ValueError(f"row {number} is no {kind}, as other rows are, but {row!r:.60}.")
-    parts = tuple(row) if paired else (row,)
-    return None if any(map(is_blank, parts)) else parts
-
-
-def _check_texts(root: PreTrainedModel, tokenizer: Any) -> None:
-    if root.main_input_name != "input_ids":
-        raise ValueError(f"{type(root).__name__} takes {root.main_input_name}, but the data are texts.")
-    if tokenizer is None:
-        raise ValueError("texts need a tokenizer; pass it as processor=AutoTokenizer.from_pretrained(...).")
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """A row per text, or per pair of texts, made when it is read."""
-
-    texts: Any
-    numbers: Sequence[int]
-    tokenizer: Any
-    length: int
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self.texts[self.numbers[index]]
-        return self.encoded((row,) if isinstance(row, str) else row)
-
-    def encoded(self, parts: Sequence[str]) -> dict[str, Any]:
-        """The tokens of one text, or of two."""
-        return dict(self.tokenizer(*parts, truncation=True, max_length=self.length))
+    for start, run in runs(data, size):
+        for number, row in enumerate(run, start):
+            if not (_is_pair(row) if paired else row is None or isinstance(row, str)):
+                kind = "pair of texts" if paired else "text"
+                raise ValueError(f"row {number} is no {kind}, as other rows are, but {row!r:.60}.")
+            if not any(map(is_blank, row if paired else [row])):
+                yield start, number, row
 
 
 def _texts(
-    data: Any, paired: bool, tokenizer: Any, length: int, most: float | None, fewest: int
-) -> tuple[_Texts, bool]:
+    data: Any, tokenizer: Any, length: int, most: float | None, fewest: int, *, paired: bool
+) -> tuple[_MadeWhenRead, bool]:
     """A row per text, or per pair of texts, without those that have a blank one; True if these are all."""
-    filled = (
-        (number, row)
-        for start, some in runs(data, NEIGHBOURS)
-        for number, row in enumerate(some, start)
-        if _parts(number, row, paired=paired) is not None
-    )
-    made = _Texts(data, [], tokenizer, length)
+    encode = partial(_encoded, tokenizer=tokenizer, length=length)
+    filled = _numbered(data, NEIGHBOURS, paired=paired)
+    texts: Any
     if countable(data):
-        numbers = sorted(number for number, _ in itertools.islice(filled, MOST_ROWS))
-        made, whole = replace(made, numbers=numbers), len(data) <= MOST_ROWS
+        numbers = sorted(number for _, number, _ in itertools.islice(filled, MOST_ROWS))
+        texts, whole = Subset(data, numbers), len(data) <= MOST_ROWS
     else:
-        texts, whole = first_rows(
-            (_parts(number, row, paired=paired) or () for number, row in filled),
-            lambda parts: _length(made.encoded(parts)),
-            most or 0,
-            fewest,
-        )
-        made = replace(made, texts=texts, numbers=range(len(texts)))
-    if not len(made):
+        rows = (row for *_, row in filled)
+        texts, whole = first_rows(rows, lambda row: _length(encode(0, row)), most or 0, fewest)
+    if not len(texts):
         raise ValueError(BLANK)
-    return made, whole
+    return _MadeWhenRead(texts, encode), whole
 
 
-@dataclass(frozen=True)
-class _Blocks:
-    """Token ids (N,L), a row each."""
-
-    ids: Tensor
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self.ids[index].tolist()}
-
-
-def _blocks(data: Any, tokenizer: Any, length: int, most: float | None, fewest: int) -> tuple[_Blocks, bool]:
+def _blocks(data: Any, tokenizer: Any, length: int, most: float | None, fewest: int) -> tuple[_MadeWhenRead, bool]:
     """The texts, joined and cut into blocks of tokens, and True if these are all."""
     enough = math.inf if most is None else max(most, 2 * length, fewest * length)
-    read: dict[int, array[int]] = {}
+    ids_of_run: dict[int, array[int]] = {}
     total = 0
     for start, ids in _tokens(data, tokenizer, length):
-        read.setdefault(start, array("i")).extend(ids)
+        ids_of_run.setdefault(start, array("i")).extend(ids)
         total += len(ids)
         if total >= enough:
             break
-    if not read:
+    if not ids_of_run:
         raise ValueError(BLANK)
     if total < 2 * length:
         raise ValueError(
             f"the texts have {total:,} tokens, less than two blocks of {length}; bring more text or a smaller length."
         )
     joined = array("i")
-    for start in sorted(read):
-        joined += read[start]
+    for start in sorted(ids_of_run):
+        joined += ids_of_run[start]
     ids_L = torch.frombuffer(joined, dtype=torch.int32)
-    return _Blocks(ids_L[: total // length * length].reshape(-1, length)), total < enough
+    return _MadeWhenRead(ids_L[: total // length * length].reshape(-1, length), _block), total < enough
 
 
 def _tokens(data: Any, tokenizer: Any, length: int) -> Iterator[tuple[int, list[int]]]:
@@ -433,48 +421,6 @@ def _tokens(data: Any, tokenizer: Any, length: int) -> Iterator[tuple[int, list[
     if countable(data):
         letters = [len(text) for text in (data[number] for number in sample(len(data))) if isinstance(text, str)]
         size = math.ceil(RUN * LETTERS * length / max(1.0, fmean(letters or [1])))
-    for start, some in runs(data, size):
-        for number, row in enumerate(some, start):
-            if _is_pair(row):
-                raise ValueError(
-                    "a causal language model takes texts; pairs of texts are for a classifier of two texts."
-                )
-            for text in _parts(number, row, paired=False) or ():
-                for part in parts_of(text):
-                    yield start, tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-@dataclass(frozen=True)
-class _Images:
-    """The pixels (3,S,S) of images, made when they are read."""
-
-    images: Any
-    processor: Any
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        image = self.images[index]
-        _check_image(index, image)
-        return {"pixel_values": self.processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]}
-
-
-def _check_image(index: int, image: Any) -> None:
-    if not hasattr(image, "convert"):
-        raise ValueError(f"row {index} is no image, as other rows are, but {image!r:.60}.")
-
-
-def _check_images(root: PreTrainedModel, images: Any, processor: Any) -> None:
-    if root.main_input_name != "pixel_values":
-        raise ValueError(f"{type(root).__name__} takes {root.main_input_name}, but the data are images.")
-    if processor is None:
-        raise ValueError("images need an image processor; pass it as processor=AutoImageProcessor.from_pretrained(...)")
-    if isinstance(images, (list, tuple)):  # a column of a `Dataset` would decode all of its images
-        for index, image in enumerate(images):
-            _check_image(index, image)
-
-
-def is_blank(value: Any) -> bool:
-    """True for a missing value, and for a text without letters."""
-    return value is None or (isinstance(value, str) and not value.strip())
+    for start, _, text in _numbered(data, size, paired=False):
+        for ids in token_ids(text, tokenizer):
+            yield start, ids

@@ -77,7 +77,7 @@ class Trial:
 
     def keep_if_better(self, lost: Lost) -> bool:
         """Keep the change if the model loses less with it than before."""
-        if lost.share < self.lost.share:
+        if lost.degradation < self.lost.degradation:
             self.lost, self.kept = lost, True
         return self.kept
 
@@ -188,7 +188,7 @@ class Run:
             for candidate, change in candidates.items():
                 change()
                 lost = self.lost()
-                if lost.cost < least.cost:
+                if lost.divergence_or_error < least.divergence_or_error:
                     best, least, snapshot = candidate, lost, self.snapshot()
             self.restore(snapshot)
             self.measured(f"{name}: {best}", least)

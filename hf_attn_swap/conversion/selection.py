@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .full_heads import with_full_heads
+from .full_heads import set_full_heads
 from .rows import TOKENS
 from .run import Run
 from .sensitivity import HeadSensitivity, Sensitivity, head_sensitivity, layer_sensitivity
@@ -61,17 +61,17 @@ def select_heads(run: Run) -> HeadSensitivity | None:
 def _head_sensitivity(run: Run) -> HeadSensitivity:
     assert run.held is not None
     rows = max(1, round(HEAD_TOKENS / run.rows.length)) if run.rows.unit == TOKENS else HEAD_ROWS
-    return head_sensitivity(run.model, run.held.few(rows, HEAD_PASSAGES), progress=run.progress)
+    return head_sensitivity(run.model, run.held.subset_of_rows(rows, HEAD_PASSAGES), progress=run.progress)
 
 
 def _keep_all_keys(run: Run, heads: list[tuple[int, int]]) -> None:
     """A layer whose heads all keep all keys runs its own attention, as a layer that was not chosen."""
-    installation, swaps = run.installation, {}
-    for layer in installation.layers():
+    strengths = {}
+    for layer in run.installation.layers():
         full = [head for number, head in heads if number == layer.number]
-        whole = len(full) == layer.swap.geometry.kv_heads
-        swaps[layer] = with_full_heads(layer, full, strength=0.0 if whole else 1.0)
-    installation.put(swaps)
+        set_full_heads(layer, full)
+        strengths[layer] = 0.0 if len(full) == layer.swap.geometry.kv_heads else 1.0
+    run.installation.set_strength(strengths)
 
 
 def select_layers(run: Run) -> LayerSelection:
@@ -86,7 +86,7 @@ def _select_layers(run: Run) -> LayerSelection:
     if not keep and not by_budget:
         return LayerSelection([layers])
     assert run.held is not None
-    held = run.held.part(max(FEWEST_HELD // 2, len(run.held.kept) // 4))  # there is a pass per layer
+    held = run.held.subset(max(FEWEST_HELD // 2, len(run.held.kept) // 4))  # there is a pass per layer
     sensitivity = layer_sensitivity(run.model, held, layers=layers, progress=run.progress)
     order = list(sensitivity.order)
     order = order[: len(order) - round(keep * len(order))] or order[:1]

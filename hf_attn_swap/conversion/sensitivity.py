@@ -9,10 +9,9 @@ docs/mathematics.md, section Which layers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -24,62 +23,79 @@ from ..text.bar import bar
 from ..text.table import Table
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
-from .full_heads import with_full_heads
+from .full_heads import check_full_heads, one_head
 from .passages import least, passages_beyond
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SIZE = (7.0, 3.2)  # of the picture, in inches
 COLOUR = "#4c72b0"
-K = TypeVar("K")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Costs:
-    """What each part of a model alone costs: a layer, or a key/value head.
+    """What each unit of a model alone costs: a layer, or a key/value head.
 
     Attributes:
         variant: the name of the variant.
-        together: what was lost with all these parts swapped.
+        together: what was lost with all these units swapped.
     """
 
     variant: str
     together: Lost
-    part: ClassVar[str]
+    unit: ClassVar[str]
 
     @property
     def alone(self) -> dict[Any, Lost]:
-        """What was lost with this part alone swapped, by the part."""
+        """What was lost with this unit alone swapped, by the unit."""
         raise NotImplementedError
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """The parts, from the cheapest to the costliest.
+        """The units, from the cheapest to the costliest.
 
         By KL or the relative error; if recall was measured, by the sum of both, each as a share of its total over the
-        parts. A part without which the model recalls more costs no recall.
+        units. A unit without which the model recalls more costs no recall.
         """
-        costs = _shares({part: lost.cost for part, lost in self.alone.items()})
-        recalls = _shares({part: max(0.0, _recall_lost(lost)) for part, lost in self.alone.items()})
-        return tuple(sorted(self.alone, key=lambda part: (costs[part] + recalls[part], part)))
+        costs = _shares({unit: lost.divergence_or_error for unit, lost in self.alone.items()})
+        recalls = _shares({unit: max(0.0, _recall_lost(lost)) for unit, lost in self.alone.items()})
+        return tuple(sorted(costs, key=lambda unit: (costs[unit] + recalls[unit], unit)))
 
     def table(self) -> Table:
-        """A row per part, from the cheapest."""
+        """A row per unit, from the cheapest."""
         recalled = self.together.recall is not None
-        named = [*((self.name_of(part), self.alone[part]) for part in self.order), ("all", self.together)]
+        named = [*((self.name_of(unit), self.alone[unit]) for unit in self.order), ("all", self.together)]
         return Table(
-            summary=f"{self.variant}: what each {self.part} alone costs, from the cheapest.",
-            header=(self.part, self.together.measure, *(["recall lost, nats"] if recalled else [])),
+            summary=f"{self.variant}: what each {self.unit} alone costs, from the cheapest.",
+            header=(self.unit, self.together.measure, *(["recall lost, nats"] if recalled else [])),
             rows=[
-                (name, f"{lost.share:.3g}", *([f"{_recall_lost(lost):.3g}"] if recalled else []))
+                (name, f"{lost.degradation:.3g}", *([f"{_recall_lost(lost):.3g}"] if recalled else []))
                 for name, lost in named
             ],
         )
 
-    def name_of(self, part: Any) -> str:
-        """A part in the table."""
-        return str(part)
+    def plot(self) -> Figure:
+        """A bar per unit, in the order of the model; a colour for each head of a layer."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=SIZE, layout="constrained")
+        axes = figure.subplots()
+        self._draw(axes)
+        axes.set(
+            xlabel="layer",
+            ylabel=self.together.measure,
+            title=f"{self.variant}: what each {self.unit} alone costs",
+        )
+        return figure
+
+    def _draw(self, axes: Axes) -> None:
+        raise NotImplementedError
+
+    def name_of(self, unit: Any) -> str:
+        """A unit in the table."""
+        return str(unit)
 
     def __str__(self) -> str:
         return self.table().text()
@@ -103,7 +119,7 @@ class Sensitivity(_Costs):
     """
 
     layers: dict[int, Lost]
-    part: ClassVar[str] = "layer"
+    unit: ClassVar[str] = "layer"
 
     @property
     def alone(self) -> dict[int, Lost]:
@@ -113,19 +129,11 @@ class Sensitivity(_Costs):
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sensitivity:
         """The figures from their plain data, also after JSON."""
-        return cls(**_known(values), layers=_by_number(values["layers"]))
+        return cls(**_of_both(values), layers=_by_number(values["layers"]))
 
-    def plot(self) -> Figure:
-        """A bar per layer, in the order of the model."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=SIZE, layout="constrained")
-        axes = figure.subplots()
-        indices = sorted(self.layers)
-        shares = [self.layers[index].share for index in indices]
-        axes.bar([str(index) for index in indices], shares, color=COLOUR)
-        axes.set(xlabel="layer", ylabel=self.together.measure, title=f"{self.variant}: what each layer alone costs")
-        return figure
+    def _draw(self, axes: Axes) -> None:
+        layers = sorted(self.layers)
+        axes.bar(list(map(str, layers)), [self.layers[layer].degradation for layer in layers], color=COLOUR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,39 +147,32 @@ class HeadSensitivity(_Costs):
     """
 
     heads: dict[int, dict[int, Lost]]
-    part: ClassVar[str] = "key/value head"
+    unit: ClassVar[str] = "key/value head"
 
     @property
     def alone(self) -> dict[tuple[int, int], Lost]:
         """What was lost with this head alone swapped, by (layer, head)."""
         return {(layer, head): lost for layer, heads in self.heads.items() for head, lost in heads.items()}
 
-    def name_of(self, part: Any) -> str:
+    def name_of(self, unit: Any) -> str:
         """The numbers of the layer and of the head, such as 18.2."""
-        return "{}.{}".format(*part)
+        return "{}.{}".format(*unit)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> HeadSensitivity:
         """The figures from their plain data, also after JSON."""
         heads = {int(layer): _by_number(heads) for layer, heads in values["heads"].items()}
-        return cls(**_known(values), heads=heads)
+        return cls(**_of_both(values), heads=heads)
 
-    def plot(self) -> Figure:
-        """A bar per head, in the order of the model; a colour per head of a layer."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=SIZE, layout="constrained")
-        axes = figure.subplots()
+    def _draw(self, axes: Axes) -> None:
+        width = 0.9 / max(map(len, self.heads.values()))
         for head in sorted({head for heads in self.heads.values() for head in heads}):
-            shown = {layer: heads[head].share for layer, heads in sorted(self.heads.items()) if head in heads}
-            width = 0.9 / max(map(len, self.heads.values()))
+            shown = {layer: heads[head].degradation for layer, heads in self.heads.items() if head in heads}
             axes.bar([layer + head * width for layer in shown], list(shown.values()), width, label=f"head {head}")
-        axes.set(xlabel="layer", ylabel=self.together.measure, title=f"{self.variant}: what each head alone costs")
         axes.legend(ncols=4, fontsize="small")
-        return figure
 
 
-def _known(values: dict[str, Any]) -> dict[str, Any]:
+def _of_both(values: dict[str, Any]) -> dict[str, Any]:
     """The variant and what was lost together, from plain data."""
     variant = ", ".join(map(canonical_name, values["variant"].split(", ")))
     return {"variant": variant, "together": Lost.from_dict(values["together"])}
@@ -184,7 +185,7 @@ def _by_number(values: dict[Any, Any]) -> dict[int, Lost]:
 def _shares(costs: dict[Any, float]) -> dict[Any, float]:
     """Each as a share of the total; as it is, if nothing costs anything."""
     total = sum(costs.values())
-    return {part: cost / total if total > 0 else cost for part, cost in costs.items()}
+    return {unit: cost / total if total > 0 else cost for unit, cost in costs.items()}
 
 
 def _recall_lost(lost: Lost) -> float:
@@ -213,18 +214,10 @@ def layer_sensitivity(
             or there is no batch.
     """
     installation, chosen = _swapped(model, layers)
-    held = batches if isinstance(batches, HeldOut) else _held_out(model, batches, progress=progress)
-
-    @contextlib.contextmanager
-    def running(layer: Layer) -> Iterator[None]:
-        installation.set_strength({layer: 1.0})
-        yield
-        installation.set_strength({layer: 0.0})
-
-    alone = {layer: partial(running, layer) for layer in chosen}
-    found, together = _each_alone(model, chosen, alone, held, "layer", progress)
+    held = _held_out(model, installation, batches, progress)
+    alone, together = _measured(model, installation, chosen, [(layer, None) for layer in chosen], held, progress)
     return Sensitivity(
-        variant=_names(chosen), layers={layer.number: lost for layer, lost in found.items()}, together=together
+        variant=_names(chosen), together=together, layers={number: lost for (number, _), lost in alone.items()}
     )
 
 
@@ -249,20 +242,15 @@ def head_sensitivity(
             of other heads.
     """
     installation, chosen = _swapped(model, layers)
-    held = batches if isinstance(batches, HeldOut) else _held_out(model, batches, progress=progress)
-
-    def running(layer: Layer, head: int) -> contextlib.AbstractContextManager[None]:
-        others = [other for other in range(layer.swap.geometry.kv_heads) if other != head]
-        return installation.temporarily({layer: with_full_heads(layer, others)})
-
-    alone = {
-        (layer, head): partial(running, layer, head) for layer in chosen for head in range(layer.swap.geometry.kv_heads)
-    }
-    found, together = _each_alone(model, chosen, alone, held, "head", progress)
-    heads: dict[int, dict[int, Lost]] = {}
-    for (layer, head), lost in found.items():
-        heads.setdefault(layer.number, {})[head] = lost
-    return HeadSensitivity(variant=_names(chosen), heads=heads, together=together)
+    for layer in chosen:
+        check_full_heads(layer)
+    held = _held_out(model, installation, batches, progress)
+    units = [(layer, head) for layer in chosen for head in range(layer.swap.geometry.kv_heads)]
+    alone, together = _measured(model, installation, chosen, units, held, progress)
+    heads: dict[int, dict[int, Lost]] = {layer.number: {} for layer in chosen}
+    for (number, head), lost in alone.items():
+        heads[number][head] = lost
+    return HeadSensitivity(variant=_names(chosen), together=together, heads=heads)
 
 
 def _swapped(model: nn.Module, layers: Iterable[int] | None) -> tuple[Installation, list[Layer]]:
@@ -285,42 +273,47 @@ def _names(layers: Iterable[Layer]) -> str:
     return ", ".join(sorted({"+".join(layer.swap.names) for layer in layers}))
 
 
-def _each_alone(
+def _measured(
     model: nn.Module,
+    installation: Installation,
     layers: Sequence[Layer],
-    alone: Mapping[K, Callable[[], contextlib.AbstractContextManager[None]]],
+    units: Sequence[tuple[Layer, Any]],
     held: HeldOut,
-    unit: str,
     progress: bool,
-) -> tuple[dict[K, Lost], Lost]:
-    """What is lost while one part runs, by the part; and what is lost while these layers run.
+) -> tuple[dict[tuple[int, Any], Lost], Lost]:
+    """What is lost while one unit runs the variant, by the layer's number and the head; and while all layers run it.
 
     Args:
         model: the patched model.
-        layers: the layers.
-        alone: by the part, what lets this part run in a model that runs nothing else.
+        installation: its swaps.
+        layers: all layers that are measured.
+        units: each a layer, and a key/value head of it or None for the whole layer.
         held: the rows.
-        unit: what a part is called.
         progress: show a progress bar.
     """
-    found: dict[K, Lost] = {}
-    installation = need_installation(model)
+    alone: dict[tuple[int, Any], Lost] = {}
+    swapped = installation.layers()
     with installation.strengths_kept():
-        installation.set_strength(dict.fromkeys(installation.layers(), 0.0))
-        for part in bar(list(alone), desc="sensitivity", unit=unit, shown=progress):
-            with alone[part]():
-                found[part] = held.lost(model)
-        installation.set_strength(dict.fromkeys(layers, 1.0))
-        return found, held.lost(model)
+        for layer, head in bar(units, desc="sensitivity", shown=progress):
+            installation.set_strength(dict.fromkeys(swapped, 0.0) | {layer: 1.0})
+            with contextlib.nullcontext() if head is None else one_head(layer, head):
+                alone[layer.number, head] = held.lost(model)
+        installation.set_strength(dict.fromkeys(swapped, 0.0) | dict.fromkeys(layers, 1.0))
+        return alone, held.lost(model)
 
 
-def _held_out(model: nn.Module, batches: Iterable[Any], *, progress: bool) -> HeldOut:
+def _held_out(
+    model: nn.Module, installation: Installation, batches: Iterable[Any] | HeldOut, progress: bool
+) -> HeldOut:
     """The rows, with passages where the variants of the model hide keys and there is room for passages."""
-    given: list[Any] = [batches] if isinstance(batches, Mapping) else list(batches)
-    swaps = [layer.swap for layer in need_installation(model).layers()]
+    if isinstance(batches, HeldOut):
+        return batches
+    rows: list[Any] = [batches] if isinstance(batches, Mapping) else list(batches)
+    swaps = [layer.swap for layer in installation.layers()]
     reach = least(variant.reach(variant.options) for swap in swaps for variant in swap.variants)
     passages = None
     if reach is not None:
         with contextlib.suppress(ValueError):
-            passages = passages_beyond(model, given, reach)
-    return HeldOut(model, given, passages=passages, progress=progress)
+            passages = passages_beyond(model, rows, reach)
+    with installation.stock():
+        return HeldOut(model, rows, as_it_is=True, passages=passages, progress=progress)

@@ -398,7 +398,9 @@ def _choose_sink(run: Run, measure: Callable[[Run], Lost] | None) -> list[int] |
             run.say(f"No sink was absorbed: {problem}")
             return None
         lost = run.lost() if measure is None else measure(run)
-    if lost.share < before.share and (not config.budgeted or config.allows(lost)):  # else groups of layers are chosen
+    if lost.degradation < before.degradation and (
+        not config.budgeted or config.allows(lost)
+    ):  # else groups of layers are chosen
         run.say(str(absorbed))
         return list(absorbed.tokens)
     return None

@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..layer.calibration import Calibration
 from ..layer.swap import Phase, Swap
 from ..measuring.batches import MASKS, without_labels
-from ..measuring.head import can_skip_logits, first_of, head_alone, last_hidden, logits_of
+from ..measuring.lm_head import can_skip_logits, first_of, head_alone, last_hidden, logits_of
 from ..patch import need_installation
 from ..text.bar import visible
 from ..wiring.install import Installation

@@ -162,7 +162,7 @@ class Call:
         dropout: the model's hidden dropout, for variants that add something beside W_o.
         recomputed: True if the block is under activation checkpointing. Carried scores must then not change in place.
         state: what the cache holds of this layer in place of all keys and values (linear attention, a window), or None.
-        tap: a function that is given a name and a tensor, and returns the tensor that the computation goes on with.
+        probe: a function that is given a name and a tensor, and returns the tensor that the computation goes on with.
             The names are "scores" (before the mask), "probabilities" (the weights that multiply the values) and
             "context" (the heads).
         exact_strength: 1.0 at full strength, and below a (1,) tensor in fp32. A variant asks for it by `strength_in`.
@@ -228,7 +228,7 @@ class Call:
         return own_BLGD.repeat_interleave(heads // own_BLGD.shape[2], 2)
 
     def probed(self, place: str, tensor: Tensor) -> Tensor:
-        """The tensor that the computation goes on with: `tensor`, or what the tap returns for `tensor`."""
+        """The tensor that the computation goes on with: `tensor`, or what the probe returns for `tensor`."""
         return tensor if self.probe is None else self.probe(place, tensor)
 
 

@@ -12,8 +12,8 @@ def check_keys(thing: Any, wanted: set[str], where: str) -> None:
         ValueError: it is no dict, or has other keys.
     """
     if not isinstance(thing, dict) or set(thing) != wanted:
-        found = sorted(map(str, thing)) if isinstance(thing, dict) else type(thing).__name__
-        raise ValueError(f"{where} must have exactly {sorted(wanted)}, found {found}.")
+        keys = sorted(map(str, thing)) if isinstance(thing, dict) else type(thing).__name__
+        raise ValueError(f"{where} must have exactly {sorted(wanted)}, found {keys}.")
 
 
 def is_whole(value: Any) -> TypeGuard[int]:

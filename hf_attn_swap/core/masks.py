@@ -160,9 +160,9 @@ class Masks:
     def once(self, kind: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """The form `kind` of this mask: the form that a layer of this pass already made, or a new form."""
         facts = (*kind, self.causal, self.queries, self.keys, self.device)
-        for each in self.made:
-            if each.key_mask is self.key_mask and each.given is self.given and each.facts == facts:
-                return each.value
+        for form in self.made:
+            if form.key_mask is self.key_mask and form.given is self.given and form.facts == facts:
+                return form.value
         value = make()
         self.made.append(Made(self.key_mask, self.given, facts, value))
         return value
@@ -215,7 +215,7 @@ def recorded() -> bool:
         return bool(getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)())
     if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # torch's
         return True
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]  # torch's
 
 
 def transformed(*tensors: Tensor) -> bool:

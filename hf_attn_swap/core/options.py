@@ -73,7 +73,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(hint, types.UnionType):
         return any(_fits(value, part) for part in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:  # a file keeps it as a list
-        return isinstance(value, (list, tuple, range)) and all(_fits(each, typing.get_args(hint)[0]) for each in value)
+        return isinstance(value, (list, tuple, range)) and all(_fits(item, typing.get_args(hint)[0]) for item in value)
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

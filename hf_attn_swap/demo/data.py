@@ -17,7 +17,6 @@ TEXT_SOURCE = "rotten_tomatoes"
 TRAINING_PACKAGES = {
     "accelerate": "accelerate",
     "datasets": "datasets",
-    "evaluate": "evaluate",
     "peft": "peft",
     "scipy": "scipy",
     "sklearn": "scikit-learn",

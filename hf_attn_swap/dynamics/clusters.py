@@ -65,9 +65,9 @@ def clusters(trajectory: Trajectory, tolerance: float = 0.05) -> Clusters:
     spread = float((z[0] - z[0].mean(0)).square().sum(-1).mean().sqrt()) or 1.0
     labels, centres = [], []
     for points in z:
-        found = torch.from_numpy(DBSCAN(eps=tolerance * spread, min_samples=1).fit_predict(points.cpu().numpy()))
-        labels.append(found)
-        centres.append(torch.stack([points.cpu()[found == each].mean(0) for each in range(int(found.max()) + 1)]))
+        label = torch.from_numpy(DBSCAN(eps=tolerance * spread, min_samples=1).fit_predict(points.cpu().numpy()))
+        labels.append(label)
+        centres.append(torch.stack([points.cpu()[label == number].mean(0) for number in range(int(label.max()) + 1)]))
     return Clusters(times=trajectory.times, labels=torch.stack(labels), centres=tuple(centres))
 
 
@@ -86,8 +86,8 @@ def eigenvalues(attention: Tensor) -> Tensor:
 
     `attention` may also be the sum of P over heads; the largest modulus is then the number of heads.
     """
-    found: Tensor = torch.linalg.eigvals(attention.masked_fill(attention < NEGLIGIBLE, 0.0))
-    return found
+    values: Tensor = torch.linalg.eigvals(attention.masked_fill(attention < NEGLIGIBLE, 0.0))
+    return values
 
 
 def vertex_share(points: Tensor, tolerance: float = 0.05, start: Tensor | None = None) -> tuple[float, int]:

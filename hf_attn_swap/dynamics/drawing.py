@@ -42,13 +42,13 @@ def snapshots(trajectory: Trajectory, indices: Sequence[int], title: str) -> Fig
         figure, axes = panels(len(indices), projection="3d")
     else:
         figure, axes = panels(len(indices))
-    for each, index in zip(axes, indices, strict=True):
+    for panel, index in zip(axes, indices, strict=True):
         if not solid:
             for token in range(points.shape[1]):
-                each.plot(*points[: index + 1, token].T, color="0.8", linewidth=0.6, zorder=0)
-        each.scatter(*points[index].T, s=12)
-        each.set_title(f"t = {float(trajectory.times[index]):.3g}", fontsize="small")
-        _frame(each, points)
+                panel.plot(*points[: index + 1, token].T, color="0.8", linewidth=0.6, zorder=0)
+        panel.scatter(*points[index].T, s=12)
+        panel.set_title(f"t = {float(trajectory.times[index]):.3g}", fontsize="small")
+        _frame(panel, points)
     figure.suptitle(title)
     return figure
 

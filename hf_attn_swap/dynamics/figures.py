@@ -60,12 +60,12 @@ class Drawn:
     def save(self, folder: Path, name: str) -> list[Path]:
         """Write `<name>.png` and one GIF per trajectory into the folder, and return the paths."""
         folder.mkdir(parents=True, exist_ok=True)
-        found = [folder / f"{name}.png"]
-        self.figure.savefig(found[0], dpi=130)
-        for part, trajectory in self.movies.items():
-            found.append(folder / (f"{name}-{part}.gif" if part else f"{name}.gif"))
-            animate(trajectory, found[-1], part or name)
-        return found
+        paths = [folder / f"{name}.png"]
+        self.figure.savefig(paths[0], dpi=130)
+        for movie, trajectory in self.movies.items():
+            paths.append(folder / (f"{name}-{movie}.gif" if movie else f"{name}.gif"))
+            animate(trajectory, paths[-1], movie or name)
+        return paths
 
 
 FIGURES: dict[str, Callable[[Settings], Drawn]] = {}
@@ -101,13 +101,13 @@ def clustering(settings: Settings) -> Drawn:
     drawing, axes = panels(4)
     movies, ends = {}, []
     identity = torch.eye(2, dtype=torch.float64)
-    for each, kind in zip(axes, ("identity", "positive", "symmetric", "negative"), strict=True):
+    for panel, kind in zip(axes, ("identity", "positive", "symmetric", "negative"), strict=True):
         heads = HeadMatrices.plain(identity, identity, _matrix(kind, settings.seed))
         movies[kind] = simulate(random_tokens(20, 2, seed=settings.seed), heads, time=5, step=0.1, value="head")
         z = movies[kind].z
-        each.plot(z[..., 0], z[..., 1], color="0.8", linewidth=0.6)
-        each.scatter(*z[-1].T, s=12)
-        each.set_title(f"V {kind}", fontsize="small")
+        panel.plot(z[..., 0], z[..., 1], color="0.8", linewidth=0.6)
+        panel.scatter(*z[-1].T, s=12)
+        panel.set_title(f"V {kind}", fontsize="small")
         ends.append(f"{kind} {clusters(movies[kind]).counts[-1]}")
     return Drawn(
         figure=drawing, says=f"Clusters of 20 rescaled tokens at t = 5 by V: {', '.join(ends)}.", movies=movies
@@ -125,7 +125,7 @@ def leaders_over_time(settings: Settings) -> Drawn:
     trajectory = simulate(tokens, heads, time=10, step=0.1, value="head", method="published")
     over_time = [leaders(trajectory.attention(index)[0]) for index in range(len(trajectory.times))]
     drawing, (left, right) = panels(2)
-    left.plot(trajectory.times, [len(found) for found in over_time])
+    left.plot(trajectory.times, [len(leading) for leading in over_time])
     left.set_xlabel("t")
     left.set_ylabel("leaders")
     right.scatter(*trajectory.z[0].T.cpu().numpy(), s=10, color="0.7")
@@ -145,9 +145,9 @@ def low_rank(settings: Settings) -> Drawn:
     trajectory = simulate(tokens, HeadMatrices.plain(one, one), time=10, step=0.05)
     drawing, axes = panels(4)
     indices = (0, 40, 100, 200)
-    for each, index in zip(axes, indices, strict=True):
-        each.imshow(trajectory.attention(index)[0].cpu().numpy(), vmin=0, vmax=1)
-        each.set_title(f"P(t), t = {float(trajectory.times[index]):g}", fontsize="small")
+    for panel, index in zip(axes, indices, strict=True):
+        panel.imshow(trajectory.attention(index)[0].cpu().numpy(), vmin=0, vmax=1)
+        panel.set_title(f"P(t), t = {float(trajectory.times[index]):g}", fontsize="small")
     ranks = [matrix_rank(trajectory.attention(index)[0]) for index in indices]
     return Drawn(figure=drawing, says=f"Rank of P(t) at t = 0, 2, 5, 10 (singular values above 1e-3): {ranks}.")
 
@@ -171,19 +171,21 @@ def polytope(settings: Settings) -> Drawn:
 @figure("spectra", trained=True)
 def trained_spectra(settings: Settings) -> Drawn:
     """The eigenvalues of V_h of every head in the complex plane; green where the hyperplane theorem applies."""
-    found = spectra(head_matrices(settings.model, settings.layer))
-    columns = min(len(found), 8)
-    rows = -(-len(found) // columns)
+    of_heads = spectra(head_matrices(settings.model, settings.layer))
+    columns = min(len(of_heads), 8)
+    rows = -(-len(of_heads) // columns)
     drawing = Figure(figsize=(1.6 * columns, 1.7 * rows), layout="constrained")
-    for each in found:
-        axes = drawing.add_subplot(rows, columns, each.head + 1)
-        axes.scatter(each.value.real, each.value.imag, s=4, color="tab:green" if each.satisfies else "tab:blue")
+    for spectrum in of_heads:
+        axes = drawing.add_subplot(rows, columns, spectrum.head + 1)
+        axes.scatter(
+            spectrum.value.real, spectrum.value.imag, s=4, color="tab:green" if spectrum.satisfies else "tab:blue"
+        )
         axes.axhline(0, color="0.8", linewidth=0.5)
         axes.axvline(0, color="0.8", linewidth=0.5)
-        axes.set_title(f"head {each.head}", fontsize="x-small")
+        axes.set_title(f"head {spectrum.head}", fontsize="x-small")
         axes.tick_params(labelsize=5)
-    positive = [each.head for each in found if each.positive]
-    good = [each.head for each in found if each.satisfies]
+    positive = [spectrum.head for spectrum in of_heads if spectrum.positive]
+    good = [spectrum.head for spectrum in of_heads if spectrum.satisfies]
     says = f"Heads (from 0) whose largest eigenvalue is real and positive: {positive}; with all conditions: {good}."
     return Drawn(figure=drawing, says=says)
 
@@ -202,10 +204,10 @@ def attention_eigenvalues(settings: Settings) -> Drawn:
     trajectory = _trained(settings, 30, [settings.head], steps=50)
     values = eigenvalues(torch.stack([trajectory.attention(index)[0] for index in range(51)]))
     drawing, axes = panels(4)
-    for each, index in zip(axes, (0, 25, 50), strict=False):
-        each.scatter(values[index].real, values[index].imag, s=8)
-        each.set_title(f"t = {float(trajectory.times[index]):g}", fontsize="small")
-        each.set_xlim(-1.05, 1.05)
+    for panel, index in zip(axes, (0, 25, 50), strict=False):
+        panel.scatter(values[index].real, values[index].imag, s=8)
+        panel.set_title(f"t = {float(trajectory.times[index]):g}", fontsize="small")
+        panel.set_xlim(-1.05, 1.05)
     axes[3].plot(trajectory.times, values.abs().sort(-1, descending=True).values[:, :10])
     axes[3].set_title("ten largest moduli", fontsize="small")
     large = [int((values[index].abs() > 0.01).sum()) for index in (0, 25, 50)]
@@ -257,7 +259,7 @@ def _trained(settings: Settings, count: int, chosen: list[int] | None, steps: in
 
 
 def _clusters(trajectory: Trajectory, indices: tuple[int, ...]) -> str:
-    found = clusters(trajectory)
-    when = found.collapse_time
+    grouped = clusters(trajectory)
+    when = grouped.collapse_time
     collapse = "no collapse to one" if when is None else f"one from t = {when:.3g} on"
-    return f"clusters at iterations {list(indices)}: {[found.counts[index] for index in indices]}, {collapse}"
+    return f"clusters at iterations {list(indices)}: {[grouped.counts[index] for index in indices]}, {collapse}"

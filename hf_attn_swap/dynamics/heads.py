@@ -113,11 +113,11 @@ def head_matrices(model: nn.Module, layer: int | str = 0) -> HeadMatrices:
     if family.query == family.key:  # one module holds all three projections, side by side
         per_key = sizes.kv_heads * sizes.head_dim
         widths = [sizes.heads * sizes.head_dim, per_key, per_key]
-        found = torch.split(_matrix(site.core.get_submodule(family.query), site.path), widths, 1)
+        matrices = torch.split(_matrix(site.core.get_submodule(family.query), site.path), widths, 1)
     else:
         paths = (family.query, family.key, family.value)
-        found = tuple(_matrix(site.core.get_submodule(path), site.path) for path in paths)
-    query, key, value = (each.view(sizes.hidden, -1, sizes.head_dim).transpose(0, 1) for each in found)
+        matrices = tuple(_matrix(site.core.get_submodule(path), site.path) for path in paths)
+    query, key, value = (matrix.view(sizes.hidden, -1, sizes.head_dim).transpose(0, 1) for matrix in matrices)
     groups = sizes.heads // sizes.kv_heads
     output = _matrix(site.container.get_submodule(family.output), site.path)
     return HeadMatrices(
@@ -130,13 +130,13 @@ def head_matrices(model: nn.Module, layer: int | str = 0) -> HeadMatrices:
 
 
 def _site(model: nn.Module, layer: int | str) -> Site:
-    found = sites(model_root(model))
-    usable = [site for site in found if site.usable]
+    all_sites = sites(model_root(model))
+    usable = [site for site in all_sites if site.usable]
     if isinstance(layer, int):
         if not 0 <= layer < len(usable):
             raise ValueError(f"layer {layer}: this model has self-attention layers 0 to {len(usable) - 1}.")
         return usable[layer]
-    named = next((site for site in found if site.path == layer), None)
+    named = next((site for site in all_sites if site.path == layer), None)
     if named is None:
         raise ValueError(f"there is no attention module {layer!r}; there are {', '.join(s.path for s in usable)}.")
     if named.cross:

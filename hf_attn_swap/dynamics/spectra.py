@@ -62,7 +62,7 @@ class Spectrum:
 
 def spectra(heads: HeadMatrices) -> list[Spectrum]:
     """The spectrum of every head."""
-    found = []
+    of_heads = []
     values, forms = heads.V, heads.B
     for head in range(len(heads)):
         eigenvalues, vectors = torch.linalg.eig(values[head])
@@ -73,7 +73,7 @@ def spectra(heads: HeadMatrices) -> list[Spectrum]:
             phi = leading.real / leading.real.norm()
             alignment = heads.scale * float((phi @ heads.query[head]) @ (phi @ heads.key[head]))
         form = torch.linalg.eigvalsh(forms[head])
-        found.append(
+        of_heads.append(
             Spectrum(
                 head=head,
                 value=eigenvalues[eigenvalues.abs() > VALUE_FLOOR],
@@ -81,4 +81,4 @@ def spectra(heads: HeadMatrices) -> list[Spectrum]:
                 alignment=alignment,
             )
         )
-    return found
+    return of_heads

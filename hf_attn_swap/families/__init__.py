@@ -110,8 +110,8 @@ def sites(model: nn.Module) -> list[Site]:
     return list(_walk(model))
 
 
-def obstacle(model: nn.Module, found: Iterable[Site]) -> str | None:
-    """Why no part of this model can be swapped, or None. `found` are its attention modules, as `sites` finds them."""
+def obstacle(model: nn.Module, attention_sites: Iterable[Site]) -> str | None:
+    """Why no part of this model can be swapped, or None, from its attention modules as `sites` finds them."""
     for path, module in model.named_modules():
         cls = stock_class(module)
         if built_by_implementation(cls):
@@ -119,7 +119,7 @@ def obstacle(model: nn.Module, found: Iterable[Site]) -> str | None:
                 f"{path} ({cls.__name__}) is built by the name of its attention implementation, so that a saved swap "
                 "could not be loaded"
             )
-    for site in found:
+    for site in attention_sites:
         if site.unrunnable is not None:
             return (
                 f"{site.path} ({type(site.core).__name__}) cannot run through our attention function, swapped or not: "

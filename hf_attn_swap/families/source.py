@@ -54,14 +54,14 @@ class InterfaceCall:
 
 def _once_per_forward(read: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Keep what `read` finds in a class, for as long as the class has the same forward: programs may replace it."""
-    found: dict[Any, R] = {}
+    results: dict[Any, R] = {}
 
     @wraps(read)
     def kept(cls: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         key = (getattr(cls, "forward", None), *args)
-        if key not in found:
-            found[key] = read(cls, *args, **kwargs)
-        return found[key]
+        if key not in results:
+            results[key] = read(cls, *args, **kwargs)
+        return results[key]
 
     return kept
 
@@ -92,7 +92,7 @@ def arguments(cls: Any) -> list[str]:
     """The names of the arguments of this class's forward, without `self`, in order; without `*args` and `**kwargs`."""
     parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
     gathering = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [each.name for each in parameters if each.kind not in gathering]
+    return [parameter.name for parameter in parameters if parameter.kind not in gathering]
 
 
 @_once_per_forward
@@ -140,10 +140,10 @@ def slices_unmasked(cls: Any) -> bool:
     places of the other tokens could not be told. Under another name, it expects a mask.
     """
     try:
-        found = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls))))
+        nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls))))
     except (OSError, TypeError):  # no Python source
         return False
-    return any(_is_for_sdpa(node) for node in found)
+    return any(_is_for_sdpa(node) for node in nodes)
 
 
 def _is_for_sdpa(node: ast.AST) -> bool:
@@ -166,7 +166,7 @@ def borrows_unless(cls: Any) -> tuple[str, bool] | None:
         if not isinstance(node, ast.If):
             continue
         for branch, wanted in ((node.body, True), (node.orelse, False)):
-            if not any(_updates(each) for statement in branch for each in ast.walk(statement)):
+            if not any(_updates(node) for statement in branch for node in ast.walk(statement)):
                 continue
             for part in node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]:
                 denied = isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not)
@@ -206,7 +206,7 @@ def reads_mask(cls: Any) -> bool:
     masks = {call.given_mask for call in interface_calls(cls)} - {None}
     if forward is None or not masks:
         return False
-    own = {each.arg for each in forward.args.args}
+    own = {argument.arg for argument in forward.args.args}
     names = {name for mask in masks for name in _origins(ast.parse(str(mask), mode="eval").body, forward, set())}
     if not names <= own or any(_assigned_by_code(str(mask), forward) for mask in masks):
         return True
@@ -226,9 +226,9 @@ def moves_windows(cls: Any) -> bool:
     """True if the forward of this class, a block, cuts its tokens into windows before the attention."""
     forward = _function(cls)
     calls = [ast.unparse(node) for node in ast.walk(forward) if isinstance(node, ast.Call)] if forward else []
-    called_for = [each.partition("(")[0] for each in calls]
-    cut = [each for each in calls if ".reshape(" in each or ".view(" in each]
-    return any("window" in each for each in (*called_for, *cut))
+    called_for = [call.partition("(")[0] for call in calls]
+    cut = [call for call in calls if ".reshape(" in call or ".view(" in call]
+    return any("window" in call for call in (*called_for, *cut))
 
 
 @_once_per_forward
@@ -246,9 +246,9 @@ def hands_keywords_on(cls: Any, child: str, index: int | None = None) -> bool | 
     names = {f"self.{child}"}
     for node in [*ast.walk(forward), *ast.walk(forward)]:  # twice: a name may be bound before what it is bound to
         if isinstance(node, (ast.For, ast.comprehension)) and any(name in ast.unparse(node.iter) for name in names):
-            names |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
+            names |= {target.id for target in ast.walk(node.target) if isinstance(target, ast.Name)}
         elif isinstance(node, ast.Assign) and ast.unparse(node.value).split("[")[0] in names:
-            names |= {each.id for each in node.targets if isinstance(each, ast.Name)}
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     calls = [node for node in ast.walk(forward) if isinstance(node, ast.Call) and _calls_one(node, names, index)]
     if not calls:
         return None
@@ -304,11 +304,11 @@ def projected(cls: Any, path: str | None) -> tuple[str, ...]:
     forward = _function(cls)
     if forward is None or path is None:
         return ()
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(forward):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{path}" and node.args:
-            found |= _origins(node.args[0], forward, set())
-    return tuple(each.arg for each in forward.args.args[1:] if each.arg in found)
+            names |= _origins(node.args[0], forward, set())
+    return tuple(argument.arg for argument in forward.args.args[1:] if argument.arg in names)
 
 
 @_once_per_forward
@@ -316,14 +316,16 @@ def called(cls: Any) -> frozenset[str]:
     """The submodules that the forward of this class calls: X of each `self.X(...)`."""
     forward = _function(cls)
     calls = [node.func for node in ast.walk(forward) if isinstance(node, ast.Call)] if forward is not None else []
-    return frozenset(each.attr for each in calls if isinstance(each, ast.Attribute) and _name(each.value) == "self")
+    return frozenset(
+        function.attr for function in calls if isinstance(function, ast.Attribute) and _name(function.value) == "self"
+    )
 
 
 @_once_per_forward
 def handed_on(cls: Any, child: str) -> tuple[tuple[str, str], ...]:
     """By which name the forward of this class gives each of its own arguments to `self.<child>`: (own, child's)."""
     forward = _function(cls)
-    own = {each.arg for each in forward.args.args} if forward is not None else set()
+    own = {argument.arg for argument in forward.args.args} if forward is not None else set()
     pairs = []
     for node in ast.walk(forward) if forward is not None else ():
         if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{child}":
@@ -337,8 +339,8 @@ def returns_tuple(cls: Any) -> bool:
     """True if the forward of this class returns a tuple; False if it returns one tensor."""
     forward = _function(cls)
     values = [node.value for node in ast.walk(forward) if isinstance(node, ast.Return)] if forward is not None else []
-    found = [each for value in values for each in (value, *_assigned(_name(value) or "", forward))]  # type: ignore[arg-type]  # there is a forward if it has values
-    return any(isinstance(part, ast.Tuple) for each in found for part in (each, getattr(each, "left", None)))
+    assigned = [node for value in values for node in (value, *_assigned(_name(value) or "", forward))]  # type: ignore[arg-type]  # there is a forward if it has values
+    return any(isinstance(side, ast.Tuple) for node in assigned for side in (node, getattr(node, "left", None)))
 
 
 @_once_per_forward
@@ -354,8 +356,10 @@ def passed_through(cls: Any, path: str | None) -> frozenset[str]:
     ]
     values = [*given, *(value for node in given for value in _assigned(_name(node) or "", forward))]
     calls = [node.func for value in values for node in ast.walk(value) if isinstance(node, ast.Call)]
-    found = {each.attr for each in calls if isinstance(each, ast.Attribute) and _name(each.value) == "self"}
-    return frozenset(found - {path})
+    names = {
+        function.attr for function in calls if isinstance(function, ast.Attribute) and _name(function.value) == "self"
+    }
+    return frozenset(names - {path})
 
 
 def _origins(node: ast.AST, forward: ast.FunctionDef, seen: set[str]) -> set[str]:
@@ -367,7 +371,7 @@ def _origins(node: ast.AST, forward: ast.FunctionDef, seen: set[str]) -> set[str
         if node.id in seen:
             return set()
         seen = seen | {node.id}
-        given = {node.id} if node.id in {each.arg for each in forward.args.args} else set()
+        given = {node.id} if node.id in {argument.arg for argument in forward.args.args} else set()
         return given.union(*(_origins(value, forward, seen) for value in _assigned(node.id, forward)))
     if isinstance(node, ast.IfExp):
         return _origins(node.body, forward, seen) | _origins(node.orelse, forward, seen)
@@ -522,7 +526,7 @@ def given_other_states(parent: Any, child: str, core: Any, others: tuple[str, ..
     ]
     if not calls:
         return None
-    own = [each.arg for each in forward.args.args[1:]]
+    own = [argument.arg for argument in forward.args.args[1:]]
     given = [value for call in calls for value in _states_given(call, core, others)]
     given = [value for value in given if _name(value) is None or _name(value) != next(iter(own), None)]
     return bool(given), any(_name(value) not in own for value in given)
@@ -574,8 +578,8 @@ def _function(cls: Any, method: str = "forward") -> ast.FunctionDef | None:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(cls, method))))
     except (OSError, TypeError, AttributeError):  # no Python source: built in, compiled, or no forward at all
         return None
-    found = ast.parse(source).body[0]
-    return found if isinstance(found, ast.FunctionDef) else None
+    function = ast.parse(source).body[0]
+    return function if isinstance(function, ast.FunctionDef) else None
 
 
 def _bound_to(node: ast.AST, interfaces: frozenset[str]) -> list[str]:
@@ -586,7 +590,7 @@ def _bound_to(node: ast.AST, interfaces: frozenset[str]) -> list[str]:
         targets = [node.target]
     else:
         return []
-    asked = node.value is not None and any(_name(each) in interfaces for each in ast.walk(node.value))
+    asked = node.value is not None and any(_name(inner) in interfaces for inner in ast.walk(node.value))
     return [target.id for target in targets if asked and isinstance(target, ast.Name)]
 
 

@@ -55,7 +55,7 @@ def simple_attention(
     """
     factor_BQ = length_factor(q, k, causal=causal, key_mask=key_mask, length=length, past=past)
     k = masked_keys(k, key_mask)
-    queries, keys, values = (each.to(wide(each)) for each in (q, k, v))
+    queries, keys, values = (widened(tensor) for tensor in (q, k, v))
     with without_autocast(q.device):
         if causal:
             behind = keys.shape[2] - queries.shape[2]
@@ -83,6 +83,11 @@ def under_autocast(device: str) -> bool:
 def wide(tensor: Tensor) -> torch.dtype:
     """The dtype in which sums over `tensor` are computed: fp32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The tensor in fp32 at least."""
+    return tensor.to(wide(tensor))
 
 
 def length_factor(
@@ -128,7 +133,7 @@ def state_before(k: Tensor, v: Tensor, behind: int, past: Past | None) -> Tensor
     if _is_zero(behind):  # a slice of no keys would still cost the size of all keys, in the backward pass
         empty = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=wide(k))
         return empty if past is None else past[0].to(empty.dtype)
-    state = k[:, :, :behind].transpose(2, 3).to(wide(k)) @ v[:, :, :behind].to(wide(v))
+    state = widened(k[:, :, :behind]).transpose(2, 3) @ widened(v[:, :, :behind])
     return state if past is None else state + per_head(past[0].to(state.dtype), k.shape[1])
 
 
@@ -158,7 +163,7 @@ def causal_products(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
         )  # the heads of a group share a state: no copies of it
         return read.view(batch, heads, queries, -1) + (q @ k.transpose(2, 3)).tril() @ v
     state = per_head(state, heads)
-    q_BHNCD, k_BHNCD, v_BHNCD = (_chunks(each) for each in (q, k, v))
+    q_BHNCD, k_BHNCD, v_BHNCD = (_chunks(tensor) for tensor in (q, k, v))
     sums = k_BHNCD.transpose(3, 4) @ v_BHNCD
     before = torch.cat([state.unsqueeze(2), sums[:, :, :-1]], 2).cumsum(2)
     inside = (q_BHNCD @ k_BHNCD.transpose(3, 4)).tril() @ v_BHNCD

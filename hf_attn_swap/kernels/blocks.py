@@ -62,14 +62,16 @@ class Block:
             mask: of all blocks, broadcastable to (B,H,Q,K): bool, or numbers to add; or None.
             scaling: the factor of q k^T.
         """
-        own = query[self.index].to(keys_NKD.dtype)
+        queries = query[self.index].to(keys_NKD.dtype)
         base = keys_NKD.new_empty(1, 1, 1)
         keys = keys_NKD[:, : self.seen].transpose(1, 2)
-        scores = torch.baddbmm(base, self.flat(own), keys, beta=0, alpha=scaling).view(*own.shape[:3], self.seen)
+        scores = torch.baddbmm(base, self.flat(queries), keys, beta=0, alpha=scaling).view(
+            *queries.shape[:3], self.seen
+        )
         if mask is not None:
             scores += _numbers(self._of(mask), scores.dtype)
         if self.causal:
-            later = scores.new_full((own.shape[2], own.shape[2]), -torch.inf).triu_(1)
+            later = scores.new_full((queries.shape[2], queries.shape[2]), -torch.inf).triu_(1)
             scores[..., -later.shape[0] :] += later
         return scores
 

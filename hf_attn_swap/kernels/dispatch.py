@@ -35,7 +35,7 @@ class Form(Enum):
     IN_PLACE = "H moved on in place by baddbmm, then softmax (without gradients: SDPA with H as mask)"
     TERMS = "H as a sum of products, a block of queries at a time"
     PRODUCTS = "reordered products"
-    BLOCKS = "reordered products, in blocks by a CPU operator when causal or in half precision"
+    BLOCKS = "reordered products, in blocks by a CPU operator when causal"
     FLA = "reordered products, by a kernel of flash-linear-attention when causal"
     WEIGHTED = "weights, a block of queries at a time"
     REFERENCE = "reference"
@@ -141,19 +141,13 @@ def windows_form(setting: Setting) -> bool:
 
 
 def linear_form(setting: Setting) -> Form:
-    """The form of linear attention: reordered products, or an operator or a kernel for long sequences.
-
-    On the CPU without causal order, the plain products are as fast in fp32. In half precision they would first copy
-    each tensor to fp32, and the operator copies one block at a time.
-    """
-    if setting.recorded or setting.transformed or not setting.one_dtype:
+    """The form of linear attention: reordered products, or a kernel for long sequences in causal order."""
+    if setting.recorded or setting.transformed or setting.causal is False or not setting.one_dtype:
         return Form.PRODUCTS
     if setting.tokens is not None and setting.tokens[0] <= CHUNK:  # a single chunk has no running sum
         return Form.PRODUCTS
-    ordered = setting.causal is not False
     if linear.available(setting.device):
-        half = setting.dtypes[0] in (torch.bfloat16, torch.float16)
-        return Form.BLOCKS if ordered or half else Form.PRODUCTS
-    if ordered and not setting.compiling and linear_fla.available(setting.device, setting.dtypes[0]):
+        return Form.BLOCKS
+    if not setting.compiling and linear_fla.available(setting.device, setting.dtypes[0]):
         return Form.FLA
     return Form.PRODUCTS

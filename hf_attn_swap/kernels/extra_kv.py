@@ -47,13 +47,13 @@ class ExtraKV:
         wide = torch.promote_types(query.dtype, torch.float32)
         if self.key is None:
             assert self.score is not None
-            found = self.score.to(wide)[None, :, None, :].expand(batch, -1, queries, -1)
+            scores = self.score.to(wide)[None, :, None, :].expand(batch, -1, queries, -1)
         else:
             key = self.key.to(wide) * inputs.scaling
             with without_autocast(query.device):  # the heads of a group are rows of one product
-                found = query.to(wide).reshape(batch, key.shape[0], -1, width) @ key.mT
-            found = found.view(batch, heads, queries, -1)
-        return found if self.share is None else found + self.share.to(wide).log()
+                scores = query.to(wide).reshape(batch, key.shape[0], -1, width) @ key.mT
+            scores = scores.view(batch, heads, queries, -1)
+        return scores if self.share is None else scores + self.share.to(wide).log()
 
     def values(self, inputs: Inputs) -> Tensor | None:
         """The values of the pairs (G,N,D), in the dtype of the values of the text."""

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import twice
+from .double_backward import refuse_double_backward
 
 BLOCK = 2**22  # the largest number of scores that one block of queries holds: 16 MB in fp32
 Term = tuple[Tensor, Tensor, float]  # q (B,H,Q,D), k (B,H,K,D) and the factor of q k^T in H
@@ -78,7 +78,7 @@ def attend(
     Returns:
         H of this layer (B,H,Q,K), and the heads (B,H,Q,D).
     """
-    moved, heads, _ = _Attend.apply(hidden, query, key, value, decay, weight, blocked, fresh, dropout)  # type: ignore[no-untyped-call]  # torch's
+    moved, heads = _Attend.apply(hidden, query, key, value, decay, weight, blocked, fresh, dropout)  # type: ignore[no-untyped-call]  # torch's
     return moved, heads
 
 
@@ -108,12 +108,11 @@ class _Attend(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, weights, heads, stays)
         ctx.decay, ctx.weight, ctx.first, ctx.kept = decay, weight, hidden is None, 1 - dropout
         ctx.set_materialize_grads(False)
-        return moved, heads, weights  # a second derivative comes back through the weights
+        return moved, heads
 
     @staticmethod
-    def backward(ctx: Any, grad_moved: Tensor | None, grad_heads: Tensor | None, grad_weights: Tensor | None) -> Any:
-        if twice.wanted() or grad_weights is not None:
-            return _again(ctx, grad_moved, grad_heads, grad_weights)
+    def backward(ctx: Any, grad_moved: Tensor | None, grad_heads: Tensor | None) -> Any:
+        refuse_double_backward()
         query, key, value, weights, heads, stays = ctx.saved_tensors
         groups, scores, grad_value = key.shape[1], grad_moved, None
         q, k, v, p = rows(query, groups), key.flatten(0, 1), value.flatten(0, 1), rows(weights, groups)
@@ -124,10 +123,10 @@ class _Attend(torch.autograd.Function):
             read = p if scale is None else p * scale
             grad_value = (read.transpose(1, 2) @ g).view(value.shape)
             mean = (g * rows(heads, groups)).sum(-1, keepdim=True)
-            own = torch.bmm(g, v.transpose(1, 2))
-            own = (own if scale is None else own.mul_(scale)).sub_(mean)
+            grad_p = torch.bmm(g, v.transpose(1, 2))
+            grad_p = (grad_p if scale is None else grad_p.mul_(scale)).sub_(mean)
             # The layer above made the gradient of H for this layer alone, so this tensor may change in place.
-            scores = own.mul_(p) if scores is None else scores.view(p.shape).addcmul_(own, p)
+            scores = grad_p.mul_(p) if scores is None else scores.view(p.shape).addcmul_(grad_p, p)
         if scores is None:
             return (None,) * 9
         flat = scores.view(p.shape)
@@ -136,31 +135,6 @@ class _Attend(torch.autograd.Function):
         grad_key = torch.baddbmm(empty, flat.transpose(1, 2), q, beta=0, alpha=ctx.weight).view(key.shape)
         below = None if ctx.first else flat.mul_(ctx.decay).view(weights.shape)
         return below, grad_query, grad_key, grad_value, None, None, None, None, None
-
-
-def _again(ctx: Any, grad_moved: Tensor | None, grad_heads: Tensor | None, grad_weights: Tensor | None) -> Any:
-    """`_Attend.backward` out of place, which autograd can differentiate again, and with a gradient of the weights."""
-    query, key, value, weights, _, stays = ctx.saved_tensors
-    groups = key.shape[1]
-    q, k, v, p = rows(query, groups), key.flatten(0, 1), value.flatten(0, 1), rows(weights, groups)
-    scores = None if grad_moved is None else rows(grad_moved, groups)
-    of_weights = None if grad_weights is None else rows(grad_weights, groups)
-    grad_value = None
-    if grad_heads is not None:
-        g = rows(grad_heads, groups)
-        scale = 1.0 if stays is None else rows(stays, groups).to(p.dtype) / ctx.kept
-        grad_value = ((p * scale).transpose(1, 2) @ g).view(value.shape)
-        own = g @ v.transpose(1, 2) * scale
-        of_weights = own if of_weights is None else of_weights + own
-    if of_weights is not None:
-        own = p * (of_weights - (p * of_weights).sum(-1, keepdim=True))
-        scores = own if scores is None else scores + own
-    if scores is None:
-        return (None,) * 9
-    grad_query = (ctx.weight * scores @ k).view(query.shape)
-    grad_key = (ctx.weight * scores.transpose(1, 2) @ q).view(key.shape)
-    below = None if ctx.first else (ctx.decay * scores).view(weights.shape)
-    return below, grad_query, grad_key, grad_value, None, None, None, None, None
 
 
 def attend_long(
@@ -180,24 +154,32 @@ def attend_long(
     """
     queries, keys = terms[-1][0].shape[2], value.shape[2]
     size = max(1, BLOCK // (value.shape[0] * value.shape[1] * keys))
-    found = []
+    blocks = []
     for start in range(0, queries, size):
         stop = min(start + size, queries)
-        part = allowed
-        if allowed is not None and allowed.shape[2] > 1:
-            part = allowed[:, :, start:stop]
-        seen = stop if causal else keys
-        block = (start, stop, seen, part, causal, dropout)
+        allowed_here = allowed if allowed is None or allowed.shape[2] == 1 else allowed[:, :, start:stop]
+        arguments = (start, stop, stop if causal else keys, allowed_here, causal, dropout, terms, value)
         if torch.is_grad_enabled():
-            found.append(checkpoint(_block, block, terms, value, use_reentrant=False, preserve_rng_state=dropout > 0))
+            blocks.append(checkpoint(_block, *arguments, use_reentrant=False, preserve_rng_state=dropout > 0))
         else:
-            found.append(_block(block, terms, value))
-    return torch.cat(found, 2)
+            blocks.append(_block(*arguments))
+    return torch.cat(blocks, 2)
 
 
-def _block(block: Any, terms: Sequence[Term], value: Tensor) -> Tensor:
-    """The heads of the queries from `start` up to, but not including, `stop`: (B,H,stop - start,D)."""
-    start, stop, seen, allowed, causal, dropout = block
+def _block(
+    start: int,
+    stop: int,
+    seen: int,
+    allowed: Tensor | None,
+    causal: bool,
+    dropout: float,
+    terms: Sequence[Term],
+    value: Tensor,
+) -> Tensor:
+    """The heads of the queries from `start` up to, but not including, `stop`: (B,H,stop - start,D).
+
+    They see the first `seen` keys. The other arguments are those of `attend_long`.
+    """
     batch, heads = value.shape[:2]
     scores: Tensor | None = None
     for q, k, weight in terms:

@@ -1,11 +1,11 @@
-"""Computes linear attention on the CPU, one block of tokens after the other.
+"""Computes causal linear attention on the CPU, one block of tokens after the other.
 
-Causal: f_t q_t (S + sum_{i <= t} k_i v_i^T) with f_t = L_t^(-1/2). Not causal: q (f sum_i k_i v_i^T). For one token,
-with S = 0 and f = 1, the result is q k^T v.
+The heads are f_t q_t (S + sum_{i <= t} k_i v_i^T) with f_t = L_t^(-1/2). For one token, with S = 0 and f = 1, the
+result is q k^T v.
 One block of queries, keys and values fits into the processor's cache, together with the sum over all earlier tokens.
 Only a block is converted to fp32 at a time, and the tensors are read where they lie: no pass makes a copy of the size
 L x D beside its results.
-The causal backward pass goes through the tokens once, from the last to the first. It needs the sum before each block.
+The backward pass goes through the tokens once, from the last to the first. It needs the sum before each block.
 The forward pass keeps the sum before every span of `SPAN` blocks, and the backward pass makes the other sums of one
 span again. To subtract blocks from the last sum would be shorter, but a large block would cancel the sums before it.
 SimpleTRON (2021), section 3; Katharopoulos et al. (2020) for the state.
@@ -22,46 +22,34 @@ from torch import Tensor, library
 
 from ..functional.linear import (
     Past,
-    causal_products,
     length_factor,
     masked_keys,
     per_head,
     state_before,
     wide,
+    widened,
     without_autocast,
 )
-from . import twice
+from .double_backward import refuse_double_backward
 
 # Any of these numbers gives the same result.
-BLOCK = 64  # the number of tokens in a block of the causal form
-ALL_BLOCK = 256  # the same for the form that is not causal, which has no products of queries and keys
-SPAN = 16  # the number of blocks between two sums that the causal forward pass keeps
+BLOCK = 64  # the number of tokens in a block
+SPAN = 16  # the number of blocks between two sums that the forward pass keeps
 
 
 def available(device: str) -> bool:
-    """True if the operators run on this type of device."""
+    """True if the operator runs on this type of device."""
     return device == "cpu"
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    key_mask: Tensor | None,
-    length: str,
-    past: Past | None,
-    causal: bool = True,
-) -> Tensor:
-    """Compute `functional.simple_attention` by the operators of this file: `Form.BLOCKS`.
+def attend(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, length: str, past: Past | None) -> Tensor:
+    """Compute `functional.simple_attention` in causal order, by the operator of this file: `Form.BLOCKS`.
 
     The arguments, the result (B,H,Q,D) and the errors are those of `functional.simple_attention`. All three tensors
     have the same dtype.
     """
-    factor = length_factor(q, k, causal=causal, key_mask=key_mask, length=length, past=past)
+    factor = length_factor(q, k, causal=True, key_mask=key_mask, length=length, past=past)
     k = masked_keys(k, key_mask)
-    if not causal:
-        return torch.as_tensor(all_keys_linear(q, k, v, factor)[0])
     behind = k.shape[2] - q.shape[2]
     with without_autocast(q.device):
         state = per_head(state_before(k, v, behind, past), q.shape[1])
@@ -89,14 +77,14 @@ def causal_linear(q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor
     """
     out, kept = _heads(q, v), _kept(q, state)
     with torch.autocast("cpu", enabled=False):
-        running = _wide(state).flatten(0, 1).clone()
+        running = widened(state).flatten(0, 1).clone()
         factors = _per_row(factor, q)
-        for place, part in enumerate(_parts(q, BLOCK)):
+        for place, tokens in enumerate(_blocks(q)):
             if place % SPAN == 0:
                 kept[place // SPAN] = running
-            a, b, c = _block(q, part) * factors[:, part], _block(k, part), _block(v, part)
-            own = torch.bmm(torch.bmm(a, b.mT).tril_(), c)
-            _put(out, part, own.baddbmm_(a, running))
+            a, b, c = _block(q, tokens) * factors[:, tokens], _block(k, tokens), _block(v, tokens)
+            inside = torch.bmm(torch.bmm(a, b.mT).tril_(), c)
+            _put(out, tokens, inside.baddbmm_(a, running))
             running.baddbmm_(b.mT, c)
     return out, kept
 
@@ -110,26 +98,26 @@ def _(q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor) -> tuple[T
 def _causal_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_q, grad_k, grad_v = (torch.empty_like(each) for each in (q, k, v))
+    grad_q, grad_k, grad_v = (torch.empty_like(tensor) for tensor in (q, k, v))
     with torch.autocast("cpu", enabled=False):
         factors = _per_row(factor, q)
         later = torch.zeros_like(kept[0])  # the sum of f q g^T over the queries after the block
         before = kept.new_empty(SPAN, *later.shape)  # the sum before each block of a span
-        parts = list(_parts(q, BLOCK))
-        for number, start in reversed(list(enumerate(range(0, len(parts), SPAN)))):
-            span = parts[start : start + SPAN]
+        blocks = list(_blocks(q))
+        for number, start in reversed(list(enumerate(range(0, len(blocks), SPAN)))):
+            span = blocks[start : start + SPAN]
             before[0] = kept[number]
-            for place, part in enumerate(span[:-1]):
-                torch.baddbmm(before[place], _block(k, part).mT, _block(v, part), out=before[place + 1])
-            for place, part in reversed(list(enumerate(span))):
-                a, b, c = _block(q, part) * factors[:, part], _block(k, part), _block(v, part)
-                g = _block(grad, part)
+            for place, tokens in enumerate(span[:-1]):
+                torch.baddbmm(before[place], _block(k, tokens).mT, _block(v, tokens), out=before[place + 1])
+            for place, tokens in reversed(list(enumerate(span))):
+                a, b, c = _block(q, tokens) * factors[:, tokens], _block(k, tokens), _block(v, tokens)
+                g = _block(grad, tokens)
                 weights = torch.bmm(a, b.mT).tril_()
-                pairs = torch.bmm(g, c.mT).tril_()
-                own = torch.bmm(pairs, b).baddbmm_(g, before[place].mT)
-                _put(grad_q, part, own.mul_(factors[:, part]))
-                _put(grad_k, part, torch.bmm(pairs.mT, a).baddbmm_(c, later.mT))
-                _put(grad_v, part, torch.bmm(weights.mT, g).baddbmm_(b, later))
+                grad_weights = torch.bmm(g, c.mT).tril_()
+                grad_a = torch.bmm(grad_weights, b).baddbmm_(g, before[place].mT)
+                _put(grad_q, tokens, grad_a.mul_(factors[:, tokens]))
+                _put(grad_k, tokens, torch.bmm(grad_weights.mT, a).baddbmm_(c, later.mT))
+                _put(grad_v, tokens, torch.bmm(weights.mT, g).baddbmm_(b, later))
                 later.baddbmm_(a.mT, g)
     return grad_q, grad_k, grad_v, later.reshape(*q.shape[:2], *later.shape[1:])
 
@@ -138,62 +126,8 @@ def _causal_backward(
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_q, grad_k, grad_v = (torch.empty_like(each) for each in (q, k, v))
+    grad_q, grad_k, grad_v = (torch.empty_like(tensor) for tensor in (q, k, v))
     return grad_q, grad_k, grad_v, kept.new_empty(*q.shape[:2], *kept.shape[2:])
-
-
-@library.custom_op("hf_attn_swap::all_keys_linear", mutates_args=(), device_types="cpu")
-def all_keys_linear(q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute linear attention in which every query sees all keys. Sums are computed in fp32 at least.
-
-    Args:
-        q: (B,H,Q,D).
-        k: (B,H,K,D).
-        v: (B,H,K,D).
-        factor: f (B|1,1).
-
-    Returns:
-        The heads (B,H,Q,D), as those of `causal_linear`; and the sum f k^T v (N,D,D), for the backward pass.
-
-    Source: SimpleTRON (2021), section 3.
-    """
-    out = _heads(q, v)
-    with torch.autocast("cpu", enabled=False):
-        state = _wide(q.new_zeros(q.shape[0] * q.shape[1], q.shape[3], v.shape[3]))
-        for part in _parts(k, ALL_BLOCK):
-            state.baddbmm_(_block(k, part).mT, _block(v, part))
-        state *= _per_row(factor, q[:, :, :1])
-        for part in _parts(q, ALL_BLOCK):
-            _put(out, part, torch.bmm(_block(q, part), state))
-    return out, state
-
-
-@all_keys_linear.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    return _heads(q, v), _wide(q.new_empty(q.shape[0] * q.shape[1], q.shape[3], v.shape[3]))
-
-
-@library.custom_op("hf_attn_swap::all_keys_linear_backward", mutates_args=(), device_types="cpu")
-def _all_keys_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_q, grad_k, grad_v = (torch.empty_like(each) for each in (q, k, v))
-    with torch.autocast("cpu", enabled=False):
-        grad_state = torch.zeros_like(state)
-        for part in _parts(q, ALL_BLOCK):
-            g = _block(grad, part)
-            _put(grad_q, part, torch.bmm(g, state.mT))
-            grad_state.baddbmm_(_block(q, part).mT, g)
-        grad_state *= _per_row(factor, q[:, :, :1])
-        for part in _parts(k, ALL_BLOCK):
-            _put(grad_k, part, torch.bmm(_block(v, part), grad_state.mT))
-            _put(grad_v, part, torch.bmm(_block(k, part), grad_state))
-    return grad_q, grad_k, grad_v
-
-
-@_all_keys_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _heads(q: Tensor, v: Tensor) -> Tensor:
@@ -209,84 +143,39 @@ def _kept(q: Tensor, state: Tensor) -> Tensor:
     return state.new_empty(spans, batch * heads, *state.shape[2:], dtype=wide(state))
 
 
-def _parts(tensor: Tensor, size: int) -> Iterator[slice]:
-    """The slices of the tokens of a tensor (B,H,L,D), each of `size` tokens; the last may be shorter."""
-    for start in range(0, tensor.shape[2], size):
-        yield slice(start, start + size)
+def _blocks(tensor: Tensor) -> Iterator[slice]:
+    """The blocks of the tokens of a tensor (B,H,L,D), each of `BLOCK` tokens; the last may be shorter."""
+    for start in range(0, tensor.shape[2], BLOCK):
+        yield slice(start, start + BLOCK)
 
 
-def _block(tensor: Tensor, part: slice) -> Tensor:
+def _block(tensor: Tensor, tokens: slice) -> Tensor:
     """A block of a tensor (B,H,L,D) as (N,C,D), in fp32 at least. It may share memory with the tensor."""
-    return _wide(tensor[:, :, part].flatten(0, 1))
+    return widened(tensor[:, :, tokens].flatten(0, 1))
 
 
-def _put(tensor: Tensor, part: slice, block: Tensor) -> None:
+def _put(tensor: Tensor, tokens: slice, block: Tensor) -> None:
     """Write a block (N,C,D) into a tensor (B,H,L,D)."""
-    tensor[:, :, part] = block.reshape(*tensor.shape[:2], *block.shape[1:])
+    tensor[:, :, tokens] = block.reshape(*tensor.shape[:2], *block.shape[1:])
 
 
 def _per_row(factor_BL: Tensor, like_BHLD: Tensor) -> Tensor:
     """The factors as (N,L,1), in fp32 at least."""
     batch, heads, length = like_BHLD.shape[:3]
-    return _wide(factor_BL).expand(batch, length).repeat_interleave(heads, 0).unsqueeze(-1)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """The tensor in fp32 at least."""
-    return tensor.to(wide(tensor))
+    return widened(factor_BL).expand(batch, length).repeat_interleave(heads, 0).unsqueeze(-1)
 
 
 def _save_causal(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, state, factor = inputs
     ctx.mark_non_differentiable(output[1])
-    # A state without a gradient is the first of the sums that are kept; to keep it twice would cost memory.
-    ctx.save_for_backward(q, k, v, state if state.requires_grad else None, factor, output[1])
+    ctx.save_for_backward(q, k, v, factor, output[1])
     ctx.state_dtype = state.dtype
 
 
 def _causal_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, state, factor, kept = ctx.saved_tensors
-    if twice.wanted():
-        state = kept[0].view(*k.shape[:2], *kept.shape[2:]) if state is None else state
-        return (*_causal_again(grad, q, k, v, state, factor), None)
-    *grads, grad_state = _causal_backward(grad, q, k, v, factor, kept)
+    refuse_double_backward()
+    *grads, grad_state = _causal_backward(grad, *ctx.saved_tensors)
     return (*grads, grad_state.to(ctx.state_dtype), None)
 
 
-def _causal_again(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor, factor: Tensor
-) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v and the state, for second derivatives."""
-
-    def heads(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> Tensor:
-        mixed = causal_products(_wide(q), _wide(k), _wide(v), _wide(state))
-        return (mixed * _wide(factor)[:, None, :, None]).to(v.dtype)
-
-    with without_autocast(grad.device):
-        return twice.gradients(heads, (q, k, v, state), grad)
-
-
-def _save_all_keys(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs, output[1])
-
-
-def _all_keys_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    if twice.wanted():
-        return (*_all_keys_again(grad, *ctx.saved_tensors[:4]), None)
-    return (*_all_keys_backward(grad, *ctx.saved_tensors), None)
-
-
-def _all_keys_again(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k and v, for second derivatives."""
-
-    def heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        state = _wide(factor)[:, None, :, None] * (_wide(k).mT @ _wide(v))
-        return (_wide(q) @ state).to(v.dtype)
-
-    with without_autocast(grad.device):
-        return twice.gradients(heads, (q, k, v), grad)
-
-
 causal_linear.register_autograd(_causal_gradients, setup_context=_save_causal)
-all_keys_linear.register_autograd(_all_keys_gradients, setup_context=_save_all_keys)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..functional.linear import Past, length_factor, masked_keys, per_head, state_before, without_autocast
-from . import twice
+from .double_backward import refuse_double_backward
 
 ARGUMENTS = {"q", "k", "v", "scale", "initial_state", "output_final_state", "normalize"}
 TOKENS_FIRST = {"head_first", "cu_seqlens"}  # versions with one of these arguments take tokens before heads
@@ -30,11 +30,11 @@ TOKENS_FIRST = {"head_first", "cu_seqlens"}  # versions with one of these argume
 def kernel() -> Callable[..., Any] | None:
     """The function `chunk_linear_attn` of fla, or None if fla is missing or has another form of this function."""
     try:
-        found: Callable[..., Any] = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
+        function: Callable[..., Any] = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
     except (ImportError, AttributeError):
         return None
-    names = set(inspect.signature(found).parameters)
-    return found if names >= ARGUMENTS and names & TOKENS_FIRST else None
+    names = set(inspect.signature(function).parameters)
+    return function if names >= ARGUMENTS and names & TOKENS_FIRST else None
 
 
 def available(device: str, dtype: torch.dtype) -> bool:
@@ -58,19 +58,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, length: 
         if behind > 0 or past is not None:
             state = per_head(state_before(k, v, behind, past), q.shape[1]).flatten(0, 1).unsqueeze(1)
         # Each head is a sequence with one head, (N,Q,1,D): some versions of fla refuse more heads than tokens.
-        sequences = [each.flatten(0, 1).unsqueeze(2) for each in (q, k[:, :, behind:], v[:, :, behind:])]
+        sequences = [tensor.flatten(0, 1).unsqueeze(2) for tensor in (q, k[:, :, behind:], v[:, :, behind:])]
         mixed, _ = run(*sequences, scale=1.0, initial_state=state, output_final_state=False, normalize=False)
     if mixed.requires_grad:
-        mixed.register_hook(_once)
+        mixed.register_hook(lambda _: refuse_double_backward())  # before the backward pass of the kernel
     scaled: Tensor = mixed.reshape(q.shape) * factor_BQ[:, None, :, None]
     return scaled.to(q.dtype)
-
-
-def _once(grad: Tensor) -> None:
-    """Refuse a second derivative before the kernel's backward pass, whose results autograd cannot look into.
-
-    Raises:
-        ValueError: the gradient is to be differentiated again.
-    """
-    if twice.wanted():
-        twice.refuse("flash-linear-attention's kernel", "compute second derivatives in fp32 (model.float())")

@@ -1,10 +1,10 @@
 """Turns one block of scores into weights, and turns the gradient of the weights into that of the scores.
 
-Each class keeps one to three numbers per row. With them, `again` makes the same weights from the same scores in a few
-readings, so a backward pass needs no tensor of weights. Scores of -inf belong to keys that the query may not see; a row
-of -inf alone gets weights 0. All gradients have one form: dS = d (dP - <d, dP> / c), where d depends on the weights:
-softmax and softmax_n have d = P and c = 1; sparsemax has d = 1 on the support, and 1.5-entmax d = sqrt(P), with
-c = sum d. All methods may overwrite the scores and the gradients that they are given.
+Each class keeps one to three numbers per row. With them, `recompute` makes the same weights from the same scores in a
+few readings, so a backward pass needs no tensor of weights. Scores of -inf belong to keys that the query may not see;
+a row of -inf alone gets weights 0. All gradients have one form: dS = d (dP - <d, dP> / c), where d depends on the
+weights: softmax and softmax_n have d = P and c = 1; sparsemax has d = 1 on the support, and 1.5-entmax d = sqrt(P),
+with c = sum d. All methods may overwrite the scores and the gradients that they are given.
 Martins & Astudillo (2016), section 2.5; Peters, Niculae & Martins (2019), section 3.2.
 Axes: B batch, H head, Q query, K key, R numbers that are kept per row.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .thresholds import entmax15_threshold, sparsemax_threshold
 
-Parts = tuple[Tensor, ...]  # the weights (B,H,Q,K) of one normalizer, or of the two that are mixed
+Weights = tuple[Tensor, ...]  # the weights (B,H,Q,K) of one normalizer, or of the two that are mixed
 
 
 class Normalizer:
@@ -32,15 +32,15 @@ class Normalizer:
         """The weights (B,H,Q,K), and what is kept (B,H,Q,R)."""
         raise NotImplementedError
 
-    def again(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Parts:
+    def recompute(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Weights:
         """The weights from the same scores and what was kept."""
         raise NotImplementedError
 
-    def joined(self, parts: Parts) -> Tensor:
-        """The weights (B,H,Q,K) of all parts together."""
-        return parts[0]
+    def mixed(self, weights: Weights) -> Tensor:
+        """The mixed weights (B,H,Q,K)."""
+        return weights[0]
 
-    def back(self, parts: Parts, grad_BHQK: Tensor) -> Tensor:
+    def backward(self, weights: Weights, grad_BHQK: Tensor) -> Tensor:
         """The gradient of the scores from the weights and their gradient, all (B,H,Q,K). The weights stay."""
         raise NotImplementedError
 
@@ -65,11 +65,11 @@ class _Exponential(Normalizer):
         total.clamp_min_(1.0)  # the greatest term is 1, except in a row without keys
         return weights.div_(total), top + total.log()
 
-    def again(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Parts:
+    def recompute(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Weights:
         return (scores_BHQK.sub_(rows_BHQR).exp_(),)
 
-    def back(self, parts: Parts, grad_BHQK: Tensor) -> Tensor:
-        return _back(parts[0], 1.0, grad_BHQK)
+    def backward(self, weights: Weights, grad_BHQK: Tensor) -> Tensor:
+        return _back(weights[0], 1.0, grad_BHQK)
 
 
 class _Sparsemax(Normalizer):
@@ -83,12 +83,12 @@ class _Sparsemax(Normalizer):
         threshold = sparsemax_threshold(centred)
         return centred.sub_(threshold).relu_(), torch.cat([top, threshold], -1)
 
-    def again(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Parts:
+    def recompute(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Weights:
         top, threshold = rows_BHQR[..., :1], rows_BHQR[..., 1:]
         return (scores_BHQK.sub_(top).sub_(threshold).relu_(),)
 
-    def back(self, parts: Parts, grad_BHQK: Tensor) -> Tensor:
-        support = parts[0].sign()
+    def backward(self, weights: Weights, grad_BHQK: Tensor) -> Tensor:
+        support = weights[0].sign()
         return _back(support, _total(support), grad_BHQK)
 
 
@@ -103,12 +103,12 @@ class _Entmax15(Normalizer):
         threshold = entmax15_threshold(centred)
         return centred.sub_(threshold).relu_().square_(), torch.cat([top, threshold], -1)
 
-    def again(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Parts:
+    def recompute(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Weights:
         top, threshold = rows_BHQR[..., :1], rows_BHQR[..., 1:]
         return (scores_BHQK.sub_(top).mul_(0.5).sub_(threshold).relu_().square_(),)
 
-    def back(self, parts: Parts, grad_BHQK: Tensor) -> Tensor:
-        roots = parts[0].sqrt()
+    def backward(self, weights: Weights, grad_BHQK: Tensor) -> Tensor:
+        roots = weights[0].sqrt()
         return _back(roots, _total(roots), grad_BHQK)
 
 
@@ -122,19 +122,19 @@ class _Mixed(Normalizer):
     def find(self, scores_BHQK: Tensor) -> tuple[Tensor, Tensor]:
         soft, total = self.softmax.find(scores_BHQK.clone())
         sparse, rows = self.sparse.find(scores_BHQK)
-        return self.joined((soft, sparse)), torch.cat([total, rows], -1)
+        return self.mixed((soft, sparse)), torch.cat([total, rows], -1)
 
-    def again(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Parts:
+    def recompute(self, scores_BHQK: Tensor, rows_BHQR: Tensor) -> Weights:
         total, rows = rows_BHQR[..., :1], rows_BHQR[..., 1:]
-        return *self.softmax.again(scores_BHQK.clone(), total), *self.sparse.again(scores_BHQK, rows)
+        return *self.softmax.recompute(scores_BHQK.clone(), total), *self.sparse.recompute(scores_BHQK, rows)
 
-    def joined(self, parts: Parts) -> Tensor:
-        soft, sparse = parts
+    def mixed(self, weights: Weights) -> Tensor:
+        soft, sparse = weights
         return torch.lerp(soft, sparse, self.strength.to(soft.dtype))
 
-    def back(self, parts: Parts, grad_BHQK: Tensor) -> Tensor:
-        soft = self.softmax.back(parts[:1], grad_BHQK.clone())
-        sparse = self.sparse.back(parts[1:], grad_BHQK)
+    def backward(self, weights: Weights, grad_BHQK: Tensor) -> Tensor:
+        soft = self.softmax.backward(weights[:1], grad_BHQK.clone())
+        sparse = self.sparse.backward(weights[1:], grad_BHQK)
         return torch.lerp(soft, sparse, self.strength.to(soft.dtype))
 
 

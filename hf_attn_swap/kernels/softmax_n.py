@@ -20,11 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import functional
 from ..core.call import Three
 from ..functional.linear import without_autocast
-from . import twice
-from .stock_softmax import Found, How, Kernel, kernels
+from .double_backward import refuse_double_backward
+from .stock_softmax import Kernel, KernelOutput, SdpaArgs, kernels
 
 
 def available(device: str, dtype: torch.dtype, dropout: bool) -> bool:
@@ -69,16 +68,16 @@ def softmax_n_attention(
     """
     if not _plain((query, key, value), mask):
         return None
-    how = How(causal, scaling, dropout)
+    args = SdpaArgs(causal, scaling, dropout)
     for kernel in kernels(query.device.type, query.dtype, dropout > 0):
         qkv, ready_mask = kernel.prepared((query, key, value), mask)
-        if kernel.takes(qkv, ready_mask, how):
-            beside = None if further is None else _as_wide(further, qkv[0].shape[3])
-            given = (ready_mask, kernel, _log(n, query), how)
+        if kernel.takes(qkv, ready_mask, args):
+            padded = None if further is None else _as_wide(further, qkv[0].shape[3])
+            arguments = (ready_mask, kernel, _log(n, query), args)
             if torch.is_grad_enabled():
-                heads: Tensor = _SoftmaxN.apply(*qkv, *(beside or (None, None)), *given)  # type: ignore[no-untyped-call]  # torch's
+                heads: Tensor = _SoftmaxN.apply(*qkv, *(padded or (None, None)), *arguments)  # type: ignore[no-untyped-call]  # torch's
             else:
-                heads = _scaled(qkv, beside, *given)[0]
+                heads = _scaled(qkv, padded, *arguments)[0]
             return heads[..., : query.shape[3]]
     return None
 
@@ -95,12 +94,12 @@ def _plain(qkv: Three, mask: Tensor | None) -> bool:
         return False
     query = qkv[0]
     return all(
-        each.device == query.device
-        and each.dtype == query.dtype
-        and each.shape[3] == query.shape[3]
-        and each.stride(-1) == 1
-        and each.numel() > 0
-        for each in qkv
+        tensor.device == query.device
+        and tensor.dtype == query.dtype
+        and tensor.shape[3] == query.shape[3]
+        and tensor.stride(-1) == 1
+        and tensor.numel() > 0
+        for tensor in qkv
     )
 
 
@@ -120,27 +119,32 @@ def _as_wide(further: Further, width: int) -> Further:
 
 
 def _scaled(
-    qkv: Three, further: Further | None, mask: Tensor | None, kernel: Kernel, log_n: float | Tensor, how: How
+    qkv: Three,
+    further: Further | None,
+    mask: Tensor | None,
+    kernel: Kernel,
+    log_n: float | Tensor,
+    args: SdpaArgs,
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """The heads, the log-sum-exp of the keys, and what else the kernel's backward pass needs."""
-    heads, lse, kept = kernel.forward(qkv, mask, how)
+    heads, lse, kept = kernel.forward(qkv, mask, args)
     queries = qkv[0].shape[2]
     if further is None:
         heads.mul_(torch.sigmoid(lse[:, :, :queries] - log_n).unsqueeze(-1))  # exp(lse - lse')
         return heads, lse, kept
     scores, values = further
-    own = lse[:, :, :queries].unsqueeze(-1)
+    lse_of_text = lse[:, :, :queries].unsqueeze(-1)
     plain = isinstance(log_n, float) and log_n == -math.inf
     if plain and scores.shape[3] == 1 and heads.dtype == scores.dtype:  # fewer steps, for decoding
-        own = torch.sigmoid(own - scores)  # exp(lse - lse')
+        share = torch.sigmoid(lse_of_text - scores)  # exp(lse - lse')
         if values is None:
-            heads.mul_(own)
+            heads.mul_(share)
         else:
             grouped = _grouped(heads, values)
-            torch.lerp(values.unsqueeze(1), grouped, _grouped(own, values), out=grouped)
+            torch.lerp(values.unsqueeze(1), grouped, _grouped(share, values), out=grouped)
         return heads, lse, kept
     total = _joined(lse, scores, log_n)[:, :, :queries].unsqueeze(-1)
-    heads.mul_((own - total).exp_())
+    heads.mul_((lse_of_text - total).exp_())
     if values is not None:
         weights = (scores - total).exp_().to(heads.dtype)
         _grouped(heads, values).add_(_grouped(weights, values) @ values.unsqueeze(1))
@@ -156,10 +160,10 @@ def _grouped(tensor: Tensor, values: Tensor) -> Tensor:
 def _joined(lse: Tensor, scores: Tensor | None, log_n: float | Tensor) -> Tensor:
     """The number lse' from lse (B,H,Q or more), further scores (B,H,Q,N) or None, and log n."""
     if scores is not None:
-        own = scores[..., 0] if scores.shape[3] == 1 else scores.logsumexp(-1)
-        if lse.shape[2] > own.shape[2]:  # rows that the kernel added, with lse = inf
-            own = F.pad(own, (0, lse.shape[2] - own.shape[2]), value=-math.inf)
-        lse = torch.logaddexp(lse, own)
+        further_lse = scores[..., 0] if scores.shape[3] == 1 else scores.logsumexp(-1)
+        if lse.shape[2] > further_lse.shape[2]:  # rows that the kernel added, with lse = inf
+            further_lse = F.pad(further_lse, (0, lse.shape[2] - further_lse.shape[2]), value=-math.inf)
+        lse = torch.logaddexp(lse, further_lse)
     if isinstance(log_n, float):
         if log_n == -math.inf:
             return lse
@@ -169,26 +173,25 @@ def _joined(lse: Tensor, scores: Tensor | None, log_n: float | Tensor) -> Tensor
 
 class _SoftmaxN(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:
-        query, key, value, scores, values, mask, kernel, log_n, how = given
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        query, key, value, scores, values, mask, kernel, log_n, args = arguments
         further = None if scores is None else Further(scores, values)
-        heads, lse, kept = _scaled((query, key, value), further, mask, kernel, log_n, how)
+        heads, lse, kept = _scaled((query, key, value), further, mask, kernel, log_n, args)
         ctx.save_for_backward(query, key, value, scores, values, mask, heads, lse)
-        ctx.kernel, ctx.log_n, ctx.kept, ctx.how = kernel, log_n, kept, how
+        ctx.kernel, ctx.log_n, ctx.kept, ctx.args = kernel, log_n, kept, args
         return heads
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_double_backward()
         query, key, value, scores, values, mask, heads, lse = ctx.saved_tensors
         qkv, further = (query, key, value), None if scores is None else Further(scores, values)
-        if twice.wanted():
-            return (*_again(qkv, mask, ctx.log_n, ctx.how, grad, further), None, None, None, None)
         total = _joined(lse, scores, ctx.log_n)
-        found = Found(heads, total, ctx.kept)
+        output = KernelOutput(heads, total, ctx.kept)
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        grads = ctx.kernel.backward(grad, qkv, mask, found, ctx.how)
-        own = (None, None) if further is None else _of_further(grad, further, heads, total)
-        return (*grads, *own, None, None, None, None)
+        grads = ctx.kernel.backward(grad, qkv, mask, output, ctx.args)
+        grads_of_further = (None, None) if further is None else _of_further(grad, further, heads, total)
+        return (*grads, *grads_of_further, None, None, None, None)
 
 
 def _of_further(grad: Tensor, further: Further, heads: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -205,51 +208,3 @@ def _of_further(grad: Tensor, further: Further, heads: Tensor, total: Tensor) ->
         of_weights = (g @ values.to(wide).unsqueeze(1).mT).view_as(weights)
         of_values = (p.mT @ g).sum((0, 2)).to(values.dtype)
         return weights * (of_weights - mean), of_values
-
-
-def _again(
-    qkv: Three,
-    mask: Tensor | None,
-    log_n: float | Tensor,
-    how: How,
-    grad: Tensor,
-    further: Further | None = None,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key, value and of further scores and values by the readable formula.
-
-    It holds all weights, and autograd can differentiate it once more.
-
-    Raises:
-        ValueError: weights were dropped. The kernel alone knows which.
-    """
-    if how.dropout > 0:
-        twice.refuse(
-            "softmax_n with dropout of weights", "call model.eval(), or set the config's attention dropout to 0"
-        )
-
-    def heads(query: Tensor, key: Tensor, value: Tensor, *pairs: Tensor) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
-        wide = torch.promote_types(query.dtype, torch.float32)
-        q, k, v = query.to(wide), key.to(wide), value.to(wide)
-        scores = how.scaling * q @ k.repeat_interleave(groups, 1).mT
-        if mask is not None:
-            scores = scores + mask
-        if how.causal:
-            later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill(later, torch.finfo(wide).min)
-        n = log_n.exp() if isinstance(log_n, Tensor) else math.exp(log_n)
-        if pairs:
-            scores = torch.cat([pairs[0].to(wide), scores], -1)
-        weights = functional.softmax_n(scores, n)
-        own = pairs[0].shape[3] if pairs else 0
-        read = weights[..., own:] @ v.repeat_interleave(groups, 1)
-        if len(pairs) > 1:
-            read = read + weights[..., :own] @ pairs[1].to(wide).repeat_interleave(
-                query.shape[1] // pairs[1].shape[0], 0
-            )
-        return read.to(query.dtype)
-
-    tensors = [*qkv, *(each for each in further or () if each is not None)]
-    with without_autocast(grad.device):
-        grads = twice.gradients(heads, tensors, grad)
-    return (*grads, *(None,) * (5 - len(grads)))

@@ -43,16 +43,16 @@ def operators(name: str, forward: str, backward: str) -> Operators | None:
     Returns:
         The operators, or None if one of them is missing or has other arguments.
     """
-    found = []
-    for each, arguments in ((name, forward), (f"{name}_backward", backward)):
-        operator = getattr(torch.ops.aten, each, None)
-        if operator is None or [one.name for one in operator.default._schema.arguments] != arguments.split():
+    both = []
+    for operator_name, arguments in ((name, forward), (f"{name}_backward", backward)):
+        operator = getattr(torch.ops.aten, operator_name, None)
+        if operator is None or [argument.name for argument in operator.default._schema.arguments] != arguments.split():
             return None
-        found.append(operator)
-    return Operators(*found)
+        both.append(operator)
+    return Operators(*both)
 
 
-class How(NamedTuple):
+class SdpaArgs(NamedTuple):
     """What is computed: S in causal order, w, and the probability that a weight is dropped."""
 
     causal: bool
@@ -60,7 +60,7 @@ class How(NamedTuple):
     dropout: float
 
 
-class Found(NamedTuple):
+class KernelOutput(NamedTuple):
     """The heads (B,H,Q,W), lse (B,H,Q or more), and what else the kernel's backward pass needs."""
 
     heads: Tensor
@@ -84,15 +84,15 @@ class Kernel:
         """Query, key and value (B,H,·,W), and the mask, as the kernel takes them. Gradients flow through this step."""
         raise NotImplementedError
 
-    def takes(self, qkv: Three, mask: Tensor | None, how: How) -> bool:
+    def takes(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> bool:
         """True if the kernel can compute with these prepared tensors."""
         raise NotImplementedError
 
-    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> Found:
+    def forward(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> KernelOutput:
         """Compute the heads and lse from prepared tensors."""
         raise NotImplementedError
 
-    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, found: Found, how: How) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, args: SdpaArgs) -> Three:
         """The gradients of query, key and value from `grad`, the gradient of the heads (B,H,Q,W)."""
         raise NotImplementedError
 
@@ -115,19 +115,19 @@ class Cpu(Kernel):
     def prepared(self, qkv: Three, mask: Tensor | None) -> tuple[Three, Tensor | None]:
         return qkv, None if mask is None else mask.expand(-1, -1, qkv[0].shape[2], -1)
 
-    def takes(self, qkv: Three, mask: Tensor | None, how: How) -> bool:
+    def takes(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> bool:
         query, key, _ = qkv
         return GROUPED or query.shape[1] == key.shape[1]
 
-    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> Found:
+    def forward(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> KernelOutput:
         assert self.operators is not None
-        heads, lse = self.operators.forward(*qkv, 0.0, how.causal, attn_mask=mask, scale=how.scaling)
-        return Found(heads, lse, ())
+        heads, lse = self.operators.forward(*qkv, 0.0, args.causal, attn_mask=mask, scale=args.scaling)
+        return KernelOutput(heads, lse, ())
 
-    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, found: Found, how: How) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, args: SdpaArgs) -> Three:
         assert self.operators is not None
-        given = (grad, *qkv, found.heads, found.lse, 0.0, how.causal)
-        grads: Three = self.operators.backward(*given, attn_mask=mask, scale=how.scaling)
+        arguments = (grad, *qkv, output.heads, output.lse, 0.0, args.causal)
+        grads: Three = self.operators.backward(*arguments, attn_mask=mask, scale=args.scaling)
         return grads
 
 
@@ -151,22 +151,22 @@ class Flash(Kernel):
     def prepared(self, qkv: Three, mask: Tensor | None) -> tuple[Three, Tensor | None]:
         return _padded(qkv), mask
 
-    def takes(self, qkv: Three, mask: Tensor | None, how: How) -> bool:
+    def takes(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> bool:
         query, key, _ = qkv
-        if mask is not None or (how.causal and query.shape[2] != key.shape[2]):
+        if mask is not None or (args.causal and query.shape[2] != key.shape[2]):
             return False
-        return cuda.can_use_flash_attention(cuda.SDPAParams(*qkv, None, how.dropout, how.causal, True))
+        return cuda.can_use_flash_attention(cuda.SDPAParams(*qkv, None, args.dropout, args.causal, True))
 
-    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> Found:
+    def forward(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> KernelOutput:
         assert self.operators is not None
-        heads, lse, *rest = self.operators.forward(*qkv, how.dropout, how.causal, False, scale=how.scaling)
-        return Found(heads, lse, tuple(rest[:6]))
+        heads, lse, *rest = self.operators.forward(*qkv, args.dropout, args.causal, False, scale=args.scaling)
+        return KernelOutput(heads, lse, tuple(rest[:6]))
 
-    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, found: Found, how: How) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, args: SdpaArgs) -> Three:
         assert self.operators is not None
-        *lengths, seed, offset = found.kept
-        given = (grad, *qkv, found.heads, found.lse, *lengths, how.dropout, how.causal, seed, offset)
-        grads: Three = self.operators.backward(*given, scale=how.scaling)
+        *lengths, seed, offset = output.kept
+        arguments = (grad, *qkv, output.heads, output.lse, *lengths, args.dropout, args.causal, seed, offset)
+        grads: Three = self.operators.backward(*arguments, scale=args.scaling)
         return grads
 
 
@@ -196,19 +196,19 @@ class Efficient(Kernel):
             mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
         return (query, key, value), mask
 
-    def takes(self, qkv: Three, mask: Tensor | None, how: How) -> bool:
-        return cuda.can_use_efficient_attention(cuda.SDPAParams(*qkv, mask, how.dropout, how.causal, False))
+    def takes(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> bool:
+        return cuda.can_use_efficient_attention(cuda.SDPAParams(*qkv, mask, args.dropout, args.causal, False))
 
-    def forward(self, qkv: Three, mask: Tensor | None, how: How) -> Found:
+    def forward(self, qkv: Three, mask: Tensor | None, args: SdpaArgs) -> KernelOutput:
         assert self.operators is not None
-        heads, lse, *rest = self.operators.forward(*qkv, mask, True, how.dropout, how.causal, scale=how.scaling)
-        return Found(heads, lse, tuple(rest))
+        heads, lse, *rest = self.operators.forward(*qkv, mask, True, args.dropout, args.causal, scale=args.scaling)
+        return KernelOutput(heads, lse, tuple(rest))
 
-    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, found: Found, how: How) -> Three:
+    def backward(self, grad: Tensor, qkv: Three, mask: Tensor | None, output: KernelOutput, args: SdpaArgs) -> Three:
         assert self.operators is not None
         wanted = [True, True, True, False]  # no gradient of the mask
-        given = (grad, *qkv, mask, found.heads, found.lse, *found.kept, how.dropout, wanted, how.causal)
-        grad_q, grad_k, grad_v, _ = self.operators.backward(*given, scale=how.scaling)
+        arguments = (grad, *qkv, mask, output.heads, output.lse, *output.kept, args.dropout, wanted, args.causal)
+        grad_q, grad_k, grad_v, _ = self.operators.backward(*arguments, scale=args.scaling)
         return grad_q, grad_k, grad_v
 
 
@@ -226,13 +226,13 @@ def kernels(device: str, dtype: torch.dtype, dropout: bool) -> list[Kernel]:
     if device == "cuda" and torch.version.hip is not None:  # AMD's kernels have the same names and another lse
         return []
     return [
-        each
-        for each in KERNELS
-        if each.device == device
-        and dtype in each.dtypes
-        and (each.drops or not dropout)
-        and each.operators is not None
-        and each.on()
+        kernel
+        for kernel in KERNELS
+        if kernel.device == device
+        and dtype in kernel.dtypes
+        and (kernel.drops or not dropout)
+        and kernel.operators is not None
+        and kernel.on()
     ]
 
 
@@ -241,7 +241,7 @@ def _padded(qkv: Three) -> Three:
     missing = -qkv[0].shape[3] % ALIGNED
     if not missing:
         return qkv
-    query, key, value = (F.pad(each, (0, missing)) for each in qkv)
+    query, key, value = (F.pad(tensor, (0, missing)) for tensor in qkv)
     return query, key, value
 
 

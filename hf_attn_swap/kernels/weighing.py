@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import functional
 from .normalizers import Normalizer, normalizer
 
 
@@ -55,25 +54,6 @@ class Weighing:
     def clips(self) -> bool:
         """True if weights are stretched and clipped."""
         return self.rule.gamma < 0 or self.rule.zeta > 1
-
-    def readable(self, scores: Tensor) -> Tensor:
-        """The clipped weights of a block by the readable formulas, which have all derivatives; both (B,H,Q,K).
-
-        Scores are -inf where a query may not see a key, and weights are 0 there.
-        """
-        hidden = scores == -torch.inf
-        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
-        name, strength = self.rule.normalizer, self.strength
-        if name == "softmax_n":
-            weights = functional.softmax_n(scores, 1.0 if strength is None else strength.to(scores.dtype))
-        elif name == "softmax":
-            weights = torch.softmax(scores, -1)
-        else:
-            weights = {"sparsemax": functional.sparsemax, "entmax15": functional.entmax15}[name](scores)
-            if strength is not None:
-                weights = torch.lerp(torch.softmax(scores, -1), weights, strength.to(weights.dtype))
-        factor, gamma = self._factor(weights)
-        return functional.clip(weights, gamma, factor + gamma).masked_fill(hidden, 0.0)
 
     def clipped(self, weights: Tensor) -> Tensor:
         """The clipped weights. The given weights stay."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, library
 
 from ..core.call import Call, Inputs
-from ..functional.linear import without_autocast
-from . import twice
+from ..functional.linear import wide, widened, without_autocast
 from .blocks import Block, split
+from .double_backward import refuse_double_backward
 from .normalizers import normalizer
 from .weighing import Rule, Weighing
 
@@ -43,9 +43,9 @@ def attend(rule: Rule, inputs: Inputs, call: Call) -> Tensor:
     mask = masks.given if masks.key_mask is None else masks.key_mask[:, None, None, :]
     strength = call.exact_strength if isinstance(call.exact_strength, Tensor) else None
     seed = torch.randint(2**62, (1,)) if inputs.dropout > 0 else None
-    qkv = [as_products(each) for each in inputs.three]
-    how = (inputs.scaling, rule.normalizer, rule.gamma, rule.zeta, inputs.dropout)
-    heads, _ = weighted(*qkv, mask, strength, seed, masks.causal, *how)
+    qkv = [as_products(tensor) for tensor in inputs.three]
+    numbers = (inputs.scaling, rule.normalizer, rule.gamma, rule.zeta, inputs.dropout)
+    heads, _ = weighted(*qkv, mask, strength, seed, masks.causal, *numbers)
     return torch.as_tensor(heads)
 
 
@@ -84,12 +84,12 @@ def compute(
         The heads (B,Q,H,D) in the dtype of v, with zeros for a query that sees no key; and what the backward pass needs
         of each row (B,H,Q,R).
     """
-    how = _weighing(strength, seed, rule, gamma, zeta, dropout)
+    weighing = _weighing(strength, seed, rule, gamma, zeta, dropout)
     heads, rows = _empty(q, v, rule, strength)
     with without_autocast(q.device):
         for block, keys, values in _blocks(q, k, v, causal):
-            weights, rows[block.index] = how.normalizer.find(block.scores(q, keys, mask, scaling))
-            weights = _times(how.clipped(weights), how.kept(weights, block.number))
+            weights, rows[block.index] = weighing.normalizer.find(block.scores(q, keys, mask, scaling))
+            weights = _times(weighing.clipped(weights), weighing.kept(weights, block.number))
             read = torch.bmm(block.flat(weights), values[:, : block.seen])
             heads.transpose(1, 2)[block.index] = read.view(*weights.shape[:3], -1)
     return heads, rows
@@ -133,22 +133,22 @@ def compute_backward(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from that of the heads and the rows of the forward pass; the rest as in `compute`."""
-    how = _weighing(strength, seed, rule, gamma, zeta, dropout)
-    grad_q, grad_k, grad_v = (torch.empty_like(each) for each in (q, k, v))
+    weighing = _weighing(strength, seed, rule, gamma, zeta, dropout)
+    grad_q, grad_k, grad_v = (torch.empty_like(tensor) for tensor in (q, k, v))
     with without_autocast(q.device):
         for block, keys, values in _blocks(q, k, v, causal):
             if block.queries.start == 0:
                 sum_k, sum_v = torch.zeros_like(keys), torch.zeros_like(values)
-            own, g = (block.flat(_wide(each[block.index])) for each in (q, grad.transpose(1, 2)))
-            parts = how.normalizer.again(block.scores(q, keys, mask, scaling), rows[block.index])
-            weights = how.normalizer.joined(parts)
-            kept = how.kept(weights, block.number)
-            read = block.flat(_times(how.clipped(weights), kept))
+            queries, g = (block.flat(widened(tensor[block.index])) for tensor in (q, grad.transpose(1, 2)))
+            unclipped = weighing.normalizer.recompute(block.scores(q, keys, mask, scaling), rows[block.index])
+            weights = weighing.normalizer.mixed(unclipped)
+            kept = weighing.kept(weights, block.number)
+            read = block.flat(_times(weighing.clipped(weights), kept))
             sum_v[:, : block.seen].baddbmm_(read.transpose(1, 2), g)
             of_read = torch.bmm(g, values[:, : block.seen].transpose(1, 2)).view(weights.shape)
-            of_weights = how.clipped_back(weights, _times(of_read, kept))
-            of_scores = block.flat(how.normalizer.back(parts, of_weights))
-            sum_k[:, : block.seen].baddbmm_(of_scores.transpose(1, 2), own, alpha=scaling)
+            of_weights = weighing.clipped_back(weights, _times(of_read, kept))
+            of_scores = block.flat(weighing.normalizer.backward(unclipped, of_weights))
+            sum_k[:, : block.seen].baddbmm_(of_scores.transpose(1, 2), queries, alpha=scaling)
             of_q = torch.bmm(of_scores, keys[:, : block.seen]).mul_(scaling)
             grad_q[block.index] = of_q.view(*weights.shape[:3], -1)
             if block.queries.stop == q.shape[2]:
@@ -172,46 +172,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    if twice.wanted():
-        return *_again(grad, *ctx.saved_tensors[1:], *ctx.others), *(None,) * 9
+    refuse_double_backward()
     return *_backward(grad, *ctx.saved_tensors, *ctx.others), *(None,) * 9
 
 
 weighted.register_autograd(_gradients, setup_context=_save)
-
-
-def _again(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    strength: Tensor | None,
-    seed: Tensor | None,
-    causal: bool,
-    scaling: float,
-    rule: str,
-    gamma: float,
-    zeta: float,
-    dropout: float,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k and v, for second derivatives; the arguments are as in `compute_backward`.
-
-    The blocks are those of `compute`, so that dropout drops the same weights, but autograd keeps all of them.
-    """
-    how = _weighing(strength, seed, rule, gamma, zeta, dropout)
-
-    def heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        made = torch.zeros_like(_empty(q, v, rule, strength)[0], dtype=_wider(v.dtype))
-        for block, keys, values in _blocks(q, k, v, causal):
-            weights = how.readable(block.scores(q, keys, mask, scaling))
-            weights = _times(weights, how.kept(weights, block.number))
-            read = torch.bmm(block.flat(weights), values[:, : block.seen])
-            made.transpose(1, 2)[block.index] = read.view(*weights.shape[:3], -1)
-        return made.to(v.dtype)
-
-    with without_autocast(grad.device):
-        return twice.gradients(heads, (q, k, v), grad)
 
 
 def _weighing(
@@ -226,7 +191,7 @@ def _empty(q: Tensor, v: Tensor, rule: str, strength: Tensor | None) -> tuple[Te
     """Memory for the results of `compute`."""
     batch, heads, queries = q.shape[:3]
     kept = normalizer(rule, strength).kept
-    rows = q.new_empty(batch, heads, queries, kept, dtype=_wider(q.dtype))
+    rows = q.new_empty(batch, heads, queries, kept, dtype=wide(q))
     return v.new_empty(batch, queries, heads, v.shape[3]), rows
 
 
@@ -234,7 +199,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Iterator[tuple[Blo
     """Each block with its keys and its values (N,K,D), in fp32 at least. Blocks with the same keys share them."""
     for block in split(q, k, causal):
         if block.queries.start == 0:  # the first of the blocks with the same keys
-            keys, values = (_wide(each[block.shared]).flatten(0, 1) for each in (k, v))
+            keys, values = (widened(tensor[block.shared]).flatten(0, 1) for tensor in (k, v))
         yield block, keys, values
 
 
@@ -248,12 +213,3 @@ def as_products(tensor: Tensor) -> Tensor:
 
 def _times(tensor: Tensor, factors: Tensor | None) -> Tensor:
     return tensor if factors is None else tensor * factors
-
-
-def _wider(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """The tensor in fp32 at least."""
-    return tensor.to(_wider(tensor.dtype))

@@ -56,7 +56,7 @@ class Span:
                 f"window: full_heads counts {len(self.full)} key/value heads, but the module computes with {heads}; "
                 "use a window without full_heads in this layer."
             )
-        return tuple(each for each in self.full for _ in range(heads // len(self.full)))
+        return tuple(full for full in self.full for _ in range(heads // len(self.full)))
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Firsts:
             return Firsts(places, torch.ones_like(places, dtype=torch.bool))
         rank = masks.key_mask.cumsum(-1)
         wanted = (places + 1).expand(rank.shape[0], -1).contiguous()
-        found = torch.searchsorted(rank, wanted)
-        return Firsts(found.clamp(max=masks.keys - 1), found < masks.keys)
+        place = torch.searchsorted(rank, wanted)
+        return Firsts(place.clamp(max=masks.keys - 1), place < masks.keys)
 
     def of_keys(self, tensor_BGKD: Tensor) -> Tensor:
         """The rows of keys or values at these places, (B,G,F,D)."""
@@ -151,20 +151,22 @@ def narrowed(inputs: Inputs, span: Span, call: Call) -> Inputs:
 
 def _outside(masks: Masks, span: Span, first: int | Tensor) -> Tensor:
     """(B|1,1|H,Q,K) bool, True where a key is outside of the window of a query. `first` is the first query's place."""
-    own = torch.arange(masks.queries, device=masks.device) + first
+    places = torch.arange(masks.queries, device=masks.device) + first
     if masks.given is not None:
         shown = masks.closed().allowed()
     elif masks.key_mask is not None:
         shown = masks.key_mask[:, None, None, :]  # causal order hides the last keys, and so none of the first
     else:
         shown = None
-    return functional.outside_window(own, masks.keys, shown, span.window, span.sinks)
+    return functional.outside_window(places, masks.keys, shown, span.window, span.sinks)
 
 
 def _except(full: Sequence[bool], outside: Tensor) -> Tensor:
     """(B|1,H,Q,K) bool, as `outside` (B|1,1|H,Q,K), but nothing is outside in the heads that are full."""
-    parts, inside = outside.unbind(1), torch.zeros_like(outside[:, 0])
-    return torch.stack([inside if each else parts[head % len(parts)] for head, each in enumerate(full)], 1)
+    outside_by_head, inside = outside.unbind(1), torch.zeros_like(outside[:, 0])
+    return torch.stack(
+        [inside if all_keys else outside_by_head[head % len(outside_by_head)] for head, all_keys in enumerate(full)], 1
+    )
 
 
 def _hidden(masks: Masks, outside: Tensor) -> Tensor:
@@ -255,41 +257,43 @@ class Blocks:
             return None
         device = masks.device
         block = torch.arange(self.count, device=device)[:, None, None] * self.rows + (self.keys - self.queries)
-        own = block + torch.arange(self.rows, device=device)[:, None]  # (N,R,1)
-        place = block - self.reach + torch.arange(self.width, device=device)  # (N,1,C)
-        near = (own - place < window) & (place >= 0) & (place < self.keys)
-        near &= own >= place if self.causal else place - own < window
+        query_place = block + torch.arange(self.rows, device=device)[:, None]  # (N,R,1)
+        key_place = block - self.reach + torch.arange(self.width, device=device)  # (N,1,C)
+        near = (query_place - key_place < window) & (key_place >= 0) & (key_place < self.keys)
+        near &= query_place >= key_place if self.causal else key_place - query_place < window
         near = near[None]
         if masks.key_mask is not None:
-            near = near & masks.key_mask[:, place.clamp(0, self.keys - 1)]
+            near = near & masks.key_mask[:, key_place.clamp(0, self.keys - 1)]
         if firsts is not None:
-            distance = own[None] - firsts.place[:, None, None, :]
+            distance = query_place[None] - firsts.place[:, None, None, :]
             far = (distance >= window) | (False if self.causal else distance <= -window)
             far = far & firsts.there[:, None, None, :]
             batch = max(near.shape[0], far.shape[0])
             near = torch.cat([far.expand(batch, -1, -1, -1), near.expand(batch, -1, -1, -1)], -1)
-        return near | (own[None] >= self.keys)  # a query that fills a block up sees anything, and nobody reads it
+        return near | (
+            query_place[None] >= self.keys
+        )  # a query that fills a block up sees anything, and nobody reads it
 
 
 def firsts_of(masks: Masks, span: Span) -> Firsts | None:
     """The first keys of each text that the span shows; None if it shows none."""
     if not span.sinks:
         return None
-    found: Firsts = masks.once(("firsts", span.sinks), lambda: Firsts.of(masks, span.sinks))
-    return found
+    firsts: Firsts = masks.once(("firsts", span.sinks), lambda: Firsts.of(masks, span.sinks))
+    return firsts
 
 
-def _parts(inputs: Inputs, span: Span, held: Held) -> tuple[Blocks, Tensor, Tensor, Tensor, Tensor | None]:
+def _blocked(inputs: Inputs, span: Span, held: Held) -> tuple[Blocks, Tensor, Tensor, Tensor, Tensor | None]:
     """The blocks; their queries (B,N,H,R,D), keys and values (B,N,G,F + C,D), and what they see, as `Blocks.seen`."""
     masks = inputs.masks
     blocks, firsts = Blocks.of(masks, span), firsts_of(masks, span)
     seen = masks.once(("blocks", blocks, span), lambda: blocks.seen(masks, firsts, span.window))
-    near = [blocks.of_keys(each, held.before).transpose(1, 2) for each in (inputs.key, inputs.value)]
+    near = [blocks.of_keys(tensor, held.before).transpose(1, 2) for tensor in (inputs.key, inputs.value)]
     if firsts is not None:
         first = held.first(firsts, inputs.key, inputs.value)
         near = [
-            torch.cat([one[:, None].expand(-1, blocks.count, -1, -1, -1), other], 3)
-            for one, other in zip(first, near, strict=True)
+            torch.cat([sink[:, None].expand(-1, blocks.count, -1, -1, -1), close], 3)
+            for sink, close in zip(first, near, strict=True)
         ]
     return blocks, blocks.of_queries(inputs.query).transpose(1, 2), near[0], near[1], seen
 
@@ -309,7 +313,7 @@ def attend(inputs: Inputs, span: Span, held: Held = ALL) -> Tensor:
         span: how far a query sees.
         held: what a cache holds of the earlier keys.
     """
-    if not torch.is_grad_enabled() or not any(each.requires_grad for each in inputs.three):
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs.three):
         return _attended(inputs, span, held)
     kernels = _allowed_kernels()  # each later computation must choose among the same ones
 
@@ -317,8 +321,8 @@ def attend(inputs: Inputs, span: Span, held: Held = ALL) -> Tensor:
         with sdpa_kernel(kernels):
             return _attended(replace(inputs, query=query, key=key, value=value), span, held)
 
-    found: Tensor = checkpoint(heads, *inputs.three, use_reentrant=False, preserve_rng_state=inputs.dropout > 0)
-    return found
+    read: Tensor = checkpoint(heads, *inputs.three, use_reentrant=False, preserve_rng_state=inputs.dropout > 0)
+    return read
 
 
 def _allowed_kernels() -> list[SDPBackend]:
@@ -335,7 +339,7 @@ def _allowed_kernels() -> list[SDPBackend]:
 
 def _attended(inputs: Inputs, span: Span, held: Held) -> Tensor:
     """As `attend`."""
-    blocks, query, key, value, seen = _parts(inputs, span, held)
+    blocks, query, key, value, seen = _blocked(inputs, span, held)
     batch, _, heads, rows, width = query.shape
     groups = key.shape[2]
     share = heads // groups
@@ -357,14 +361,14 @@ def folded(inputs: Inputs, span: Span, held: Held = ALL) -> tuple[Blocks, Inputs
 
     The arguments are those of `attend`.
     """
-    blocks, query, key, value, seen = _parts(inputs, span, held)
+    blocks, query, key, value, seen = _blocked(inputs, span, held)
     masks, batch = inputs.masks, query.shape[0]
-    query, key, value = (each.flatten(0, 1) for each in (query, key, value))
+    query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
     given = None
     if seen is not None:
         given = masks.once(("folded", blocks, span, batch), lambda: _per_row(seen, batch)[:, None])
-    own = Masks(queries=blocks.rows, keys=key.shape[2], device=masks.device, given=given, made=masks.made)
-    return blocks, replace(inputs, query=query, key=key, value=value, masks=own)
+    masks = Masks(queries=blocks.rows, keys=key.shape[2], device=masks.device, given=given, made=masks.made)
+    return blocks, replace(inputs, query=query, key=key, value=value, masks=masks)
 
 
 def unfolded(blocks: Blocks, heads: Tensor) -> Tensor:
@@ -380,12 +384,12 @@ def _per_row(seen: Tensor, batch: int) -> Tensor:
 
 def parted(inputs: Inputs, span: Span) -> tuple[Inputs, Inputs]:
     """The inputs of the heads that see every key, and those of the heads in the window; each keeps its order."""
-    flags = [span.full_of(each.shape[1]) for each in inputs.three]
+    flags = [span.full_of(tensor.shape[1]) for tensor in inputs.three]
 
     def of(wanted: bool) -> Inputs:
         query, key, value = (
-            torch.stack([head for head, full in zip(each.unbind(1), given, strict=True) if full is wanted], 1)
-            for each, given in zip(inputs.three, flags, strict=True)
+            torch.stack([head for head, full in zip(tensor.unbind(1), sees_all, strict=True) if full is wanted], 1)
+            for tensor, sees_all in zip(inputs.three, flags, strict=True)
         )
         return replace(inputs, query=query, key=key, value=value)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.call import Call, FusedSoftmax, Inputs
-from ..core.masks import traced
+from ..core.masks import traced, transformed
 from ..kernels import softmax_n, weighted, windows
 from ..kernels.dispatch import Form, Setting, joined_form, weighted_form, windows_form
 from ..kernels.weighing import Rule
@@ -51,7 +51,7 @@ class Places:
             return Form.REFERENCE
         if self.keys is not None:
             return self._form_with_pairs(setting)
-        changing = [each for each in (self.carrier, self.normalizer, self.adjuster) if each is not None]
+        changing = [variant for variant in (self.carrier, self.normalizer, self.adjuster) if variant is not None]
         if not changing:
             return Form.SDPA
         if len(changing) == 1:
@@ -85,6 +85,9 @@ class Places:
         return rule
 
 
+ORDINARY = Places()  # ordinary attention: no variant changes a step before the heads
+
+
 def attend(
     places: Places, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -99,6 +102,8 @@ def attend(
     """
     biased = inputs.softcap is not None or inputs.position_bias is not None
     readable = biased or want_weights or call.probe is not None
+    if places is ORDINARY and not readable and not transformed(*inputs.three):
+        return ordinary(inputs, sdpa), None
     setting = Setting.of(inputs, call)
     form = Form.REFERENCE if readable else places.form(setting)
     if places.mask is None:
@@ -154,7 +159,7 @@ def _in_blocks(
     places: Places, inputs: Inputs, call: Call, sdpa: FusedSoftmax, form: Form, span: windows.Span, held: windows.Held
 ) -> Tensor:
     """The heads (B,Q,H,D) in a window, by blocks of queries with the keys of their window."""
-    if form is Form.SDPA and places == Places():
+    if form is Form.SDPA and places == ORDINARY:
         return windows.attend(inputs, span, held)
     blocks, inside = windows.folded(inputs, span, held)
     return windows.unfolded(blocks, _attended(places, inside, call, sdpa, False, form)[0])
@@ -186,7 +191,7 @@ def _with_pairs(
     places: Places, variant: Variant, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool, form: Form
 ) -> tuple[Tensor, Tensor | None]:
     """As `attend`, with the pairs of a variant beside the keys of the text. The weights are those of the text."""
-    pairs = variant.pairs(inputs, call)
+    pairs = variant.extra_kv(inputs, call)
     if form is Form.JOINED:
         added, causal = inputs.masks.additive(inputs.query.dtype)
         further = softmax_n.Further(pairs.scores(inputs), pairs.values(inputs))
@@ -240,8 +245,8 @@ def _products(query: Tensor, key: Tensor, further: int) -> Tensor:
     """The products q k^T (B,H,Q,K). Those with the text are to the bit what they are without further keys."""
     if not further:
         return query @ key.transpose(2, 3)
-    own, text = key.tensor_split([further], 2)
-    return torch.cat([query @ own.transpose(2, 3), query @ text.transpose(2, 3)], -1)
+    extra, text = key.tensor_split([further], 2)
+    return torch.cat([query @ extra.transpose(2, 3), query @ text.transpose(2, 3)], -1)
 
 
 def replaced(variant: Replacement, inputs: Inputs, call: Call, want_weights: bool) -> tuple[Tensor, Tensor | None]:

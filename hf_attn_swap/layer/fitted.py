@@ -134,7 +134,7 @@ def fitted(name: str) -> Callable[[F], F]:
         if wanted is None:
             raise ValueError(f"fit {name!r}: place must be one of {CALL}, {HEADS} and {AROUND}.")
         for method in (wanted, "check", "from_spec", "spec", "words"):
-            if next(each for each in cls.__mro__ if method in vars(each)) in Fitted.__mro__:
+            if next(base for base in cls.__mro__ if method in vars(base)) in Fitted.__mro__:
                 raise ValueError(f"fit {name!r}, which acts at the place {cls.place!r}, needs the method {method}.")
         cls.name = name
         FITTED[name] = cls
@@ -143,9 +143,9 @@ def fitted(name: str) -> Callable[[F], F]:
     return add
 
 
-def sentences(found: Iterable[Fitted]) -> str:
+def sentences(fits: Iterable[Fitted]) -> str:
     """What many layers have, for reports: one sentence for each kind of fit, with the number of its layers."""
     alike: dict[tuple[str, str], list[Fitted]] = {}
-    for each in found:
-        alike.setdefault((each.name, each.words()), []).append(each)
+    for fit in fits:
+        alike.setdefault((fit.name, fit.words()), []).append(fit)
     return " ".join(group[0].sentence(len(group)) for group in alike.values())

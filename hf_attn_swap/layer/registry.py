@@ -39,13 +39,13 @@ def get_variant(name: str) -> type[Variant]:
     Raises:
         ValueError: no variant has this name.
     """
-    found = VARIANTS.get(canonical_name(name))
-    if found is None:
+    cls = VARIANTS.get(canonical_name(name))
+    if cls is None:
         raise ValueError(
             f"unknown variant {name!r}{_proposal(name)}; known: {', '.join(VARIANTS)}, and compositions such as "
             "'modern_hopfield+belief'. A variant of your own is known after its file was imported."
         )
-    return found
+    return cls
 
 
 def _proposal(name: str) -> str:
@@ -54,25 +54,27 @@ def _proposal(name: str) -> str:
     Those with a name that is almost the same; otherwise those with a word of this name in their names, their summary
     or their papers; otherwise the one with the most similar name.
     """
-    names = {each: cls.name for cls in VARIANTS.values() for each in (cls.name, *cls.aliases)}
+    names = {alias: cls.name for cls in VARIANTS.values() for alias in (cls.name, *cls.aliases)}
     words = {word for word in re.findall(r"[a-z]{4,}", name.lower()) if word != "attention"}
     said = {
         cls.name: " ".join((cls.name, *cls.aliases, cls.about.summary, cls.about.paper)).lower()
         for cls in VARIANTS.values()
     }
-    sharing = {each for each, text in said.items() if words & {*re.findall(r"[a-z]+", text)}}
+    sharing = {variant for variant, text in said.items() if words & {*re.findall(r"[a-z]+", text)}}
     meant = (
-        _similar(name, names, ALMOST) or [each for each in VARIANTS if each in sharing] or _similar(name, names, 0.6)
+        _similar(name, names, ALMOST)
+        or [variant for variant in VARIANTS if variant in sharing]
+        or _similar(name, names, 0.6)
     )
     return f" (did you mean {' or '.join(map(repr, meant))}?)" if meant else ""
 
 
 def _similar(name: str, names: Mapping[str, str], least: float) -> list[str]:
     """The canonical name of the most similar of all names, if it is similar enough (1 is equal)."""
-    return [names[each] for each in difflib.get_close_matches(name, names, n=1, cutoff=least)]
+    return [names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=least)]
 
 
-def parse(variant: str) -> tuple[type[Variant], ...]:
+def parse(variant: Any) -> tuple[type[Variant], ...]:
     """The classes that a variant's name stands for: one class, or several for a composition.
 
     Args:
@@ -142,13 +144,13 @@ def canonical_keys(by_variant: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: two keys are names of the same variant.
     """
-    found: dict[str, Any] = {}
+    canonical: dict[str, Any] = {}
     for key, value in by_variant.items():
         name = canonical_name(key)
-        if name in found:
+        if name in canonical:
             raise ValueError(f"{name!r} is given twice, under two of its names; give it once.")
-        found[name] = value
-    return found
+        canonical[name] = value
+    return canonical
 
 
 def fit_options(classes: tuple[type[Variant], ...], options: Options, kind: Kind) -> Options:

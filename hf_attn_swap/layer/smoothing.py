@@ -81,7 +81,7 @@ class Smoothing(Fitted):
 
     @classmethod
     def from_spec(cls, spec: Any, geometry: Geometry) -> Smoothing:
-        pairs = (Pair(each["source"], tuple(each["readers"]), each["channels"]) for each in spec["pairs"])
+        pairs = (Pair(pair["source"], tuple(pair["readers"]), pair["channels"]) for pair in spec["pairs"])
         return cls(tuple(pairs), spec["dtype"])
 
     def spec(self) -> dict[str, Any]:
@@ -154,21 +154,21 @@ def axes(root: nn.Module, path: str, pair: Pair) -> list[tuple[Tensor, int, int]
     Raises:
         ValueError: a module is not there, is no plain norm or matrix any more, or has other channels.
     """
-    found: list[tuple[Tensor, int, int]] = []
+    scaled_weights: list[tuple[Tensor, int, int]] = []
     for name, sign in ((pair.source, -1), *((reader, 1) for reader in pair.readers)):
         module = _module(root, path, name)
-        own = parts(module, source=sign < 0)
-        whole = bool(own) and not any(True for _ in module.children())
+        parameters = parts(module, source=sign < 0)
+        whole = bool(parameters) and not any(True for _ in module.children())
         fits = all(
-            plain(weight) and weight.dim() > axis and weight.shape[axis] == pair.channels for weight, axis in own
+            plain(weight) and weight.dim() > axis and weight.shape[axis] == pair.channels for weight, axis in parameters
         )
         if not (whole and fits):
             raise ValueError(
                 f"{path}: {name} was smoothed, and is now {type(module).__name__}, which cannot be scaled back; take "
                 "adapters and quantised weights out of the model first."
             )
-        found += [(weight, axis, sign) for weight, axis in own]
-    return found
+        scaled_weights += [(weight, axis, sign) for weight, axis in parameters]
+    return scaled_weights
 
 
 def plain(weight: Tensor) -> bool:
@@ -180,7 +180,9 @@ def parts(module: nn.Module, *, source: bool) -> list[tuple[nn.Parameter, int]]:
     """The parameters that are scaled if a module gives channels, or if it reads them, each with the channels' axis."""
     turned = type(module).__name__ == "Conv1D"  # of GPT-2: its weight has the inputs first
     if source:
-        return [(each, 1 if turned and each.dim() == 2 else 0) for each in module.parameters(recurse=False)]
+        return [
+            (parameter, 1 if turned and parameter.dim() == 2 else 0) for parameter in module.parameters(recurse=False)
+        ]
     weight = getattr(module, "weight", None)
     return [(weight, 0 if turned else 1)] if isinstance(weight, nn.Parameter) else []
 

@@ -16,14 +16,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Call, ForwardContext, FusedSoftmax, Geometry, Inputs, Strength
+from ..core.call import Call, ForwardContext, FusedSoftmax, Geometry, Inputs
 from ..core.masks import transformed
 from ..kernels.dispatch import Form, Setting
 from ..variants.base import Replacement, Variant, mix, same_shape
-from .compute import Places, attend, ordinary, reference, replaced
-from .fitted import FITTED, HEADS, Fitted
+from .compute import ORDINARY, Places, attend, ordinary, reference, replaced
+from .fitted import CALL, FITTED, HEADS, Fitted
 from .registry import Options, build_options
 
+BEFORE_THE_HEADS = {"keys", "scores", "mask", "normalizer", "weights"}  # the places that `Places` holds
 STOCK = "attn_swap_stock"  # a keyword argument of an attention module: if True, the module runs as if not swapped
 
 F = TypeVar("F", bound=Fitted)
@@ -108,6 +109,22 @@ class Swap(nn.Module):
     (1,) is a copy of the float for the computation, and `phase` is the only form of the strength that code branches on.
     `wiring` is None while the swap belongs to no model.
 
+    What the variants change is worked out once, when the swap is made: a call reads plain attributes. They hold names
+    of variants and never the modules themselves, so that every copy of a swap computes with its own modules.
+
+    Attributes:
+        names: the names of the variants, in the order of the name.
+        changed: by each place that a variant changes, the name of this variant.
+        replaces: True if the variant computes the heads without scores (a `Replacement`).
+        carries: True if the layer reads scores from, or leaves scores for, other layers.
+        writes: True if a variant changes the output of W_o.
+        reads_input: True if a variant needs the rows of the module's input, one per query.
+        span: how far a query sees, if a variant hides keys; None if none does.
+        further_keys: the number of keys that stand beside those of the text.
+        keeps_projection: False if the heads are the layer's output, without W_o.
+        wants_residual: True if a variant needs the residual stream of the block.
+        projects: True if a variant projects heads on values.
+
     Args:
         classes: the variants, in the order of the name.
         options: the options of each variant, by the variant's name, complete with defaults.
@@ -145,6 +162,18 @@ class Swap(nn.Module):
             self.add_module(cls.name, cls(build_options(cls, options[cls.name]), geometry))
         for name in FITTED:
             self.register_module(name, None)
+        variants = self.variants
+        self.changed = {place: variant.name for variant in variants for place in variant.changes}
+        self.replaces = isinstance(variants[0], Replacement)
+        self.carries = "scores" in self.changed
+        self.writes = "write" in self.changed
+        self.reads_input = not self.changed.keys().isdisjoint(("scores", "read", "write"))
+        self.span = next((variant.span() for variant in variants if "mask" in variant.changes), None)
+        self.further_keys = sum(variant.further_keys for variant in variants)
+        self.keeps_projection = all(variant.keeps_projection for variant in variants)
+        self.wants_residual = any(variant.wants_residual for variant in variants)
+        self.projects = any(variant.projects for variant in variants)
+        self._note_fits()
         self.register_buffer("strength_value", torch.ones(1, dtype=torch.float32), persistent=False)
         self.compute_at(strength)
 
@@ -190,11 +219,13 @@ class Swap(nn.Module):
     def put(self, fit: Fitted) -> None:
         """Add a fit, in the mode of this layer. It takes the place of an earlier fit of the same name."""
         self.register_module(fit.name, fit.train(self.training))
+        self._note_fits()
 
     def drop(self, name: str) -> None:
         """Remove the fit of this name, if there is one."""
         if name in self.fitted:
             self._modules[name] = None
+            self._note_fits()
 
     def restore(self, before: Mapping[str, Fitted]) -> None:
         """Let the layer have exactly these fits, which `fitted` gave before."""
@@ -203,57 +234,35 @@ class Swap(nn.Module):
         for fit in before.values():
             self.put(fit)
 
+    def _note_fits(self) -> None:
+        """Note the names of the fits that act in a call: those that prepare it, and those that change the heads."""
+        fits = self.fitted.items()
+        self._preparing = tuple(name for name, fit in fits if fit.place == CALL)
+        self._correcting = tuple(name for name, fit in fits if fit.place == HEADS)
+
     def at(self, place: str) -> Variant | None:
         """The variant that changes this place, or None."""
-        return next((variant for variant in self.variants if place in variant.changes), None)
+        name = self.changed.get(place)
+        return None if name is None else self._modules[name]  # type: ignore[return-value]  # by the name of a variant
 
     def places(self) -> Places:
         """The variants that change the steps between the scores and the heads."""
-        at = {place: variant for variant in self.variants for place in variant.changes}
+        if not self.replaces and BEFORE_THE_HEADS.isdisjoint(self.changed):
+            return ORDINARY
+        changing: dict[str, Any] = {place: self._modules[name] for place, name in self.changed.items()}
         return Places(
-            keys=at.get("keys"),
-            carrier=at.get("scores"),
-            mask=at.get("mask"),
-            normalizer=at.get("normalizer"),
-            adjuster=at.get("weights"),
+            keys=changing.get("keys"),
+            carrier=changing.get("scores"),
+            mask=changing.get("mask"),
+            normalizer=changing.get("normalizer"),
+            adjuster=changing.get("weights"),
             replacement=self.replacement,
         )
 
     @property
     def replacement(self) -> Replacement | None:
         """The variant that computes the heads without scores, or None."""
-        first = self.variants[0]
-        return first if isinstance(first, Replacement) else None
-
-    @property
-    def carries(self) -> bool:
-        """True if the layer reads scores from, or leaves scores for, other layers."""
-        return any("scores" in variant.changes for variant in self.variants)
-
-    @property
-    def further_keys(self) -> int:
-        """The number of keys that stand beside those of the text."""
-        return sum(variant.further_keys for variant in self.variants)
-
-    @property
-    def writes(self) -> bool:
-        """True if a variant changes the output of W_o."""
-        return any("write" in variant.changes for variant in self.variants)
-
-    @property
-    def keeps_projection(self) -> bool:
-        """False if the heads are the layer's output, without W_o."""
-        return all(variant.keeps_projection for variant in self.variants)
-
-    @property
-    def wants_residual(self) -> bool:
-        """True if a variant needs the residual stream of the block."""
-        return any(variant.wants_residual for variant in self.variants)
-
-    @property
-    def projects(self) -> bool:
-        """True if a variant projects heads on values."""
-        return any(variant.projects for variant in self.variants)
+        return self._modules[self.names[0]] if self.replaces else None  # type: ignore[return-value]  # as `replaces` says
 
     def place_in(self, context: ForwardContext | None) -> int:
         """The layer's number among the layers that carry scores. For a shared module, the number of the call.
@@ -327,46 +336,44 @@ class Swap(nn.Module):
         """
         call.exact_strength = 1.0 if self.phase == Phase.FULL else self.strength_value
         call.value = inputs.value
-        for fit in self.fitted.values():
-            fit.prepare(call)
-        places = self.places()
-        if places.replacement is not None:
-            return self._replaced(places.replacement, inputs, call, sdpa, want_weights)
-        heads, weights = attend(places, inputs, call, sdpa, want_weights)
+        for name in self._preparing:
+            self._modules[name].prepare(call)  # type: ignore[union-attr,operator]  # the name of a fit
+        if self.replaces:
+            return self._replaced(inputs, call, sdpa, want_weights)
+        heads, weights = attend(self.places(), inputs, call, sdpa, want_weights)
         heads = call.probed("context", heads)
-        reader = self.at("read")
-        if reader is not None:
+        if (reader := self.at("read")) is not None:
             heads = same_shape(reader, "read", heads, reader.read(heads, call))
-        return self._corrected(heads, call.strength_in(heads.dtype)), weights
+        if self._correcting:
+            heads = mix(heads, self._corrected(heads), call.strength_in(heads.dtype))
+        return heads, weights
 
-    def _corrected(self, heads_BLHD: Tensor, strength: Strength) -> Tensor:
-        """The heads (B,L,H,D) with the fits that act on them, at this strength."""
-        fits = [fit for fit in self.fitted.values() if fit.place == HEADS]
-        corrected = heads_BLHD
-        for fit in fits:
-            corrected = fit(corrected)
-        return mix(heads_BLHD, corrected, strength) if fits else heads_BLHD
+    def _corrected(self, heads_BLHD: Tensor) -> Tensor:
+        """The heads (B,L,H,D) with the fits that act on them."""
+        for name in self._correcting:
+            heads_BLHD = self._modules[name](heads_BLHD)  # type: ignore[misc]  # the name of a fit
+        return heads_BLHD
 
     def _replaced(
-        self, variant: Replacement, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool
+        self, inputs: Inputs, call: Call, sdpa: FusedSoftmax, want_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         """As `forward`, for a variant without scores. Fits change the variant's heads alone."""
+        variant = self.replacement
+        assert variant is not None
         heads, weights = replaced(variant, inputs, call, want_weights)
-        heads = self._corrected(call.probed("context", heads), 1.0)
+        heads = self._corrected(call.probed("context", heads))
         if call.between:
             if transformed(*inputs.three):  # the stock function has no forward mode
-                other = reference(Places(), inputs, Call(x=call.x))[0]
+                softmax_heads = reference(ORDINARY, inputs, Call(x=call.x))[0]
             else:
-                other = ordinary(inputs, sdpa)
-            return variant.read_between(other, heads.to(other.dtype), call), weights
+                softmax_heads = ordinary(inputs, sdpa)
+            return variant.read_between(softmax_heads, heads.to(softmax_heads.dtype), call), weights
         return variant.read(heads, call), weights
 
     def write(self, out_BLE: Tensor, call: Call) -> Tensor:
-        """Let the variants change the output of W_o: from (B,L,E) to (B,L,E)."""
-        for variant in self.variants:
-            if "write" in variant.changes:
-                out_BLE = same_shape(variant, "write", out_BLE, variant.write(out_BLE, call))
-        return out_BLE
+        """Let the variant at the place `write` change the output of W_o: from (B,L,E) to (B,L,E)."""
+        variant = self.at("write")
+        return out_BLE if variant is None else same_shape(variant, "write", out_BLE, variant.write(out_BLE, call))
 
     def reset(self, seed: int) -> None:
         """Give the new parameters their values at the start, drawn by a generator of their own with this seed."""
@@ -383,12 +390,12 @@ class Swap(nn.Module):
     @property
     def trained(self) -> bool:
         """True if the parameters of the variants are no longer those at the start. They must not be on meta."""
-        own = self.new_parameters()
-        if any(parameter.is_meta or type(parameter).__name__ == "DTensor" for parameter in own):
+        parameters = self.new_parameters()
+        if any(parameter.is_meta or type(parameter).__name__ == "DTensor" for parameter in parameters):
             return False
         start = copy.deepcopy(self)
         start.reset(self.seed)
-        return any(not torch.equal(now, then) for now, then in zip(own, start.new_parameters(), strict=True))
+        return any(not torch.equal(now, then) for now, then in zip(parameters, start.new_parameters(), strict=True))
 
     def form(self, setting: Setting) -> Form:
         """The form that computes this layer's heads in this setting."""

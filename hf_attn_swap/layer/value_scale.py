@@ -38,10 +38,10 @@ class ValueScale(Fitted):
 
     @classmethod
     def check(cls, spec: Any, classes: tuple[type[Variant], ...], strength: float) -> None:
-        if spec is not True or not any(each.projects for each in classes):
+        if spec is not True or not any(variant.projects for variant in classes):
             raise ValueError(
                 f"value_scale must be true, beside a variant that projects on values, got {spec!r} beside "
-                f"{'+'.join(each.name for each in classes)!r}."
+                f"{'+'.join(variant.name for variant in classes)!r}."
             )
 
     @classmethod

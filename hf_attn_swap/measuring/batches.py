@@ -32,11 +32,20 @@ def as_batches(batches: Iterable[Any]) -> Iterator[Batch]:
     empty = True
     for batch in [batches] if isinstance(batches, Mapping) else batches:
         empty = False
-        if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
-            raise ValueError(f"a batch is a dict of tensors as the model takes them, got {type(batch).__name__}.")
+        check_batch(batch)
         yield without_labels(batch)
     if empty:
         raise ValueError("there are no batches; pass a few dicts of tensors as the model takes them.")
+
+
+def check_batch(batch: Any) -> None:
+    """Refuse anything that is no dict of tensors.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
+        raise ValueError(f"a batch is a dict of tensors as the model takes them, got {type(batch).__name__}.")
 
 
 def without_labels(batch: Mapping[str, Any]) -> Batch:
@@ -137,10 +146,10 @@ def refuse_other_tokens(root: nn.Module, cores: Iterable[nn.Module], batch: Batc
     text = getattr(root.config, "text_config", None)
     if text is None or not any(batch.get(name) is not None for name in MASKS):
         return
-    other = sorted({type(core).__name__ for core in cores if type(core.config) is not type(text)})
-    if other:
+    outside = sorted({type(core).__name__ for core in cores if type(core.config) is not type(text)})
+    if outside:
         raise ValueError(
-            f"the attention mask counts tokens of text, and not those that {', '.join(other)} reads; swap the text "
+            f"the attention mask counts tokens of text, and not those that {', '.join(outside)} reads; swap the text "
             'model alone, as with modules="language_model".'
         )
 

@@ -55,9 +55,9 @@ def divergence_of_numbers(root: PreTrainedModel, student_BN: Tensor, teacher_BN:
         return (ours - theirs).square().sum(-1).mean() / 2
     ours, theirs = ours / temperature, theirs / temperature
     target = theirs.sigmoid()
-    cross = binary_cross_entropy_with_logits(ours, target, reduction="none")
-    own = binary_cross_entropy_with_logits(theirs, target, reduction="none")
-    return (cross - own).sum(-1).mean() * temperature**2
+    cross_entropy = binary_cross_entropy_with_logits(ours, target, reduction="none")
+    entropy = binary_cross_entropy_with_logits(theirs, target, reduction="none")
+    return (cross_entropy - entropy).sum(-1).mean() * temperature**2
 
 
 class _Divergence(torch.autograd.Function):
@@ -111,8 +111,8 @@ def _chunk(
     log_p = (ours_NV.float() / temperature).log_softmax(-1)
     log_target = (theirs_NV.float() / temperature).log_softmax(-1)
     target = log_target.exp()
-    each_N = (target * log_target.sub_(log_p)).sum(-1)
-    error = (each_N * weight_N).sum() * temperature**2
+    kl_N = (target * log_target.sub_(log_p)).sum(-1)
+    error = (kl_N * weight_N).sum() * temperature**2
     if not wanted:
         return error, ours_NV
     slope = log_p.exp_().sub_(target).mul_(weight_N[:, None] * temperature)

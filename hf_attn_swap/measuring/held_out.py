@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ..text.bar import bar
 from ..wiring.install import installation_of, model_root
-from .batches import LABELS, Batch, evaluating, forward, gives_numbers, without_labels
-from .head import last_hidden
+from .batches import LABELS, Batch, check_batch, evaluating, forward, gives_numbers, without_labels
+from .lm_head import last_hidden
 from .lost import Lost, Sums, predicts_next, refuse_changed
 from .recall import Passages
 
@@ -38,7 +38,7 @@ class _Kept:
 
     def first(self, count: int) -> _Kept:
         """The first rows."""
-        whole = next(each for each in (self.hidden, self.logits, self.output) if each is not None)
+        whole = next(tensor for tensor in (self.hidden, self.logits, self.output) if tensor is not None)
 
         def cut(value: Any) -> Any:
             rows = isinstance(value, Tensor) and value.dim() > 0 and len(value) == len(whole)
@@ -100,8 +100,8 @@ class HeldOut:
         with evaluating(model), torch.no_grad(), contextlib.ExitStack() as inside:
             if installation is not None:
                 inside.enter_context(installation.stock())
-            given = [batches] if isinstance(batches, Mapping) else list(batches)
-            for batch in bar(given, desc="stock model", unit="batch", shown=progress, leave=False):
+            listed = [batches] if isinstance(batches, Mapping) else list(batches)
+            for batch in bar(listed, desc="stock model", unit="batch", shown=progress, leave=False):
                 self.kept.append(_keep(root, batch, self.head, numbers=self.numbers))
             self.stock_gains = None if passages is None else _gains(passages, model, progress=progress)
         if not self.kept:
@@ -111,23 +111,23 @@ class HeldOut:
         """True if this is a weight of the head that computes what the stock model gives."""
         if self.head is None or all(kept.hidden is None for kept in self.kept):
             return False
-        return any(parameter is each for each in self.head.parameters())
+        return any(parameter is weight for weight in self.head.parameters())
 
-    def part(self, batches: int) -> HeldOut:
+    def subset(self, batches: int) -> HeldOut:
         """Evenly spaced batches among all of them, for a measurement that is repeated many times."""
-        found = copy.copy(self)
+        subset = copy.copy(self)
         count = min(max(1, batches), len(self.kept))
-        found.kept = [self.kept[place * len(self.kept) // count] for place in range(count)]
-        return found
+        subset.kept = [self.kept[place * len(self.kept) // count] for place in range(count)]
+        return subset
 
-    def few(self, rows: int, passages: int) -> HeldOut:
+    def subset_of_rows(self, rows: int, passages: int) -> HeldOut:
         """At most so many rows and passages, evenly spaced, for a measurement that is repeated very many times."""
-        found = self.part(rows)
-        found.kept = [kept.first(max(1, rows // len(found.kept))) for kept in found.kept]
+        subset = self.subset(rows)
+        subset.kept = [kept.first(max(1, rows // len(subset.kept))) for kept in subset.kept]
         if self.passages is not None and self.stock_gains is not None:
-            found.passages, places = self.passages.some(passages)
-            found.stock_gains = [self.stock_gains[place] for place in places]
-        return found
+            subset.passages, places = self.passages.subset(passages)
+            subset.stock_gains = [self.stock_gains[place] for place in places]
+        return subset
 
     @property
     def stock_recall(self) -> float | None:
@@ -135,12 +135,12 @@ class HeldOut:
         return None if self.stock_gains is None else fmean(self.stock_gains)
 
     @torch.no_grad()
-    def itself(self) -> Lost:
+    def baseline(self) -> Lost:
         """The figures of the model that others are measured against, without another pass; it has lost nothing."""
         sums = Sums(causal=self.causal, numbers=self.numbers)
         for kept in self.kept:
-            own = self._output(kept)
-            sums.add(own, own, kept.batch, kept.labels)
+            output = self._output(kept)
+            sums.add(output, output, kept.batch, kept.labels)
         return self._with_recall(sums.result(), self.stock_recall)
 
     @torch.no_grad()
@@ -153,12 +153,12 @@ class HeldOut:
         recall = None if self.passages is None else fmean(_gains(self.passages, model, progress=progress))
         return self._with_recall(sums.result(), recall)
 
-    def _with_recall(self, found: Lost, recall: float | None) -> Lost:
+    def _with_recall(self, lost: Lost, recall: float | None) -> Lost:
         """The figures with a model's recall, if it was measured."""
         if self.passages is None:
-            return found
+            return lost
         (distance,) = self.passages.texts
-        return replace(found, recall=recall, stock_recall=self.stock_recall, recall_distance=distance)
+        return replace(lost, recall=recall, stock_recall=self.stock_recall, recall_distance=distance)
 
     def _output(self, kept: _Kept) -> _Output:
         """What the model gave for a batch."""
@@ -177,18 +177,17 @@ def _gains(passages: Passages, model: nn.Module, *, progress: bool) -> list[floa
     return list(passages.measure(model, progress=progress).gains[distance])
 
 
-def _keep(root: Any, given: Batch, head: nn.Module | None, *, numbers: bool) -> _Kept:
+def _keep(root: Any, batch: Batch, head: nn.Module | None, *, numbers: bool) -> _Kept:
     """Run the stock model on a batch. With a head that does not change, hidden states may take the logits' place.
 
     Raises:
         ValueError: the batch is no dict of tensors.
     """
-    if not isinstance(given, Mapping) or not any(isinstance(value, Tensor) for value in given.values()):
-        raise ValueError(f"a batch is a dict of tensors as the model takes them, got {type(given).__name__}.")
-    labels = next((given[name] for name in LABELS if isinstance(given.get(name), Tensor)), None)
+    check_batch(batch)
+    labels = next((batch[name] for name in LABELS if isinstance(batch.get(name), Tensor)), None)
     fits = labels is not None and labels.dim() == 1 and (numbers or not labels.is_floating_point())
     rows = labels if fits else None
-    kept = _Kept(without_labels(given), rows)
+    kept = _Kept(without_labels(batch), rows)
     with last_hidden(root) as caught:
         output = forward(root, kept.batch)
     logits = getattr(output, "logits", None)

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from ..core.probe import Probe
 from ..families import sites
 from ..layer.registry import parse, parse_options
 from ..layer.swap import Phase
-from ..memory.probe import Probe
 from ..patch import build_swap, patch_model, swappable, unpatch_model
 from ..wiring.install import installation_of, model_root
 
@@ -22,7 +22,7 @@ CONTROL = "softmax"
 def instrumented(model: nn.Module) -> Iterator[Any]:
     """Inside the `with` block, every swappable layer computes through a `Swap`, and its output has the same bits.
 
-    Afterwards the model is as before. A model whose retrievals have taps (STanHop-Net) is visible as it is.
+    Afterwards the model is as before. A model that has probes of its own is visible as it is.
 
     Args:
         model: a `PreTrainedModel`, stock or swapped, or a wrapper that holds one.

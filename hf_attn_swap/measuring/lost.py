@@ -82,7 +82,7 @@ class Lost:
     by_position: tuple[Bin, ...] = ()
 
     @property
-    def share(self) -> float:
+    def degradation(self) -> float:
         """What was lost as one number, in the model's own terms; 0 is nothing.
 
         With labels: the accuracy that was lost, as a share of all rows; for a regression the rank correlation that was
@@ -90,37 +90,33 @@ class Lost:
         KL, in nats. A classifier: the share of rows whose first choice changed. A model without logits, or with outputs
         that are numbers: the relative squared error.
         """
-        if self.accuracy is not None and self.stock_accuracy is not None:
-            return self.stock_accuracy - self.accuracy
-        if self.correlation is not None and self.stock_correlation is not None:
-            return self.stock_correlation - self.correlation
-        if self.ratio is not None:
-            return self.ratio - 1
-        if self.relative_error is not None:
-            return self.relative_error
-        found = self.divergence if self.per_token else self.agreement
-        if found is None:
-            return math.nan  # JSON has no NaN, so a file has null in its place
-        return found if self.per_token else 1 - found
+        return self._measured[1]
 
     @property
-    def cost(self) -> float:
+    def divergence_or_error(self) -> float:
         """KL, or the relative error: every change of the model moves this number, so two states can be compared."""
-        found = self.relative_error if self.divergence is None else self.divergence
-        return self.share if found is None else found
+        figure = self.relative_error if self.divergence is None else self.divergence
+        return self.degradation if figure is None else figure
 
     @property
     def measure(self) -> str:
-        """What `share` counts, in words."""
-        if self.accuracy is not None:
-            return "accuracy lost"
-        if self.correlation is not None:
-            return "rank correlation lost"
+        """What `degradation` counts, in words."""
+        return self._measured[0]
+
+    @property
+    def _measured(self) -> tuple[str, float]:
+        """What was lost, in words and as a number."""
+        if self.accuracy is not None and self.stock_accuracy is not None:
+            return "accuracy lost", self.stock_accuracy - self.accuracy
+        if self.correlation is not None and self.stock_correlation is not None:
+            return "rank correlation lost", self.stock_correlation - self.correlation
         if self.ratio is not None:
-            return "perplexity above the stock model's"
+            return "perplexity above the stock model's", self.ratio - 1
         if self.relative_error is not None:
-            return "relative squared error of the outputs"
-        return "KL to the stock model, nats" if self.per_token else "rows with another first choice"
+            return "relative squared error of the outputs", self.relative_error
+        if self.per_token:  # JSON has no NaN, so a file has null in its place
+            return "KL to the stock model, nats", math.nan if self.divergence is None else self.divergence
+        return "rows with another first choice", math.nan if self.agreement is None else 1 - self.agreement
 
     @property
     def ratio(self) -> float | None:
@@ -137,10 +133,10 @@ class Lost:
         return self.recall / self.stock_recall if self.stock_recall > 0 else math.nan
 
     def within(self, max_loss: float | None, min_recall: float | None) -> bool:
-        """True if `share` is at most `max_loss`, and `recall_share` at least `min_recall`; None is no budget."""
+        """True if `degradation` is at most `max_loss`, and `recall_share` at least `min_recall`; None is no budget."""
         if min_recall is not None and not (self.recall_share is not None and self.recall_share >= min_recall):
             return False
-        return max_loss is None or self.share <= max_loss
+        return max_loss is None or self.degradation <= max_loss
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """The name and the text of every figure that exists."""
@@ -179,7 +175,7 @@ class Lost:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Lost:
         """The figures from their plain data, also after JSON."""
-        bins = tuple(Bin(**each) for each in values.get("by_position", ()))
+        bins = tuple(Bin(**fields) for fields in values.get("by_position", ()))
         return cls(**{**values, "by_position": bins})
 
 
@@ -242,11 +238,11 @@ class Sums:
         self.causal = causal
         self.numbers = numbers
         self.tokens = self.targets = 0
-        self.same = self.divergence = self.loss = self.stock_loss = 0.0
+        self.agreeing = self.divergence = self.loss = self.stock_loss = 0.0
         self.errors: list[float] = []
         self.square_error = self.square = 0.0
         self.numbers_N: list[tuple[Tensor, Tensor, Tensor]] = []  # ours, the stock model's, the labels
-        self.right = self.stock_right = self.one_right = self.labelled = 0
+        self.right = self.stock_right = self.discordant = self.labelled = 0
         self.positions = PositionSums()
         self.logits = False
         self.per_token = True
@@ -259,7 +255,9 @@ class Sums:
         """
         batch = read_by_decoder(batch)
         sizes = [
-            tuple(each.logits.shape) for each in (ours, theirs) if isinstance(getattr(each, "logits", None), Tensor)
+            tuple(output.logits.shape)
+            for output in (ours, theirs)
+            if isinstance(getattr(output, "logits", None), Tensor)
         ]
         if len(set(sizes)) > 1:
             raise ValueError(
@@ -267,7 +265,7 @@ class Sums:
                 "they cannot be compared."
             )
         if not isinstance(getattr(ours, "logits", None), Tensor):
-            mine, stock = (each[0] if each[0].dim() > 2 else each[0][..., None] for each in (ours, theirs))
+            mine, stock = (output[0] if output[0].dim() > 2 else output[0][..., None] for output in (ours, theirs))
             self.add_errors(mine, stock, token_mask(batch, mine))  # question answering gives one number per token
         elif self.numbers:
             self.add_numbers(ours.logits.float(), theirs.logits.float(), labels_B)
@@ -300,9 +298,9 @@ class Sums:
         ours_NV, theirs_NV = ours.flatten(0, -2), theirs.flatten(0, -2)
         size = max(1, PIECE // ours.shape[-1])
         for first in range(0, len(ours_NV), size):
-            some = slice(first, first + size)
-            theirs_V = theirs_NV[some].to(ours.device)  # the stock model may be on another device
-            self._add_piece(ours_NV[some].float(), theirs_V.float(), real_N[some], target_N[some], before_N[some])
+            piece = slice(first, first + size)
+            theirs_V = theirs_NV[piece].to(ours.device)  # the stock model may be on another device
+            self._add_piece(ours_NV[piece].float(), theirs_V.float(), real_N[piece], target_N[piece], before_N[piece])
 
     def _targets(self, ours: Tensor, real_N: Tensor, batch: Batch, labels_B: Tensor | None) -> Tensor:
         """The class that each prediction is compared with: a row's label or the next token; UNKNOWN without one."""
@@ -320,20 +318,20 @@ class Sums:
         self.tokens += int(real_N.sum())
         self.divergence += float(divergence(mine_NV, stock_NV, real_N.float()))
         mine_N, stock_N = mine_NV.argmax(-1), stock_NV.argmax(-1)
-        self.same += float((mine_N == stock_N)[real_N].sum())
+        self.agreeing += float((mine_N == stock_N)[real_N].sum())
         count = int((target_N != UNKNOWN).sum())
         if not self.per_token:
             self.labelled += count
             right_N, stock_right_N = mine_N == target_N, stock_N == target_N
             self.right += int(right_N.sum())
             self.stock_right += int(stock_right_N.sum())
-            self.one_right += int((right_N != stock_right_N).sum())
+            self.discordant += int((right_N != stock_right_N).sum())
         elif count:
             self.targets += count
             known_N = target_N != UNKNOWN
             mine_N, stock_N = (
-                cross_entropy(each_NV, target_N, ignore_index=UNKNOWN, reduction="none")[known_N]
-                for each_NV in (mine_NV, stock_NV)
+                cross_entropy(logits_NV, target_N, ignore_index=UNKNOWN, reduction="none")[known_N]
+                for logits_NV in (mine_NV, stock_NV)
             )
             self.loss += float(mine_N.sum())
             self.stock_loss += float(stock_N.sum())
@@ -347,11 +345,11 @@ class Sums:
             return Lost(tokens=self.tokens, relative_error=sum(self.errors) / self.tokens)
         mean = self.divergence / self.tokens
         mean = 0.0 if mean < 0 else mean  # only rounding makes it negative
-        figures: dict[str, Any] = {"divergence": mean, "agreement": self.same / self.tokens}
+        figures: dict[str, Any] = {"divergence": mean, "agreement": self.agreeing / self.tokens}
         if self.labelled:
             figures |= {"accuracy": self.right / self.labelled, "stock_accuracy": self.stock_right / self.labelled}
             count = self.labelled + 2
-            square = self.one_right + 1 - (self.right - self.stock_right) ** 2 / count
+            square = self.discordant + 1 - (self.right - self.stock_right) ** 2 / count
             figures |= {"accuracy_margin": Z95 * math.sqrt(square) / count}
         if self.targets:
             figures |= {"perplexity": _exp(self.loss / self.targets)}
@@ -360,14 +358,14 @@ class Sums:
 
     def _of_numbers(self) -> Lost:
         """The relative error, and the rank correlations with the labels if every row has one and not all are equal."""
-        found = Lost(tokens=self.tokens, relative_error=self.square_error / max(self.square, sys.float_info.min))
+        figures = Lost(tokens=self.tokens, relative_error=self.square_error / max(self.square, sys.float_info.min))
         if not self.numbers_N or self.tokens < 2:
-            return found
+            return figures
         ours_N, theirs_N, truth_N = map(torch.cat, zip(*self.numbers_N, strict=True))
         if len(truth_N) != self.tokens or not truth_N.isfinite().all() or bool((truth_N == truth_N[0]).all()):
-            return found
+            return figures
         return replace(
-            found,
+            figures,
             correlation=rank_correlation(ours_N, truth_N),
             stock_correlation=rank_correlation(theirs_N, truth_N),
             correlation_margin=difference_margin(ours_N, theirs_N, truth_N),

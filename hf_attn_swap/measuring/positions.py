@@ -79,13 +79,13 @@ def position_table(bins: Sequence[Bin], names: tuple[str, str]) -> Table:
     """
     rows = [
         (
-            f"{each.first:,}-{each.last:,}",
-            f"{each.stock_loss:.3f}",
-            f"{each.loss:.3f}",
-            f"{each.loss - each.stock_loss:+.3f}",
-            f"{each.tokens:,}",
+            f"{losses.first:,}-{losses.last:,}",
+            f"{losses.stock_loss:.3f}",
+            f"{losses.loss:.3f}",
+            f"{losses.loss - losses.stock_loss:+.3f}",
+            f"{losses.tokens:,}",
         )
-        for each in bins
+        for losses in bins
     ]
     summary = "Loss by position, in nats per token: the first column is the number of tokens before the predicted one."
     return Table(summary=summary, header=("tokens before", *names, "difference", "predicted"), rows=rows)
@@ -93,8 +93,8 @@ def position_table(bins: Sequence[Bin], names: tuple[str, str]) -> Table:
 
 def max_positions(model: nn.Module) -> int | None:
     """The number of positions that a model of text was made for, as its config says; None if it names none."""
-    found = getattr(model_root(model).config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+    positions = getattr(model_root(model).config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def usual_length(models: Iterable[nn.Module], length: int) -> int:

@@ -20,9 +20,9 @@ def rank_correlation(first_N: Any, second_N: Any) -> float:
     """
     from scipy.stats import spearmanr  # slow to import, and most measures do without
 
-    if any(bool((each != each).any()) for each in (first_N, second_N)):
+    if any(bool((values_N != values_N).any()) for values_N in (first_N, second_N)):
         return math.nan
-    if any(bool((each == each[0]).all()) for each in (first_N, second_N)):
+    if any(bool((values_N == values_N[0]).all()) for values_N in (first_N, second_N)):
         return 0.0
     return float(spearmanr(first_N, second_N).statistic)
 
@@ -34,10 +34,11 @@ def difference_margin(ours_N: Tensor, theirs_N: Tensor, truth_N: Tensor) -> floa
     """
     from scipy.stats import bootstrap
 
-    if not all(bool(each.isfinite().all()) for each in (ours_N, theirs_N, truth_N)):
+    samples = ours_N, theirs_N, truth_N
+    if not all(bool(sample_N.isfinite().all()) for sample_N in samples):
         return math.nan
-    found = bootstrap(
-        [each.numpy() for each in (ours_N, theirs_N, truth_N)],
+    result = bootstrap(
+        [sample_N.numpy() for sample_N in samples],
         lambda ours, theirs, truth: rank_correlation(ours, truth) - rank_correlation(theirs, truth),
         n_resamples=SAMPLES,
         vectorized=False,
@@ -45,5 +46,5 @@ def difference_margin(ours_N: Tensor, theirs_N: Tensor, truth_N: Tensor) -> floa
         method="percentile",
         rng=0,
     )
-    low, high = found.confidence_interval
+    low, high = result.confidence_interval
     return float(high - low) / 2

@@ -49,20 +49,22 @@ class Recall(Tabled):
 
     def spread(self, distance: int) -> float:
         """The standard deviation of the gain over the passages, in nats per token; 0 for a single passage."""
-        found = self.gains[distance]
-        return stdev(found) if len(found) > 1 else 0.0
+        gains = self.gains[distance]
+        return stdev(gains) if len(gains) > 1 else 0.0
 
     def table(self) -> Table:
         """A row per distance."""
-        rows = [(f"{each:,}", f"{self.mean(each):.3f}", f"{self.spread(each):.3f}") for each in self.gains]
+        rows = [
+            (f"{distance:,}", f"{self.mean(distance):.3f}", f"{self.spread(distance):.3f}") for distance in self.gains
+        ]
         summary = "What a passage gains when it is read again, in nats per token (0: nothing is recalled)."
         return Table(summary=summary, header=("tokens between", "gain", "spread over passages"), rows=rows)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data, by the distance as a text."""
         return {
-            str(each): {"gain": self.mean(each), "spread": self.spread(each), "passages": len(gains)}
-            for each, gains in self.gains.items()
+            str(distance): {"gain": self.mean(distance), "spread": self.spread(distance), "passages": len(gains)}
+            for distance, gains in self.gains.items()
         }
 
 
@@ -100,26 +102,30 @@ class Passages:
                 f"recall takes at least one passage of more than {SKIPPED} tokens and distances of at least 1, got "
                 f"{passages} passages of {length} tokens and the distances {tuple(distances)}."
             )
-        stream_L = stream(rows)
+        stream_L = token_stream(rows)
         limit = max_positions(model)
         room = len(stream_L) if limit is None else min(len(stream_L), limit - length)
         longest = room - length
         positions = "no bound on positions" if limit is None else f"{limit} positions"
-        if not (possible := [each for each in distances if each <= longest]):
+        if not (possible := [distance for distance in distances if distance <= longest]):
             raise ValueError(
                 f"a passage of {length} tokens and {min(distances)} tokens after it do not fit: the rows have "
                 f"{len(stream_L):,} tokens together, and the model has {positions}; bring more text, or measure "
                 "smaller distances."
             )
         places = [place * len(stream_L) // passages for place in range(passages)]
-        texts = {each: torch.stack([_text(stream_L, place, length, each) for place in places]) for each in possible}
+        texts = {
+            distance: torch.stack([_text(stream_L, place, length, distance) for place in places])
+            for distance in possible
+        }
         return cls(texts, length)
 
-    def some(self, count: int) -> tuple[Passages, list[int]]:
+    def subset(self, count: int) -> tuple[Passages, list[int]]:
         """At most so many of the passages, evenly spaced, and their places among all."""
         total = len(next(iter(self.texts.values())))
         places = [place * total // min(count, total) for place in range(min(count, total))]
-        return Passages({each: texts_NL[places] for each, texts_NL in self.texts.items()}, self.length), places
+        texts = {distance: texts_NL[places] for distance, texts_NL in self.texts.items()}
+        return Passages(texts, self.length), places
 
     def measure(self, model: nn.Module, *, progress: bool = False) -> Recall:
         """Let a model read the texts, in evaluation mode."""
@@ -134,8 +140,8 @@ class Passages:
         width = texts_NL.shape[1]
         first_T = torch.arange(SKIPPED, self.length)
         both_T = torch.cat([first_T, first_T + width - self.length])
-        for some_NL in torch.split(texts_NL, max(1, AT_ONCE // width)):
-            log_p_NT, _ = token_log_probs(model, some_NL, both_T)
+        for batch_NL in torch.split(texts_NL, max(1, AT_ONCE // width)):
+            log_p_NT, _ = token_log_probs(model, batch_NL, both_T)
             once_NT, again_NT = log_p_NT.chunk(2, 1)
             yield from (again_NT - once_NT).mean(1).tolist()
 
@@ -151,7 +157,7 @@ def recall(
 ) -> Recall:
     """Measure what a causal language model recalls, by distance. The model does not change.
 
-        found = recall(model, tokenizer(texts)["input_ids"])
+        gains = recall(model, tokenizer(texts)["input_ids"])
 
     The rows are joined. The passages start at equal distances in the joined text, and the other text is the middle of
     what remains around a passage. So all models that read the same tokens read the same passages.
@@ -176,26 +182,26 @@ def recall(
     return Passages.of(model, rows, distances, passages=passages, length=length).measure(model, progress=progress)
 
 
-def stream(rows: Iterable[Any]) -> Tensor:
+def token_stream(rows: Iterable[Any]) -> Tensor:
     """All real tokens, one after another.
 
     Raises:
         ValueError: a row holds no token ids, or there is no row.
     """
-    found = []
+    pieces = []
     for row in [rows] if isinstance(rows, Mapping) else rows:
-        given: Any = row.get("input_ids") if isinstance(row, Mapping) else row
+        values: Any = row.get("input_ids") if isinstance(row, Mapping) else row
         try:
-            ids: Tensor | None = torch.as_tensor(given)
+            ids: Tensor | None = torch.as_tensor(values)
         except (TypeError, ValueError, RuntimeError):
             ids = None
         if ids is None or (ids.is_floating_point() and ids.numel()):
             raise ValueError(f"a row is token ids, or a dict with input_ids, got {type(row).__name__}.")
         mask = row.get("attention_mask") if isinstance(row, Mapping) else None
-        found.append(ids.flatten() if mask is None else ids[torch.as_tensor(mask).bool()])
-    if not found:
+        pieces.append(ids.flatten() if mask is None else ids[torch.as_tensor(mask).bool()])
+    if not pieces:
         raise ValueError("there are no rows, so there is no text to measure on.")
-    return torch.cat([ids.cpu().long() for ids in found])
+    return torch.cat([ids.cpu().long() for ids in pieces])
 
 
 def _text(stream_L: Tensor, place: int, length: int, distance: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..wiring.install import model_root
 from .batches import forward
-from .head import can_skip_logits
+from .lm_head import can_skip_logits
 from .lost import predicts_next
 
 

@@ -130,8 +130,8 @@ class HopfieldRetrieval(_Memory):
         keep = _keep(state_BQE, stored_BNE, key_padding_mask=key_padding_mask, no_op=no_op, mask=mask)
         if self.no_op_threshold is not None:
             real = None if key_padding_mask is None else ~key_padding_mask
-            found_BN = no_op_patterns(stored_BNE, self.no_op_threshold, real)
-            keep = ~found_BN[:, None, None] if keep is None else keep & ~found_BN[:, None, None]
+            outliers_BN = no_op_patterns(stored_BNE, self.no_op_threshold, real)
+            keep = ~outliers_BN[:, None, None] if keep is None else keep & ~outliers_BN[:, None, None]
         return self._retrieve(state_BQE.unsqueeze(1), stored_BNE.unsqueeze(1), keep).squeeze(1)
 
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from ..core.probe import Probe
 from ..functional import clip, entmax, entmax15, softmax_n, sparsemax
-from .probe import Probe
 
 NORMALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda scores: torch.softmax(scores, -1),

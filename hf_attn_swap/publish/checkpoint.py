@@ -19,7 +19,7 @@ from transformers.utils import CONFIG_NAME
 
 from ..layer.registry import canonical_name, parse, parse_options
 from ..loading import read_block
-from ..measuring.head import names_head
+from ..measuring.lm_head import names_head
 from ..patch import patch_model
 from ..saved import shim
 from ..writing import claimed, half_replaced, saved_whole, told_where

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..core.probe import Probe
 from ..families import sites
 from ..layer.swap import Swap
-from ..memory.probe import Probe
 from ..wiring.layers import layers_at
 from .places import is_norm, quantizable
 from .points import MOMENTUM, Point, Quantized
@@ -77,7 +77,7 @@ class _Papers(Quantizer):
                 stack.callback(swap.register_forward_pre_hook(self._attention(layer.path, rotary)).remove)
         for path, module in self.root.named_modules():
             if isinstance(module, Probe):
-                stack.callback(module.register_forward_hook(self._tap(path)).remove)
+                stack.callback(module.register_forward_hook(self._probe(path)).remove)
 
     def rounded_weight(self, module: nn.Module, weight: Tensor, point: Point) -> Tensor:
         return point.apply(weight)
@@ -95,7 +95,7 @@ class _Papers(Quantizer):
 
         return hook
 
-    def _tap(self, path: str) -> Any:
+    def _probe(self, path: str) -> Any:
         def hook(module: Probe, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             if self.fitting:
                 self.flops["covered"] += 2.0 * output.numel() * module.width

@@ -16,8 +16,8 @@ def parse_layers(text: str | None) -> list[int] | None:
     if text is None:
         return None
     layers: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = (piece.strip() for piece in part.partition("-"))
+    for bounds in text.split(","):
+        first, dash, last = (bound.strip() for bound in bounds.partition("-"))
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             raise ValueError(f'--layers takes numbers and ranges such as "0-5,7", got {text!r}.')
         layers.update(range(int(first), int(last if dash else first) + 1))

@@ -5,6 +5,7 @@ from .arguments import (
     DataArguments,
     ImageDataArguments,
     ModelArguments,
+    ScratchArguments,
     TextDataArguments,
     parse,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "ImageDataArguments",
     "ModelArguments",
     "Outcome",
+    "ScratchArguments",
     "Task",
     "TextDataArguments",
     "compare",

@@ -22,6 +22,7 @@ from ..layer.registry import parse_options
 from ..publish.converted import identifier
 from ..publish.results import IDENTIFIER
 from ..text.typed import parse_layers
+from .scratch import json_object
 
 CONTROL = "softmax"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -57,9 +58,6 @@ class ModelArguments:
     )
     options: str = field(default="{}", metadata={"help": "Options of the variant, as JSON."})
     layers: str | None = field(default=None, metadata={"help": 'Layers to swap, as "0-5,7"; all if left out.'})
-    modules: str | None = field(
-        default=None, metadata={"help": 'Swap only inside these modules, as "language_model"; layers counts inside.'}
-    )
     seeds: list[int] = field(
         default_factory=lambda: [0], metadata={"help": "Seeds; each one is a run, of the control too."}
     )
@@ -83,13 +81,7 @@ class ModelArguments:
     @property
     def option_values(self) -> dict[str, Any]:
         """The options as keyword arguments of `patch_model`."""
-        try:
-            values = json.loads(self.options)
-        except json.JSONDecodeError as problem:
-            raise ValueError(f"--options must be a JSON object, got {self.options!r} ({problem}).") from None
-        if not isinstance(values, dict):
-            raise ValueError(f"--options must be a JSON object, got {self.options!r}.")
-        return values
+        return json_object(self.options, "--options")
 
     @property
     def published_name(self) -> str:
@@ -251,6 +243,19 @@ class ImageDataArguments(DataArguments):
     def input_columns(self) -> list[str]:
         """The column of the images."""
         return [self.image_column_name]
+
+
+@dataclass(kw_only=True)
+class ScratchArguments:
+    """The name of a study on its cards, and random weights in place of a checkpoint's."""
+
+    card_name: str | None = field(
+        default=None, metadata={"help": "Start of the run's name on its card; made of model and data if left out."}
+    )
+    from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
+    config_overrides: str = field(
+        default="{}", metadata={"help": 'Config values as JSON, such as {"num_hidden_layers": 2}.'}
+    )
 
 
 def parse(

@@ -47,7 +47,7 @@ def compare(
         SystemExit: with one line, if data, options, folders or packages do not fit.
     """
     transformers.utils.logging.set_verbosity_error()
-    control = replace(model, variant=CONTROL, options="{}", layers=None, modules=None, label=None)
+    control = replace(model, variant=CONTROL, options="{}", layers=None, label=None)
     alone = model.run_name == control.run_name
     try:
         if training.push_to_hub and training.hub_model_id is None:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-from datasets import (
-    ClassLabel,
-    Dataset,
-    DatasetDict,
-    Image,
-    IterableDataset,
-    IterableDatasetDict,
-    load_dataset,
-    load_dataset_builder,
-)
+from datasets import ClassLabel, Dataset, Image, IterableDataset, load_dataset, load_dataset_builder
+from torch.utils.data import StackDataset
 
 from ..conversion.rows import is_blank
 from .arguments import DataArguments
@@ -27,8 +19,8 @@ READERS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".pa
 CLOSED = (".json", ".jsonl", ".parquet", ".txt")  # files that are closed after a part of them was read as a stream
 LARGE = 500_000_000  # bytes: larger data are read as a stream
 BUFFER = 1000  # rows among which a stream is shuffled
-Rows = TypeVar("Rows", Dataset, IterableDataset)
 MISSING = -1  # the label of a row whose true label is not public, in test splits on the Hub
+USUAL = ("test", "validation")  # the splits of held-out rows
 
 
 def load_splits(
@@ -43,10 +35,9 @@ def load_splits(
         ValueError: a path, split or column does not exist, a split is empty, a held-out row has a class that the
             training split lacks, or a label of a regression is no number, or there is one number alone.
     """
-    train, test = _first_rows(data) if data.streaming else _read(data)
-    for name, split in (("training", train), ("held-out", test)):
-        _check(name, split, [*data.input_columns, *([data.label_column_name] if labelled else [])])
-    train, test = (_with_images(split, data.input_columns) for split in (train, test))
+    train, test = _load_both(data)
+    columns = [*data.input_columns, *([data.label_column_name] if labelled else [])]
+    train, test = _checked("training", train, columns), _checked("held-out", test, columns)
     if data.max_train_samples is not None:
         if data.max_train_samples > len(train):
             raise ValueError(
@@ -59,26 +50,29 @@ def load_splits(
     if not labelled:
         return train, test, []
     if regression:
-        return _scored("training", train, data.label_column_name), _scored("held-out", test, data.label_column_name), []
-    return _number(train, test, data.label_column_name)
+        _check_numbers("training", train[data.label_column_name])
+        _check_numbers("held-out", test[data.label_column_name])
+        classes: list[str] = []
+        number_of: Callable[[Any], float] = float
+    else:
+        numbers, classes = _numbers_of_classes(train, test, data.label_column_name)
+        number_of = numbers.__getitem__
+    train, test = (
+        split.map(
+            lambda row: {"labels": number_of(row[data.label_column_name])},
+            remove_columns=[data.label_column_name],
+            desc="labels",
+        )
+        for split in (train, test)
+    )
+    return train, test, classes
 
 
 def load_rows(
-    source: str,
-    config: str | None,
-    split: str | None,
-    column: str | Sequence[str],
-    usual: Sequence[str] = ("test", "validation"),
+    source: str, config: str | None, split: str | None, column: str | Sequence[str], usual: Sequence[str] = USUAL
 ) -> Dataset:
-    """The rows of one split of a set on the Hub, a folder or a file. If no split is named, the first of `usual`.
-
-    The split must have the column, or all of the columns. A name such as "train[:10%]" is a part of a split, as
-    `datasets` reads it.
-
-    Raises:
-        ValueError: a path, split or column does not exist, or there are no rows.
-    """
-    return cast(Dataset, _rows(source, config, split, column, usual, stream=False))
+    """All rows of one split, as `open_rows` finds it, and no stream of them."""
+    return cast(Dataset, open_rows(source, config, split, column, usual, stream=False))
 
 
 def open_rows(
@@ -86,17 +80,18 @@ def open_rows(
     config: str | None,
     split: str | None,
     column: str | Sequence[str],
-    usual: Sequence[str] = ("test", "validation"),
+    usual: Sequence[str] = USUAL,
     *,
     stream: bool | None = None,
     in_order: bool = False,
 ) -> Dataset | IterableDataset:
-    """The rows as `load_rows` gives them, or a stream of them.
+    """The rows of one split of a set on the Hub, a folder or a file, or a stream of them.
 
     Args:
         source: a set on the Hub, a folder or a file.
         config: the configuration of the set.
-        split: the split; None takes the first of `usual`.
+        split: the split, or a share of it such as "train[:10%]", as `datasets` reads it; None takes the first of
+            `usual`.
         column: the column, or the columns, that the split must have.
         usual: the splits that are looked for.
         stream: True reads a stream. None does so if the data are larger than 500 MB, or if the Hub does not say how
@@ -106,16 +101,29 @@ def open_rows(
             keep their order.
 
     Raises:
-        ValueError: as `load_rows`; or a stream is asked for a part of a split.
+        ValueError: a path, split or column does not exist, there are no rows, or a stream is asked for a part of a
+            split.
     """
+    path, sliced = Path(source), split is not None and "[" in split
     if stream is None:
-        part = split is not None and "[" in split
-        first = in_order and not part and Path(source).is_file() and Path(source).suffix in CLOSED
-        stream = first or _is_large(source, config)
-    found = _rows(source, config, split, column, usual, stream=stream)
-    if isinstance(found, IterableDataset) and not in_order and Path(source).suffix != ".txt":
-        return found.shuffle(seed=0, buffer_size=BUFFER)
-    return found
+        first_rows_of_file = in_order and not sliced and path.is_file() and path.suffix in CLOSED
+        stream = first_rows_of_file or _is_large(source, config)
+    if sliced and stream:
+        raise ValueError(
+            f"{split!r} is a part of a split, which a stream does not have; name the whole split, of which no more is "
+            "read than is needed, or read no stream (--no-stream)."
+        )
+    if path.is_file() or (path.suffix in READERS and not path.is_dir()):
+        rows = _load_file(source, split or "train", stream=stream)
+    elif sliced:
+        rows = _call(load_dataset, source, config, split=split)
+    else:
+        splits = _call(load_dataset, source, config, streaming=stream)
+        rows = _split(source, splits, split or next(name for name in (*usual, *map(str, splits)) if name in splits))
+    rows = _checked("chosen", rows, [column] if isinstance(column, str) else list(column))
+    if isinstance(rows, IterableDataset) and not in_order and path.suffix != ".txt":
+        return rows.shuffle(seed=0, buffer_size=BUFFER)
+    return cast("Dataset | IterableDataset", rows)
 
 
 def column_names(rows: Dataset | IterableDataset) -> list[str]:
@@ -131,12 +139,10 @@ def filled_rows(rows: Dataset | IterableDataset, columns: Sequence[str], label: 
     Raises:
         ValueError: no row is left.
     """
-    wanted = list(dict.fromkeys([*columns, *([] if label is None else [label])]))
     blank = True
-    for row in rows.select_columns(wanted):
-        values = tuple(row[name] for name in columns)
-        if not any(map(is_blank, values)):
-            blank, value = False, values[0] if len(values) == 1 else values
+    for row in rows.select_columns(list(dict.fromkeys([*columns, *([] if label is None else [label])]))):
+        if not any(is_blank(row[name]) for name in columns):
+            blank, value = False, _value(row, columns)
             yield value if label is None else (value, row[label])
     if blank:
         raise ValueError(f"every row of column {' or '.join(map(repr, columns))} is blank.")
@@ -149,25 +155,7 @@ def inputs_of(rows: Dataset | IterableDataset, columns: Sequence[str]) -> Any:
     """
     if isinstance(rows, IterableDataset):
         return _Stream(rows, tuple(columns))
-    return rows[columns[0]] if len(columns) == 1 else _Pairs(rows.select_columns(list(columns)), tuple(columns))
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """The pairs of texts of two columns."""
-
-    rows: Dataset
-    columns: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
-        row = self.rows[index]
-        return tuple(row[name] for name in self.columns)
-
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        return (tuple(row[name] for name in self.columns) for row in self.rows)
+    return rows[columns[0]] if len(columns) == 1 else StackDataset(*(rows[name] for name in columns))
 
 
 @dataclass(frozen=True)
@@ -178,129 +166,100 @@ class _Stream:
     columns: tuple[str, ...]
 
     def __iter__(self) -> Iterator[Any]:
-        pictures = {name: each for name, each in (self.rows.features or {}).items() if isinstance(each, Image)}
+        features = self.rows.features or {}
+        images = [name for name in self.columns if isinstance(features.get(name), Image)]
         for row in _undecoded(self.rows).select_columns(list(self.columns)):
-            values = tuple(
-                _Picture(row[name], pictures[name]) if name in pictures and row[name] is not None else row[name]
-                for name in self.columns
-            )
-            yield values[0] if len(values) == 1 else values
+            files = {name: _ImageFile(row[name], features[name]) for name in images if row[name] is not None}
+            yield _value({**row, **files}, self.columns)
 
 
 @dataclass(frozen=True)
-class _Picture:
+class _ImageFile:
     """An image as the bytes of its file, which take less memory than its pixels."""
 
     file: dict[str, Any]
-    column: Image
+    feature: Image
 
     def convert(self, mode: str) -> Any:
         """The image, decoded as its column says."""
-        return self.column.decode_example(self.file).convert(mode)
+        return self.feature.decode_example(self.file).convert(mode)
 
 
-def _read(data: DataArguments) -> tuple[Dataset, Dataset]:
+def _value(row: dict[str, Any], columns: Sequence[str]) -> Any:
+    """The value of one column, or the values of several."""
+    values = tuple(row[name] for name in columns)
+    return values[0] if len(values) == 1 else values
+
+
+def _load_both(data: DataArguments) -> tuple[Any, Any]:
+    """The training split and the held-out split; of streams, the samples, as they come."""
     if data.dataset_name is None:
-        assert data.train_file is not None
-        assert data.test_file is not None
-        return _file(data.train_file), _file(data.test_file)
-    found = _splits(data.dataset_name, data.dataset_config_name)
-    return _split(data.dataset_name, found, data.train_split_name), _split(
-        data.dataset_name, found, data.test_split_name
-    )
-
-
-def _rows(
-    source: str,
-    config: str | None,
-    split: str | None,
-    column: str | Sequence[str],
-    usual: Sequence[str],
-    *,
-    stream: bool,
-) -> Dataset | IterableDataset:
-    part = split is not None and "[" in split
-    if part and stream:
-        raise ValueError(
-            f"{split!r} is a part of a split, which a stream does not have; name the whole split, of which no more is "
-            "read than is needed, or read no stream (--no-stream)."
-        )
-    if Path(source).is_file() or (Path(source).suffix in READERS and not Path(source).is_dir()):
-        rows = _file(source, split or "train", stream=stream)
-    elif part:
-        rows = _loaded(source, config, split=split)
+        train, test = (_load_file(str(file), stream=data.streaming) for file in (data.train_file, data.test_file))
     else:
-        found = _splits(source, config, stream=stream)
-        there = [name for name in (*usual, *map(str, found)) if name in found]
-        rows = _split(source, found, split or there[0])
-    columns = [column] if isinstance(column, str) else list(column)
-    _check("chosen", rows, columns)
-    return _with_images(rows, columns)
+        splits = _call(load_dataset, data.dataset_name, data.dataset_config_name, streaming=data.streaming)
+        names = data.train_split_name, data.test_split_name
+        train, test = (_split(data.dataset_name, splits, name) for name in names)
+    if not data.streaming:
+        return train, test
+    train = train.shuffle(seed=0, buffer_size=BUFFER)
+    return _first_rows(train, data.max_train_samples), _first_rows(test, data.max_eval_samples)
+
+
+def _first_rows(rows: IterableDataset, count: int | None) -> Dataset:
+    """The first rows of a stream as a `Dataset`."""
+    assert count is not None
+    return Dataset.from_list(list(_undecoded(rows).take(count)), features=rows.features)
+
+
+def _undecoded(rows: IterableDataset) -> IterableDataset:
+    """The rows with the bytes of their images' files."""
+    return rows.decode(False) if rows.features else rows
 
 
 def _is_large(source: str, config: str | None) -> bool:
     """True if the data are large, or of a size that is not known."""
     path = Path(source)
-    if path.is_file():
-        return path.stat().st_size > LARGE
-    if path.is_dir():
-        return sum(each.stat().st_size for each in path.rglob("*") if each.is_file()) > LARGE
+    if path.exists():
+        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        return sum(file.stat().st_size for file in files) > LARGE
     if path.suffix in READERS:
         return False
-    _check_folder(source)
-    try:
-        size = load_dataset_builder(source, config).info.download_size
-    except Exception as problem:
-        raise _unreadable(source, problem) from problem
+    size = _call(load_dataset_builder, source, config).info.download_size
     return size is None or size > LARGE
 
 
-def _splits(source: str, config: str | None, *, stream: bool = False) -> Any:
-    found = _loaded(source, config, streaming=stream)
-    assert isinstance(found, (DatasetDict, IterableDatasetDict))
-    return found
-
-
-def _loaded(source: str, config: str | None, **how: Any) -> Any:
-    _check_folder(source)
-    try:
-        return load_dataset(source, config, **how)
-    except Exception as problem:  # datasets raises a dozen types: not found, no files, no such configuration
-        raise _unreadable(source, problem) from problem
-
-
-def _unreadable(source: str, problem: Exception) -> ValueError:
-    return ValueError(f"the data set {source!r} cannot be read: {problem}")
-
-
-def _check_folder(source: str) -> None:
-    """Refuse a folder that is not there, and one that `datasets` would take for a pattern.
+def _call(load: Callable[..., Any], source: str, config: str | None, **options: Any) -> Any:
+    """Call a function of `datasets` for a set on the Hub or a folder.
 
     Raises:
-        ValueError: says which.
+        ValueError: there is no such folder, its path would be a pattern, or the set cannot be read.
     """
     folder = Path(source)
     if source.startswith((".", "/", "~")) and not folder.is_dir():
         raise ValueError(f"there is no folder {source!r}.")
-    if folder.is_dir() and _exactly(folder) != str(folder.resolve()):
+    if folder.is_dir() and _pattern(folder) != str(folder.resolve()):
         raise ValueError(
             f"the path {str(folder.resolve())!r} has one of the signs *, ? and [, which datasets takes for a pattern; "
             "rename the folder, or name a file."
         )
+    try:
+        return load(source, config, **options)
+    except Exception as problem:  # datasets raises a dozen types: not found, no files, no such configuration
+        raise ValueError(f"the data set {source!r} cannot be read: {problem}") from problem
 
 
-def _exactly(path: Path) -> str:
+def _pattern(path: Path) -> str:
     """The pattern of this path alone."""
     return glob.escape(str(path.resolve()))
 
 
-def _split(source: str, found: Any, name: str) -> Any:
-    if name not in found:
-        raise ValueError(f"{source!r} has no split {name!r}; it has {', '.join(map(str, found))}.")
-    return found[name]
+def _split(source: str, splits: Any, name: str) -> Any:
+    if name not in splits:
+        raise ValueError(f"{source!r} has no split {name!r}; it has {', '.join(map(str, splits))}.")
+    return splits[name]
 
 
-def _file(path: str, split: str = "train", *, stream: bool = False) -> Any:
+def _load_file(path: str, split: str = "train", *, stream: bool = False) -> Any:
     suffix = Path(path).suffix
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path!r}.")
@@ -310,104 +269,67 @@ def _file(path: str, split: str = "train", *, stream: bool = False) -> Any:
         raise ValueError(f"the file {path!r} has no split {split!r}; it is all of train.")
     extra: dict[str, Any] = {"delimiter": "\t"} if suffix == ".tsv" else {}
     try:
-        return load_dataset(READERS[suffix], data_files=_exactly(Path(path)), split=split, streaming=stream, **extra)
+        return load_dataset(READERS[suffix], data_files=_pattern(Path(path)), split=split, streaming=stream, **extra)
     except Exception as problem:  # datasets raises many types, also for a file without rows, and its parsers raise more
         raise ValueError(f"{path!r} holds no rows, or cannot be read: {problem!r}") from problem
 
 
-def _first_rows(data: DataArguments) -> tuple[Dataset, Dataset]:
-    """The first rows of both splits, shuffled among some, as they come from a stream."""
-    if data.dataset_name is None:
-        assert data.train_file is not None
-        assert data.test_file is not None
-        both = _file(data.train_file, stream=True), _file(data.test_file, stream=True)
-    else:
-        found = _splits(data.dataset_name, data.dataset_config_name, stream=True)
-        both = tuple(_split(data.dataset_name, found, name) for name in (data.train_split_name, data.test_split_name))
-    return (
-        _kept(both[0].shuffle(seed=0, buffer_size=BUFFER), data.max_train_samples),
-        _kept(both[1], data.max_eval_samples),
-    )
+def _checked(name: str, rows: Any, columns: Sequence[str]) -> Any:
+    """The rows, if there are any and they have the columns; those that hold the bytes of files become images.
 
-
-def _kept(rows: IterableDataset, count: int | None) -> Dataset:
-    """The first rows of a stream as a `Dataset`."""
-    assert count is not None
-    return Dataset.from_list(list(_undecoded(rows).take(count)), features=rows.features)
-
-
-def _undecoded(rows: IterableDataset) -> IterableDataset:
-    """The rows with the bytes of their images' files, which take less memory than the pixels."""
-    for name, feature in (rows.features or {}).items():
-        if isinstance(feature, Image):
-            rows = rows.cast_column(name, Image(decode=False))
-    return rows
-
-
-def _check(name: str, split: Dataset | IterableDataset, columns: list[str]) -> None:
+    Raises:
+        ValueError: they cannot be read, are empty, or lack a column.
+    """
     try:
-        there = column_names(split)
-        empty = not (len(split) if isinstance(split, Dataset) else next(iter(split), None))
+        there = column_names(rows)
+        empty = not (len(rows) if isinstance(rows, Dataset) else next(iter(rows), None))
     except Exception as problem:  # a stream is read here for the first time
         raise ValueError(f"the {name} split holds no rows, or cannot be read: {problem!r}") from problem
     if there and (missing := [column for column in columns if column not in there]):
         raise ValueError(f"the {name} split has no column {missing[0]!r}; it has {', '.join(there)}.")
     if empty:
         raise ValueError(f"the {name} split is empty.")
-
-
-def _with_images(rows: Rows, columns: Sequence[str]) -> Rows:
-    """The rows with those columns as images that hold the bytes of files, as `datasets` itself writes images."""
-    for name in columns:
-        feature = (rows.features or {}).get(name)
+    for column in columns:
+        feature = (rows.features or {}).get(column)
         if isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}:
-            rows = rows.cast_column(name, Image())
+            rows = rows.cast_column(column, Image())
     return rows
 
 
-def _scored(name: str, split: Dataset, column: str) -> Dataset:
-    """The rows of a split with the numbers of a column as labels."""
-    for row, value in enumerate(split[column]):
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"row {row} of the {name} split has the label {value!r}; a regression takes numbers.")
-    if len(set(split[column])) < 2:
+def _check_numbers(name: str, labels: Sequence[Any]) -> None:
+    """Refuse labels that no regression can be measured on."""
+    for row, label in enumerate(labels):
+        if not isinstance(label, (int, float)) or not math.isfinite(label):
+            raise ValueError(f"row {row} of the {name} split has the label {label!r}; a regression takes numbers.")
+    if len(set(labels)) < 2:
         raise ValueError(
-            f"every row of the {name} split has the label {split[column][0]!r}; there is nothing to compare. (GLUE's "
-            "test splits have no public labels.)"
+            f"every row of the {name} split has the label {labels[0]!r}; there is nothing to compare. (GLUE's test "
+            "splits have no public labels.)"
         )
-    return split.map(lambda row: {"labels": float(row[column])}, remove_columns=[column], desc="labels")
 
 
-def _number(train: Dataset, test: Dataset, column: str) -> tuple[Dataset, Dataset, list[str]]:
-    """Replace the labels by numbers from 0, and return the names of the classes too."""
+def _numbers_of_classes(train: Dataset, test: Dataset, column: str) -> tuple[dict[Any, int], list[str]]:
+    """The number from 0 of each label, and the names of the classes."""
+    labels_of = {"training": list(train[column]), "held-out": list(test[column])}
+    for name, labels in labels_of.items():
+        if None in labels:
+            raise ValueError(f"row {labels.index(None)} of the {name} split has no label; leave such rows out.")
     feature = train.features[column]
-    for name, split in (("training", train), ("held-out", test)):
-        if None in split[column]:
-            raise ValueError(
-                f"row {list(split[column]).index(None)} of the {name} split has no label; leave such rows out."
-            )
     if isinstance(feature, ClassLabel):
         classes = list(feature.names)
-        known: dict[Any, int] = {index: index for index in range(len(classes))}
+        numbers: dict[Any, int] = {index: index for index in range(len(classes))}
     else:
-        known = {value: index for index, value in enumerate(sorted(set(train[column]), key=_order))}
-        classes = [str(value) for value in known]
+        ordered = sorted(set(labels_of["training"]), key=lambda label: (type(label).__name__, label))
+        numbers = {label: index for index, label in enumerate(ordered)}
+        classes = list(map(str, ordered))
     if len(classes) < 2:
         raise ValueError(f"column {column!r} has a single class, {classes}; there is nothing to learn.")
-    for name, split in (("training", train), ("held-out", test)):
-        for row, value in enumerate(split[column]):
-            if value not in known:
-                secret = " (the labels of this split are not public)" if value == MISSING else ""
+    for name, labels in labels_of.items():
+        for row, label in enumerate(labels):
+            if label not in numbers:
+                secret = " (the labels of this split are not public)" if label == MISSING else ""
                 raise ValueError(
-                    f"row {row} of the {name} split has the unknown label {value!r}{secret}; "
+                    f"row {row} of the {name} split has the unknown label {label!r}{secret}; "
                     f"known: {', '.join(classes)}."
                 )
-    train, test = (
-        split.map(lambda row: {"labels": known[row[column]]}, remove_columns=[column], desc="labels")
-        for split in (train, test)
-    )
-    return train, test, classes
-
-
-def _order(value: Any) -> tuple[str, Any]:
-    return type(value).__name__, value
+    return numbers, classes

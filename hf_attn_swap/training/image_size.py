@@ -55,5 +55,5 @@ def resized(model: PreTrainedModel, size: int | None) -> PreTrainedModel:
 def _positions(module: Any, new: Any, size: int) -> Tensor:
     """The position embeddings of the new size (1,T,E), with those of the class token."""
     like = torch.empty_like(new.position_embeddings)
-    found: Tensor = module.interpolate_pos_encoding(like, size, size)
-    return found
+    positions: Tensor = module.interpolate_pos_encoding(like, size, size)
+    return positions

@@ -1,4 +1,4 @@
-"""The metrics of the recipes, as classes of `evaluate` that need no script from the Hub and so no network."""
+"""The metrics of the recipes, and the interval of a difference to the control."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import datasets
-import evaluate
 import numpy as np
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import f1_score, matthews_corrcoef
@@ -35,36 +33,6 @@ FUNCTIONS: dict[str, Function] = {
 }
 OUTLIERS = ("kurtosis", "max_inf_norm")
 LOWER_IS_BETTER = ("perplexity", "kl", "mse", "mae", *OUTLIERS)
-DESCRIPTION = "{} of predictions against references, by NumPy, scikit-learn or SciPy; perplexity and mse take losses."
-
-
-class Score(evaluate.Metric):  # type: ignore[misc]  # evaluate carries no types
-    """A metric of `FUNCTIONS`, chosen by name.
-
-    Args:
-        name: "accuracy", "f1", "matthews_correlation", "pearsonr", "spearmanr", "perplexity" or "mse".
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-
-    def __init__(self, name: str, **kwargs: Any) -> None:
-        if name not in FUNCTIONS:
-            raise ValueError(f"unknown metric {name!r}; known: {', '.join(FUNCTIONS)}.")
-        self.score = name
-        super().__init__(config_name=name, **kwargs)
-
-    def _info(self) -> evaluate.MetricInfo:
-        kind = datasets.Value("float64")
-        return evaluate.MetricInfo(
-            description=DESCRIPTION.format(self.score),
-            citation="",
-            inputs_description="predictions and references: one number per row.",
-            features=datasets.Features({"predictions": kind, "references": kind}),
-        )
-
-    def _compute(self, predictions: Sequence[float], references: Sequence[float], **_: Any) -> dict[str, float]:
-        return {self.score: float(FUNCTIONS[self.score](references, predictions))}
 
 
 def scores(names: Sequence[str], predictions: Sequence[float], references: Sequence[float]) -> dict[str, float]:
@@ -73,10 +41,10 @@ def scores(names: Sequence[str], predictions: Sequence[float], references: Seque
     Raises:
         ValueError: a name is unknown.
     """
-    found: dict[str, float] = {}
     for name in names:
-        found |= Score(name).compute(predictions=predictions, references=references)
-    return found
+        if name not in FUNCTIONS:
+            raise ValueError(f"unknown metric {name!r}; known: {', '.join(FUNCTIONS)}.")
+    return {name: float(FUNCTIONS[name](references, predictions)) for name in names}
 
 
 def paired_interval(
@@ -109,8 +77,8 @@ def paired_interval(
 
     def difference(rows: Any) -> float:
         by_seed = []
-        for mine, other in zip(ours, theirs, strict=True):
-            by_seed.append(function(truth[rows], mine[rows]) - function(truth[rows], other[rows]))
+        for converted, stock in zip(ours, theirs, strict=True):
+            by_seed.append(function(truth[rows], converted[rows]) - function(truth[rows], stock[rows]))
         return float(np.mean(by_seed))
 
     generator = np.random.default_rng(0)

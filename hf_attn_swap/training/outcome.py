@@ -51,9 +51,9 @@ class Outcome(Record):
 
     def save(self, folder: Path) -> None:
         """Write the outcome into a folder. An interrupted write leaves no file of this name."""
-        part = folder / f"{OUTCOME_FILE}.part"
-        part.write_text(json.dumps(asdict(self), allow_nan=False) + "\n", encoding="utf-8")
-        part.replace(folder / OUTCOME_FILE)
+        unfinished = folder / f"{OUTCOME_FILE}.part"
+        unfinished.write_text(json.dumps(asdict(self), allow_nan=False) + "\n", encoding="utf-8")
+        unfinished.replace(folder / OUTCOME_FILE)
 
     @classmethod
     def find(cls, folder: Path, settings: dict[str, Any]) -> Outcome | None:
@@ -67,13 +67,13 @@ class Outcome(Record):
             return None
         outcome = read_record(cls, json.loads(path.read_text(encoding="utf-8")), "")
         wanted = {key: str(value) for key, value in settings.items()}
-        found = dict(outcome.settings)
-        if "variant" in found:
-            found["variant"] = canonical_name(found["variant"])
-        for key in sorted(wanted.keys() | found.keys()):
-            if wanted.get(key) != found.get(key):
+        stored = dict(outcome.settings)
+        if "variant" in stored:
+            stored["variant"] = canonical_name(stored["variant"])
+        for key in sorted(wanted.keys() | stored.keys()):
+            if wanted.get(key) != stored.get(key):
                 raise ValueError(
-                    f"{folder} holds a run with {key} = {found.get(key)}, not {wanted.get(key)}; choose another "
+                    f"{folder} holds a run with {key} = {stored.get(key)}, not {wanted.get(key)}; choose another "
                     "--output_dir."
                 )
         return outcome

@@ -163,7 +163,7 @@ def _budget(data: DataArguments, training: TrainingArguments, first: Outcome) ->
 
 
 def _measured(outcomes: Sequence[Outcome]) -> Measured:
-    found = [
+    metrics = [
         Metric(
             name=name,
             higher_is_better=not name.startswith(LOWER_IS_BETTER),
@@ -173,8 +173,8 @@ def _measured(outcomes: Sequence[Outcome]) -> Measured:
     ]
     return Measured(
         seeds=tuple(outcome.seed for outcome in outcomes),
-        metrics=tuple(metric for metric in found if metric.name not in OUTLIERS),
-        outliers=tuple(metric for metric in found if metric.name in OUTLIERS) or None,
+        metrics=tuple(metric for metric in metrics if metric.name not in OUTLIERS),
+        outliers=tuple(metric for metric in metrics if metric.name in OUTLIERS) or None,
         wall_seconds=sum(outcome.wall_seconds for outcome in outcomes),
     )
 

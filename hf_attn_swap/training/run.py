@@ -181,7 +181,7 @@ def _converted(
         stock = _tuned(stock, tuned)
         sentences.append("Started from the fine-tuned softmax control of the same seed; no labels are read after that.")
     layers = parse_layers(model.layers)
-    patched = patch_model(stock, model.variant, layers=layers, modules=model.modules, **model.option_values)
+    patched = patch_model(stock, model.variant, layers=layers, **model.option_values)
     kept = f"on random weights: {task.scratch}" if task.scratch else "weights kept"
     precision = "" if model.dtype == DTYPES[0] else f", in {model.dtype}"
     sentences.append(f"Attention replaced by {model.variant}, {kept}{precision}.")
@@ -218,10 +218,10 @@ def _freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
 def _keep(trainer: Trainer, task: Task, folder: Path, outcome: Outcome) -> None:
     """Save the trained model and its outcome, and remove the files that were only there to resume the run."""
     first = trainer.is_world_process_zero()
-    with saved_whole(folder / TRAINED, writes=first) as part:
-        trainer.save_model(str(part))
+    with saved_whole(folder / TRAINED, writes=first) as unfinished:
+        trainer.save_model(str(unfinished))
         if task.processor is not None and first:
-            task.processor.save_pretrained(part)
+            task.processor.save_pretrained(unfinished)
     if first:
         for path in (*folder.glob("checkpoint-*"), *folder.glob(f"{STAGE}*"), folder / CONVERTED):
             shutil.rmtree(path, ignore_errors=True)
@@ -238,8 +238,6 @@ def _settings(
         "layers": model.layers,
         "model": model.model_name_or_path,
     }
-    if model.modules is not None:
-        own["modules"] = model.modules
     if model.dtype != DTYPES[0]:
         own["dtype"] = model.dtype
     budget = {

@@ -18,12 +18,12 @@ def json_object(text: str, option: str) -> dict[str, Any]:
         ValueError: the text is not a JSON object.
     """
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as problem:
         raise ValueError(f"{option} must be a JSON object, got {text!r} ({problem}).") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{option} must be a JSON object, got {text!r}.")
-    return found
+    return value
 
 
 def scratch_config(model: str, overrides: str, *, scratch: bool = True, **values: Any) -> PreTrainedConfig:

@@ -46,7 +46,8 @@ def same_shape(variant: Variant, method: str, given: Tensor, changed: Tensor) ->
     Raises:
         ValueError: the shapes differ.
     """
-    if not torch.jit.is_tracing() and changed.shape != given.shape:  # a tracer warns about every comparison of sizes
+    # A tracer warns about every comparison of sizes.
+    if not torch.jit.is_tracing() and changed.shape != given.shape:  # type: ignore[attr-defined,no-untyped-call]
         raise ValueError(
             f"{variant.name}: its method {method} returned a tensor of shape {tuple(changed.shape)}, expected "
             f"{tuple(given.shape)}, the shape that it was given; let it return one number for each number."
@@ -196,7 +197,7 @@ class Variant(nn.Module):
     def reset(self, generator: torch.Generator) -> None:
         """Set the parameters, so that a pretrained model stays close to its old output. Use this generator alone."""
 
-    def pairs(self, inputs: Inputs, call: Call) -> ExtraKV:
+    def extra_kv(self, inputs: Inputs, call: Call) -> ExtraKV:
         """Place "keys": pairs of a key and a value beside the keys of the text, for every query.
 
         What follows sees these keys in front of the others. `further_keys` must be their number.
@@ -280,7 +281,7 @@ class Replacement(Variant):
 VARIANTS: dict[str, type[Variant]] = {}
 V = TypeVar("V", bound=type[Variant])
 METHODS = {
-    "keys": "pairs",
+    "keys": "extra_kv",
     "scores": "carry",
     "mask": "span",
     "normalizer": "normalize",
@@ -302,17 +303,17 @@ def register(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[V], V]:
         aliases: other names that users may give.
 
     Raises:
-        ValueError: a name is taken or is no identifier, or the class's methods and its declared places disagree.
+        ValueError: a name is known or is no identifier, or the class's methods and its declared places disagree.
     """
 
     def add(cls: V) -> V:
-        taken = {each for variant in VARIANTS.values() for each in (variant.name, *variant.aliases)}
-        for each in (name, *aliases):
-            if each in taken:
-                raise ValueError(f"variant {each!r} is registered already; choose another name.")
-            if not each.isidentifier():
-                raise ValueError(f"{each!r} cannot be the name of a variant; use letters, digits and underscores.")
-            taken.add(each)
+        known = {known_name for variant in VARIANTS.values() for known_name in (variant.name, *variant.aliases)}
+        for new_name in (name, *aliases):
+            if new_name in known:
+                raise ValueError(f"variant {new_name!r} is registered already; choose another name.")
+            if not new_name.isidentifier():
+                raise ValueError(f"{new_name!r} cannot be the name of a variant; use letters, digits and underscores.")
+            known.add(new_name)
         for problem in _disagreements(cls):
             raise ValueError(f"variant {name!r} ({cls.__name__}): {problem}")
         cls.name, cls.aliases = name, aliases
@@ -329,7 +330,7 @@ def _disagreements(cls: type[Variant]) -> Iterator[str]:
     """
     base = Replacement if cls.replaces else Variant
 
-    def own(attribute: str) -> bool:
+    def defines(attribute: str) -> bool:
         return getattr(cls, attribute, None) is not getattr(base, attribute, None)
 
     if not isinstance(getattr(cls, "about", None), About):
@@ -341,19 +342,19 @@ def _disagreements(cls: type[Variant]) -> Iterator[str]:
             yield "replaces = True is for subclasses of Replacement; let the class inherit from it."
         if cls.places != PLACES or not cls.alone:
             yield "a Replacement takes all places and composes with nothing; leave places and alone as they are."
-        if missing := [method for method in REPLACING if not own(method)]:
+        if missing := [method for method in REPLACING if not defines(method)]:
             yield f"a Replacement needs the methods {', '.join(missing)}."
-        needless: tuple[str, ...] = ("pairs", "span", "carry", "normalize", "adjust", "heads")
+        needless: tuple[str, ...] = ("extra_kv", "span", "carry", "normalize", "adjust", "heads")
     else:
         for place, method in METHODS.items():
-            if place in cls.places and not own(method):
+            if place in cls.places and not defines(method):
                 yield f"places has {place!r}, but the class has no method {method}; add the method or drop the place."
-            if place not in cls.places and own(method):
+            if place not in cls.places and defines(method):
                 yield f"the method {method} would never run; add {place!r} to places."
         needless = ("linear", "products", "read_between")
-    if wrong := [method for method in needless if own(method)]:
+    if wrong := [method for method in needless if defines(method)]:
         yield f"the methods {', '.join(wrong)} would never run in a {base.__name__}; remove them."
-    if own("heads") and not {"scores", "normalizer"} & set(cls.places):
+    if defines("heads") and not {"scores", "normalizer"} & set(cls.places):
         yield "the method heads would never run; it belongs to the places 'scores' and 'normalizer'."
-    if own("wants_residual") and "write" not in cls.places:
+    if defines("wants_residual") and "write" not in cls.places:
         yield "wants_residual has a meaning for the place 'write' alone; add 'write' to places."

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import functional
 from ..core.call import Call, FusedSoftmax, Inputs, Three
 from ..core.masks import recorded
+from ..functional.linear import wide
 from ..kernels import softmax_n
 from ..kernels.dispatch import Form, Setting, softmax_n_form
 from ..kernels.weighing import Rule
@@ -50,8 +51,8 @@ class OutEffHop(Variant):
         qkv = inputs.three
         if form is Form.RESCALED:
             added, flag = inputs.masks.additive(inputs.query.dtype)
-            how = (inputs.scaling, call.strength_in(_wide(inputs.query)), inputs.dropout)
-            rescaled = softmax_n.softmax_n_attention(*qkv, added, flag, *how)
+            numbers = (inputs.scaling, call.strength_in(wide(inputs.query)), inputs.dropout)
+            rescaled = softmax_n.softmax_n_attention(*qkv, added, flag, *numbers)
             if rescaled is not None:
                 return rescaled.transpose(1, 2)
         mask, causal = inputs.masks.dense()
@@ -73,7 +74,7 @@ class OutEffHop(Variant):
         query, key, value = qkv
         extended_key = F.pad(key, (0, 0, 1, 0))
         extended_value = F.pad(value, (0, 0, 1, 0))
-        strength = call.strength_in(_wide(query))
+        strength = call.strength_in(wide(query))
         if isinstance(strength, Tensor):
             logit = strength.log().to(query.dtype)
             return (query, extended_key, extended_value), self._float_mask(query, key, mask, causal, logit), False
@@ -93,8 +94,3 @@ class OutEffHop(Variant):
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
         return torch.cat([logit.expand(*mask.shape[:-1], 1), mask], -1)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """The dtype in which scores are normalized: fp32 at least."""
-    return torch.promote_types(tensor.dtype, torch.float32)

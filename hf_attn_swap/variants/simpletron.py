@@ -19,7 +19,7 @@ from torch import Tensor
 from ..core.call import Call, Geometry, Three
 from ..core.options import Options
 from ..functional import simple_attention
-from ..functional.linear import length_factor, wide, without_autocast
+from ..functional.linear import length_factor, widened, without_autocast
 from ..kernels import linear, linear_fla
 from ..kernels.dispatch import Form, Setting, linear_form
 from .about import About
@@ -86,7 +86,7 @@ class Simpletron(Replacement):
         """A (B,H,Q,D) in linear time. In causal order, the last query sees the last key."""
         length = self.options.length
         if form is Form.BLOCKS:
-            return linear.attend(*qkv, key_mask=key_mask, length=length, past=past, causal=causal)
+            return linear.attend(*qkv, key_mask=key_mask, length=length, past=past)
         if form is Form.FLA:
             return linear_fla.attend(*qkv, key_mask=key_mask, length=length, past=past)
         return simple_attention(*qkv, causal=causal, key_mask=key_mask, length=length, past=past)
@@ -94,7 +94,7 @@ class Simpletron(Replacement):
     def products(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
         """L^(-1/2) q k^T (B,H,Q,K), in fp32 at least, for any mask: zeros where a query may not see a key."""
         with without_autocast(q.device):
-            products = q.to(wide(q)) @ k.transpose(2, 3).to(wide(k))
+            products = widened(q) @ widened(k).transpose(2, 3)
         if allowed is None:
             factor_BQ = length_factor(q, k, causal=False, key_mask=None, length=self.options.length, past=None)
             return products * factor_BQ[:, None, :, None]

@@ -111,7 +111,7 @@ class Sink(Variant):
     def further_keys(self) -> int:
         return self.options.tokens
 
-    def pairs(self, inputs: Inputs, call: Call) -> ExtraKV:
+    def extra_kv(self, inputs: Inputs, call: Call) -> ExtraKV:
         key, value, score = self.learned()
         share = call.exact_strength if isinstance(call.exact_strength, Tensor) else None
         return ExtraKV(key=key, value=value, score=score, share=share)

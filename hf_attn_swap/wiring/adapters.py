@@ -128,5 +128,5 @@ def _warn_of_parameters(root: PreTrainedModel) -> None:
 
 def name_of_base(root: PreTrainedModel) -> str:
     """The name of the base model that PEFT writes into adapter_config.json."""
-    said = [each.base_model_name_or_path for each in getattr(root, "peft_config", {}).values()]
+    said = [adapter.base_model_name_or_path for adapter in getattr(root, "peft_config", {}).values()]
     return next(filter(None, said), None) or root.name_or_path or ""

@@ -23,7 +23,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..functional.linear import without_autocast
-from .seam import NAMES
+from .seam import NAME
 from .state import CROPPED, Rows, State, removed
 
 
@@ -131,7 +131,7 @@ def cache_of(args: Any, kwargs: dict[str, Any]) -> Any:
             continue
         if not hasattr(value, "get_seq_length"):
             raise ValueError(
-                f"{NAMES[0]} cannot swap attention with a paged cache (continuous batching, {type(value).__name__}); "
+                f"{NAME} cannot swap attention with a paged cache (continuous batching, {type(value).__name__}); "
                 "use the stock attention for this model."
             )
         return value
@@ -170,7 +170,7 @@ class LinearState(State):
 
     def belongs_to(self, swap: Any) -> bool:
         """True for linear attention."""
-        return swap.replacement is not None
+        return bool(swap.replaces)
 
     @property
     def state_BGDD(self) -> Tensor | None:  # noqa: N802  # axis suffix, as in argument names

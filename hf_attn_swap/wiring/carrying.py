@@ -55,7 +55,7 @@ def check(root: Any, layers: Iterable[Layer]) -> None:
                     f"these have {further}; give each of them the same pairs (tokens=), or choose layers that agree "
                     "(layers= or modules=)."
                 )
-            reason = _obstacle(root, site, stacks[layer], paths, [each.site for each in members])
+            reason = _obstacle(root, site, stacks[layer], paths, [member.site for member in members])
             if moves:
                 reason = (
                     f"{stock_class(blocks[0]).__name__} cuts its tokens into windows, and not every layer cuts them "
@@ -118,7 +118,7 @@ def _obstacle(root: Any, site: Site, stack: nn.Module, paths: dict[int, str], me
     cls = stock_class(block)
     if not takes_keywords(block):
         return f"{cls.__name__} takes no keyword arguments, by which they arrive"
-    encoder = encoder_of(stack, [each.container for each in members])
+    encoder = encoder_of(stack, [member.container for member in members])
     start = encoder if encoder is not None and takes_keywords(encoder) else stack
     inside = paths[id(start)]
     layers = group_of(site.path)

@@ -35,8 +35,8 @@ def _execution_device(container: nn.Module) -> torch.device | None:
     """The device to which accelerate brings the weights when their module is called; None without such a hook."""
     for module in container.modules():
         hook: Any = getattr(module, "_hf_hook", None)
-        for each in getattr(hook, "hooks", (hook,)):
-            device = getattr(each, "execution_device", None)
+        for inner_hook in getattr(hook, "hooks", (hook,)):
+            device = getattr(inner_hook, "execution_device", None)
             if device is not None:
                 return torch.device(device)
     return None

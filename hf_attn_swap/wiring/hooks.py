@@ -26,29 +26,22 @@ from ..families.source import arguments
 from ..layer.swap import STOCK, Phase, Swap, Wiring
 from .cache import LinearState, cache_of, keep_all_keys
 from .positions import rotated_from_first_seen
-from .seam import CALL, CONTEXT, LAYER, NAMES, OF_KEYS_NAME, MaskWithContext, kind_of_masks, swap_of
+from .seam import CALL, CONTEXT, LAYER, NAME, OF_KEYS, MaskWithContext, kind_of_masks, swap_of
 from .state import State
 from .window_cache import WindowState, can_hold
 
 
-def before_stack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Before a stack: add a new `ForwardContext` to the keyword arguments, which the layers share during this pass."""
+def before_stack(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Before a stack: add a new `ForwardContext` to the keyword arguments, which the layers share during this pass.
+
+    A program that reads attention weights may set the model to "eager" by itself, because SDPA gives no weights
+    (Whisper does for the times of words). Our function gives them, so the stack runs this function again.
+    """
     want = kwargs.get("output_attentions")
     want = getattr(module.config, "output_attentions", False) if want is None else want
     if want and module.config._attn_implementation == "eager":
-        _put_back(module)
+        module.set_attn_implementation(NAME)
     return args, {**kwargs, CONTEXT: ForwardContext(want_weights=bool(want), gradients=torch.is_grad_enabled())}
-
-
-def _put_back(stack: Any) -> None:
-    """Let a stack run this package's attention function again.
-
-    A program that reads attention weights may set the model to "eager" by itself, because SDPA gives no weights
-    (Whisper does for the times of words). Our function gives them.
-    """
-    variants = (variant for module in stack.modules() if isinstance(module, Swap) for variant in module.variants)
-    of_keys = "attn_swap" not in stack.config.__dict__ and any(variant.masks_of_keys for variant in variants)
-    stack.set_attn_implementation(OF_KEYS_NAME if of_keys else NAMES[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,14 +98,14 @@ class InOrder:
         Raises:
             ValueError: the layers are others than when the model was patched, or one module has two places.
         """
-        found = list(module.get_submodule(self.layers).children())
+        layers = list(module.get_submodule(self.layers).children())
         names = module.get_submodule(self.layers)._modules
-        if len(found) < len(names):  # `children` names each module once
+        if len(layers) < len(names):  # `children` names each module once
             raise ValueError(
                 f"a layer of {type(module).__name__} is in its list of layers twice, so its attention cannot know "
                 "whose scores it carries on; put in a copy (copy.deepcopy), or use a variant that carries no scores."
             )
-        for number, layer in enumerate(found):
+        for number, layer in enumerate(layers):
             known = self.cores.get(number, ())
             if number >= self.count or not all(_is_at(layer, inside, path) for inside, path in known):
                 raise ValueError(
@@ -242,8 +235,8 @@ def _check_used(module: nn.Module, call: Call) -> None:
     Raises:
         ValueError: as `after_call` says.
     """
-    swaps = [each for each in module.modules() if isinstance(each, Swap)]
-    if call.used and not any(swap.at(place) for swap in swaps for place in ("scores", "read", "write")):
+    swaps = [submodule for submodule in module.modules() if isinstance(submodule, Swap)]
+    if call.used and not any(swap.reads_input for swap in swaps):
         return  # a module may ask once for each of several packed images, if the variant needs no rows of the input
     paths = [swap.wiring.path for swap in swaps if swap.wiring is not None]
     name = type(module).__name__
@@ -287,10 +280,10 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     """
     swap = swap_of(core)
     chosen: str | None = core.config._attn_implementation  # type: ignore[assignment,union-attr]  # checked when patching
-    if chosen not in NAMES:
+    if chosen != NAME:
         raise ValueError(
             f"{type(core).__name__} is swapped, but the model's attention implementation is now "
-            f"{chosen!r}; keep {NAMES[0]!r}, or call unpatch_model first."
+            f"{chosen!r}; keep {NAME!r}, or call unpatch_model first."
         )
     if kwargs.get(STOCK):
         # The stock layer repeats a call of the swapped layer, with the swapped layer's arguments.
@@ -299,8 +292,8 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     if swap is None or swap.phase == Phase.OFF:
         return args, kwargs
     wiring = wiring_of(swap)
-    for other in wiring.others:
-        if other.of(args, kwargs) is not None:
+    for argument in wiring.others:
+        if argument.of(args, kwargs) is not None:
             raise ValueError(
                 f"{type(core).__name__}: cross-attention has no values of its own tokens and cannot be swapped; leave "
                 "this module out with layers= or modules=."
@@ -309,27 +302,33 @@ def _start(core: nn.Module, container: nn.Module, args: Any, kwargs: dict[str, A
     if context is None and wiring.first and wiring.last:  # a layer that shares scores with no other needs no stack
         context = ForwardContext(gradients=torch.is_grad_enabled())
     residual, checkpointed = kwargs.get(LAYER, (None, False))
-    if cache is not None and swap.carries and not wiring.uniform:
-        keep_all_keys(cache)
-    layer = None if cache is None else _layer_in_cache(core, wiring, cache)
-    start = None if cache is None else _cache_length(cache, layer)
-    order = swap.place_in(context)
+    order, first, state = 0, True, None
+    start: int | Tensor | None = sys.maxsize if wiring.borrows else None  # the current tokens are the last ones
+    if swap.carries:
+        order = swap.place_in(context)
+        first = swap.is_first(order)
+        if cache is not None and not wiring.uniform:
+            keep_all_keys(cache)
+    if cache is not None:
+        layer, start = _place_in_cache(core, wiring, cache)
+        if layer is not None and (swap.replaces or swap.span is not None):
+            state = _state(core, swap, cache, layer, context)
     call = Call(
         x=wiring.states.of(args, kwargs),
-        start=sys.maxsize if wiring.borrows else start,  # the current tokens are the last ones
-        state=None if layer is None else _state(core, swap, cache, layer, context),
+        start=start,
+        state=state,
         context=context,
         order=order,
-        first=swap.is_first(order),
+        first=first,
         last=wiring.last,
         uniform=wiring.uniform,
         residual=residual,
         recomputed=checkpointed,
         dropout=container.get_submodule(wiring.dropout_path) if wiring.dropout_path else None,
     )
-    _warn_frozen(swap)
-    behind = context is not None and context.from_first_seen
-    if swap.at("keys") is not None and wiring.mask is not None and not behind:
+    if swap.training and swap.fresh and torch.is_grad_enabled():
+        _warn_frozen(swap)
+    if "keys" in swap.changed and wiring.mask is not None and not (context is not None and context.from_first_seen):
         args, kwargs = rotated_from_first_seen(core, wiring.mask.of(args, kwargs), args, kwargs)
     return args, {**kwargs, CALL: call}
 
@@ -340,8 +339,12 @@ def wiring_of(swap: Swap) -> Wiring:
     return swap.wiring
 
 
-def _layer_in_cache(core: nn.Module, wiring: Wiring, cache: Any) -> int | None:
-    """The number of this module's layer in a cache; None if the module works it out in each call, or has no layer.
+def _place_in_cache(core: nn.Module, wiring: Wiring, cache: Any) -> tuple[int | None, int | Tensor]:
+    """The number of this module's layer in a cache, and the number of tokens that this layer holds before this call.
+
+    The number is None if the module works it out in each call, or takes its keys from another layer. The current tokens
+    are then the last ones, after any number of others.
+    A static cache counts in a tensor, and its update changes this tensor in place, so the tensor is copied here.
 
     Raises:
         ValueError: this architecture reads no cache, or the cache has places for later tokens and the number of the
@@ -354,26 +357,15 @@ def _layer_in_cache(core: nn.Module, wiring: Wiring, cache: Any) -> int | None:
                 f"{type(core).__name__} {how}, so it cannot be told how much of a static cache they fill; use a "
                 "DynamicCache."
             )
-        return None
+        return None, sys.maxsize
     if wiring.cache_index is None:
         raise ValueError(
             f"{type(core).__name__} reads no cache, so keys and values before the text (a cache, or PEFT's prefix "
             "tuning) cannot be given; use another adapter, such as LoRA."
         )
     layer: int = getattr(core, wiring.cache_index)
-    return layer
-
-
-def _cache_length(cache: Any, layer: int | None) -> int | Tensor:
-    """The number of tokens that this layer of a cache holds before this call.
-
-    Without the number of the layer, the current tokens are the last ones, after any number of others.
-    A static cache counts in a tensor, and its update changes this tensor in place, so the tensor is copied here.
-    """
-    if layer is None:
-        return sys.maxsize
     length: int | Tensor = cache.get_seq_length(layer)
-    return length.clone() if isinstance(length, Tensor) else length
+    return layer, length.clone() if isinstance(length, Tensor) else length
 
 
 def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, context: ForwardContext | None) -> State | None:
@@ -384,26 +376,22 @@ def _state(core: nn.Module, swap: Swap, cache: Any, layer: int, context: Forward
     """
     if swap.phase != Phase.FULL or compiling():
         return None
-    wiring, variant = wiring_of(swap), swap.at("mask")
     shown = context is not None and context.want_weights
-    starts = not shown and not torch.is_grad_enabled() and not wiring.lent  # a state has no keys to lend
-    state: State | None = None
-    if swap.replacement is not None:
+    starts = not shown and not torch.is_grad_enabled() and not wiring_of(swap).lent  # a state has no keys to lend
+    state: State | None
+    if swap.replaces:
         state = LinearState.of(cache, layer, start=starts)
-    elif variant is not None:
-        starts &= can_hold(swap) and kind_of_masks(core.config) is None  # masks of queries and keys are of all keys
-        state = WindowState.of(cache, layer, start=starts, span=variant.span())
+    else:
+        starts &= can_hold(swap) and kind_of_masks(core.config) in (None, OF_KEYS)  # other masks are of all keys
+        state = WindowState.of(cache, layer, start=starts, span=swap.span)
     if state is not None:
         state.claim(core)
     return state
 
 
 def _warn_frozen(swap: Swap) -> None:
-    """Warn if the model is trained while all new parameters of the swap are frozen."""
-    training = swap.training and swap.fresh and torch.is_grad_enabled()
-    if not training or torch.compiler.is_compiling():
-        return
-    parameters = [parameter for variant in swap.variants for parameter in variant.parameters()]
+    """Warn if all new parameters of a swap are frozen. The model trains, and no checkpoint gave them their values."""
+    parameters = [] if torch.compiler.is_compiling() else swap.new_parameters()
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         warnings.warn(
             f"the new parameters of {'+'.join(swap.names)} are frozen, so they stay at their neutral start; with PEFT, "

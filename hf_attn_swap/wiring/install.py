@@ -52,16 +52,16 @@ def model_root(model: nn.Module) -> PreTrainedModel:
         return model
     if not isinstance(model, nn.Module):
         raise ValueError(_no_module(model))
-    found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if not found:
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not models:
         raise ValueError(f"{type(model).__name__} holds no transformers model; pass what from_pretrained returned.")
-    inside = {id(module) for module in found[0].modules()}
-    if other := next((module for module in found if id(module) not in inside), None):
+    inside = {id(module) for module in models[0].modules()}
+    if outside := next((module for module in models if id(module) not in inside), None):
         raise ValueError(
-            f"{type(model).__name__} holds several transformers models ({type(found[0]).__name__} and "
-            f"{type(other).__name__}); pass one of them."
+            f"{type(model).__name__} holds several transformers models ({type(models[0]).__name__} and "
+            f"{type(outside).__name__}); pass one of them."
         )
-    return found[0]
+    return models[0]
 
 
 def _no_module(given: Any) -> str:
@@ -86,9 +86,9 @@ def installation_of(root: PreTrainedModel) -> Installation | None:
     Raises:
         ValueError: only a part of the model is patched, or the model is a part of a patched model.
     """
-    own = root.__dict__.get(ATTRIBUTE)
-    if isinstance(own, Record):
-        return Installation(root, own)
+    record = root.__dict__.get(ATTRIBUTE)
+    if isinstance(record, Record):
+        return Installation(root, record)
     for name, module in root.named_modules():
         if module.__dict__.get(ATTRIBUTE) is not None:
             raise ValueError(
@@ -161,7 +161,7 @@ class Installation:
         _drop_other_code(self.root)
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and not module._supports_sdpa:
-                setattr(module.config, seam.MASKS, "eager")
+                setattr(module.config, seam.MASKS, seam.EAGER)
         self.root.set_attn_implementation(seam.NAME)
         _name_copied_layers(self.root, self.sites)
         for site in self.sites:
@@ -275,7 +275,7 @@ class Installation:
     def settle(self) -> None:
         """Bring hooks, phases and config up to date with layers that were removed, appended or moved since."""
         placed = places_of(self.root, self.sites)
-        if any(swap.wiring != each.wiring for each in placed for swap in each.swaps):
+        if any(swap.wiring != place.wiring for place in placed for swap in place.swaps):
             self._wire()
         self.refresh()
 
@@ -288,8 +288,7 @@ class Installation:
 
         Keys that every save changes, and the keys of a swap, are left out.
         """
-        kept = {key: value for key, value in self.root.config.to_dict().items() if key not in OF_A_SAVE}
-        return len(self.numbered()), kept
+        return len(self.numbered()), _architecture(self.root.config.to_dict())
 
     def block(self) -> dict[str, Any]:
         """What config.json says of the swaps in this model, with the layers numbered within this model."""
@@ -345,63 +344,60 @@ class Installation:
         placed = places_of(self.root, self.sites)
         layers: dict[int, nn.Module] = {}
         near: dict[int, list[tuple[RemovableHandle, RemovableHandle]]] = {}
-        for each in placed:
-            if each.wiring is None:
-                each.site.core.__dict__["attn_swap"] = None
+        for place in placed:
+            if place.wiring is None:
+                place.site.core.__dict__["attn_swap"] = None
                 continue
-            for swap in each.swaps:
-                swap.wiring = each.wiring
-            near.setdefault(id(each.stack), []).append(self._hook(each))
-            if each.layer is not None and takes_keywords(each.layer):
-                layers[id(each.layer)] = each.layer
+            for swap in place.swaps:
+                swap.wiring = place.wiring
+            near.setdefault(id(place.stack), []).append(self._hook(place))
+            if place.layer is not None and takes_keywords(place.layer):
+                layers[id(place.layer)] = place.layer
         for layer in layers.values():
             self._pre(layer, hooks.before_layer)
-        for stack in {id(each.stack): each.stack for each in placed}.values():
+        for stack in {id(place.stack): place.stack for place in placed}.values():
             if id(stack) in near:
                 before, after = zip(*near[id(stack)], strict=True)
                 self._pre(stack, hooks.KeepNext(before, after))
             if takes_keywords(stack):
                 self._pre(stack, hooks.before_stack)
                 self.record.handles.append(stack.register_forward_hook(hooks.after_stack, with_kwargs=True))
-            own = [each for each in placed if each.stack is stack]
-            adding = [each.site for each in own if any(swap.at("keys") is not None for swap in each.swaps)]
+            inside = [place for place in placed if place.stack is stack]
+            adding = [place.site for place in inside if any("keys" in swap.changed for swap in place.swaps)]
             if adding and (hook := FromFirstSeen.of(stack, adding)) is not None:
                 self._pre(stack, hook)
-            encoder = encoder_of(stack, [each.site.container for each in own])
-            for order in orders_of(self.root, stack if encoder is None else encoder, own):
+            encoder = encoder_of(stack, [place.site.container for place in inside])
+            for order in orders_of(self.root, stack if encoder is None else encoder, inside):
                 self._pre(stack if encoder is None else encoder, order)
             if encoder is not None and takes_keywords(encoder):
                 self._pre(encoder, hooks.before_encoder)
                 self.record.handles.append(encoder.register_forward_hook(hooks.after_encoder, with_kwargs=True))
         self.record.handles.append(self.root.register_state_dict_pre_hook(adapters.before_state_dict))
-        self._name(placed)
+        self._note_masks(placed)
 
-    def _name(self, placed: list[Placed]) -> None:
-        """Set the attention implementation of each stack with a config of its own.
-
-        The implementation's name tells the mask function whether the stack needs masks of keys. The mask
-        function gets the stack's config and cannot read the config of the whole model.
-        """
-        of_keys: dict[int, bool] = {}
+    def _note_masks(self, placed: list[Placed]) -> None:
+        """Write into the config of each stack which masks it must get: the mask function is given this config alone."""
         models = [module for module in self.root.modules() if isinstance(module, PreTrainedModel)]
-        if any(slices_unmasked(stock_class(module)) for module in models):
-            for module in models:
-                if not seam.eager_masks(module.config):
-                    setattr(module.config, seam.MASKS, "whole")
-        for each in placed:
-            if each.site.reads_mask and not seam.kind_of_masks(each.stack.config):
-                setattr(each.stack.config, seam.MASKS, "dense")
-            wanted = any(variant.masks_of_keys for swap in each.swaps for variant in swap.variants)
-            of_keys[id(each.stack)] = of_keys.get(id(each.stack), False) or wanted
-        for stack in self.root.modules():  # outer stacks first: transformers sets the name of inner models as well
-            if id(stack) not in of_keys:
+        whole = any(slices_unmasked(stock_class(model)) for model in models)
+        stacks = [(id(place.stack.config), place) for place in placed]
+        dense = {config for config, place in stacks if place.site.reads_mask}
+        of_keys = {
+            config
+            for config, place in stacks
+            if any(variant.masks_of_keys for swap in place.swaps for variant in swap.variants)
+        }
+        if of_keys:  # an outer model may make the masks of a stack inside
+            of_keys.add(id(self.root.config))
+        for config in {id(model.config): model.config for model in models}.values():
+            if seam.kind_of_masks(config) == seam.EAGER:
                 continue
-            assert isinstance(stack, PreTrainedModel)
-            if stack.config is self.root.config:
-                continue
-            name = seam.OF_KEYS_NAME if of_keys[id(stack)] else seam.NAME
-            if stack.config._attn_implementation != name:
-                stack.set_attn_implementation(name)
+            config.__dict__.pop(seam.MASKS, None)
+            if whole:
+                setattr(config, seam.MASKS, seam.WHOLE)
+            elif id(config) in dense:
+                setattr(config, seam.MASKS, seam.DENSE)
+            elif id(config) in of_keys:
+                setattr(config, seam.MASKS, seam.OF_KEYS)
 
     def _hook(self, placed: Placed) -> tuple[RemovableHandle, RemovableHandle]:
         """Register the hooks of one attention module, and replace the class of its container where no hook suffices.
@@ -448,6 +444,15 @@ class Installation:
         self.record.containers = []
 
 
+def _architecture(config: dict[str, Any]) -> dict[str, Any]:
+    """A config, with the configs inside, without the keys of a swap and those that every save changes."""
+    return {
+        key: _architecture(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in OF_A_SAVE
+    }
+
+
 def _set_child(core: nn.Module, child: nn.Module | None) -> None:
     """Make `child` the submodule `attn_swap` of a core. None removes the submodule."""
     core.__dict__.pop("attn_swap", None)
@@ -481,15 +486,15 @@ def _own_configs(model: nn.Module) -> None:
     for module in model.modules():
         config = module.__dict__.get("config")
         if isinstance(config, PreTrainedConfig):
-            own = copy.deepcopy(config, memo)
-            module.__dict__[CONFIGS] = (config, own)
-            module.__dict__["config"] = own
+            copied = copy.deepcopy(config, memo)
+            module.__dict__[CONFIGS] = (config, copied)
+            module.__dict__["config"] = copied
 
 
-def _name_copied_layers(root: PreTrainedModel, found: Iterable[Site]) -> None:
+def _name_copied_layers(root: PreTrainedModel, attention_sites: Iterable[Site]) -> None:
     """Set the attention implementation in configs that belong to no model, such as that of a layer made by deepcopy."""
     of_models = {id(module.config) for module in root.modules() if isinstance(module, PreTrainedModel)}
-    for site in found:
+    for site in attention_sites:
         config = site.core.__dict__.get("config")
         if isinstance(config, PreTrainedConfig) and id(config) not in of_models:
             config._attn_implementation = seam.NAME
@@ -516,14 +521,14 @@ def _stock_configs(model: nn.Module) -> None:
     """
     for module in model.modules():
         if CONFIGS in module.__dict__:
-            stock, own = module.__dict__.pop(CONFIGS)
+            stock, copied = module.__dict__.pop(CONFIGS)
             module.__dict__["config"] = stock
-            for name, value in own.__dict__.items():
+            for name, value in copied.__dict__.items():
                 former = stock.__dict__.get(name, MISSING)
                 if name not in OF_A_SWAP and not isinstance(value, PreTrainedConfig) and former != value:
                     stock.__dict__[name] = value
-            own.__dict__.clear()
-            own.__dict__.update(copy.deepcopy(stock.__dict__))
+            copied.__dict__.clear()
+            copied.__dict__.update(copy.deepcopy(stock.__dict__))
 
 
 def _forget(root: PreTrainedModel) -> None:

@@ -46,9 +46,9 @@ class Layer:
         return self.copies[0]
 
 
-def layers_at(found: Iterable[Site]) -> tuple[Layer, ...]:
+def layers_at(sites: Iterable[Site]) -> tuple[Layer, ...]:
     """The layers among the attention modules of a model, in module order: those that can be swapped, swapped or not."""
-    usable = (site for site in found if site.usable)
+    usable = (site for site in sites if site.usable)
     return tuple(Layer(number=number, site=site, copies=copies_at(site)) for number, site in enumerate(usable))
 
 

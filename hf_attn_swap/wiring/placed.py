@@ -38,21 +38,21 @@ class Placed:
     wiring: Wiring | None
 
 
-def places_of(root: PreTrainedModel, found: Sequence[Site]) -> list[Placed]:
-    """The place of every attention module in `found`, in the order of `found`."""
-    stacks = stacks_of(root, found)
-    swaps = [copies_at(site) for site in found]
-    orders, firsts, lasts = _orders(found, stacks, swaps)
-    lent = {id(stack) for stack, site in zip(stacks, found, strict=True) if site.borrows}
+def places_of(root: PreTrainedModel, sites: Sequence[Site]) -> list[Placed]:
+    """The place of each of these attention modules, in their order."""
+    stacks = stacks_of(root, sites)
+    swaps = [copies_at(site) for site in sites]
+    orders, firsts, lasts = _orders(sites, stacks, swaps)
+    lent = {id(stack) for stack, site in zip(stacks, sites, strict=True) if site.borrows}
     placed = []
-    for index, (site, stack, own) in enumerate(zip(found, stacks, swaps, strict=True)):
+    for index, (site, stack, swaps_here) in enumerate(zip(sites, stacks, swaps, strict=True)):
         wiring, layer = None, None
-        if own:
+        if swaps_here:
             places = {"first": index in firsts, "last": index in lasts, "lent": id(stack) in lent}
-            wiring = _wiring(site, own[0], orders.get(index, 0), **places)
-            if any(each.carries or each.wants_residual for each in own):
+            wiring = _wiring(site, swaps_here[0], orders.get(index, 0), **places)
+            if any(swap.carries or swap.wants_residual for swap in swaps_here):
                 layer = layer_of(root, site.path)
-        placed.append(Placed(site=site, stack=stack, layer=layer, swaps=own, wiring=wiring))
+        placed.append(Placed(site=site, stack=stack, layer=layer, swaps=swaps_here, wiring=wiring))
     return placed
 
 
@@ -66,7 +66,7 @@ def layer_of(root: nn.Module, path: str) -> nn.Module:
 
 
 def _orders(
-    found: Sequence[Site], stacks: list[PreTrainedModel], swaps: list[tuple[Swap, ...]]
+    sites: Sequence[Site], stacks: list[PreTrainedModel], swaps: list[tuple[Swap, ...]]
 ) -> tuple[dict[int, int | None], set[int], set[int]]:
     """The order of the layers that carry scores.
 
@@ -79,8 +79,8 @@ def _orders(
     orders: dict[int, int | None] = {}
     counts: dict[int, int] = {}
     members: dict[tuple[int, str], list[int]] = {}
-    for index, (site, stack, own) in enumerate(zip(found, stacks, swaps, strict=True)):
-        if any(each.carries for each in own):
+    for index, (site, stack, swaps_here) in enumerate(zip(sites, stacks, swaps, strict=True)):
+        if any(swap.carries for swap in swaps_here):
             number = counts.get(id(stack), 0)
             orders[index] = None if site.family.shared else number
             counts[id(stack)] = number + 1
@@ -120,10 +120,10 @@ def _wiring(site: Site, swap: Swap, order: int | None, *, first: bool, last: boo
     )
 
 
-def stacks_of(root: PreTrainedModel, found: Sequence[Site]) -> list[PreTrainedModel]:
+def stacks_of(root: PreTrainedModel, sites: Sequence[Site]) -> list[PreTrainedModel]:
     """For each site, the nearest transformers model around it."""
     models = {name: module for name, module in root.named_modules() if isinstance(module, PreTrainedModel)}
-    return [_nearest(models, site.path, root) for site in found]
+    return [_nearest(models, site.path, root) for site in sites]
 
 
 def _nearest(models: dict[str, PreTrainedModel], path: str, root: PreTrainedModel) -> PreTrainedModel:
@@ -140,7 +140,7 @@ def encoder_of(stack: nn.Module, containers: list[nn.Module]) -> nn.Module | Non
     """The child of a stack that calls all of these modules; None if there is none."""
     for child in stack.children():
         inside = {id(module) for module in child.modules()}
-        if not isinstance(child, nn.ModuleList) and all(id(each) in inside for each in containers):
+        if not isinstance(child, nn.ModuleList) and all(id(container) in inside for container in containers):
             return child
     return None
 
@@ -150,15 +150,15 @@ def orders_of(root: nn.Module, module: nn.Module, placed: Sequence[Placed]) -> I
 
     A module that serves several layers counts its calls, and needs none.
     """
-    start = next(len(path) + 1 if path else 0 for path, each in root.named_modules() if each is module)
+    start = next(len(path) + 1 if path else 0 for path, submodule in root.named_modules() if submodule is module)
     cores: dict[str, dict[int, list[tuple[str, str]]]] = {}
-    for each in placed:
-        if each.wiring is None or each.wiring.order is None or not any(swap.carries for swap in each.swaps):
+    for place in placed:
+        if place.wiring is None or place.wiring.order is None or not any(swap.carries for swap in place.swaps):
             continue
-        layers = group_of(each.site.path)
+        layers = group_of(place.site.path)
         if layers:
-            number, _, inside = each.site.path[len(layers) + 1 :].partition(".")
-            cores.setdefault(layers, {}).setdefault(int(number), []).append((inside, each.site.path))
+            number, _, inside = place.site.path[len(layers) + 1 :].partition(".")
+            cores.setdefault(layers, {}).setdefault(int(number), []).append((inside, place.site.path))
     for layers, known in cores.items():
         yield InOrder(layers[start:], len(list(root.get_submodule(layers).children())), known)
 

@@ -65,13 +65,13 @@ class FromFirstSeen:
             context.from_first_seen = True
         mask, given = self.mask.of(args, kwargs), self.positions.of(args, kwargs)
         if isinstance(mask, Mapping):  # one mask for each kind of layers
-            mask = next((each for each in mask.values() if each is not None), None)
+            mask = next((of_kind for of_kind in mask.values() if of_kind is not None), None)
         if not isinstance(mask, Tensor) or not _padded_in_front(mask) or not _has_pairs(module):
             return args, kwargs
         cache = cache_of(args, kwargs)
         earlier = 0 if cache is None else cache.get_seq_length()
         earlier = earlier if traced() else int(earlier)
-        current = next(each for each in (token.of(args, kwargs) for token in self.tokens) if each is not None)
+        current = next(tensor for tensor in (token.of(args, kwargs) for token in self.tokens) if tensor is not None)
         places = torch.arange(current.shape[1], device=mask.device) + earlier
         positions = places[None] if given is None else given.to(mask.device)
         if isinstance(earlier, int) and earlier == 0:
@@ -99,7 +99,7 @@ def rotated_from_first_seen(
     """
     if not isinstance(mask, Tensor) or not _padded_in_front(mask):
         return args, kwargs
-    named: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     angles = {name: value for name, value in named.items() if _are_angles(value)}
     seen = _seen(mask)
     if angles and all(_complex(value).shape[-2] == seen.shape[1] for value in angles.values()):
@@ -135,7 +135,7 @@ def _turned(core: nn.Module, angles: Any, first: Tensor) -> Any:
     numbers = _complex(angles)
     swapped = None
     if not isinstance(angles, Tensor):
-        swapped, known = (_some_place_is_zero(each) for each in angles)
+        swapped, known = (_some_place_is_zero(cos_or_sin) for cos_or_sin in angles)
         if not traced() and not bool(swapped | known):
             _refuse(core)
         numbers = torch.where(swapped, torch.complex(numbers.imag, numbers.real), numbers)
@@ -157,7 +157,7 @@ def _are_angles(value: Any) -> bool:
     """True for cosines and sines of one shape (B|1,Q,D), and for complex numbers."""
     if isinstance(value, Tensor):
         return value.is_complex() and value.dim() > 2
-    pair = isinstance(value, tuple) and len(value) == 2 and all(isinstance(each, Tensor) for each in value)
+    pair = isinstance(value, tuple) and len(value) == 2 and all(isinstance(tensor, Tensor) for tensor in value)
     return pair and value[0].is_floating_point() and value[0].dim() > 2 and value[0].shape == value[1].shape
 
 
@@ -171,7 +171,7 @@ def _complex(value: Any) -> Tensor:
 
 def _has_pairs(module: nn.Module) -> bool:
     """True if a layer of the stack computes with pairs now."""
-    swaps = (each for each in module.modules() if isinstance(each, Swap))
+    swaps = (submodule for submodule in module.modules() if isinstance(submodule, Swap))
     return any(swap.phase != Phase.OFF and swap.at("keys") is not None for swap in swaps)
 
 

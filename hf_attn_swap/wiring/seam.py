@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,25 +18,24 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from ..core.call import Call, ForwardContext, Inputs
+from ..core.call import Call, ForwardContext, Geometry, Inputs
 from ..core.masks import Masks
-from ..layer.compute import Places, ordinary, reference
-from ..layer.registry import parse
+from ..layer.compute import ORDINARY, ordinary, reference
 from ..layer.swap import STOCK, Phase, Swap
 
 NAME = "hf_attn_swap"
-# The same functions. This name marks the config of a stack that is a part of a model and needs masks of keys.
-OF_KEYS_NAME = "hf_attn_swap_linear"
-NAMES = (NAME, OF_KEYS_NAME)
 # Given to the stock SDPA function for keys that are repeated already: a module that tells of no groups of heads.
 _UNGROUPED = nn.Module()
 # Names of the keyword arguments that carry a call's context.
 CALL = "attn_swap_call"
 CONTEXT = "attn_swap_carried"
 LAYER = "attn_swap_layer"
-# An attribute of a config: "eager" if the stock model gives its modules float masks, "dense" if they look into masks,
-# "whole" if the model changes its masks between two layers, and so must always get one.
+# An attribute of a config, written when the layers are wired: which masks a pass must get. It is not saved.
 MASKS = "attn_swap_masks"
+EAGER = "eager"  # numbers to add, because the stock model runs without SDPA; also for the model's own code
+WHOLE = "whole"  # always one of queries and keys, because the model changes its masks between two layers
+DENSE = "dense"  # no masks of keys, because the modules look into their masks
+OF_KEYS = "keys"  # masks of keys where possible, because a variant needs them
 
 
 def swap_of(core: nn.Module) -> Swap | None:
@@ -67,11 +66,6 @@ class MaskWithContext:
 
     mask: Tensor | None
     context: dict[str, Any]
-
-
-def eager_masks(config: Any) -> bool:
-    """True if the stock model runs without SDPA: masks are then numbers to add, also for the model's own code."""
-    return bool(kind_of_masks(config) == "eager")
 
 
 def kind_of_masks(config: Any) -> Any:
@@ -125,7 +119,7 @@ def attention_forward(
         context.arrived = True
     swap = swap_of(module)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
-    if eager_masks(getattr(module, "config", None)):  # in such a model, no mask means that every key may be seen
+    if kind_of_masks(getattr(module, "config", None)) == EAGER:  # then no mask means that every key may be seen
         causal = False
     inputs = _inputs(query, key, value, attention_mask, scaling, dropout, causal, kwargs, context)
     sdpa = functools.partial(_sdpa, module, inputs, kwargs)
@@ -136,12 +130,16 @@ def attention_forward(
                 "method .forward()."
             )
         call.used += 1
-        _check_sizes(module, swap, query, key, value)
-        _check_tokens(module, swap, query, call)
+        sizes, groups = swap.geometry, key.shape[1]
+        computed = query.shape[1], value.shape[3], value.shape[1], sizes.heads % groups
+        if computed != (sizes.heads, sizes.head_dim, groups, 0):
+            _refuse_sizes(module, sizes, query, key, value)
+        if swap.reads_input and (call.x.dim() != 3 or call.x.shape[:2] != (query.shape[0], query.shape[2])):
+            call.x = _rows_of_input(module, call.x, query)
         heads, weights = swap(inputs, call, sdpa, want_weights)
         return heads.contiguous(), weights
     if want_weights or inputs.softcap is not None:
-        heads, weights = reference(Places(), inputs, Call(x=query, context=context))
+        heads, weights = reference(ORDINARY, inputs, Call(x=query, context=context))
         return heads.contiguous(), weights
     return ordinary(inputs, sdpa), None
 
@@ -162,7 +160,7 @@ def _inputs(
     Raises:
         ValueError: the call has attention sinks, or the mask is neither bool nor of floating point.
     """
-    if any(kwargs.get(name) is not None for name in ("s_aux", "sinks")):
+    if kwargs.get("s_aux") is not None or kwargs.get("sinks") is not None:
         raise ValueError(f"{NAME} cannot swap attention with attention sinks; use the stock attention for this model.")
     if attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
         raise ValueError(
@@ -175,11 +173,10 @@ def _inputs(
         if causal and keys > queries:  # the first call with a static cache: the later places are still unused
             key = key[:, :, :queries]
             value = value[:, :, :queries]
-    key_mask = None
-    mask = attention_mask
-    if attention_mask is not None and attention_mask.dim() == 2:
+    key_mask, mask = None, attention_mask
+    if mask is not None and mask.dim() == 2:
         # `mask_for_swap` alone makes such a mask: the order is causal, and the queries are the last tokens.
-        key_mask = attention_mask
+        key_mask = mask
         mask = None
         causal = True
     elif queries > 1 and mask is not None and mask.dtype == torch.bool and mask.shape[1:3] == (1, 1):
@@ -188,7 +185,7 @@ def _inputs(
         mask = None
         causal = False
     masks = Masks(
-        queries=query.shape[2],
+        queries=queries,
         keys=key.shape[2],
         device=query.device,
         key_mask=key_mask,
@@ -231,52 +228,39 @@ def _sdpa(
     return heads
 
 
-def _check_sizes(module: nn.Module, swap: Swap, query: Tensor, key: Tensor, value: Tensor) -> None:
+def _refuse_sizes(module: nn.Module, sizes: Geometry, query: Tensor, key: Tensor, value: Tensor) -> NoReturn:
     """Refuse a module whose heads are not as many or as wide as they were when the model was patched.
 
     The width of a head is the width of its values. Queries and keys may have another width (latent attention).
 
     Raises:
-        ValueError: the sizes differ.
+        ValueError: always.
     """
-    sizes = swap.geometry
-    keys = key.shape[1]
-    if (
-        query.shape[1] != sizes.heads
-        or value.shape[3] != sizes.head_dim
-        or sizes.heads % keys
-        or value.shape[1] != keys
-    ):
-        split = query.shape[1] < sizes.heads and value.shape[3] == sizes.head_dim
-        reason = (
-            "if the model was split by tensor parallelism, each process computes a part of the heads, and a swap needs "
-            "all of them: load it without tp_plan; otherwise this architecture cannot be swapped"
-        )
-        raise ValueError(
-            f"{type(module).__name__} was patched as {sizes.heads} heads of {sizes.head_dim}, but computes "
-            f"{query.shape[1]} of {value.shape[3]} (keys: {keys} heads, values: {value.shape[1]}); "
-            f"{reason if split else 'this architecture cannot be swapped'}."
-        )
+    split = query.shape[1] < sizes.heads and value.shape[3] == sizes.head_dim
+    reason = (
+        "if the model was split by tensor parallelism, each process computes a part of the heads, and a swap needs all "
+        "of them: load it without tp_plan; otherwise this architecture cannot be swapped"
+    )
+    raise ValueError(
+        f"{type(module).__name__} was patched as {sizes.heads} heads of {sizes.head_dim}, but computes "
+        f"{query.shape[1]} of {value.shape[3]} (keys: {key.shape[1]} heads, values: {value.shape[1]}); "
+        f"{reason if split else 'this architecture cannot be swapped'}."
+    )
 
 
-def _check_tokens(module: nn.Module, swap: Swap, query: Tensor, call: Call) -> None:
-    """Refuse a module whose input does not have one row per query, if a variant needs the rows of the input.
+def _rows_of_input(module: nn.Module, x: Tensor, query: Tensor) -> Tensor:
+    """The input (B,Q,E) of a module that gets a grid of patches: its rows, one after the other, are the sequence.
 
     Raises:
-        ValueError: the input has other rows.
+        ValueError: the input does not have one row per query.
     """
-    rows = query.shape[0], query.shape[2]
-    if call.x.dim() == 3 and call.x.shape[:2] == rows:
-        return
-    if all(swap.at(place) is None for place in ("scores", "read", "write")):
-        return  # the variant changes weights alone, and does not read the module's input
-    if call.x.dim() == 4:  # a grid of patches: the rows of the grid, one after the other, are the sequence
-        call.x = call.x.flatten(1, 2)
-    if call.x.dim() != 3 or call.x.shape[:2] != rows:
+    rows = x.flatten(1, 2) if x.dim() == 4 else x
+    if rows.dim() != 3 or rows.shape[:2] != (query.shape[0], query.shape[2]):
         raise ValueError(
-            f"{type(module).__name__}: its input {tuple(call.x.shape)} is not one row per query {tuple(query.shape)} "
+            f"{type(module).__name__}: its input {tuple(rows.shape)} is not one row per query {tuple(query.shape)} "
             "(packed, windowed or pooled tokens); this architecture cannot be swapped."
         )
+    return rows
 
 
 def mask_for_swap(
@@ -291,21 +275,21 @@ def mask_for_swap(
 ) -> Tensor | None:
     """Make the mask of a forward pass, for `attn_implementation="hf_attn_swap"`. transformers calls this function.
 
-    Linear attention and attention in a window must not build a tensor of Q x K entries. If the model has one of them, a
-    mask of plain padding therefore stays a mask of keys: (B,1,1,K) if every query sees the same keys, and (B,K) if the
-    order is causal and the queries are the last tokens. Other layers of such a model expand the mask of keys, and get
-    exactly the stock mask.
+    Linear attention and attention in a window must not build a tensor of Q x K entries. If the model has one of them
+    (`OF_KEYS`), a mask of plain padding therefore stays a mask of keys: (B,1,1,K) if every query sees the same keys,
+    and (B,K) if the order is causal and the queries are the last tokens. Other layers of such a model expand the mask
+    of keys, and get exactly the stock mask.
 
     Returns:
         None if no mask is needed; a mask of keys, as above; SDPA's bool mask (B,1,Q,K); or a mask of numbers
         (B,1,Q,K) if the stock model runs without SDPA.
     """
-    eager = eager_masks(kwargs.get("config"))
-    if kind_of_masks(kwargs.get("config")) == "whole":
+    kind = kind_of_masks(kwargs.get("config"))
+    if kind == WHOLE:
         kwargs["allow_is_causal_skip"] = False
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     last = isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0
-    of_keys = plain and last and not eager and _wants_masks_of_keys(kwargs.get("config"))
+    of_keys = kind == OF_KEYS and plain and last
     if of_keys and attention_mask is None and 1 < q_length < kv_length:  # several new tokens and a cache, no padding
         attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=kwargs.get("device"))
     if of_keys and attention_mask is not None and tuple(attention_mask.shape) == (batch_size, kv_length):
@@ -315,7 +299,7 @@ def mask_for_swap(
         if not (may_skip and square and not is_tracing(attention_mask) and bool(attention_mask.all())):
             key_mask = attention_mask.bool()
             return key_mask[:, None, None, :] if bidirectional else key_mask
-    make = eager_mask if eager else sdpa_mask
+    make = eager_mask if kind == EAGER else sdpa_mask
     mask: Tensor | None = make(
         batch_size=batch_size,
         q_length=q_length,
@@ -329,20 +313,5 @@ def mask_for_swap(
     return mask
 
 
-def _wants_masks_of_keys(config: Any) -> bool:
-    """True if the model of this config has a variant that needs masks of keys.
-
-    The config of a whole model says so in its block `attn_swap`. The config of a stack inside a larger model says so
-    by the name of its attention implementation.
-    """
-    if kind_of_masks(config) in ("dense", "whole"):  # they would not understand a mask of keys
-        return False
-    if getattr(config, "_attn_implementation", None) == OF_KEYS_NAME:
-        return True
-    swaps = (getattr(config, "attn_swap", None) or {}).get("swaps", ())
-    return any(cls.masks_of_keys for swap in swaps for cls in parse(swap["variant"]))
-
-
-for _name in NAMES:
-    AttentionInterface.register(_name, attention_forward)
-    AttentionMaskInterface.register(_name, mask_for_swap)
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, mask_for_swap)

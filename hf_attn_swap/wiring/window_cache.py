@@ -45,8 +45,7 @@ class WindowState(State):
 
     def belongs_to(self, swap: Any) -> bool:
         """True for attention in a window of this size, with all keys in the same heads."""
-        variant = swap.at("mask")
-        return variant is not None and variant.span() == self.span and can_hold(swap)
+        return swap.span == self.span and can_hold(swap)
 
     def joined(self, inputs: Inputs) -> tuple[Inputs, Held]:
         """The inputs of a call with the last keys in front of the current ones; and what is held of the earlier ones.
@@ -80,7 +79,7 @@ class WindowState(State):
         count = key.shape[2] - room
         if count > CROPPED:
             self.held = self.held.without(count, firsts_of(masks, self.span), key, value)
-            key, value = (each[:, :, count:].clone() for each in (key, value))  # a view would keep the whole text
+            key, value = (tensor[:, :, count:].clone() for tensor in (key, value))  # a view would keep the whole text
         self.last = key, value
 
     def reset(self) -> None:
@@ -129,5 +128,4 @@ def can_hold(swap: Any) -> bool:
 
     Where some heads see every key, a layer keeps all keys of all heads if another variant changes heads together.
     """
-    variant = swap.at("mask")
-    return not swap.carries and (not variant.span().full or swap.places().apart)
+    return not swap.carries and (not swap.span.full or swap.places().apart)

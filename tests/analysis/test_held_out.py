@@ -54,10 +54,10 @@ def test_equals_lost(name: str, variant: str, few: int, monkeypatch: pytest.Monk
         assert held.lost(model) == lost(model, batches(name))
     set_strength(model, 0.5)
     assert held.lost(model) == lost(model, batches(name))
-    assert held.lost(model).cost > 0
+    assert held.lost(model).divergence_or_error > 0
     assert model.training
     set_strength(model, 0.0)
-    assert held.lost(model).cost == 0
+    assert held.lost(model).divergence_or_error == 0
 
 
 def test_of_a_model_without_head() -> None:
@@ -65,7 +65,7 @@ def test_of_a_model_without_head() -> None:
     held = HeldOut(model, batches("bert"), progress=False)
     found = held.lost(model)
     assert found == lost(model, batches("bert"))
-    assert (found.measure, found.share) == ("relative squared error of the outputs", found.relative_error)
+    assert (found.measure, found.degradation) == ("relative squared error of the outputs", found.relative_error)
 
 
 @pytest.mark.parametrize("few", [1024, 8])
@@ -103,10 +103,10 @@ def test_accuracy_by_hand(name: str) -> None:
     ours, theirs = ((each.argmax(-1) == truth).float().mean().item() for each in logits)
     assert (found.accuracy, found.stock_accuracy) == (pytest.approx(ours), pytest.approx(theirs))
     assert ours != theirs
-    assert (found.share, found.measure) == (pytest.approx(theirs - ours), "accuracy lost")
+    assert (found.degradation, found.measure) == (pytest.approx(theirs - ours), "accuracy lost")
     assert (found.tokens, found.per_token) == (12, False)
     unlabelled = HeldOut(model, plain, progress=False).lost(model)
-    assert unlabelled.share == 1 - unlabelled.agreement
+    assert unlabelled.degradation == 1 - unlabelled.agreement
     assert unlabelled.accuracy_margin is None
     assert unlabelled.measure == "rows with another first choice"
     wrong = [batch | {name: torch.full((2,), float("nan"))} for batch in plain]
@@ -144,7 +144,7 @@ def test_predictions_of_tokens() -> None:
     labels = torch.ones(2, dtype=torch.long)
     found = HeldOut(model, [batches("bert")[0] | {"labels": labels}], progress=False).lost(model)
     assert (found.per_token, found.tokens, found.accuracy) == (True, 10, None), "two of twelve tokens are padding"
-    assert (found.share, found.measure) == (found.divergence, "KL to the stock model, nats")
+    assert (found.degradation, found.measure) == (found.divergence, "KL to the stock model, nats")
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
@@ -164,7 +164,7 @@ def test_outputs_that_are_numbers(kind: str) -> None:
 def test_figures_stay_numbers() -> None:
     """A model that is broken altogether has a perplexity, and rounding gives no KL below 0."""
     found = Lost(tokens=1, divergence=0.5, perplexity=8.0, stock_perplexity=2.0)
-    assert (found.ratio, found.share, found.cost) == (4, 3, 0.5)
+    assert (found.ratio, found.degradation, found.divergence_or_error) == (4, 3, 0.5)
     sums = Sums(causal=True, numbers=False)
     sums.logits, sums.tokens, sums.targets = True, 2, 1
     sums.loss, sums.divergence = 5000.0, -1e-9
@@ -179,30 +179,30 @@ def test_refusals() -> None:
         HeldOut(stock("bert"), [3], progress=False)
 
 
-def test_a_part_is_some_of_the_batches() -> None:
+def test_a_subset_of_the_batches() -> None:
     """As many as asked for, at even distances, and measured alone."""
     model = fresh("llama", torch.float32)
     batches = [{"input_ids": torch.arange(6)[None] + start} for start in range(8)]
     held = HeldOut(patch_model(model, "simpletron_resl"), batches, progress=False)
-    part = held.part(3)
-    assert [int(kept.batch["input_ids"][0, 0]) for kept in part.kept] == [0, 2, 5]
+    subset = held.subset(3)
+    assert [int(kept.batch["input_ids"][0, 0]) for kept in subset.kept] == [0, 2, 5]
     assert len(held.kept) == 8
     alone = HeldOut(model, [batches[start] for start in (0, 2, 5)], progress=False)
-    assert part.lost(model) == alone.lost(model)
-    assert len(held.part(99).kept) == 8
-    assert len(held.part(0).kept) == 1
+    assert subset.lost(model) == alone.lost(model)
+    assert len(held.subset(99).kept) == 8
+    assert len(held.subset(0).kept) == 1
 
 
 def test_as_it_is() -> None:
     """A patched model counts at strength 0, or as it is; and at strength 0 only if that is the stock model still."""
     model = patch_model(stock("llama"), "simpletron_resl")
-    assert HeldOut(model, batches("llama"), progress=False).lost(model).cost > 0
+    assert HeldOut(model, batches("llama"), progress=False).lost(model).divergence_or_error > 0
     held = HeldOut(model, batches("llama"), as_it_is=True, progress=False)
-    assert held.lost(model).cost == 0
-    assert held.itself() == held.lost(model)
-    assert held.itself().perplexity == lost(model, batches("llama"), stock=model).perplexity
+    assert held.lost(model).divergence_or_error == 0
+    assert held.baseline() == held.lost(model)
+    assert held.baseline().perplexity == lost(model, batches("llama"), stock=model).perplexity
     for swap in swaps(model):
         swap.retrained = True
     with refused("strength 0 is no longer the stock model"):
         HeldOut(model, batches("llama"), progress=False)
-    assert HeldOut(model, batches("llama"), as_it_is=True, progress=False).lost(model).cost == 0
+    assert HeldOut(model, batches("llama"), as_it_is=True, progress=False).lost(model).divergence_or_error == 0

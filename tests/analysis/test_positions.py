@@ -66,7 +66,7 @@ def test_against_a_plain_loop() -> None:
             assert each.loss == pytest.approx(sum(ours[place]) / len(ours[place]), rel=1e-5)
             assert each.stock_loss == pytest.approx(sum(theirs[place]) / len(theirs[place]), rel=1e-5)
             assert abs(each.loss - each.stock_loss) > 1e-4
-    itself = held.itself().by_position
+    itself = held.baseline().by_position
     assert [each.loss for each in itself] == [each.stock_loss for each in itself]
 
 

@@ -65,12 +65,12 @@ def test_held_out_rows_with_numbers(whole: bool) -> None:
     found = HeldOut(model, labelled, progress=False).lost(model)
     assert found.correlation == pytest.approx(spearmanr(ours, truth).statistic)
     assert found.stock_correlation == pytest.approx(spearmanr(theirs, truth).statistic)
-    assert found.share == found.stock_correlation - found.correlation
+    assert found.degradation == found.stock_correlation - found.correlation
     assert found.measure == "rank correlation lost"
     assert "Rank correlation" in str(found)
     unlabelled = HeldOut(model, plain, progress=False).lost(model)
-    assert (unlabelled.correlation, unlabelled.share) == (None, unlabelled.relative_error)
-    assert found.cost == found.relative_error == unlabelled.relative_error
+    assert (unlabelled.correlation, unlabelled.degradation) == (None, unlabelled.relative_error)
+    assert found.divergence_or_error == found.relative_error == unlabelled.relative_error
     constant = [batch | {"labels": torch.full((len(batch["input_ids"]),), -1.0)} for batch in plain]
     assert HeldOut(model, constant, progress=False).lost(model) == unlabelled
     labelled[0]["labels"] = torch.full_like(labelled[0]["labels"].float(), float("nan"))

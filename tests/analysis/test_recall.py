@@ -138,11 +138,11 @@ def test_held_out_rows_measure_recall() -> None:
     own = passages.measure(model).mean(DISTANCE)
     held = HeldOut(model, {"input_ids": torch.tensor(given)}, passages=passages, progress=False)
     patch_model(model, "window", window=4, sinks=1)
-    for each in (held, held.part(1)):
+    for each in (held, held.subset(1)):
         found = each.lost(model)
         assert found.recall == passages.measure(model).mean(DISTANCE) != own
         assert (found.stock_recall, found.recall_distance) == (own, DISTANCE)
-    assert held.itself().recall == own
+    assert held.baseline().recall == own
     late = HeldOut(model, {"input_ids": torch.tensor(given)}, passages=passages, progress=False)
     assert late.stock_recall == own, "a patched model counts at strength 0"
     assert f"Recall after {DISTANCE} tokens, nats per token (the stock model's): " in str(found)

@@ -189,14 +189,16 @@ def _ids(config: Any, generator: torch.Generator) -> Tensor:
 
 def _all(config: Any, pattern: str, kind: type) -> set[Any]:
     """Every value of this kind under such a name, in sub-configurations too."""
-    found: set[Any] = set()
+    numbers: set[Any] = set()
     for name, value in vars(config).items():
         if hasattr(value, "model_type") and hasattr(value, "to_dict"):
-            found |= _all(value, pattern, kind)
+            numbers |= _all(value, pattern, kind)
         elif re.match(pattern, name):
             values = value if isinstance(value, (list, tuple)) else [value]
-            found |= {each for each in values if isinstance(each, kind) and not isinstance(each, bool) and each > 0}
-    return found
+            numbers |= {
+                number for number in values if isinstance(number, kind) and not isinstance(number, bool) and number > 0
+            }
+    return numbers
 
 
 def _first(config: Any, *names: str) -> int | None:

@@ -114,9 +114,11 @@ def _call(model: nn.Module, batch: Batch) -> list[Tensor]:
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(1)
         given = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
-        found = list(tensors(model(**given)))
+        outputs = list(tensors(model(**given)))
     mask = batch.get("attention_mask")
-    return [tensor[mask.bool()] if mask is not None and tensor.shape[:2] == mask.shape else tensor for tensor in found]
+    return [
+        tensor[mask.bool()] if mask is not None and tensor.shape[:2] == mask.shape else tensor for tensor in outputs
+    ]
 
 
 def tensors(output: Any) -> Iterator[Tensor]:
@@ -138,7 +140,7 @@ def tensors(output: Any) -> Iterator[Tensor]:
 
 def distance(got: list[Tensor], wanted: list[Tensor]) -> float:
     """Largest difference of any output, relative to that output's largest entry."""
-    if [each.shape for each in got] != [each.shape for each in wanted]:
+    if [tensor.shape for tensor in got] != [tensor.shape for tensor in wanted]:
         return math.inf
     pairs = [(a, b) for a, b in zip(got, wanted, strict=True) if b.numel()]
     return max((float((a - b).abs().max() / b.abs().max().clamp_min(1e-3)) for a, b in pairs), default=0.0)

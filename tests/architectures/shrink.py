@@ -133,8 +133,8 @@ def _fields(config: PreTrainedConfig) -> dict[str, Any]:
     """What the class takes, with the values that an instance without arguments has; what it derives is left out."""
     taken = {field.name for field in dataclasses.fields(config)}
     derived = {field.name for field in dataclasses.fields(config) if field.default is None}
-    found = {name: config.__dict__.get(name) for name in taken}
-    kept = {name: value for name, value in found.items() if name not in derived or _sub(value) or _count(value)}
+    values = {name: config.__dict__.get(name) for name in taken}
+    kept = {name: value for name, value in values.items() if name not in derived or _sub(value) or _count(value)}
     return {name: value for name, value in sorted(kept.items()) if not name.startswith("_")}
 
 
@@ -153,8 +153,8 @@ def _small(name: str, value: Any, rules: tuple[Rule, ...]) -> Any:
         return value
     if isinstance(value, int):
         return rule(value)
-    if isinstance(value, (list, tuple)) and value and all(_count(each) for each in value):
-        return type(value)(rule(each) for each in value)
+    if isinstance(value, (list, tuple)) and value and all(_count(item) for item in value):
+        return type(value)(rule(item) for item in value)
     return value
 
 
@@ -163,5 +163,5 @@ def _token(value: Any, place: int) -> Any:
     if _count(value):
         return value if value < VOCABULARY // 2 else VOCABULARY - 1 - place % (VOCABULARY // 4)
     if isinstance(value, (list, tuple)):
-        return type(value)(_token(each, place) for each in value)
+        return type(value)(_token(item, place) for item in value)
     return value

@@ -41,6 +41,6 @@ CASES = [
 @pytest.mark.parametrize(("model_type", "variants"), CASES)
 def test_right_or_refused_when_patched(model_type: str, variants: tuple[str, ...]) -> None:
     outcomes = [hold(named(model_type), variant) for variant in variants]
-    if all(each.result == NOT_BUILT for each in outcomes):
+    if all(outcome.result == NOT_BUILT for outcome in outcomes):
         pytest.skip(outcomes[0].sentence)
-    assert not [each for each in outcomes if each.result not in (EXACT, PART, REFUSED)]
+    assert not [outcome for outcome in outcomes if outcome.result not in (EXACT, PART, REFUSED)]

@@ -1,8 +1,9 @@
 import re
+from collections.abc import Callable
 
 import pytest
 
-from hf_attn_swap.text.typed import parse_layers, parse_options
+from hf_attn_swap.text.typed import parse_count, parse_layers, parse_options, parse_share
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,26 @@ def test_layers(text: str | None, layers: list[int] | None) -> None:
 def test_layers_of_another_form_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(text))):
         parse_layers(text)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "number"),
+    [
+        *((parse_count, text, number) for text, number in (("300k", 300_000), ("1.5M", 1_500_000), ("0", 0))),
+        *((parse_share, text, share) for text, share in (("2%", 0.02), ("0.02", 0.02), (" 100% ", 1.0), (None, None))),
+    ],
+)
+def test_numbers(parse: Callable[[str | None], float | None], text: str | None, number: float | None) -> None:
+    assert parse(text) == number
+
+
+def test_refused_numbers() -> None:
+    for text in ("", "k", "many", "-3", "1e400k", "nan"):
+        with pytest.raises(ValueError, match="such as 300k"):
+            parse_count(text)
+    for text in ("", "%", "little", "-1%", "0", "2", "150%", "nan", "inf"):
+        with pytest.raises(ValueError, match="such as 2%"):
+            parse_share(text)
 
 
 def test_options_of_one_variant_are_flat() -> None:

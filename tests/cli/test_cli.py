@@ -38,16 +38,6 @@ def test_without_arguments_it_shows_help(command: Command) -> None:
     assert all(name in outcome.out for name in ("variants", "patch", "describe", "demo"))
 
 
-def test_variants_lists_every_variant_with_its_options(command: Command) -> None:
-    outcome = command("variants")
-    text = " ".join(outcome.out.split())
-    assert outcome.code == 0
-    for name in list_variants():
-        assert f"{name} " in text
-        for field in dataclasses.fields(get_variant(name).Options):
-            assert f"{field.name}=" in text
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -247,7 +237,7 @@ def test_patch_never_writes_into_the_model_s_own_folder(command: Command, tiny_b
     shutil.copytree(tiny_bert, tmp_path / "own")
     before = {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()}
     outcome = command("patch", tmp_path / "own", "belief", tmp_path / "own", "--overwrite")
-    assert (outcome.code, "is the folder of the model itself; name another one." in outcome.err) == (2, True)
+    assert (outcome.code, "is the folder of the model" in outcome.err) == (2, True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()} == before
 
 
@@ -266,12 +256,12 @@ def test_patch_copies_the_modules_of_sentence_transformers(command: Command, tin
 
 def test_a_file_or_a_folder_without_a_model_is_refused(command: Command, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no model")
-    found = command("describe", tmp_path / "notes.txt")
-    assert found.code == 2
-    assert "notes.txt is a file; name the folder that save_pretrained wrote" in found.err
-    found = command("describe", tmp_path)
-    assert found.code == 2
-    assert f"The folder {tmp_path} holds no model: it has no config.json." in found.err
+    outcome = command("describe", tmp_path / "notes.txt")
+    assert outcome.code == 2
+    assert "notes.txt is a file; name" in outcome.err
+    outcome = command("describe", tmp_path)
+    assert outcome.code == 2
+    assert f"The folder {tmp_path} holds no model: it has no config.json." in outcome.err
 
 
 def test_describe_a_model_of_one_layer(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
@@ -338,5 +328,5 @@ def test_one_variant_in_full(command: Command, name: str) -> None:
 
 
 def test_all_variants_as_json(command: Command) -> None:
-    assert [each["name"] for each in json.loads(command("variants", "--json").out)] == list(list_variants())
+    assert [variant["name"] for variant in json.loads(command("variants", "--json").out)] == list(list_variants())
     assert is_one_error(command("variants", "bogus"))

@@ -23,9 +23,8 @@ from typer.main import get_command
 import hf_attn_swap.analysis.inputs as inputs
 from hf_attn_swap import patch_model
 from hf_attn_swap.measuring.held_out import HeldOut
-from hf_attn_swap.measuring.key_values import key_values
-from hf_attn_swap.measuring.needle import needle
 from hf_attn_swap.measuring.positions import longest_row
+from hf_attn_swap.measuring.retrieval import key_values, needle
 from hf_attn_swap_cli import app
 from tests import zoo
 from tests.harness.byte_tokenizer import byte_tokenizer
@@ -51,18 +50,18 @@ def stream(data: Path, folder: Path) -> torch.Tensor:
 
 def test_the_loss_by_position(command: Command, tiny_llama: Path, windowed: Path, long_texts: Path) -> None:
     words = ("compare", tiny_llama, windowed, "--data", long_texts, "--rows", "3", "--length", "100")
-    found = json.loads(command(*words, "--json").out)["by_position"]
+    bins = json.loads(command(*words, "--json").out)["by_position"]
     ids = stream(long_texts, tiny_llama)[:300].view(3, 100)
     for name, folder in (("stock_loss", tiny_llama), ("loss", windowed)):
         with torch.no_grad():
             logits = AutoModelForCausalLM.from_pretrained(folder)(input_ids=ids).logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(3, 99)
-        assert [each[name] for each in found] == pytest.approx(
+        assert [row[name] for row in bins] == pytest.approx(
             [float(loss[:, :63].mean()), float(loss[:, 63:].mean())], rel=1e-4
         )
-    assert [(each["first"], each["last"], each["tokens"]) for each in found] == [(1, 63, 189), (64, 127, 108)]
+    assert [(row["first"], row["last"], row["tokens"]) for row in bins] == [(1, 63, 189), (64, 127, 108)]
     printed = command(*words).out
-    assert f"\n64-127         {found[1]['stock_loss']:.3f}  {found[1]['loss']:.3f}  " in printed
+    assert f"\n64-127         {bins[1]['stock_loss']:.3f}  {bins[1]['loss']:.3f}  " in printed
     assert "Loss by position" not in command(*words[:-1], "50").out, "one bin says no more than the perplexity"
 
 
@@ -93,7 +92,7 @@ def test_rows_longer_than_the_positions_of_a_model(
     for arguments in (("compare", tiny_llama, windowed), ("evaluate", tiny_llama)):
         outcome = command(*arguments, *words)
         assert outcome.code == 2
-        assert "the rows have up to 513 tokens, and LlamaForCausalLM was made for 512 positions" in outcome.err
+        assert "the rows have up to 513" in outcome.err
 
 
 @pytest.fixture
@@ -113,16 +112,16 @@ def test_hidden_numbers_and_pairs(command: Command, bytewise: Path, tmp_path: Pa
     data = tmp_path / "letters.txt"
     data.write_text(f"{string.ascii_letters} 0123456789 the quick brown fox. " * 20)
     words = ("compare", bytewise, tmp_path / "narrow", "--data", data, "--rows", "8", "--length", "128", "--needle")
-    found = json.loads(command(*words, "--json").out)
+    report = json.loads(command(*words, "--json").out)
     tokenizer = byte_tokenizer("left")
     ids = tokenizer(data.read_text(), add_special_tokens=False)["input_ids"][: 8 * 128]
     for name, model in (("first", AutoModelForCausalLM.from_pretrained(bytewise)), ("second", windowed)):
         wanted = needle(model, [ids], tokenizer, lengths=(1024,))
-        assert list(found[name]["needle"]) == ["1024"], "256 are too few for the sentences in bytes, 4096 too many"
-        assert found[name]["needle"]["1024"]["log_p"] == pytest.approx(wanted.together[1024].log_p, abs=1e-4)
+        assert list(report[name]["needle"]) == ["1024"], "256 are too few for the sentences in bytes, 4096 too many"
+        assert report[name]["needle"]["1024"]["log_p"] == pytest.approx(wanted.together[1024].log_p, abs=1e-4)
         pairs = key_values(model, [ids], tokenizer, pairs=(16,)).by_pairs[16]
-        assert found[name]["key_values"]["16"]["log_p"] == pytest.approx(pairs.log_p, abs=1e-4)
-    assert found["first"]["needle"] != found["second"]["needle"]
+        assert report[name]["key_values"]["16"]["log_p"] == pytest.approx(pairs.log_p, abs=1e-4)
+    assert report["first"]["needle"] != report["second"]["needle"]
     printed = command(*words).out
     assert "\ndepth                1,024 first  1,024 second\n" in printed
     assert "\npairs  first  second  a guess\n16 " in printed
@@ -154,9 +153,7 @@ def test_models_of_different_vocabularies(
         word: 21 - place for word, place in words if place >= 5
     }
     BertTokenizerFast(vocab=vocabulary).save_pretrained(turned)
-    assert (
-        "have different vocabularies, of 17 and 17 tokens" in command("compare", tiny_bert, turned, "--data", texts).err
-    )
+    assert "have different vocabularies, of 17" in command("compare", tiny_bert, turned, "--data", texts).err
     for path in turned.glob("*token*"):
         path.unlink()
     (turned / "vocab.txt").unlink(missing_ok=True)
@@ -189,7 +186,7 @@ def test_the_tokenizer_of_another_folder(command: Command, tiny_llama: Path, tex
     AutoModelForCausalLM.from_pretrained(tiny_llama).save_pretrained(bare)
     words = ("--data", texts, "--length", "16", "--json")
     wanted = json.loads(command("evaluate", tiny_llama, *words).out)
-    assert "has no tokenizer that can be loaded; name one with --tokenizer." in command("evaluate", bare, *words).err
+    assert "has no tokenizer that can" in command("evaluate", bare, *words).err
     assert json.loads(command("evaluate", bare, *words, "--tokenizer", tiny_llama).out) == wanted
     both = command("compare", bare, bare, *words, "--tokenizer", tiny_llama)
     assert json.loads(both.out)["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-5)
@@ -223,7 +220,7 @@ def test_one_usual_length(
         assert command(*words, *data).code == 0
         assert seen == {"held": 256}
     for name in ("convert", "compare", "evaluate", "report"):
-        (option,) = (each for each in get_command(app).commands[name].params if each.name == "length")  # type: ignore[attr-defined]
+        (option,) = (parameter for parameter in get_command(app).commands[name].params if parameter.name == "length")  # type: ignore[attr-defined]
         assert option.default in (None, 256)
     monkeypatch.setattr(inputs, "prepare", lambda *_, **given: pytest.fail(f"rows of {given['max_length']}"))
     with pytest.raises(pytest.fail.Exception, match="rows of 256"):

@@ -58,9 +58,9 @@ def wanted(tiny_bert: Path, texts: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def same(out: Path, wanted: dict[str, torch.Tensor]) -> bool:
-    found = load_file(out / "model.safetensors")
+    weights = load_file(out / "model.safetensors")
     AutoModelForSequenceClassification.from_pretrained(out)
-    return found.keys() == wanted.keys() and all(torch.equal(value, wanted[name]) for name, value in found.items())
+    return weights.keys() == wanted.keys() and all(torch.equal(value, wanted[name]) for name, value in weights.items())
 
 
 @pytest.mark.slow
@@ -152,8 +152,8 @@ def test_two_conversions_at_once(tiny_bert: Path, texts: Path, tmp_path: Path) -
                 ("belief", "simpletron_resl"),
             )
         )
-    assert sorted(each.returncode for each in ended) == [0, 2]
-    (refused,) = (each for each in ended if each.returncode)
+    assert sorted(process.returncode for process in ended) == [0, 2]
+    (refused,) = (process for process in ended if process.returncode)
     assert "another process writes into" in refused.stderr
 
 

@@ -65,16 +65,16 @@ def test_a_private_repository_and_its_branch(
         )
         assert hub.repositories[REPO].private
     outcomes = [Outcome(*json.loads(line)) for line in done.stdout.splitlines()]
-    found = dict(zip(commands, outcomes, strict=True))
-    failed = {name: outcome.err for name, outcome in found.items() if outcome.code}
+    outcome_of = dict(zip(commands, outcomes, strict=True))
+    failed = {name: outcome.err for name, outcome in outcome_of.items() if outcome.code}
     assert set(failed) == {"no token", "refused"}, failed
     assert "is converted already" in failed["refused"]  # so the model was read
-    assert variants[0] in found["describe"].out
-    assert variants[1] in found["describe branch"].out
+    assert variants[0] in outcome_of["describe"].out
+    assert variants[1] in outcome_of["describe branch"].out
     assert swapped(tmp_path / "gated") == ["gated", variants[1]]
     assert (tmp_path / "gated/tokenizer.json").exists()
     assert (tmp_path / "report/report.json").exists()
-    assert json.loads(found["compare"].out)["agreement"] <= 1
+    assert json.loads(outcome_of["compare"].out)["agreement"] <= 1
 
 
 def test_push_takes_the_results_of_a_run_that_lie_elsewhere(

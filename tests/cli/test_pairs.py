@@ -32,7 +32,7 @@ def pairs(tmp_path: Path) -> Path:
 
 def test_evaluate_reads_both_columns(command: Command, tiny_bert: Path, pairs: Path) -> None:
     where = ("evaluate", tiny_bert, "--data", pairs, "--label", "class", "--json", "--device", "cpu")
-    found = json.loads(command(*where, *BOTH).out)["accuracy"]
+    accuracy = json.loads(command(*where, *BOTH).out)["accuracy"]
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     model = AutoModelForSequenceClassification.from_pretrained(tiny_bert).eval()
     classes = torch.arange(len(PAIRS)) % 2
@@ -41,7 +41,7 @@ def test_evaluate_reads_both_columns(command: Command, tiny_bert: Path, pairs: P
             int(model(**tokenizer(*pair, return_tensors="pt")).logits.argmax()) == int(label)
             for pair, label in zip(PAIRS, classes, strict=True)
         ]
-    assert found == pytest.approx(sum(right) / len(right))
+    assert accuracy == pytest.approx(sum(right) / len(right))
 
 
 @pytest.mark.parametrize("factor", [1, 0.5, -1], ids=["whole numbers", "fractions", "numbers below 0"])
@@ -59,8 +59,8 @@ def test_a_regression_has_a_rank_correlation(command: Command, tiny_bert: Path, 
     rows = ({"one": one, "other": other, "score": score} for (one, other), score in zip(PAIRS, numbers, strict=True))
     data.write_text("\n".join(map(json.dumps, rows)))
     words = ("--data", data, *BOTH, "--device", "cpu", "--json", "--label", "score")
-    found = json.loads(command("evaluate", tmp_path / "model", *words).out)
-    assert found["spearmanr"] == pytest.approx(wanted)
+    report = json.loads(command("evaluate", tmp_path / "model", *words).out)
+    assert report["spearmanr"] == pytest.approx(wanted)
     beside = json.loads(command("compare", tmp_path / "model", tmp_path / "model", *words).out)
     assert (beside["correlation"], beside["loss"]) == (pytest.approx(wanted), 0.0)
 
@@ -71,7 +71,7 @@ def test_labels_that_say_nothing_are_refused(command: Command, tiny_bert: Path, 
     words = ("--data", pairs, *BOTH, "--device", "cpu", "--label", "class")
     outcome = command("compare", tmp_path / "encoder", tmp_path / "encoder", *words)
     assert outcome.code == 2
-    assert "outputs are not compared with labels; leave out --label" in outcome.err
+    assert "outputs are not compared with labels" in outcome.err
 
 
 @pytest.mark.parametrize(("classes", "value"), [(2, "good"), (2, 0.5), (2, -1), (1, "good"), (1, -1)])
@@ -127,12 +127,6 @@ def test_report_draws_both_texts(command: Command, tiny_bert: Path, pairs: Path,
     assert done.code == 0, done.err
     tokens = json.loads((tmp_path / "out" / "report.json").read_text())["tokens"]
     assert tokens == ["[CLS]", *FIRST[0].split(), "[SEP]", *SECOND[0].split(), "[SEP]"]
-
-
-def test_a_row_with_one_blank_text_is_left_out(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
-    words = ("--data", pairs, "--column", "one", "--column", "rare", "--variant", "belief", "--out", tmp_path / "out")
-    assert command("report", tiny_bert, *words).code == 0
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["rows"] == 1
 
 
 @pytest.mark.parametrize(

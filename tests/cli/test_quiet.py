@@ -71,18 +71,6 @@ def test_on_a_terminal(
     assert drawn(command(*words).err), "the next command shows its bars again"
 
 
-def test_the_variable_of_tqdm(
-    command: Command, tiny_bert: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal(monkeypatch)
-    monkeypatch.setenv("TQDM_DISABLE", "1")
-    for name, words in commands(tiny_bert, texts, tmp_path / "out").items():
-        if name in ("convert", "compare"):
-            told = command(*words)
-            assert told.code == 0
-            assert not drawn(told.err)
-
-
 def test_a_recipe(command: Command, tiny: Path, tmp_path: Path) -> None:  # noqa: F811  # the fixture
     """Trainer prints what it logs, and --quiet is no word of the recipe."""
     words = ["train", "text-classification", *options(tiny, tmp_path, "--save_strategy", "no", "--logging_steps", "1")]

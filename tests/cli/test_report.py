@@ -57,9 +57,9 @@ def test_a_stock_model_with_a_variant(command: Command, tiny_bert: Path, labelle
     for label in ("unswapped", "modern_hopfield"):
         largest = [layer["largest"] for layer in figures["recordings"][label]["layers"]]
         assert len(largest) == 2
-        for each in largest:
-            name = AutoTokenizer.from_pretrained(tiny_bert).decode([each["token"]])
-            assert f"{each['value']:.3g}, token {each['place']} &#39;{name}&#39;" in html
+        for activation in largest:
+            name = AutoTokenizer.from_pretrained(tiny_bert).decode([activation["token"]])
+            assert f"{activation['value']:.3g}, token {activation['place']} &#39;{name}&#39;" in html
 
 
 @pytest.mark.parametrize("fit", ["gain", "map"])
@@ -124,14 +124,14 @@ def test_a_causal_model(command: Command, tiny_bert: Path, labelled_texts: Path,
 def test_the_loss_by_position(command: Command, tiny_llama: Path, texts: Path, tmp_path: Path, length: int) -> None:
     """In the page, if there is more than one row of the table: one says no more than the perplexity."""
     sizes = ("--rows", "2", "--length", str(length))
-    line = " ".join(each.partition(",")[0] for each in texts.read_text().splitlines()[1:])
+    line = " ".join(row.partition(",")[0] for row in texts.read_text().splitlines()[1:])
     data = tmp_path / "lines.csv"
     data.write_text(f"text\n{line}\n{line}\n")
     done = command("report", tiny_llama, "--data", data, *sizes, "--variant", "belief", "--out", tmp_path)
     assert done.code == 0, done.err
     html, figures = page(tmp_path)
     bins = figures["lost"]["by_position"]
-    assert [each["first"] for each in bins] == [1, 64][: len(bins)]
+    assert [row["first"] for row in bins] == [1, 64][: len(bins)]
     assert (len(bins) > 1) == (length == 100) == ("Loss by position" in html)
     if length == 100:
         assert "<th>tokens before</th><th>unswapped</th><th>swapped</th>" in html

@@ -60,17 +60,9 @@ def test_markup_is_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert whole(capsys.readouterr().out.splitlines()[1:], header[:2], [row[:2] for row in rows])
 
 
-def test_a_pipe_gets_whole_lines(
-    command: Command, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("COLUMNS")
-    assert command("patch", tiny_bert, "modern_hopfield+gated", tmp_path / "out").code == 0
-    assert str(describe(skeleton(str(tmp_path / "out")))) in command("describe", tmp_path / "out").out
-
-
 def test_variants(command: Command) -> None:
     lines = [line for line in command("variants").out.splitlines() if line.startswith("│")]
-    found = ["".join("".join(line.split("│")[place].split()) for line in lines) for place in range(1, 7)]
+    shown = ["".join("".join(line.split("│")[place].split()) for line in lines) for place in range(1, 7)]
     variants = [get_variant(name) for name in list_variants()]
     options = [
         ",".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(variant.Options)) or "-"
@@ -85,25 +77,7 @@ def test_variants(command: Command) -> None:
         [variant.about.paper for variant in variants],
     ]
     assert all(len(line) <= WIDTH for line in lines)
-    assert found == ["".join("".join(cell.split()) for cell in column) for column in wanted]
-
-
-def test_convert(command: Command, tiny_bert: Path, labelled_texts: Path, tmp_path: Path) -> None:
-    data = ("--data", labelled_texts, "--column", "sentence", "--split", "train", "--tokens", "200")
-    lines = command("convert", tiny_bert, "belief", tmp_path / "out", *data, "--device", "cpu").out.splitlines()
-    place = next(number for number, line in enumerate(lines) if line.startswith("step"))
-    header = ("step", "layers", "lost", "KL", "same first choice", "tokens", "minutes")
-    assert all(len(line) <= WIDTH for line in lines[place:])
-    assert all(columns(lines[place:], header))
-
-
-def test_compare(command: Command, tiny_bert: Path, labelled_texts: Path) -> None:
-    data = ("--data", labelled_texts, "--column", "sentence", "--rows", "8", "--device", "cpu")
-    lines = command("compare", tiny_bert, tiny_bert, *data).out.splitlines()
-    place = next(number for number, line in enumerate(lines) if "first  " in line)
-    table = lines[place : place + 5]
-    assert all(len(line) <= WIDTH for line in table)
-    assert all(columns(table, ("first", "second", "ratio")))
+    assert shown == ["".join("".join(cell.split()) for cell in column) for column in wanted]
 
 
 def test_the_markdown_table_keeps_its_lines(command: Command, tmp_path: Path) -> None:

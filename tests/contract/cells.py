@@ -13,7 +13,7 @@ import types
 import typing
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from hf_attn_swap.core.kind import Kind
 from hf_attn_swap.core.options import choices as literal_choices
 from hf_attn_swap.families import FAMILIES
 from hf_attn_swap.layer.registry import fit_options, parse, parse_options, tiny_options
-from hf_attn_swap.variants.base import VARIANTS
+from hf_attn_swap.variants.base import PLACES, VARIANTS
 
 FAMILY_NAMES = tuple(sorted(family.name for family in FAMILIES.values()))
 SINGLES = list_variants()
@@ -43,14 +43,15 @@ def _sets(size: int) -> list[tuple[str, ...]]:
 
 PAIRS = tuple("+".join(names) for names in _sets(2))
 LARGER = tuple("+".join(names) for size in range(3, 6) for names in _sets(size))
+LARGEST = tuple(name for name in LARGER if not any(set(name.split("+")) < set(other.split("+")) for other in LARGER))
 COMPOSITIONS = PAIRS + LARGER
 EVERY = SINGLES + PAIRS
 
 
 def choices(cls: type[Any], field: str) -> tuple[str, ...]:
     """The values of an option that takes one of several names, as its type lists them; nothing for other options."""
-    found: tuple[str, ...] = literal_choices(typing.get_type_hints(cls)[field])
-    return found
+    names: tuple[str, ...] = literal_choices(typing.get_type_hints(cls)[field])
+    return names
 
 
 def _accepts(cls: type[Any], values: dict[str, Any]) -> bool:
@@ -107,13 +108,13 @@ def unequal(cls: type[Any]) -> dict[str, float]:
     """Values for all numbers of an options class whose default another number before them has, too."""
     hints = typing.get_type_hints(cls)
     defaults = {field.name: field.default for field in dataclasses.fields(cls) if hints[field.name] is float}
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for place, (name, default) in enumerate(defaults.items()):
         before = list(defaults.values())[:place].count(default)
         if before:
-            found[name] = default / 2**before
-    assert _accepts(cls, found)
-    return found
+            values[name] = default / 2**before
+    assert _accepts(cls, values)
+    return values
 
 
 def _example(hint: Any) -> Any:
@@ -166,11 +167,25 @@ def is_linear(variant: str) -> bool:
     return any(cls.replaces for cls in parse(variant))
 
 
-# A grid that is wide in families for single variants. For everything else two families take turns: a post-LayerNorm
-# encoder whose W_o sits outside the core, and a pre-LayerNorm decoder with rotary embedding and grouped heads.
+# All variants meet two families: a post-LayerNorm encoder whose W_o sits outside the core, and a pre-LayerNorm decoder
+# with rotary embedding and grouped heads. The other families meet a few cells that together change every place.
 DEEP = ("bert", "llama")
+REST = tuple(name for name in FAMILY_NAMES if name not in DEEP)
+
+
+def _covering() -> tuple[str, ...]:
+    """The first compositions of two that together change every place, and the last variant without scores."""
+    for pairs in itertools.combinations(PAIRS, 3):
+        if {place for pair in pairs for cls in parse(pair) for place in cls.places} == set(PLACES):
+            return *pairs, [name for name in SINGLES if VARIANTS[name].replaces][-1]
+    raise AssertionError("no three compositions change every place")
+
+
 FamilyCell = tuple[str, Cell]
-WIDE: tuple[FamilyCell, ...] = tuple((family, cell) for family in FAMILY_NAMES for cell in DEFAULT_CELLS)
+COVERING: tuple[Cell, ...] = tuple(shown(name) for name in _covering())
+WIDE: tuple[FamilyCell, ...] = tuple(
+    (family, cell) for family in FAMILY_NAMES for cell in (DEFAULT_CELLS if family in DEEP else COVERING)
+)
 COMPOSED: tuple[FamilyCell, ...] = tuple((DEEP[place % 2], shown(name)) for place, name in enumerate(PAIRS))
 OPTIONS: tuple[FamilyCell, ...] = tuple((DEEP[place % 2], cell) for place, cell in enumerate(EXTRA_CELLS))
 GRID = WIDE + COMPOSED + OPTIONS
@@ -178,26 +193,8 @@ GRID = WIDE + COMPOSED + OPTIONS
 
 def over(cells: tuple[FamilyCell, ...], families: tuple[str, ...] = FAMILY_NAMES) -> Any:
     """Parametrise a test over the cells of these families."""
-    return _parametrized([cell for cell in cells if cell[0] in families], lambda family, cell: True)
-
-
-def over_half(cells: tuple[FamilyCell, ...], families: tuple[str, ...] = FAMILY_NAMES) -> Any:
-    """As `over`, but beside the two families of `DEEP` every second variant takes its turn; the rest is slow."""
-    others = [family for family in families if family not in DEEP]  # so two of them run all variants between them
-
-    def fast(family: str, cell: Cell) -> bool:
-        if family in DEEP or cell not in DEFAULT_CELLS:
-            return True
-        return (others.index(family) + DEFAULT_CELLS.index(cell)) % 2 == 0
-
-    return _parametrized([cell for cell in cells if cell[0] in families], fast)
-
-
-def _parametrized(chosen: list[FamilyCell], fast: Callable[[str, Cell], bool]) -> Any:
-    rows = [
-        pytest.param(family, cell, id=f"{family}-{label(cell)}", marks=() if fast(family, cell) else pytest.mark.slow)
-        for family, cell in chosen
-    ]
+    chosen = [(family, cell) for family, cell in cells if family in families]
+    rows = [pytest.param(family, cell, id=f"{family}-{label(cell)}") for family, cell in chosen]
     return pytest.mark.parametrize(("family", "cell"), rows)
 
 
@@ -206,22 +203,18 @@ def over_in_turn(
     names: str | tuple[str, ...],
     settings: Sequence[Any],
     families: tuple[str, ...] = FAMILY_NAMES,
-    times: int = 1,
 ) -> Any:
-    """Parametrise a test over the cells of these families, each with `times` of the settings; the rest is slow.
+    """Parametrise a test over the cells of these families; the settings take turns.
 
-    The settings are the values of the arguments `names`. A variant meets other settings in the next family.
+    The settings are the values of the arguments `names`. A variant meets other settings in the next family of `DEEP`.
     """
     names = (names,) if isinstance(names, str) else names
-    rows, places = [], Counter[str]()
+    rows, places = [], Counter[str]({DEEP[1]: 1})
     for family, cell in [cell for cell in cells if cell[0] in families]:
-        place = families.index(family) + places[family]
+        setting = settings[places[family] % len(settings)]
         places[family] += 1
-        for number, setting in enumerate(settings):
-            fast = (number - place) % len(settings) < times
-            values = setting if len(names) > 1 else (setting,)
-            name = "-".join([family, label(cell), *map(str, values)])
-            rows.append(pytest.param(family, cell, *values, id=name, marks=() if fast else pytest.mark.slow))
+        values = setting if len(names) > 1 else (setting,)
+        rows.append(pytest.param(family, cell, *values, id="-".join([family, label(cell), *map(str, values)])))
     return pytest.mark.parametrize(("family", "cell", *names), rows)
 
 

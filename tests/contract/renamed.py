@@ -25,7 +25,7 @@ CALLED = {"bert": "self.self", "gpt2": "self.attn", "llama": "self.self_attn", "
 
 def core_of(family: str) -> str:
     """The class name of a family's attention module."""
-    return next(each.core for each in FAMILIES.values() if each.name == family)
+    return next(family_class.core for family_class in FAMILIES.values() if family_class.name == family)
 
 
 def modelling(family: str) -> ModuleType:
@@ -36,15 +36,15 @@ def modelling(family: str) -> ModuleType:
 def arguments_of(family: str) -> list[str]:
     """The names of the arguments of the attention's forward, without `self` and `kwargs`."""
     core = getattr(modelling(family), core_of(family))
-    found = list(inspect.signature(core.forward).parameters.values())[1:]
-    return [each.name for each in found if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters = list(inspect.signature(core.forward).parameters.values())[1:]
+    return [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
 
 
 def cache_argument(family: str) -> str | None:
     """The argument that is annotated as a cache, or None: its name differs between releases of transformers."""
     core = getattr(modelling(family), core_of(family))
     annotated = inspect.signature(core.forward).parameters.items()
-    return next((name for name, each in annotated if Cache.__name__ in str(each.annotation)), None)
+    return next((name for name, parameter in annotated if Cache.__name__ in str(parameter.annotation)), None)
 
 
 class _Rename(ast.NodeTransformer):

@@ -13,9 +13,9 @@ from hf_attn_swap import describe
 def anatomy(model: nn.Module) -> dict[str, Any]:
     """Everything that patching could leave behind, by module: classes, attributes, hooks, children."""
     hooks = [name for name in vars(nn.Module()) if name.endswith("_hooks") or "hooks_" in name]
-    found: dict[str, Any] = {}
+    modules: dict[str, Any] = {}
     for path, module in model.named_modules():
-        found[path] = {
+        modules[path] = {
             "class": type(module),
             "attributes": sorted(vars(module)),
             "children": list(module._modules),
@@ -23,7 +23,7 @@ def anatomy(model: nn.Module) -> dict[str, Any]:
             "config": id(vars(module).get("config")),
             "training": module.training,
         }
-    return found
+    return modules
 
 
 def tensors(model: nn.Module) -> dict[str, tuple[int, int, torch.Tensor]]:

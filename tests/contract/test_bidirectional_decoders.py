@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_caches import cache_of, with_cache
-from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap import patch_model
 from tests import zoo
 
+from .cells import WIDE, Cell, over_in_turn
 from .harness import CAUSAL_FAMILIES, TOLERANCE, distance, forward, fresh, perturb, refused
 
 LENGTH = 7
@@ -31,12 +32,14 @@ def words_of(family: str, padded: str | None) -> dict[str, Tensor]:
     return zoo.inputs(family, length=LENGTH, padded=padded)
 
 
-@pytest.mark.parametrize("by_config", [True, False], ids=["config", "call"])
-@pytest.mark.parametrize("padded", [None, "left"])
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-@pytest.mark.parametrize("variant", list_variants())
-def test_with_and_without_a_cache(variant: str, family: str, padded: str | None, by_config: bool) -> None:
-    model, how = model_of(family, variant, by_config)
+@over_in_turn(
+    WIDE,
+    ("padded", "by_config"),
+    [(None, True), ("left", False), ("left", True), (None, False)],
+    CAUSAL_FAMILIES,
+)
+def test_with_and_without_a_cache(family: str, cell: Cell, padded: str | None, by_config: bool) -> None:
+    model, how = model_of(family, cell[0], by_config)
     words = words_of(family, padded)
     wanted = forward(model, words, use_cache=False, **how)
     assert distance(forward(model, words, use_cache=True, **how), wanted) <= TOLERANCE[torch.float64]

@@ -82,7 +82,7 @@ def test_they_are_found(stock: Any) -> None:
     assert borrowing(stock) == [False, False, True, True]
 
 
-@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("strength", [0.0, 1.0])
 @pytest.mark.parametrize("variant", one_per_place())
 def test_the_last_tokens_alone(stock: Any, variant: str, strength: float) -> None:
     model = swapped(stock, variant, strength)

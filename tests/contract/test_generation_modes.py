@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,18 +9,16 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig
 
-from benchmarks.bench_caches import cache_of, with_cache
 from hf_attn_swap import patch_model
 from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.wiring.cache import LinearState
-from hf_attn_swap.wiring.seam import NAMES
+from hf_attn_swap.wiring.seam import NAME
 from hf_attn_swap.wiring.state import CROPPED
 from tests import zoo
 
-from .cells import DEEP, LINEAR
+from .cells import LINEAR
 from .harness import CAUSAL_FAMILIES, fresh, perturb
 
-FAMILIES = [name if name in DEEP else pytest.param(name, marks=pytest.mark.slow) for name in CAUSAL_FAMILIES]
 NEW = 12
 SHORT, LONG = 20, 100  # tokens of a prompt: fewer, and more, than a state can take back
 DRAFTED = {"target": (False, True), "draft": (True, False), "both": (True, True)}  # who is swapped
@@ -64,14 +61,14 @@ def given_layers(*models: Any) -> list[bool]:
 
     Before it proposes tokens, transformers 5.10 makes a cache that gets its layers later: it keeps keys and values.
     """
-    found: list[bool] = []
+    has_layers: list[bool] = []
 
     def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        found.extend(bool(value.layers) for value in kwargs.values() if isinstance(value, Cache))
+        has_layers.extend(bool(value.layers) for value in kwargs.values() if isinstance(value, Cache))
 
     for model in models:
         model.register_forward_pre_hook(look, with_kwargs=True)
-    return found
+    return has_layers
 
 
 def assert_same_tokens(
@@ -85,12 +82,10 @@ def assert_same_tokens(
     assert any(cropped) == layers[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", LINEAR)
-@pytest.mark.parametrize("length", [SHORT, LONG])
-@pytest.mark.parametrize("proposed", [3, 8])
-def test_prompt_lookup(family: str, name: str, length: int, proposed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompt = causal(family, name), repeating(family, length)
+@pytest.mark.parametrize(("length", "proposed"), [(SHORT, 8), (LONG, 3)])
+def test_prompt_lookup(length: int, proposed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = "llama"
+    model, prompt = causal(family, LINEAR[0]), repeating(family, length)
     model.generation_config.eos_token_id = model.config.vocab_size - 1  # some versions of transformers need an end
     assert_same_tokens(model, prompt, monkeypatch, [model], prompt_lookup_num_tokens=proposed)
 
@@ -109,13 +104,10 @@ def test_more_proposals_than_a_cache_takes_back(name: str, options: dict[str, An
     assert torch.equal(got, model.generate(**prompt, **asked))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("length", [SHORT, LONG])
 @pytest.mark.parametrize("swapped", DRAFTED.values(), ids=DRAFTED)
-def test_a_draft_model(
-    family: str, name: str, length: int, swapped: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_model(length: int, swapped: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    family, name = "llama", LINEAR[0]
     drafts, targets = swapped
     model = causal(family, name if targets else None)
     draft = causal(family, name if drafts else None)
@@ -124,12 +116,10 @@ def test_a_draft_model(
             parameter.add_(
                 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).to(parameter)
             )
-    both = [each for each, is_swapped in zip((draft, model), swapped, strict=True) if is_swapped]
+    both = [swapped_model for swapped_model, is_swapped in zip((draft, model), swapped, strict=True) if is_swapped]
     assert_same_tokens(model, repeating(family, length), monkeypatch, both, assistant_model=draft)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("length", [SHORT, LONG])
 @pytest.mark.parametrize(
     "asked",
@@ -141,8 +131,8 @@ def test_a_draft_model(
     ],
     ids=["beams", "several-beams", "beam-samples", "samples"],
 )
-def test_beams_and_samples(family: str, name: str, length: int, asked: dict[str, Any]) -> None:
-    model, prompt = causal(family, name), repeating(family, length, batch=2)
+def test_beams_and_samples(length: int, asked: dict[str, Any]) -> None:
+    model, prompt = causal("llama", LINEAR[0]), repeating("llama", length, batch=2)
     torch.manual_seed(0)
     wanted = plain(model, prompt, **asked)
     torch.manual_seed(0)
@@ -150,9 +140,8 @@ def test_beams_and_samples(family: str, name: str, length: int, asked: dict[str,
     assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-def test_beams_over_more_tokens_than_a_state_takes_back(family: str) -> None:
-    model, prompt = causal(family, LINEAR[0]), repeating(family, SHORT, batch=2)
+def test_beams_over_more_tokens_than_a_state_takes_back() -> None:
+    model, prompt = causal("llama", LINEAR[0]), repeating("llama", SHORT, batch=2)
     asked = {"do_sample": False, "num_beams": 2, "max_new_tokens": 135}
     assert torch.equal(model.generate(**prompt, **asked), model.generate(**prompt, use_cache=False, **asked))
 
@@ -172,23 +161,7 @@ def test_early_exit(family: str, length: int) -> None:
     assert torch.equal(model.generate(**prompt, **asked), wanted)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", CAUSAL_FAMILIES)
-def test_a_copied_cache_goes_its_own_way(family: str) -> None:
-    """Two continuations of one prefix, each cropped: neither moves the other."""
-    model, prompt = causal(family, LINEAR[0]), repeating(family, LONG)
-    ids = prompt["input_ids"]
-    first = cache_of(model(input_ids=ids[:, :-6], use_cache=True))
-    second = copy.deepcopy(first)
-    model(input_ids=ids[:, -6:-2], **with_cache(model, second))
-    second.crop(-4)
-    wanted = model(input_ids=ids, use_cache=False).logits[:, -6:]
-    for cache in (first, second):
-        got = model(input_ids=ids[:, -6:], **with_cache(model, cache)).logits
-        assert float((got - wanted).abs().max()) <= 1e-12 * float(wanted.abs().max().clamp_min(1))
-
-
-@pytest.mark.parametrize("variant", ["softmax", "belief", "window", "simpletron_resl"])
+@pytest.mark.parametrize("variant", ["outeffhop", "simpletron_resl"])
 def test_times_of_words(variant: str) -> None:
     """Whisper sets the attention to "eager" by itself to read weights: they are given, and nothing stays changed."""
     model = zoo.build("whisper", max_target_positions=64, median_filter_width=3)
@@ -202,7 +175,7 @@ def test_times_of_words(variant: str) -> None:
     assert torch.equal(timed["sequences"][:, -before.shape[1] :], before)  # with the first tokens of the prompt
     assert timed["token_timestamps"].shape == timed["sequences"].shape
     assert torch.equal(model.generate(features, max_new_tokens=4), before)
-    assert model.config._attn_implementation == NAMES[0]
+    assert model.config._attn_implementation == NAME
     model.set_attn_implementation("eager")  # a user's own choice is refused, as long as no weights are asked for
     with pytest.raises(ValueError, match="unpatch_model"):
         model.generate(features, max_new_tokens=4)

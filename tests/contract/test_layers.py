@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -57,44 +55,6 @@ def test_a_call_finds_the_layers_once(name: str, monkeypatch: pytest.MonkeyPatch
         made.clear()
         call()
         assert len(made) == len(set(made)) > 0
-
-
-def test_layers_are_those_of_the_model_as_it_is() -> None:
-    """Layers that a user removes or appends count from the next call on."""
-    model = patch_model(fresh("llama"), "gated", layers=[0, 2])
-    first, last = layers(model)
-    assert [first.number, last.number] == [0, 2]
-    assert [first.path, last.path] == [f"model.layers.{number}.self_attn" for number in (0, 2)]
-    assert first.copies == (first.swap,)
-    model.model.layers = nn.ModuleList([model.model.layers[2], copy.deepcopy(model.model.layers[2])])
-    moved, added = layers(model)
-    assert moved.swap is last.swap
-    assert (moved.number, moved.path) == (0, "model.layers.0.self_attn")
-    assert added.swap is not last.swap
-    set_strength(model, 0.5)
-    assert {swap.strength for swap in swaps(model)} == {0.5}
-    assert first.swap.strength == 1.0
-
-
-@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_holds_no_layer_of_its_original(twin_of: Callable[[Any], Any]) -> None:
-    model = patch_model(fresh("bert"), "gated")
-    set_strength(model, 0.5)
-    twin = twin_of(model)
-    mine, others = set(map(id, model.modules())), layers(twin)
-    assert len(others) == len(layers(model))
-    for layer in others:
-        assert not mine & {id(layer.site.core), id(layer.site.container), id(layer.swap)}
-
-
-def test_the_copies_of_peft_belong_to_their_layer() -> None:
-    model = with_copies(patch_model(fresh("llama"), "gated"))
-    for layer in layers(model):
-        assert [type(each).__name__ for each in layer.copies] == ["Swap", "Swap"]
-        assert layer.swap is layer.copies[0]
-    set_strength(model, 0.25)
-    assert {swap.strength for swap in swaps(model)} == {0.25}
-    assert {float(swap.strength_value) for swap in swaps(model)} == {0.25}
 
 
 def test_a_teacher_switches_off_copies_that_came_later() -> None:

@@ -22,8 +22,9 @@ from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.conversion import absorb_sink
 from hf_attn_swap.layer.registry import tiny_options
 from tests.conversion.letters import Letters
+from tests.harness.places import turns
 
-from .cells import PAIRS, swap_in
+from .cells import swap_in
 from .harness import TOLERANCE, distance, fresh, perturb, refused, swaps
 
 ROTATED = 1e-6  # transformers computes the angles of rotary embeddings in fp32
@@ -49,14 +50,14 @@ def at_once(model: Any, ids: Tensor, mask: Tensor, positions: Any = None, **give
 
 def by_steps(model: Any, ids: Tensor, mask: Tensor, positions: Any = None) -> Tensor:
     """A prompt, single tokens, and several tokens."""
-    cache, found = DynamicCache(config=model.config), []
+    cache, logits = DynamicCache(config=model.config), []
     prompt = CUT - (LONG - ids.shape[1])
     cuts = [0, *range(prompt, ids.shape[1] - 1), ids.shape[1]]
     for start, end in itertools.pairwise(cuts):
         given = {} if positions is None else {"position_ids": positions(mask)[:, start:end]}
         given |= with_cache(model, cache)
-        found.append(model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], use_cache=True, **given).logits)
-    return torch.cat(found, 1)
+        logits.append(model(input_ids=ids[:, start:end], attention_mask=mask[:, :end], use_cache=True, **given).logits)
+    return torch.cat(logits, 1)
 
 
 def generated(model: Any, ids: Tensor, mask: Tensor, **how: Any) -> Tensor:
@@ -93,7 +94,6 @@ PROGRAMS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "4-D mask": of_queries_and_keys,
 }
 COUNTED = ("at once, tokens counted", "by steps, tokens counted", "generate")  # what learned positions need
-WAYS = ("at once", "by steps", "forward of the decoder")  # positions of the stack, of a cache, and of a layer
 
 
 @torch.no_grad()
@@ -166,19 +166,18 @@ def with_sink(kind: str, absorbed: bool) -> Any:
     return model
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("kind", ROTARY)
-def test_pairs_stand_before_the_first_seen_token(kind: str, program: str) -> None:
-    assert moved(with_sink(kind, False), program) <= ROTATED
+def test_pairs_stand_before_the_first_seen_token(kind: str) -> None:
+    """Drawn pairs, and those of tokens: positions of the stack, of a cache, and of a layer."""
+    for absorbed in (False, True)[: 1 if kind in NOT_ABSORBED else 2]:
+        for program in ("at once", "by steps", "forward of the decoder"):
+            assert moved(with_sink(kind, absorbed), program) <= ROTATED, (absorbed, program)
 
 
-@pytest.mark.parametrize("program", [*WAYS, *COUNTED])
-@pytest.mark.parametrize("kind", [kind for kind in ROTARY if kind not in NOT_ABSORBED])
-def test_absorbed_pairs(kind: str, program: str) -> None:
-    assert moved(with_sink(kind, True), program) <= ROTATED
-
-
-WITH_SINK = [pair for pair in PAIRS if "sink" in pair.split("+")]
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program(program: str) -> None:
+    for absorbed in (False, True):
+        assert moved(with_sink("default", absorbed), program) <= ROTATED
 
 
 @functools.cache
@@ -186,26 +185,22 @@ def swapped(family: str, name: str) -> Any:
     return perturb(swap_in(fresh(family), name, **tiny_options(name)))
 
 
-@pytest.mark.parametrize(
-    ("name", "program"),
-    [*itertools.product(list_variants(), PROGRAMS), *itertools.product(WITH_SINK, WAYS)],
-)
-def test_every_variant_in_every_program(name: str, program: str) -> None:
-    """Rotary positions. A variant may refuse a program, with a sentence."""
-    model = swapped("llama", name)
-    if program == "forward of the decoder" and "modern_hopfield" in name:
-        with refused("call model(...)"):
-            moved(model, program)
-        return
-    assert moved(model, program) <= ROTATED
+@pytest.mark.parametrize(("name", "program"), turns(list_variants(), list(PROGRAMS), 1))
+def test_every_variant(name: str, program: str) -> None:
+    """The variants and the programs take turns."""
+    assert moved(swapped("llama", name), program) <= ROTATED
 
 
-@pytest.mark.parametrize("program", COUNTED)
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
-@pytest.mark.parametrize("name", list_variants())
-def test_learned_positions(family: str, name: str, program: str) -> None:
+def test_carried_scores_refuse_a_program_that_goes_around_the_model() -> None:
+    with refused("call model(...)"):
+        moved(swapped("llama", "modern_hopfield"), "forward of the decoder")
+
+
+@pytest.mark.parametrize(("family", "program"), list(itertools.product(["gpt2", "opt"], COUNTED)))
+def test_learned_positions(family: str, program: str) -> None:
     """They reach no attention module, and stay as they are."""
-    assert moved(swapped(family, name), program) <= TOLERANCE[torch.float64]
+    for name in ("sink", "window", "simpletron_resl"):
+        assert moved(swapped(family, name), program) <= TOLERANCE[torch.float64], name
 
 
 def test_learned_positions_stay_those_of_the_caller() -> None:

@@ -13,7 +13,7 @@ from transformers.cache_utils import QuantizedLayer
 from benchmarks.bench_caches import with_cache
 from tests.harness.generation import assert_equal_generation, model_of, prompt_of
 
-from .cells import WIDE, Cell, over, over_half
+from .cells import WIDE, Cell, over, over_in_turn
 from .harness import CAUSAL_FAMILIES
 
 
@@ -43,8 +43,7 @@ class Away(DynamicCache):
         return given
 
 
-@over_half(WIDE, CAUSAL_FAMILIES)
-@pytest.mark.parametrize("padded", [None, "left"])
+@over_in_turn(WIDE, "padded", [None, "left"], CAUSAL_FAMILIES)
 def test_quantised(family: str, cell: Cell, padded: str | None) -> None:
     """Of the prompt's end and the new tokens, some are in the quantised part and some beside it."""
     model = model_of(family, cell)
@@ -54,7 +53,7 @@ def test_quantised(family: str, cell: Cell, padded: str | None) -> None:
     assert Kept.calls - before > 2 * model.config.num_hidden_layers  # of keys and values: more than the prompt's
 
 
-@over_half(WIDE, CAUSAL_FAMILIES)
+@over(WIDE, CAUSAL_FAMILIES)
 def test_offloaded(family: str, cell: Cell) -> None:
     model = model_of(family, cell)
     before = Away.moves
@@ -62,8 +61,7 @@ def test_offloaded(family: str, cell: Cell) -> None:
     assert Away.moves > before
 
 
-@over(WIDE, ("llama",))
-@pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
+@over_in_turn(WIDE, "implementation", ["offloaded", "offloaded_static"], ("llama",))
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="transformers' offloading uses the streams of a GPU")
 def test_offloaded_by_name(family: str, cell: Cell, implementation: str) -> None:
     model = model_of(family, cell).to("cuda")

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from hf_attn_swap.core.call import Call
 from tests import reference, zoo
 
-from .cells import DEFAULT_CELLS, EXTRA_CELLS, PAIRS, SINGLES, Cell, FamilyCell, label, over, over_in_turn, swap_in
+from .cells import (
+    COVERING,
+    DEFAULT_CELLS,
+    EXTRA_CELLS,
+    PAIRS,
+    SINGLES,
+    Cell,
+    FamilyCell,
+    over_in_turn,
+    swap_in,
+)
 from .harness import CAUSAL_FAMILIES, TOLERANCE, assert_same, distance, forward, fresh, perturb, run_all, swaps
 
 CELLS: tuple[Cell, ...] = (*((name, {}) for name in (*SINGLES, *PAIRS)), *EXTRA_CELLS)
@@ -42,8 +50,8 @@ PACKING = [family for family in (*CAUSAL_FAMILIES, SLIDING) if packs(family)]
 
 
 PACKED: tuple[FamilyCell, ...] = (
-    *((family, cell) for family in PACKING for cell in DEFAULT_CELLS),
-    *((PACKING[0], cell) for cell in TRUE_LENGTH if cell not in DEFAULT_CELLS),
+    *((family, cell) for family in PACKING for cell in (DEFAULT_CELLS if family == PACKING[0] else COVERING)),
+    *((PACKING[0], cell) for cell in EXTRA_CELLS if cell in TRUE_LENGTH),
 )
 
 
@@ -58,16 +66,6 @@ def test_packed_sequences_do_not_see_each_other(family: str, strength: float, ce
     assert distance(forward(model, batch), separately(model)) <= TOLERANCE[torch.float64]
 
 
-@over(PACKED, tuple(PACKING))
-def test_packed_equals_the_block_mask(family: str, cell: Cell) -> None:
-    """In gradients too."""
-    model = perturb(swap_in(fresh(family), cell[0], **cell[1]))
-    batch = {**packed_batch(), "use_cache": False}
-    blocks = torch.block_diag(*(torch.ones(piece, piece) for piece in PIECES)).bool().tril()
-    by_hand = {**batch, "attention_mask": blocks.expand(2, 1, -1, -1)}
-    assert_same(run_all(model, batch), run_all(model, by_hand))
-
-
 def band() -> Tensor:
     """(B,1,Q,K) bool: the last WINDOW keys."""
     ones = torch.ones(LONG, LONG, dtype=torch.bool)
@@ -79,7 +77,6 @@ def band() -> Tensor:
     ("strength", "explicit"),
     [(0.5, False), (1.0, False), (0.0, False), (1.0, True)],
     (SLIDING,),
-    times=2,
 )
 def test_sliding_window(family: str, cell: Cell, strength: float, explicit: bool) -> None:
     """Fused and explicit; simpletron counts the keys inside the window."""
@@ -93,12 +90,20 @@ def test_sliding_window(family: str, cell: Cell, strength: float, explicit: bool
     assert distance(forward(full, {"input_ids": ids}), wanted[0]) > 1e-6
 
 
-@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
-@pytest.mark.parametrize("padded", [None, "left"])
-@pytest.mark.parametrize("name", SINGLES)
-def test_generation_past_the_window(name: str, padded: str | None, cache: dict[str, Any]) -> None:
+@over_in_turn(
+    tuple((SLIDING, cell) for cell in DEFAULT_CELLS),
+    ("padded", "cache"),
+    [
+        (None, {}),
+        ("left", {"cache_implementation": "static"}),
+        ("left", {}),
+        (None, {"cache_implementation": "static"}),
+    ],
+    (SLIDING,),
+)
+def test_generation_past_the_window(family: str, cell: Cell, padded: str | None, cache: dict[str, Any]) -> None:
     """A full sliding cache drops old keys: the token's own value is the last row then."""
-    model = perturb(swap_in(fresh(SLIDING, sliding_window=4), name))
+    model = perturb(swap_in(fresh(family, sliding_window=4), cell[0]))
     model.generation_config.eos_token_id = None
     prompt = zoo.inputs(SLIDING, batch=2, length=6, padded=padded)
     prompt.setdefault("attention_mask", torch.ones_like(prompt["input_ids"]))
@@ -109,32 +114,19 @@ def test_generation_past_the_window(name: str, padded: str | None, cache: dict[s
     assert distance(torch.stack(cached.logits), torch.stack(uncached.logits)) <= TOLERANCE[torch.float64]
 
 
-@pytest.mark.parametrize("start", [0, 3, 4, 9])
-@pytest.mark.parametrize("queries", [1, 2, 6])
-def test_a_tokens_own_values_behind_a_window(start: int, queries: int) -> None:
-    """From the cache's length on, as a number or as a tensor; of a full window, whose length goes on, the last rows."""
-    value = torch.arange(6.0)[None, None, :, None].repeat(2, 2, 1, 3) + torch.tensor([0.0, 10.0])[:, None, None]
-    rows = [min(start, 6 - queries) + query for query in range(queries)]
-    for given in (start, torch.tensor(start), torch.tensor([start])):
-        own = Call(x=torch.zeros(2, queries, 8), start=given, value=value).own_values(4)
-        assert own.shape == (2, queries, 4, 3)
-        assert own[0, :, :2, 0].tolist() == [[float(row)] * 2 for row in rows]
-        assert own[0, :, 2:, 0].tolist() == [[row + 10.0] * 2 for row in rows]
-
-
-MIXED: list[Any] = [(name, {}) for name in SINGLES]
-MIXED += [pytest.param((name, {}), marks=pytest.mark.slow) for name in PAIRS]
-
-
 def mixed(*windows: bool) -> Any:
     """A stock Qwen2 with a sliding window in these layers; the weights are the same whatever the windows."""
     kinds = ["sliding_attention" if window else "full_attention" for window in windows]
     return zoo.build("qwen2", torch.float64, use_sliding_window=True, sliding_window=WINDOW, layer_types=kinds)
 
 
-@pytest.mark.parametrize(("padded", "strength"), [(None, 1.0), ("left", 1.0), ("left", 0.5)])
-@pytest.mark.parametrize("cell", MIXED, ids=label)
-def test_full_and_sliding_layers_in_one_model(cell: Cell, strength: float, padded: str | None) -> None:
+@over_in_turn(
+    tuple(("qwen2", (name, {})) for name in SINGLES),
+    ("padded", "strength"),
+    [("left", 1.0), ("left", 0.5), (None, 1.0)],
+    ("qwen2",),
+)
+def test_full_and_sliding_layers_in_one_model(family: str, cell: Cell, strength: float, padded: str | None) -> None:
     """Each layer is under its own mask, and takes no other layer's: the slow model, and the readable form, agree."""
     model = perturb(swap_in(mixed(False, True, False), cell[0], strength=strength, **cell[1]))
     own = [dict(swap.named_parameters()) for swap in swaps(model)]

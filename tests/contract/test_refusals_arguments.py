@@ -13,7 +13,7 @@ import torch
 
 from hf_attn_swap import describe, functional, patch_model, set_strength, unpatch_model
 from hf_attn_swap.core.call import Geometry
-from hf_attn_swap.layer.registry import build_options
+from hf_attn_swap.layer.registry import build_options, parse
 from hf_attn_swap.variants.base import PLACES, VARIANTS, Variant
 
 from .cells import PAIRS, SINGLES, choices, composes
@@ -51,26 +51,18 @@ def test_unknown_variant(variant: Any) -> None:
     refuse(*SINGLES if isinstance(variant, str) else (repr(variant),), variant=variant)
 
 
-@pytest.mark.parametrize("names", IMPOSSIBLE, ids="+".join)
-@pytest.mark.parametrize("turned", [False, True])
-def test_same_place_twice_and_alone(names: tuple[str, str], turned: bool) -> None:
-    first, second = (VARIANTS[name] for name in names)
-    alone = [cls.name for cls in (first, second) if cls.alone]
-    if alone:
-        reasons = ["composes with nothing"]
-    else:
-        shared = [place for place in PLACES if place in first.places and place in second.places]
-        assert shared
-        reasons = ["both change the", repr(first.name), repr(second.name)]
-    refuse(*reasons, variant="+".join(reversed(names) if turned else names))
-
-
-def test_clash_names_the_place() -> None:
+def test_same_place_twice_and_alone() -> None:
     for names in IMPOSSIBLE:
-        classes = [VARIANTS[name] for name in names]
-        shared = set(classes[0].places) & set(classes[1].places)
-        if len(shared) == 1 and not any(cls.alone for cls in classes):
-            refuse(f"the {shared.pop()}", variant="+".join(names))
+        first, second = (VARIANTS[name] for name in names)
+        if first.alone or second.alone:
+            reasons = ["composes with nothing"]
+        else:
+            (place, *_) = (place for place in PLACES if place in first.places and place in second.places)
+            reasons = ["both change the", place, repr(first.name), repr(second.name)]
+        for pair in (names, names[::-1]):
+            with refused(*reasons):
+                parse("+".join(pair))
+    refuse("both change the", variant="gated+belief")
 
 
 @pytest.mark.parametrize("name", SINGLES)
@@ -79,21 +71,20 @@ def test_unknown_option(name: str) -> None:
     refuse(name, "'no_such'", *(known or ["no options"]), variant=name, no_such=1)
 
 
-@pytest.mark.parametrize(("name", "option"), NAMED_OPTIONS)
 @pytest.mark.parametrize("value", ["sideways", "", 1, None, ["zero"]])
-def test_wrong_choice(name: str, option: str, value: Any) -> None:
-    cls = VARIANTS[name].Options
-    allowed = [repr(choice) for choice in choices(cls, option)]
-    assert len(allowed) > 1
-    refuse(f"{name}: option {option} must be", *allowed, f"got {value!r}", variant=name, **{option: value})
-    with refused(f"{cls.__name__}: option {option} must be", *allowed, f"got {value!r}"):
-        cls(**{option: value})
+def test_wrong_choice(value: Any) -> None:
+    for name, option in NAMED_OPTIONS:
+        cls = VARIANTS[name].Options
+        allowed = [repr(choice) for choice in choices(cls, option)]
+        assert len(allowed) > 1
+        refuse(f"{name}: option {option} must be", *allowed, f"got {value!r}", variant=name, **{option: value})
+        with refused(f"{cls.__name__}: option {option} must be", *allowed, f"got {value!r}"):
+            cls(**{option: value})
 
 
-@pytest.mark.parametrize("name", SINGLES)
-def test_no_option_takes_any_text(name: str) -> None:
+def test_no_option_takes_any_text() -> None:
     """A name that an option takes is in its type, where the command line, the tests and the documentation find it."""
-    assert str not in typing.get_type_hints(VARIANTS[name].Options).values()
+    assert not [name for name in SINGLES if str in typing.get_type_hints(VARIANTS[name].Options).values()]
 
 
 def test_choices_of_a_variant_from_outside_are_checked() -> None:
@@ -103,14 +94,14 @@ def test_choices_of_a_variant_from_outside_are_checked() -> None:
 
     outside = type("Outside", (Variant,), {"name": "outside", "Options": Foreign})
     assert build_options(outside, {"mode": "odd"}) == Foreign(mode="odd")
-    with refused("outside: option mode must be 'even' or 'odd', got 'both'."):
+    with refused("outside: option mode must be 'even'"):
         build_options(outside, {"mode": "both"})
 
 
-@pytest.mark.parametrize(("name", "option"), FLOAT_OPTIONS)
 @pytest.mark.parametrize("value", ["0.5", True, math.nan, math.inf, [0.5]])
-def test_numbers_must_be_numbers(name: str, option: str, value: Any) -> None:
-    refuse(f"option {option} must be", "float", repr(value), variant=name, **{option: value})
+def test_numbers_must_be_numbers(value: Any) -> None:
+    for name, option in FLOAT_OPTIONS:
+        refuse(f"option {option} must be", "float", repr(value), variant=name, **{option: value})
 
 
 OUT_OF_RANGE = [
@@ -136,8 +127,8 @@ def test_out_of_range(name: str, options: dict[str, Any], reason: str) -> None:
     refuse(name, reason, variant=name, **options)
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_options_of_a_composition_are_one_dict_per_component(pair: str) -> None:
+def test_options_of_a_composition_are_one_dict_per_component() -> None:
+    pair = PAIRS[0]
     names = pair.split("+")
     refuse("one dict per component", *names, "alpha=0.5", variant=pair, alpha=0.5)
     refuse("one dict per component", f"{names[0]}=3", variant=pair, **{names[0]: 3})
@@ -166,7 +157,7 @@ def test_strength(strength: Any) -> None:
 
 def test_strength_of_layers_that_are_not_swapped() -> None:
     model = patch_model(fresh("bert"), "belief", layers=[1])
-    with refused("layers [0] are not swapped; swapped are [1]"):
+    with refused("layers [0] are not swapped; swapped"):
         set_strength(model, 0.5, layers=[0, 1])
     with refused("do not exist"):
         set_strength(model, 0.5, layers=7)
@@ -182,27 +173,24 @@ def test_model_that_is_not_patched() -> None:
 WIDTH = Geometry(heads=4, kv_heads=4, head_dim=8, hidden=30)
 
 
-@pytest.mark.parametrize("name", SINGLES)
-def test_sizes_that_do_not_fit(name: str) -> None:
+def test_sizes_that_do_not_fit() -> None:
     """H * D = 32 is not E = 30, and 4 heads do not divide it: simpletron without W_o and the slices of gated refuse."""
-    cls = VARIANTS[name]
-    for value in choices(cls.Options, "kind") if "kind" in typing.get_type_hints(cls.Options) else (None,):
-        options = cls.Options() if value is None else cls.Options(kind=value)
-        if cls.replaces and not cls.keeps_projection:
-            reason = "heads * head width must equal the model width, got 4 * 8 != 30"
-        elif value in ("linear", "mlp"):
-            reason = "4 heads do not divide the width 30"
-        else:
-            cls(options, WIDTH)
-            continue
-        with refused(reason):
-            cls(options, WIDTH)
+    wrong = {("simpletron", None), ("simpletron_res", None), ("gated", "linear"), ("gated", "mlp")}
+    for name in SINGLES:
+        cls = VARIANTS[name]
+        for value in choices(cls.Options, "kind") if "kind" in typing.get_type_hints(cls.Options) else (None,):
+            options = cls.Options() if value is None else cls.Options(kind=value)
+            if (name, value) not in wrong:
+                cls(options, WIDTH)
+                continue
+            with refused("width", "30"):
+                cls(options, WIDTH)
 
 
 def test_slices_too_narrow_for_the_mlp_gate() -> None:
     narrow = Geometry(heads=8, kv_heads=8, head_dim=2, hidden=16)
     cls = VARIANTS["gated"]
-    with refused("at least 4 features per head, got 2"):
+    with refused("at least 4 features per head"):
         cls(cls.Options(kind="mlp"), narrow)
 
 

@@ -15,8 +15,9 @@ from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.variants.base import VARIANTS
 from tests.harness.checkpointing import ABLE
 from tests.harness.one_swap import one_swap
+from tests.harness.places import turns
 
-from .cells import OPTION_CELLS, Cell, label, swap_in
+from .cells import OPTION_CELLS, Cell, swap_in
 from .harness import assert_same, batch_of, forward, fresh, refused, run
 
 CARRYING = [cell for cell in OPTION_CELLS if one_swap(cell).carries]
@@ -31,21 +32,15 @@ def checkpointed(model: Any, reentrant: bool, **kwargs: Any) -> Any:
     return model.train()
 
 
-def test_some_variant_carries() -> None:
-    assert CARRYING
-
-
 @pytest.mark.parametrize("family", ABLE)
-@pytest.mark.parametrize("cell", CARRYING, ids=label)
-def test_reentrant_checkpointing(family: str, cell: Cell) -> None:
-    model = checkpointed(swap_in(fresh(family), cell[0], **cell[1]), reentrant=True)
+def test_reentrant_checkpointing(family: str) -> None:
+    model = checkpointed(patch_model(fresh(family), CARRYING[0][0]), reentrant=True)
     with refused("re-entrant activation checkpointing", "'use_reentrant': False"):
         model(**batch_of(family))
     forward(model.eval(), batch_of(family))  # nothing is lost without gradients
 
 
-@pytest.mark.parametrize("family", ABLE)
-@pytest.mark.parametrize("cell", CARRYING, ids=label)
+@pytest.mark.parametrize(("family", "cell"), turns(ABLE, CARRYING, 1))
 def test_checkpointing_that_keeps_the_scores(family: str, cell: Cell) -> None:
     """The recomputation must see the same H: gradients as without checkpointing."""
     model = swap_in(fresh(family), cell[0], **cell[1])
@@ -55,17 +50,16 @@ def test_checkpointing_that_keeps_the_scores(family: str, cell: Cell) -> None:
         assert_same(run(checkpointed(model, reentrant=False, every_n_layers=2), batch_of(family)), wanted)
 
 
-@pytest.mark.parametrize("cell", CARRYING, ids=label)
-def test_a_shared_module_cannot_be_checkpointed(cell: Cell) -> None:
+def test_a_shared_module_cannot_be_checkpointed() -> None:
     """ALBERT calls one module for all layers; computed again after the pass, its place is lost."""
-    model = swap_in(fresh(SHARED), cell[0], **cell[1])
+    model = patch_model(fresh(SHARED), CARRYING[0][0])
     group = model.base_model.encoder.albert_layer_groups[0]
     group.forward = functools.partial(checkpoint, group.forward, use_reentrant=False)
     with refused("serves several layers", "without checkpointing"):
         run(model, batch_of(SHARED))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_layer_drop(seed: int) -> None:
     """Dropped layers below one that stays leave a hole; dropping the last ones does not."""
     model = patch_model(fresh("opt", layerdrop=0.5), "modern_hopfield").train()
@@ -77,15 +71,6 @@ def test_layer_drop(seed: int) -> None:
             model(**batch_of("opt"))
     else:
         model(**batch_of("opt"))
-
-
-def test_layer_drop_seeds_hold_both_cases() -> None:
-    drawn = []
-    for seed in range(8):
-        torch.manual_seed(seed)
-        stays = [float(torch.rand([])) >= 0.5 for _ in range(3)]
-        drawn.append(any(not below and above for below, above in itertools.pairwise(stays)))
-    assert set(drawn) == {True, False}
 
 
 def layer_alone(model: Any, index: int, **kwargs: Any) -> Any:
@@ -128,7 +113,7 @@ def test_layers_with_different_keys() -> None:
     length = {"max_new_tokens": 3, "do_sample": False}
     wanted = model.generate(prompt, use_cache=False, **length)
     assert torch.equal(model.generate(prompt, **length), wanted), "a new cache keeps the keys outside of windows, too"
-    with refused("the layers do not see the same keys", "use_cache=False"):
+    with refused("the layers do not see", "use_cache=False"):
         model.generate(prompt, cache_implementation="static", **length)
 
 
@@ -138,17 +123,9 @@ def test_no_place_for_a_soft_cap(name: str) -> None:
         patch_model(hybrid_cache(), name)
 
 
-@pytest.mark.parametrize("name", LINEAR)
-def test_no_place_for_a_soft_cap_that_comes_after_patching(name: str) -> None:
-    model = patch_model(hybrid_cache(attn_logit_softcapping=None), name)
-    model.model.layers[1].self_attn.attn_logit_softcapping = 50.0
-    with refused(name, "soft cap"):
-        model(torch.ones(1, 4, dtype=torch.long))
-
-
-@pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("strength", [0.5, 1.0])
-def test_no_place_for_a_finite_bias(name: str, strength: float) -> None:
+def test_no_place_for_a_finite_bias(strength: float) -> None:
+    name = LINEAR[-1]
     model = patch_model(fresh("bert"), name, strength=strength)
     batch = batch_of("bert")
     rows, length = batch["input_ids"].shape

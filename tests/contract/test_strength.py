@@ -12,14 +12,13 @@ from torch import Tensor
 from hf_attn_swap import describe, patch_model, set_strength
 from hf_attn_swap.variants.base import VARIANTS
 
-from .cells import FAMILY_NAMES, GRID, SINGLES, Cell, over_half, over_in_turn, swap_in
+from .cells import DEEP, FAMILY_NAMES, GRID, SINGLES, WIDE, Cell, over_in_turn, swap_in
 from .harness import (
     Gradients,
     assert_identical,
     assert_same,
     batch_of,
     fresh,
-    neutral,
     padding_side,
     perturb,
     run,
@@ -37,14 +36,11 @@ def stock(family: str, dtype: torch.dtype, padded: bool) -> tuple[Tensor, Gradie
     return run(model, batch_of(family, dtype, padding_side(family) if padded else None))
 
 
-SMOOTH = {"opt": {"activation_function": "gelu"}}  # gradients of ReLU jump where a unit switches
-
-
 def patched(family: str, cell: Cell, strength: float, dtype: torch.dtype = torch.float64) -> Any:
     return perturb(swap_in(fresh(family, dtype), cell[0], strength=strength, **cell[1]))
 
 
-@over_in_turn(GRID, "dtype", DTYPES)
+@over_in_turn(WIDE, "dtype", DTYPES)
 def test_zero_runs_the_stock_function(family: str, cell: Cell, dtype: torch.dtype) -> None:
     """Without padding and, where there are tokens to pad, with padding."""
     model = patched(family, cell, 0.0, dtype)
@@ -62,27 +58,6 @@ def test_zero_without_the_shortcut(family: str, cell: Cell, dtype: torch.dtype) 
     assert_same(run(model, batch_of(family, dtype, side)), stock(family, dtype, side is not None))
 
 
-@over_half(GRID)
-def test_small_strengths_differ_in_proportion(family: str, cell: Cell) -> None:
-    """At s = 1e-3 the difference is of order s, in values and gradients: twice s, twice the difference."""
-    batch = batch_of(family, padded=padding_side(family))
-    model = perturb(swap_in(fresh(family, **SMOOTH.get(family, {})), cell[0], strength=0.0, **cell[1]))
-    start, slope = run(model, batch)
-    once, once_slope = run(set_strength(model, 1e-3), batch)
-    twice, twice_slope = run(set_strength(model, 2e-3), batch)
-    moved = float((once - start).norm())
-    if moved <= 1e-12 * float(start.norm()):  # the control, and options that change nothing
-        assert neutral(model)
-        return
-    assert 1.9 < float((twice - start).norm()) / moved < 2.1
-    bent = difference(once_slope, slope)
-    assert 1.8 < difference(twice_slope, slope) / bent < 2.2
-
-
-def difference(one: Gradients, other: Gradients) -> float:
-    return sum(float((one[name] - other[name]).square().sum()) for name in other) ** 0.5
-
-
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("name", [name for name in SINGLES if VARIANTS[name].about.parameters_added != "none"])
 def test_neutral_start_of_single_variants(family: str, name: str) -> None:
@@ -93,7 +68,7 @@ def test_neutral_start_of_single_variants(family: str, name: str) -> None:
     assert_same(run(model, batch), run(patch_model(fresh(family), base), batch))
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", DEEP)
 def test_a_schedule_comes_back_to_the_stock_model(family: str) -> None:
     batch = batch_of(family)
     model = patch_model(fresh(family), "modern_hopfield")
@@ -112,15 +87,3 @@ def test_a_layer_at_zero_below_one_that_reads_its_scores() -> None:
     assert [swap.phase for swap in swaps(model)] == ["between", "full", "full"]
     set_strength(model, 0.0)
     assert [swap.phase for swap in swaps(model)] == ["off"] * 3
-
-
-@pytest.mark.parametrize("name", SINGLES)
-def test_strength_survives_casts(name: str) -> None:
-    """bf16 cannot hold 0.3: the buffer stays fp32, whatever the model is cast to."""
-    model = patch_model(fresh("bert", torch.float32), name, strength=0.3)
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        model.to(dtype)
-        for swap in swaps(model):
-            assert swap.strength_value.dtype == torch.float32
-            assert float(swap.strength_value) == pytest.approx(0.3, abs=2e-8)
-            assert all(parameter.dtype == dtype for parameter in swap.parameters())

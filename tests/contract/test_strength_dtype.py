@@ -46,7 +46,7 @@ def plainest(place: str, seen: list[tuple[torch.dtype, torch.dtype]]) -> None:
     register(NAME)(type("Plainest", (Variant,), body))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("place", WITH_TENSORS)
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_every_place_in_every_precision(family: str, place: str, dtype: torch.dtype) -> None:

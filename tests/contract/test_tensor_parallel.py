@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap import patch_model
 
 from .harness import batch_of, forward, fresh, refused
 
 
-@pytest.mark.parametrize("variant", list_variants())
+@pytest.mark.parametrize("variant", ["belief", "simpletron_resl"])
 def test_refused_when_patched(variant: str) -> None:
     model = fresh("llama")
     model._tp_size = 2  # as `from_pretrained(tp_plan="auto")` leaves it
@@ -21,7 +21,7 @@ def test_refused_when_patched(variant: str) -> None:
     patch_model(model, variant)
 
 
-@pytest.mark.parametrize("variant", list_variants())
+@pytest.mark.parametrize("variant", ["belief", "simpletron_resl"])
 def test_refused_when_split_afterwards(variant: str) -> None:
     model = patch_model(fresh("llama"), variant)
     for layer in model.model.layers:  # what the first of two processes holds, by the model's own plan

@@ -13,15 +13,11 @@ from tests import reference
 from tests.harness.places import turns
 
 from .cells import (
-    COMPOSED,
     DEEP,
     EQUAL,
-    EXTRA_CELLS,
-    FAMILY_NAMES,
     GRID,
-    LARGER,
+    LARGEST,
     OPTIONS,
-    PAIRS,
     SINGLES,
     WIDE,
     Cell,
@@ -29,7 +25,6 @@ from .cells import (
     choices,
     label,
     over,
-    over_half,
     over_in_turn,
     shown,
     swap_in,
@@ -50,18 +45,7 @@ from .harness import (
     swaps,
 )  # fmt: skip
 
-ISSUE = (
-    "outeffhop+clipped_softmax",
-    "outeffhop+gated",
-    "outeffhop+belief",
-    "modern_hopfield+belief",
-    "modern_hopfield+outeffhop",
-)
-EVERY_OPTION: tuple[FamilyCell, ...] = tuple(turns(FAMILY_NAMES, EXTRA_CELLS))
-EVERY_SET: tuple[FamilyCell, ...] = tuple((family, shown(name)) for family, name in turns(DEEP, LARGER, times=1))
-REST = tuple(family for family in FAMILY_NAMES if family not in DEEP)
-EVERY_PAIR: tuple[FamilyCell, ...] = tuple((family, shown(name)) for family in DEEP for name in PAIRS)
-EVERY_PAIR += tuple((family, shown(name)) for family, name in turns(REST, PAIRS, times=1))
+EVERY_SET: tuple[FamilyCell, ...] = tuple((family, shown(name)) for family, name in turns(DEEP, LARGEST, times=1))
 
 
 def pair_of_models(family: str, cell: Cell, strength: float, **more: Any) -> tuple[Any, Any, list[dict[str, Any]]]:
@@ -88,31 +72,25 @@ def assert_equals_slow(family: str, cell: Cell, strength: float, padded: bool, *
     assert_same(run_all(model, batch), wanted)
 
 
-@over(WIDE + EVERY_OPTION + EVERY_SET + EVERY_PAIR)
+@over(GRID + EVERY_SET)
 def test_full_strength(family: str, cell: Cell) -> None:
     assert_equals_slow(family, cell, 1.0, padded=True)
 
 
-@over_half(WIDE + OPTIONS + COMPOSED)
+@over(GRID)
 def test_in_between(family: str, cell: Cell) -> None:
     assert_equals_slow(family, cell, 0.5, padded=True)
 
 
-@over_in_turn(WIDE + COMPOSED, "strength", [1.0, 0.5], TEXT_FAMILIES)
+@over_in_turn(WIDE, "strength", [1.0, 0.5], TEXT_FAMILIES)
 def test_without_padding(family: str, cell: Cell, strength: float) -> None:
     """No mask at all: other code, with the causal flag."""
     assert_equals_slow(family, cell, strength, padded=False)
 
 
-@over_in_turn(WIDE, "layers", [[1], [0, 2]], ("bert", "gpt2"))
+@over_in_turn(WIDE, "layers", [[1], [0, 2]], ("bert",))
 def test_partial_layers(family: str, cell: Cell, layers: list[int]) -> None:
     assert_equals_slow(family, cell, 1.0, padded=True, layers=layers)
-
-
-def test_the_issue_names_these() -> None:
-    have = {frozenset(name.split("+")) for name in PAIRS}
-    assert {frozenset(name.split("+")) for name in ISSUE} <= have
-    assert len(LARGER) > 0
 
 
 def string_options() -> list[tuple[Cell, Cell]]:
@@ -129,23 +107,22 @@ def string_options() -> list[tuple[Cell, Cell]]:
 
 
 @pytest.mark.parametrize("pair", string_options(), ids=lambda pair: label(pair[0]))
-@pytest.mark.parametrize("strength", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
-def test_every_string_option_has_its_effect(pair: tuple[Cell, Cell], strength: float) -> None:
+def test_every_string_option_has_its_effect(pair: tuple[Cell, Cell]) -> None:
     """Equal to the slow model, and in some family unlike what the default gives.
 
     Numbers with equal defaults are unequal here. Behind a post-LayerNorm block the residual stream is the input.
     """
     moved = []
     for family in DEEP:
-        batch, found = batch_of(family, padded=padding_side(family)), []
+        batch, outputs = batch_of(family, padded=padding_side(family)), []
         for cell in pair:
-            assert_equals_slow(family, cell, strength, padded=True)
-            found.append(run_all(pair_of_models(family, cell, strength)[0], batch)[0])
-        moved.append(distance(*found))
+            assert_equals_slow(family, cell, 1.0, padded=True)
+            outputs.append(run_all(pair_of_models(family, cell, 1.0)[0], batch)[0])
+        moved.append(distance(*outputs))
     assert max(moved) > 1e-3
 
 
-@over_half(GRID)
+@over(WIDE + OPTIONS)
 def test_differs_from_stock(family: str, cell: Cell) -> None:
     batch = batch_of(family)
     wanted, wanted_slope = run_all(fresh(family), batch)

@@ -82,15 +82,15 @@ def test_a_budget_that_is_met_at_once_trains_nothing() -> None:
 
 def test_a_budget_that_is_met_after_training_stops_it() -> None:
     whole = converted(stock("bert"), "simpletron_resl", rows("bert", 32), tokens=1200)
-    target = (whole.steps[1].lost.share + whole.lost.share) / 2
+    target = (whole.steps[1].lost.degradation + whole.lost.degradation) / 2
     report = converted(
         stock("bert"), "simpletron_resl", rows("bert", 32), tokens=1200, max_loss=target, layers=[0, 1, 2]
     )
-    assert whole.lost.share < target < whole.steps[1].lost.share
+    assert whole.lost.degradation < target < whole.steps[1].lost.degradation
     assert names(report)[2:] == ["distil 1"]
     assert report.met
     assert 0 < spent(report) < spent(whole) <= 1200
-    assert report.lost.share <= target
+    assert report.lost.degradation <= target
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_an_impossible_budget_gives_the_stock_model_back(name: str, variant: str
     before, config, wanted = weights(model), model.config, forward(model, batch_of(name, torch.float32))
     report = converted(model, variant, rows(name), max_loss=1e-12)
     assert (report.met, report.layers) == (False, ())
-    assert report.lost.cost == 0
+    assert report.lost.divergence_or_error == 0
     assert set(report.kept.values()) == {"the loss would be above the budget"}
     assert names(report)[-1] == "last group taken back"
     assert 0 < spent(report) <= 200
@@ -154,9 +154,9 @@ def test_the_best_measured_weights_are_the_result(stage: Distil, first: int, tmp
         given = {"stages": [*stages, hurts], "tokens": 192, "output_dir": tmp_path}
         reports.append(converted(model, "simpletron_resl", rows("bert"), **given))
     report = reports[0]
-    best = min(report.steps, key=lambda step: step.lost.cost)
+    best = min(report.steps, key=lambda step: step.lost.divergence_or_error)
     assert "distillation taken back" in names(report)
-    assert report.lost.cost == pytest.approx(best.lost.cost, rel=1e-4)
+    assert report.lost.divergence_or_error == pytest.approx(best.lost.divergence_or_error, rel=1e-4)
     assert report.trained == bool(first)
     assert "Training hurt" in str(report)
     assert same(weights(models[0]), weights(models[1]))
@@ -174,7 +174,7 @@ def test_the_loss_is_measured_at_the_quarters_of_a_training(most: int, wanted: l
         found = []
         for number in range(1, most + 1):
             asked = SimpleNamespace(
-                budgeted=target is not None, allows=lambda lost: target is not None and lost.share <= target
+                budgeted=target is not None, allows=lambda lost: target is not None and lost.degradation <= target
             )
             now = SimpleNamespace(global_step=number, max_steps=most)
             lost = partial(lambda step: measured.append(step) or SimpleNamespace(share=share), number)
@@ -248,14 +248,14 @@ def test_groups_come_in_the_order_of_what_they_cost() -> None:
     assert whole.sensitivity is not None
     order = whole.sensitivity.order
     assert spent(whole) == 0
-    target = 1.01 * max(whole.sensitivity.layers[index].share for index in order[:2])
+    target = 1.01 * max(whole.sensitivity.layers[index].degradation for index in order[:2])
     model = stock("bert")
     report = converted(model, "simpletron_resl", data, max_loss=target, tokens=1)
     groups = [step for step in report.steps if step.name.startswith("group ")]
     assert [step.layers for step in groups] == [tuple(sorted(order[: n + 1])) for n in range(len(groups))]
     assert len(groups) >= 2
     assert report.met
-    assert report.lost.share <= target
+    assert report.lost.degradation <= target
     assert {*report.layers} == {*order[: len(report.layers)]}
     assert {*report.kept} == {*order[len(report.layers) :]}
     assert [swap is not None for swap in map(attribute, model.bert.encoder.layer)] == [
@@ -273,7 +273,7 @@ def test_a_later_group_that_fails_leaves_the_weights_of_the_groups_before(stage:
     data, model, before = rows("bert"), stock("bert"), weights(stock("bert"))
     first = converted(stock("bert"), "simpletron_resl", data, max_loss=1e-12, tokens=1).sensitivity
     assert first is not None
-    target = 1.01 * first.layers[first.order[0]].share
+    target = 1.01 * first.layers[first.order[0]].degradation
     report = converted(model, "simpletron_resl", data, max_loss=target, tokens=100, stages=[stage])
     assert report.met
     assert names(report)[-1] == "last group taken back", "and no adapters are merged"
@@ -363,7 +363,7 @@ def test_a_model_in_half_precision() -> None:
     report = converted(model, "outeffhop+gated", rows("llama"))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert spent(report) > 0
-    assert math.isfinite(report.lost.share)
+    assert math.isfinite(report.lost.degradation)
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -449,7 +449,7 @@ def test_kinds_of_models(kind: str) -> None:
     assert {swap.retrained for swap in swaps(model)} == {report.trained}
     collated = [{key: torch.stack([row[key] for row in held]) for key in held[0]}]
     found = lost(model, collated, stock=original)
-    assert found.share == pytest.approx(report.lost.share, rel=1e-3, abs=1e-5)
+    assert found.degradation == pytest.approx(report.lost.degradation, rel=1e-3, abs=1e-5)
     assert same(weights(unpatch_model(model)), weights(original)) != report.trained
 
 
@@ -488,7 +488,7 @@ def test_stages_of_the_user() -> None:
     report = converted(stock("llama"), "simpletron_resl", rows("llama", 40), stages=stages, tokens=288)
     assert names(report) == ["swap", "fit: gain", "align 1", "distil 2", "adapters merged"]
     assert [step.tokens for step in report.steps] == [0, 0, 96, 192, 0]
-    losses = [step.lost.cost for step in report.steps]
+    losses = [step.lost.divergence_or_error for step in report.steps]
     assert losses[2] != losses[1]
     assert losses[3] < losses[2]
 
@@ -520,8 +520,10 @@ def test_low_memory(variant: str) -> None:
     """The steps have the same number of rows, one at a time; adapters train; the loss moves as before."""
     data = rows("llama", 40)
     reports = [converted(stock("llama"), variant, data, tokens=288, low_memory=low) for low in (False, True)]
-    assert reports[1].steps[-1].lost.cost != reports[1].steps[1].lost.cost, "it has trained"
-    ends = [report.steps[-1].lost.cost for report in reports]
+    assert reports[1].steps[-1].lost.divergence_or_error != reports[1].steps[1].lost.divergence_or_error, (
+        "it has trained"
+    )
+    ends = [report.steps[-1].lost.divergence_or_error for report in reports]
     assert [report.training_steps for report in reports] == [reports[0].training_steps] * 2
     assert ends[1] == pytest.approx(ends[0], rel=1e-3)
     assert default_distil(stock("bert"), "belief", low_memory=True).rank == config.RANK
@@ -624,7 +626,7 @@ def test_the_report_as_text_html_and_json(tmp_path: Path) -> None:
     again = ConversionReport.from_dict(json.loads((tmp_path / "new" / "conversion.json").read_text()))
     assert again == report
     data = report.to_dict()
-    assert (data["met"], data["layers"], data["loss"]) == (True, list(report.layers), report.lost.share)
+    assert (data["met"], data["layers"], data["loss"]) == (True, list(report.layers), report.lost.degradation)
     assert data["measure"] == "perplexity above the stock model's"
     whole = converted(stock("bert"), "modern_hopfield", rows("bert"), tokens=1)
     assert ConversionReport.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole

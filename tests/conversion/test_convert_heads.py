@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from hf_attn_swap import patch_model
+import hf_attn_swap.wiring.install as install
+from hf_attn_swap import patch_model, set_strength
+from hf_attn_swap.analysis import Lost, lost
 from hf_attn_swap.conversion import calibrate, head_sensitivity
 from hf_attn_swap.conversion.journal import NAME
 from hf_attn_swap.conversion.report import ConversionReport
 from hf_attn_swap.conversion.sensitivity import HeadSensitivity
+from hf_attn_swap.families import sites
+from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.measuring.recall import Passages, Recall
 from hf_attn_swap.wiring.install import installation_of, model_root
 from tests.contract.harness import assert_identical, batch_of, refused, run, swaps
@@ -165,23 +170,53 @@ def test_heads_without_recall(name: str) -> None:
         for head in swap.options["window"]["full_heads"]
     } | {(layer, head) for layer in report.kept for head in range(4)}
     assert full == set(found.order[6:])
-    costs = [found.alone[head].cost for head in found.order]
+    costs = [found.alone[head].divergence_or_error for head in found.order]
     assert costs == sorted(costs)
 
 
-def test_each_head_alone() -> None:
-    """What is measured is the model with the window in this head only; the model stays as it was."""
+@pytest.mark.parametrize("variant", ["window", "outeffhop+window"])
+def test_each_head_alone(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As strengths and options by hand, with one search and no new wiring; the model stays as it was."""
+
+    def nested(**options: Any) -> Any:
+        window = WINDOW | options
+        return window if variant == "window" else {"window": window}
+
+    def state() -> Any:
+        found = [(swap.options, *(each.options for each in swap.variants), swap.phase) for swap in swaps(model)]
+        return copy.deepcopy((found, model.config.attn_swap))
+
+    def by_hand(layer: int, head: int) -> Lost:
+        alone = patch_model(long(), variant, **nested())
+        patch_model(alone, variant, layers=layer, **nested(full_heads=[1 - head]))
+        set_strength(alone, 0.0)
+        set_strength(alone, 1.0, layers=[layer])
+        return lost(alone, batch)
+
+    batch = {"input_ids": torch.stack([row["input_ids"] for row in text(3)])}
+    model = patch_model(long(), variant, **nested())
+    patch_model(model, variant, layers=2, **nested(full_heads=[0, 1]))
+    before, searches = state(), []
+    monkeypatch.setattr(install, "sites", lambda root: searches.append(root) or sites(root))
+    monkeypatch.setattr(install.Installation, "_wire", None)
+    found = head_sensitivity(model, batch, layers=[1, 2], progress=False)
+    monkeypatch.undo()
+    assert len(searches) == 1
+    assert state() == before
+    assert found.alone == {(layer, head): by_hand(layer, head) for layer in (1, 2) for head in (0, 1)}
+    assert len({cost.divergence for cost in found.alone.values()}) == 4
+    assert HeadSensitivity.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_after_an_error_the_heads_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch_model(long(), "window", **WINDOW)
     batch = {"input_ids": torch.stack([row["input_ids"] for row in text(3)])}
-    found = head_sensitivity(model, batch, layers=[1, 2], progress=False)
-    assert set(found.alone) == {(1, 0), (1, 1), (2, 0), (2, 1)}
+    held = HeldOut(model, batch, progress=False)
+    monkeypatch.setattr(held, "lost", lambda model: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        head_sensitivity(model, held, progress=False)
     assert near(model) == {(layer, head) for layer in range(3) for head in range(2)}
-    alone = patch_model(long(), "window", layers=2, full_heads=[0], **WINDOW)
-    with torch.no_grad():
-        wanted, got = (each(**batch).logits.log_softmax(-1) for each in (long(), alone))
-    loss = (wanted.exp() * (wanted - got)).sum(-1).mean()
-    assert found.alone[2, 1].divergence == pytest.approx(float(loss), rel=1e-4)
-    assert HeadSensitivity.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert all(swap.at("mask").span().full == () for swap in swaps(model))
 
 
 def test_refusals() -> None:

@@ -201,4 +201,6 @@ def test_a_compiled_model() -> None:
     report = converted(compiled, "belief", rows("bert"))
     assert not torch.equal(forward(compiled, batch), before)
     torch.testing.assert_close(forward(compiled, batch), forward(model, batch))
-    assert report.lost.cost == pytest.approx(converted(plain, "belief", rows("bert")).lost.cost, rel=1e-4)
+    assert report.lost.divergence_or_error == pytest.approx(
+        converted(plain, "belief", rows("bert")).lost.divergence_or_error, rel=1e-4
+    )

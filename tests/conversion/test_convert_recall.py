@@ -69,11 +69,14 @@ def test_the_layer_that_recalls_stays(monkeypatch: pytest.MonkeyPatch, cheapest:
     assert set(asked) == {200}
     assert set(report.kept) == {cheapest}
     assert report.sensitivity is not None
-    assert min(report.sensitivity.layers.values(), key=lambda lost: lost.cost) is report.sensitivity.layers[cheapest]
+    assert (
+        min(report.sensitivity.layers.values(), key=lambda lost: lost.divergence_or_error)
+        is report.sensitivity.layers[cheapest]
+    )
     assert report.sensitivity.layers[cheapest].recall == pytest.approx(0.1 * GAIN)
     first, last = str(report.sensitivity).splitlines()[2:4], str(report.sensitivity).splitlines()[4]
     assert [line.split()[-1] for line in first] == ["0.03", "0.03"]
-    assert last.split() == [str(cheapest), f"{report.sensitivity.layers[cheapest].share:.3g}", "2.7"]
+    assert last.split() == [str(cheapest), f"{report.sensitivity.layers[cheapest].degradation:.3g}", "2.7"]
     assert report.lost.recall == pytest.approx(0.98 * GAIN)
     header, swapped, *_, chosen = str(report).splitlines()[1 : 2 + len(report.steps)]
     assert header.endswith("recall after 200")

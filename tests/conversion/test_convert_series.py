@@ -49,7 +49,7 @@ def test_a_forecaster_without_labels(variant: str) -> None:
         after = model.eval()(**held).prediction_outputs
     assert not torch.equal(after, before)
     assert report.lost.measure == "relative squared error of the outputs"
-    assert report.lost.cost <= report.steps[0].lost.cost + 1e-6
+    assert report.lost.divergence_or_error <= report.steps[0].lost.divergence_or_error + 1e-6
 
 
 def test_the_measure_is_of_the_forecast() -> None:

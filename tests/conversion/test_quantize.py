@@ -42,7 +42,7 @@ def test_the_steps_and_what_they_leave(training: bool) -> None:
     report = quantized(model := llama().train(training))
     assert model.training == training
     assert names(report) == ["stock model in 8 bits", "swap", "in 8 bits", "in 8 bits, smoothed", "8-bit integers"]
-    loss = {row.name: row.lost.cost for row in report.steps}
+    loss = {row.name: row.lost.divergence_or_error for row in report.steps}
     assert loss["swap"] == pytest.approx(0, abs=1e-6)
     assert loss["in 8 bits"] == pytest.approx(loss["stock model in 8 bits"], rel=1e-3)
     assert loss["in 8 bits, smoothed"] < loss["in 8 bits"] / 2

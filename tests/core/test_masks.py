@@ -105,7 +105,7 @@ def test_masks_of_heads() -> None:
 def test_further_keys_in_front(way: str, share: Tensor | None) -> None:
     """Every query sees them. What the text shows stays; a share is added as its logarithm."""
     given, allowed = WAYS[way]
-    wider = given.placed_like(2, share, torch.float32)
+    wider = given.with_extra_keys(2, share, torch.float32)
     assert wider.keys == given.keys + 2
     assert wider.queries == given.queries
     if allowed is None and share is None:

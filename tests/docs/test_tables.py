@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from docs.tables.conversions import BUDGET, HYBRIDS, NEWS, PHOTOS, SENTENCES, budget_table, compared_table
+from docs.tables.conversions import compared_table
 from docs.tables.eight_bits import eight_bits_table, largest_table
 from docs.tables.overview import STUDIES, results_table
-from docs.tables.runs import CARDS, RECORDS, minutes_table, perplexities_table, tasks_table
+from docs.tables.runs import CARDS, RECORDS, tasks_table
 from docs.tables.stanhop import found_in_table_1, found_in_table_2, measured_size, simple_table, stanhop_table, studies
-from hf_attn_swap.publish.results import RESULTS_FILE, RunResult
 
 NO_LINK = re.compile(r"\]\([^)]*\)")
 
@@ -28,8 +27,8 @@ def cells(table: str) -> list[list[str]]:
 def records(prefix: str) -> list[dict[str, Any]]:
     """The records of all runs, cards among them, of the studies that begin with `prefix`."""
     paths = [*CARDS.glob("*/results.json"), *RECORDS.glob("*/results.json")]
-    found = [json.loads(path.read_text("utf-8")) for path in paths]
-    return [record for record in found if (record["study"] or "").startswith(prefix)]
+    loaded = [json.loads(path.read_text("utf-8")) for path in paths]
+    return [record for record in loaded if (record["study"] or "").startswith(prefix)]
 
 
 def mean_of(figures: dict[str, Any], name: str) -> float:
@@ -45,9 +44,9 @@ def attention(record: dict[str, Any]) -> str:
 def test_tasks_and_their_means(model: str) -> None:
     rows = {(row[0], row[1].split(",")[0]): row for row in cells(tasks_table(model))}
     gains: dict[str, list[float]] = {}
-    found = [run for run in records(f"{model}-") if "-" not in run["study"].removeprefix(f"{model}-")]  # not AG News
-    assert found
-    for record in found:
+    runs = [run for run in records(f"{model}-") if "-" not in run["study"].removeprefix(f"{model}-")]  # not AG News
+    assert runs
+    for record in runs:
         task = record["study"].removeprefix(f"{model}-")
         name = record["converted"]["metrics"][0]["name"]
         converted, control = (100 * mean_of(record[which], name) for which in ("converted", "control"))
@@ -63,23 +62,6 @@ def test_tasks_and_their_means(model: str) -> None:
         row = rows.pop((f"mean of {len(values)}", name))
         assert float(row[2]) == pytest.approx(fmean(values), abs=0.005)
     assert not rows
-
-
-@pytest.mark.parametrize(
-    "studies",
-    [("albert-distilled-reactions",), ("gpt2-distilled-imdb", "opt-distilled-imdb")],
-    ids=lambda value: value[0],
-)
-def test_perplexities(studies: tuple[str, ...]) -> None:
-    rows = {(row[0], row[1]): row for row in cells(perplexities_table(*studies))}
-    found = [record for study in studies for record in records(study)]
-    assert len(rows) == len(found) > 0
-    for record in found:
-        row = rows[record["study"].partition("-")[0], attention(record)]
-        before, ours = (mean_of(record["converted"], name) for name in ("perplexity_before", "perplexity"))
-        control = mean_of(record["control"], "perplexity")
-        assert float(row[5].replace(",", "")) == pytest.approx(before, abs=0.005)
-        assert [float(cell) for cell in row[2:5]] == pytest.approx([ours / control, ours, control], abs=0.0005)
 
 
 def test_the_results_on_one_screen_are_those_of_the_records() -> None:
@@ -102,19 +84,6 @@ def test_the_results_on_one_screen_are_those_of_the_records() -> None:
     assert rows["MiniLM, SST-2, more texts"][3].startswith("[-1.2]")
     for path in re.findall(r"\((model_cards/[^)]+)\)|/blob/main/([^)]+)\)", results_table()):
         assert (CARDS.parent / (path[0] or path[1])).is_file()
-
-
-def test_groups_within_a_budget() -> None:
-    """All tokens of the conversion are in the table, and its last loss is that of the last step."""
-    steps = json.loads(BUDGET.read_text("utf-8"))["steps"]
-    rows = cells(budget_table())
-    assert sum(int(row[4].replace(",", "")) for row in rows) == sum(step["tokens"] for step in steps)
-    groups = [step for step in steps if step["name"].startswith("group")]
-    assert [int(row[0]) for row in rows] == [len(step["layers"]) for step in groups]
-    trained = [step for step in steps if step["tokens"]][-1]["lost"]
-    loss = 100 * (trained["perplexity"] / trained["stock_perplexity"] - 1)
-    assert float(rows[-1][2].rstrip("%")) == pytest.approx(loss, abs=0.05)
-    assert float(rows[-1][3]) == pytest.approx(trained["divergence"], abs=0.0005)
 
 
 def test_a_control_beside_what_it_became(tmp_path: Path) -> None:
@@ -145,14 +114,6 @@ def test_a_regression_by_the_number_of_converted_layers(tmp_path: Path) -> None:
     assert cells(compared_table(record)) == [
         ["STS-B, `belief`, 4 of 6 layers", "0", "-12.50 ± 3.12", "50.00", "62.50", "1,000, --bf16", "-"]
     ]
-
-
-@pytest.mark.parametrize("record", [NEWS, SENTENCES, PHOTOS, HYBRIDS], ids=lambda path: path.stem)
-def test_differences_are_those_of_both_figures(record: Path) -> None:
-    for run in json.loads(record.read_text("utf-8"))["runs"]:
-        found = run["compare"]
-        measure = "accuracy" if "accuracy" in found else "correlation"
-        assert found[f"stock_{measure}"] - found[measure] == pytest.approx(found["loss"])
 
 
 def test_what_eight_bits_cost(tmp_path: Path) -> None:
@@ -201,13 +162,13 @@ def test_stanhop() -> None:
             assert float(absolute) == pytest.approx(fmean(run["mae"] for run in runs), abs=5e-4)
             for figure, cell in zip(("mse", "w8a8", "kurtosis", "max_inf_norm"), (squared, *further), strict=True):
                 assert float(cell.split()[0]) == pytest.approx(fmean(run[figure] for run in runs), abs=5e-4)
-                found = study["compared"].get(name, {}).get(figure, {"difference": None})
-                if found["difference"] is None:
+                comparison = study["compared"].get(name, {}).get(figure, {"difference": None})
+                if comparison["difference"] is None:
                     assert len(cell.split()) == 1
                     continue
-                mean, low, high = found["difference"]
+                mean, low, high = comparison["difference"]
                 assert f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]" in cell
-                assert cell.endswith("*") == (len(runs) > 1 and found["agree"] and (low > 0 or high < 0))
+                assert cell.endswith("*") == (len(runs) > 1 and comparison["agree"] and (low > 0 or high < 0))
         for name, (squared, absolute) in study["simple"].items():
             assert [hours, name, f"{squared:.3f}", f"{absolute:.3f}"] in cells(simple_table())
     assert not rows
@@ -217,15 +178,7 @@ def test_stanhop() -> None:
         (found_in_table_2(), ("softmax", "`sparsemax`", "`generalized_sparse`", "`outeffhop`")),
     ):
         for name in names:
-            (part,) = [each for each in words.split("; ") if each.startswith(f"{name} ")]
+            (part,) = [words_of_one for words_of_one in words.split("; ") if words_of_one.startswith(f"{name} ")]
             runs = [run for key, run in first["runs"].items() if key.rpartition("/")[0] == name.strip("`")]
             assert f"{fmean(run['kurtosis'] for run in runs):.3f}" in part
     assert f"{first['options']['steps']} steps of {first['options']['batch']} windows" in measured_size()
-
-
-def test_minutes_are_those_of_the_records() -> None:
-    rows = cells(minutes_table())
-    assert {row[0].partition("]")[0].lstrip("[") for row in rows} >= {"smollm2-distilled-belief"}
-    for row in rows:
-        run = RunResult.load(CARDS / row[0].partition("]")[0].lstrip("[") / RESULTS_FILE)
-        assert (row[2], row[5]) == (f"{run.data.rows['train']:,}", f"{run.converted.wall_seconds / 60:.0f}")

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import hf_attn_swap
 
 from .pages import PAGES
@@ -51,12 +49,10 @@ def test_the_page_has_errors() -> None:
     assert not is_said("this model is tired; let it sleep.")
 
 
-@pytest.mark.parametrize("quoted", QUOTED)
-def test_an_error_on_the_page_is_said_by_the_package(quoted: str) -> None:
-    assert is_said(quoted)
+def test_an_error_on_the_page_is_said_by_the_package() -> None:
+    assert not [quoted for quoted in QUOTED if not is_said(quoted)]
 
 
-@pytest.mark.parametrize("quoted", QUOTED)
-def test_an_error_has_a_cause_and_a_cure(quoted: str) -> None:
-    after = PAGES["guides/troubleshooting.md"].partition(f"```text\n{quoted}\n```\n\n")[2].partition("\n\n")[0]
-    assert re.fullmatch(r"\*\*Cause:\*\* .+\. \*\*Cure:\*\* .+\.", after)
+def test_an_error_has_a_cause_and_a_cure() -> None:
+    cures = re.findall(r"^```\n\n\*\*Cause:\*\* .+\. \*\*Cure:\*\* .+\.$", PAGES["guides/troubleshooting.md"], re.M)
+    assert len(cures) == len(QUOTED)

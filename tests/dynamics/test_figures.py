@@ -42,9 +42,9 @@ def test_clusters_by_hand() -> None:
     """Two pairs come together under V = I, Q = K = I; far apart they stay two clusters."""
     tokens = torch.tensor([[3.0, 0.0], [3.1, 0.3], [-3.0, 0.0], [-3.1, 0.2]], dtype=torch.float64)
     heads = HeadMatrices.plain(torch.eye(2), torch.eye(2))
-    found = clusters(simulate(tokens, heads, time=6, step=0.05))
-    assert (found.counts[0], found.counts[-1], found.collapse_time) == (4, 2, None)
-    assert found.labels[-1].tolist() == [0, 0, 1, 1]
+    grouped = clusters(simulate(tokens, heads, time=6, step=0.05))
+    assert (grouped.counts[0], grouped.counts[-1], grouped.collapse_time) == (4, 2, None)
+    assert grouped.labels[-1].tolist() == [0, 0, 1, 1]
     together = clusters(simulate(0.1 * tokens, heads, time=6, step=0.05), tolerance=0.5)
     assert together.counts[-1] == 1
     assert together.collapse_time is not None

@@ -76,11 +76,11 @@ def test_spectrum_by_hand() -> None:
     axis = torch.eye(3, dtype=torch.float64)
     value = torch.diag(torch.tensor([2.0, -1.0, 0.0], dtype=torch.float64))
     query = torch.diag(torch.tensor([3.0, -1.0, 1.0], dtype=torch.float64))
-    (found,) = spectra(HeadMatrices.plain(query, axis, value))
-    assert found.value.real.tolist() == [2.0, -1.0]
-    assert found.form.tolist() == [-1.0, 1.0, 3.0]
-    assert (found.leading, found.alignment) == (2, 3.0)
-    assert found.satisfies
+    (spectrum,) = spectra(HeadMatrices.plain(query, axis, value))
+    assert spectrum.value.real.tolist() == [2.0, -1.0]
+    assert spectrum.form.tolist() == [-1.0, 1.0, 3.0]
+    assert (spectrum.leading, spectrum.alignment) == (2, 3.0)
+    assert spectrum.satisfies
     assert not spectra(HeadMatrices.plain(-query, axis, value))[0].satisfies, "its keys point away"
     assert not spectra(HeadMatrices.plain(query, axis, -value))[0].positive
     assert not spectra(HeadMatrices.plain(query, axis, axis))[0].simple

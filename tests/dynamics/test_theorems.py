@@ -84,13 +84,13 @@ def test_three_hyperplanes(seed: int) -> None:
 def test_decay_to_the_origin(seed: int) -> None:
     """V = -I: tokens come to 0 as t^(-1/2), so slowly that 2 t eig(Cov x) -> 1."""
     heads = HeadMatrices.plain(identity(2), identity(2))
-    found = {}
+    spread = {}
     for time in (20.0, 150.0):
         tokens = random_tokens(60, 2, low=-1, high=1, seed=seed)
         x = simulate(tokens, heads, time=time, step=0.1, value=-identity(2), rescale=False).z[-1]
         assert float(x.norm(dim=-1).max()) < 3 / math.sqrt(time)
-        found[time] = 2 * time * torch.linalg.eigvalsh(torch.cov(x.T, correction=0))
-    errors = {time: float((values - 1).abs().max()) for time, values in found.items()}
+        spread[time] = 2 * time * torch.linalg.eigvalsh(torch.cov(x.T, correction=0))
+    errors = {time: float((values - 1).abs().max()) for time, values in spread.items()}
     assert errors[150.0] < 0.2
     assert errors[150.0] < errors[20.0]
 

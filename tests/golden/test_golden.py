@@ -70,11 +70,11 @@ def test_loads_under_every_name(folder: Path, tmp_path: Path) -> None:
             (tmp_path / "copy/config.json").write_text(json.dumps(changed))
             model = load(tmp_path / "copy")
             assert distance(model, expected) <= TOLERANCE
-            found = {swap["variant"] for swap in model.config.attn_swap["swaps"]}
-            assert found == {canonical_name(each["variant"]) for each in entries(folder)}
+            variants = {swap["variant"] for swap in model.config.attn_swap["swaps"]}
+            assert variants == {canonical_name(saved["variant"]) for saved in entries(folder)}
             model.save_pretrained(tmp_path / "again")
             again = {swap["variant"] for swap in entries(tmp_path / "again")}
-            assert again == found
+            assert again == variants
 
 
 def test_every_variant_has_a_checkpoint() -> None:
@@ -87,8 +87,8 @@ def test_every_variant_has_a_checkpoint() -> None:
 
 
 def test_every_key_of_the_config_occurs() -> None:
-    found = {key for folder in CHECKPOINTS for entry in entries(folder) for key in entry}
-    assert found == KEYS | OPTIONAL_KEYS | set(FITTED)
+    keys = {key for folder in CHECKPOINTS for entry in entries(folder) for key in entry}
+    assert keys == KEYS | OPTIONAL_KEYS | set(FITTED)
 
 
 def test_small() -> None:

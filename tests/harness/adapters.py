@@ -17,8 +17,8 @@ BY_NAME = {family.name: family for family in FAMILIES.values()}
 def projections(name: str) -> dict[str, str]:
     """By role, the last part of the path of each projection."""
     family = BY_NAME[name]
-    found = {role: getattr(family, role) for role in ("query", "key", "value", "output")}
-    return {role: path for role, path in found.items() if path is not None}
+    paths = {role: getattr(family, role) for role in ("query", "key", "value", "output")}
+    return {role: path for role, path in paths.items() if path is not None}
 
 
 def lora(name: str, **kwargs: Any) -> peft.LoraConfig:

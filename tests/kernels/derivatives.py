@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,9 +14,7 @@ from tests import zoo
 from tests.contract.harness import fresh, perturb
 
 EXACT = 1e-9
-FAMILIES = ("bert", "llama")
-BOTH = [("llama", 1.0), ("bert", 0.5)]  # a family and a strength
-
+KINDS = ("outeffhop", "sink", "modern_hopfield", "entmax15", "simpletron_resl")  # one variant per kernel
 BATCH, LENGTH = 2, 5
 
 
@@ -24,11 +22,9 @@ def model_of(family: str, name: str, strength: float = 1.0, **config: Any) -> An
     return perturb(patch_model(fresh(family, num_hidden_layers=2, **config), name, strength=strength)).eval()
 
 
-def inner(model: Any, kinds: tuple[str, ...] = ("q", "k", "v")) -> dict[str, Tensor]:
+def projections(model: Any) -> dict[str, Tensor]:
     """The weights of the projections of queries, keys and values."""
-    ends = tuple(f"{kind}_proj.weight" for kind in kinds) + tuple(
-        f"{word}.weight" for word in ("query", "key", "value")
-    )
+    ends = tuple(f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "query", "key", "value"))
     return {name: weight for name, weight in model.named_parameters() if name.endswith(ends)}
 
 
@@ -36,16 +32,17 @@ def loss_of(model: Any, batch: dict[str, Tensor], **kwargs: Any) -> Tensor:
     return zoo.output(model(**batch, **kwargs)).square().mean()
 
 
-def like(tensors: Any, seed: int = 4) -> list[Tensor]:
+def directions(tensors: Iterable[Tensor], seed: int = 4) -> list[Tensor]:
+    """Random tensors of these shapes."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each) for each in tensors]
+    return [torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor) for tensor in tensors]
 
 
 def assert_close(got: Any, wanted: Any) -> None:
-    scale = max(float(each.detach().abs().max()) for each in wanted)
+    scale = max(float(tensor.detach().abs().max()) for tensor in wanted)
     assert scale > 0
-    for own, other in zip(got, wanted, strict=True):
-        assert float((own - other).detach().abs().max()) <= EXACT * scale
+    for tensor, right in zip(got, wanted, strict=True):
+        assert float((tensor - right).detach().abs().max()) <= EXACT * scale
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from hf_attn_swap.core.masks import Masks
 from hf_attn_swap.kernels import softmax_n as kernel
 from hf_attn_swap.kernels import stock_softmax
 from hf_attn_swap.kernels.dispatch import Form, Setting, softmax_n_form
-from hf_attn_swap.kernels.stock_softmax import Efficient, Flash, Found, How, Operators
+from hf_attn_swap.kernels.stock_softmax import Efficient, Flash, KernelOutput, Operators, SdpaArgs
 from tests import zoo
 from tests.contract.harness import assert_same, fresh, perturb, run_all
 
@@ -40,10 +40,10 @@ def kept_weights(seed: Tensor, shape: torch.Size, dropout: float) -> Tensor:
 
 def scores_of(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
     """The scores (B,H,Q,K) times log2(e): the kernels compute with powers of 2."""
-    found = query @ key.transpose(2, 3) * scale
-    found = found if bias is None else found + bias
-    unseen = torch.ones(found.shape[2:], dtype=torch.bool).triu(1)
-    return (found.masked_fill(unseen, -torch.inf) if causal else found) * LOG2E
+    scores = query @ key.transpose(2, 3) * scale
+    scores = scores if bias is None else scores + bias
+    unseen = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+    return (scores.masked_fill(unseen, -torch.inf) if causal else scores) * LOG2E
 
 
 def attention(
@@ -117,7 +117,7 @@ def flash_backward(
     assert offset.numel() == 0
     three = query, repeated(query, key), repeated(query, value)
     grad_q, *shared = attention_backward(grad, three, None, heads, lse, seed, (dropout, causal, scale))
-    return grad_q, *(each.unflatten(1, (key.shape[1], -1)).sum(2) for each in shared)
+    return grad_q, *(tensor.unflatten(1, (key.shape[1], -1)).sum(2) for tensor in shared)
 
 
 def checked(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> None:
@@ -235,7 +235,7 @@ def test_a_gradient_that_is_no_memory_of_its_own(which: Any, monkeypatch: pytest
     allowed = torch.ones(4, 4, dtype=torch.bool).tril()[None, None]
     wanted = softmax_n_reference(q, k, v, allowed, 0.7, 1.0)
     assert got is not None
-    for own, other in zip(*(torch.autograd.grad(each.sum(), [q, k, v]) for each in (got, wanted)), strict=True):
+    for own, other in zip(*(torch.autograd.grad(out.sum(), [q, k, v]) for out in (got, wanted)), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
 
 
@@ -245,7 +245,7 @@ def test_the_first_kernel_that_takes_the_call_runs(monkeypatch: pytest.MonkeyPat
     for kind in (Flash, Efficient):
         forward = kind.forward
 
-        def noted(self: Any, *given: Any, kind: Any = kind, forward: Any = forward) -> Found:
+        def noted(self: Any, *given: Any, kind: Any = kind, forward: Any = forward) -> KernelOutput:
             ran.append(kind.__name__)
             return forward(self, *given)
 
@@ -289,13 +289,13 @@ def test_the_operators_take_what_they_are_given(which: Any, masked: bool) -> Non
     shared = torch.empty(2, 2, 41, 10, device="meta", dtype=BF16)
     mask = torch.empty(2, 1, 1, 41, device="meta", dtype=BF16) if masked else None
     three, ready = kind.prepared((query, shared, shared), mask)
-    how = How(False, 0.1, 0.0)
-    found = kind.forward(three, ready, how)
-    assert found.heads.shape == (2, 4, 37, 16)
-    assert found.lse.shape == (2, 4, 37 if which is Flash else 64)
-    assert found.lse.dtype == FP32
-    grads = kind.backward(torch.empty_like(found.heads), three, ready, found, how)
-    assert [each.shape for each in grads] == [each.shape for each in three]
+    how = SdpaArgs(False, 0.1, 0.0)
+    output = kind.forward(three, ready, how)
+    assert output.heads.shape == (2, 4, 37, 16)
+    assert output.lse.shape == (2, 4, 37 if which is Flash else 64)
+    assert output.lse.dtype == FP32
+    grads = kind.backward(torch.empty_like(output.heads), three, ready, output, how)
+    assert [tensor.shape for tensor in grads] == [tensor.shape for tensor in three]
 
 
 def setting(**given: Any) -> Setting:
@@ -347,4 +347,4 @@ def test_operators_with_other_arguments_are_not_called() -> None:
     names = "_scaled_dot_product_efficient_attention", "query key value attn_bias"
     assert stock_softmax.operators(*names, "grad_out_ query") is None
     assert stock_softmax.operators("_no_such_operator", "", "") is None
-    assert all(each.operators is not None for each in stock_softmax.KERNELS), "this version of PyTorch has them all"
+    assert all(kind.operators is not None for kind in stock_softmax.KERNELS), "this version of PyTorch has them all"

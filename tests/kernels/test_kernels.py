@@ -141,11 +141,11 @@ def test_blocks_of_long_sequences_read_their_rows_of_the_mask(
     """A mask with one row is that of every block."""
     q, k, v = drawn(0, (2, 2, 6, 3), *[(2, 2, keys, 3)] * 2)
     allowed = torch.rand(2, 1, rows, keys, generator=torch.Generator().manual_seed(1)) < 0.6
-    found = []
+    heads = []
     for block in (1, 10**9):
         monkeypatch.setattr(hopfield, "BLOCK", block)
-        found.append(hopfield.attend_long([(q, k, 0.5)], v, allowed, False))
-    assert_equal(found[0], found[1], [q, k, v], 2)
+        heads.append(hopfield.attend_long([(q, k, 0.5)], v, allowed, False))
+    assert_equal(heads[0], heads[1], [q, k, v], 2)
 
 
 def test_low_memory_never_holds_scores_at_middle_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The operators of linear attention equal the formula, gradients too, and hold nothing large beside their results."""
+"""The operator of causal linear attention equals the formula, gradients too, and holds nothing large beside results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def in_memory_order(tensor: Tensor, heads_first: bool) -> Tensor:
 def test_causal(sizes: tuple[int, ...], cuts: tuple[int, int], past: int, heads_first: bool, seed: int) -> None:
     batch, heads, length, width, out = sizes
     shapes = (length, width), (length + past, width), (length + past, out)
-    q, k, v = (in_memory_order(each, heads_first) for each in drawn(seed, *((batch, heads, *each) for each in shapes)))
+    q, k, v = (
+        in_memory_order(tensor, heads_first) for tensor in drawn(seed, *((batch, heads, *shape) for shape in shapes))
+    )
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(linear, "BLOCK", cuts[0])
         patched.setattr(linear, "SPAN", cuts[1])
@@ -39,36 +41,11 @@ def test_causal(sizes: tuple[int, ...], cuts: tuple[int, int], past: int, heads_
         assert_equal(got, wanted, [q, k, v], seed + 1)
 
 
-@MANY
-@given(
-    sizes=SIZES,
-    queries=st.integers(1, 9),
-    block=st.sampled_from([1, 7, 256]),
-    padded=st.booleans(),
-    heads_first=st.booleans(),
-    seed=SEEDS,
-)
-def test_all_keys(sizes: tuple[int, ...], queries: int, block: int, padded: bool, heads_first: bool, seed: int) -> None:
-    batch, heads, length, width, out = sizes
-    shapes = (queries, width), (length, width), (length, out)
-    q, k, v = (in_memory_order(each, heads_first) for each in drawn(seed, *((batch, heads, *each) for each in shapes)))
-    real = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) < 0.6
-    real = real if padded else torch.ones_like(real)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(linear, "ALL_BLOCK", block)
-        mask = real if padded else None
-        got = linear.attend(q, k, v, key_mask=mask, length="true", past=None, causal=False)
-        products = (q @ k.mT).masked_fill(~real[:, None, None], 0.0)
-        wanted = products @ v / real.sum(-1).clamp_min(1).to(q.dtype).sqrt()[:, None, None, None]
-        assert_equal(got, wanted, [q, k, v], seed + 1)
-
-
-def test_both_are_sound_operators() -> None:
+def test_the_operator_is_sound() -> None:
     """Schema, fake form and gradients as `torch.compile` and `torch.export` need them."""
     q, k, v, state = drawn(0, *[(2, 2, 70, 4)] * 3, (2, 2, 4, 4))
     factor = torch.arange(1, 71).double().rsqrt()[None]
     library.opcheck(linear.causal_linear, (q, k, v, state, factor))
-    library.opcheck(linear.all_keys_linear, (q, k, v, factor[:, -1:]))
 
 
 def test_causal_in_half_precision_sums_in_fp32() -> None:
@@ -79,20 +56,19 @@ def test_causal_in_half_precision_sums_in_fp32() -> None:
     assert out[0, 0, -1, 0].item() == pytest.approx(80_000, rel=2**-8)
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_training_step_makes_four_large_tensors(dtype: torch.dtype, causal: bool) -> None:
+def test_a_training_step_makes_four_large_tensors(dtype: torch.dtype) -> None:
     """The result and three gradients. Every further one would cost page faults and memory, one per layer.
 
     The tensors lie in memory as models hand them over, two rows of a batch, in which a flat copy of the heads would be
     a fifth tensor.
     """
     shape = (2, 3, 4096, 16)
-    q, k, v, grad = (in_memory_order(each, False) for each in drawn(0, *[shape] * 4, dtype=dtype))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        out = linear.attend(q, k, v, key_mask=None, length="true", past=None, causal=causal)
+    q, k, v, grad = (in_memory_order(tensor, False) for tensor in drawn(0, *[shape] * 4, dtype=dtype))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        out = linear.attend(q, k, v, key_mask=None, length="true", past=None)
         torch.autograd.grad(out, (q, k, v), grad.detach())
-    sizes = [event.self_cpu_memory_usage for event in seen.events()]
+    sizes = [event.self_cpu_memory_usage for event in profiled.events()]
     large = q.numel() * q.element_size() // 2
     assert [size for size in sizes if size > large] == [2 * large] * 4
     assert out.transpose(1, 2).is_contiguous(), "as W_o reads it"

@@ -40,7 +40,7 @@ def chunk_linear_attn(
     if head_first or q.shape[1] < q.shape[2]:
         raise DeprecationWarning("seq_len < num_heads")
     CALLS.append(q.shape)
-    q, k, v = (each.transpose(1, 2) for each in (q * (q.shape[-1] ** -0.5 if scale is None else scale), k, v))
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q * (q.shape[-1] ** -0.5 if scale is None else scale), k, v))
     state = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3]) if initial_state is None else initial_state
     out = q @ state + (q @ k.transpose(2, 3)).tril() @ v
     if normalize:
@@ -147,9 +147,9 @@ def test_a_version_with_other_arguments_is_not_called(fla: list[torch.Size], mon
 
 
 def test_a_second_derivative_is_refused(fla: list[torch.Size]) -> None:
-    """fla's backward pass gives numbers that autograd cannot look into: a part would be missing without an error."""
+    """fla's backward pass gives numbers that autograd cannot look into."""
     given = drawn(0, *[(2, 2, 5, 3)] * 3)
     heads = linear_fla.attend(*given, key_mask=None, length="true", past=None)
     torch.autograd.grad(heads.sum(), given, retain_graph=True)
-    with pytest.raises(ValueError, match="no second derivative; compute second derivatives in fp32"):
+    with pytest.raises(ValueError, match="no second derivative"):
         torch.autograd.grad(heads.sum(), given, create_graph=True)

@@ -21,7 +21,6 @@ LENGTH, WIDTH = 8192, 16
 FORMS: dict[str, Callable[..., Tensor]] = {
     "plain": functools.partial(simple_attention, causal=False),
     "plain-causal": functools.partial(simple_attention, causal=True),
-    "kernel": functools.partial(linear.attend, causal=False),
     "kernel-causal": linear.attend,
 }
 ERROR = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-17}  # of the largest entry
@@ -44,7 +43,7 @@ def results(form: str, inputs: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
 def test_values_and_gradients_at_8192_tokens(dtype: torch.dtype, form: str) -> None:
     inputs = drawn(dtype)
-    exact = results(form.replace("kernel", "plain"), [each.detach().double().requires_grad_() for each in inputs])
+    exact = results(form.replace("kernel", "plain"), [tensor.detach().double().requires_grad_() for tensor in inputs])
     got = results(form, inputs)
     assert float(exact[0].abs().max()) > 1000, "sums of about 100,000 before the factor, beyond fp16"
     for own, other in zip(got, exact, strict=True):
@@ -76,16 +75,16 @@ def test_products_under_any_mask_are_accumulated_wide(dtype: torch.dtype) -> Non
 
 def test_a_running_sum_of_chunks_does_not_cancel() -> None:
     """One huge chunk at the end must not touch what the chunks before it read."""
-    q, k, v = (each.detach().clone() for each in drawn(torch.float32))
+    q, k, v = (tensor.detach().clone() for tensor in drawn(torch.float32))
     k[:, :, -128:] *= 1e6
-    small = simple_attention(*(each[:, :, : LENGTH - 128].double() for each in (q, k, v)), causal=True)
+    small = simple_attention(*(tensor[:, :, : LENGTH - 128].double() for tensor in (q, k, v)), causal=True)
     got = simple_attention(q, k, v, causal=True)[:, :, : LENGTH - 128]
     assert (got - small).abs().max() <= 1e-5 * small.abs().max()
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_autocast_does_not_round_the_sums(form: str) -> None:
-    inputs = [each[:, :, :300] for each in drawn(torch.float32)]
+    inputs = [tensor[:, :, :300] for tensor in drawn(torch.float32)]
     wanted = FORMS[form](*inputs, key_mask=None, length="true", past=None)
     with torch.autocast("cpu", torch.bfloat16):
         got = FORMS[form](*inputs, key_mask=None, length="true", past=None)

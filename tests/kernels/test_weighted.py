@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -94,19 +95,17 @@ def test_equals_the_formula(
         assert_equal(got, reference(q, k, v, mask, causal, how), [q, k, v])
 
 
-@pytest.mark.parametrize("total", range(1, 40))
-@pytest.mark.parametrize("most", [1, 2, 7, 40])
-def test_steps_are_equal_and_as_few_as_possible(total: int, most: int) -> None:
-    size = blocks.even(total, most)
-    steps = -(-total // size)
-    assert size <= most
-    assert steps == -(-total // most)
-    assert size - 1 < total / steps <= size, "no smaller size needs as few steps"
+def test_steps_are_equal_and_as_few_as_possible() -> None:
+    for total, most in itertools.product(range(1, 40), (1, 2, 7, 40)):
+        size = blocks.even(total, most)
+        steps = -(-total // size)
+        assert size <= most
+        assert steps == -(-total // most)
+        assert size - 1 < total / steps <= size, "no smaller size needs as few steps"
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("ends", CLIPS)
-@pytest.mark.parametrize("block", [1, 2**20])
+@pytest.mark.parametrize(("ends", "block"), [(CLIPS[0], 2**20), (CLIPS[2], 1)])
 def test_dropout(rule: str, ends: tuple[float, float], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a seed drops is read from values that are unit vectors; then values and gradients equal the formula's."""
     monkeypatch.setitem(blocks.SCORES, "cpu", block)
@@ -148,9 +147,8 @@ def test_the_seed_of_dropout_is_that_of_torch() -> None:
     assert not torch.equal(outputs[0], outputs[2])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("how", [(rule, *ends, None) for rule in RULES for ends in ((0.0, 1.0), (-0.025, 1.0))])
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.bfloat16, True), (torch.float16, False)])
+@pytest.mark.parametrize("how", [(rule, -0.025, 1.0, None) for rule in RULES])
 def test_half_precision_is_as_exact_as_sdpa(dtype: torch.dtype, causal: bool, how: Any) -> None:
     given = drawn(3, *[(2, 3, 65, 32)] * 3, dtype=dtype)
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
@@ -183,22 +181,20 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(each, Tensor):
-                self.size = max(self.size, each.untyped_storage().nbytes() // each.element_size())
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, Tensor):
+                self.size = max(self.size, tensor.untyped_storage().nbytes() // tensor.element_size())
         return result
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("strength", [None, 0.5])
+@pytest.mark.parametrize(("causal", "dropout", "strength"), [(True, 0.0, None), (False, 0.5, 0.5)])
 def test_no_tensor_of_queries_and_keys(rule: str, causal: bool, dropout: float, strength: float | None) -> None:
     """Memory grows with the length and not with its square: twice the length, twice the largest tensor at most."""
     share = None if strength is None else torch.tensor([strength])
-    found = []
+    largest = []
     for length in (256, 512):
-        q, k, v = (each.detach() for each in drawn(0, *[(1, 2, length, 4)] * 3, dtype=torch.float32))
+        q, k, v = (tensor.detach() for tensor in drawn(0, *[(1, 2, length, 4)] * 3, dtype=torch.float32))
         padding = torch.ones(1, 1, 1, length, dtype=torch.bool)
         words = (padding, share, torch.tensor([0]), causal, 0.5, rule, -0.01, 1.0, dropout)
         with pytest.MonkeyPatch.context() as patched:
@@ -207,9 +203,9 @@ def test_no_tensor_of_queries_and_keys(rule: str, causal: bool, dropout: float, 
             with Largest() as seen:
                 heads, rows = weighted.compute(q, k, v, *words)
                 weighted.compute_backward(heads, rows, q, k, v, *words)
-        found.append(seen.size)
+        largest.append(seen.size)
         assert seen.size < length * length / 4
-    assert found[1] <= 2 * found[0]
+    assert largest[1] <= 2 * largest[0]
 
 
 def test_the_operators_are_sound() -> None:

@@ -69,6 +69,18 @@ def test_what_it_says_of_its_variants(name: str) -> None:
     assert found.replacement is swap.replacement
 
 
+def test_a_replica_computes_with_its_own_variants() -> None:
+    """DataParallel copies the attributes of a module, and then gives the copy other children."""
+    swap = swap_of("gated+sink+outeffhop")
+    swap.put(Calibration("gain", SIZES))
+    replica = copy.copy(swap)
+    replica.__dict__["_modules"] = {name: copy.deepcopy(child) for name, child in swap._modules.items()}
+    for place, name in (("read", "gated"), ("keys", "sink"), ("normalizer", "outeffhop")):
+        assert replica.at(place) is replica._modules[name] is not swap._modules[name]
+    assert replica.places().keys is replica._modules["sink"]
+    assert replica.fitted == {"calibration": replica._modules["calibration"]}
+
+
 def test_a_skip_from_the_input_or_from_the_residual_stream() -> None:
     residual = swap_of("modern_hopfield", skip="residual")
     assert residual.wants_residual

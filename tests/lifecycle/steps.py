@@ -11,16 +11,16 @@ from transformers.models.auto import modeling_auto
 
 def heads(config: Any) -> dict[str, type[nn.Module]]:
     """By auto class, every model class that transformers knows for a config."""
-    found: dict[str, type[nn.Module]] = {}
+    classes_by_auto: dict[str, type[nn.Module]] = {}
     for name, auto in vars(modeling_auto).items():
         mapping = getattr(auto, "_model_mapping", None)
         if mapping is None or not name.startswith("AutoModel") or type(config) not in mapping:
             continue
         classes = mapping[type(config)]
         for cls in classes if isinstance(classes, (list, tuple)) else [classes]:
-            if cls not in found.values():
-                found[name] = cls
-    return found
+            if cls not in classes_by_auto.values():
+                classes_by_auto[name] = cls
+    return classes_by_auto
 
 
 def auto_class(model: nn.Module) -> str:

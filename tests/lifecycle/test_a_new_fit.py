@@ -22,6 +22,7 @@ from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
 from tests.golden.saved import CHECKPOINTS, entries, load
 from tests.harness.damage import put, rewritten
+from tests.harness.places import turns
 from tests.lifecycle.steps import same_bits
 
 VARIANTS_OF_EACH_ROAD = ("outeffhop", "belief_star", "simpletron_resl")  # with scores, with `read`, without scores
@@ -79,8 +80,7 @@ def with_fit(cls: Any, name: str, variant: str, shift: float = 0.25, dtype: torc
     return model
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", VARIANTS_OF_EACH_ROAD)
+@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, VARIANTS_OF_EACH_ROAD))
 def test_it_lives_as_long_as_the_swap(turned: Any, name: str, variant: str, tmp_path: Path) -> None:
     batch, stock = batch_of(name, torch.float32), forward(fresh(name, torch.float32), batch_of(name, torch.float32))
     without = forward(perturb(patch_model(fresh(name, torch.float32), variant)), batch)
@@ -99,9 +99,9 @@ def test_it_lives_as_long_as_the_swap(turned: Any, name: str, variant: str, tmp_
     )[1]
     with pytest.raises(RuntimeError, match=r"Unexpected key.*turned\.gain"):
         patch_model(fresh(name, torch.float32), variant).load_state_dict(model.state_dict())
-    for each in (model, copied, loaded):
-        assert same_bits(forward(set_strength(each, 0.0), batch), stock)
-        assert same_bits(forward(unpatch_model(each), batch), stock)
+    for fitted_model in (model, copied, loaded):
+        assert same_bits(forward(set_strength(fitted_model, 0.0), batch), stock)
+        assert same_bits(forward(unpatch_model(fitted_model), batch), stock)
 
 
 def test_what_it_changed_around_the_swap_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,19 +240,25 @@ def damaged(spec: Any) -> Iterator[Any]:
     yield {"spec": spec}
     yield 1 if spec is True else True
     if isinstance(spec, list):
-        yield from (spec[:-1], [*spec, len(spec)], [*spec, spec[0]], [*spec[1:], spec[1]], [str(each) for each in spec])
+        yield from (
+            spec[:-1],
+            [*spec, len(spec)],
+            [*spec, spec[0]],
+            [*spec[1:], spec[1]],
+            [str(entry) for entry in spec],
+        )
     if isinstance(spec, dict):
         yield {**spec, "code": "print(1)"}
         for key, value in spec.items():
-            yield {other: each for other, each in spec.items() if other != key}
+            yield {other: entry for other, entry in spec.items() if other != key}
             yield from ({**spec, key: wrong} for wrong in (None, 1, "other", [value]))
 
 
 @pytest.mark.parametrize("name", FITTED)
 def test_a_damaged_description_is_refused(name: str, tmp_path: Path) -> None:
-    found = described(name)
-    assert found, "no golden checkpoint has this fit; python -m tests.golden.make makes them"
-    folder, place, spec = found[0]
+    descriptions = described(name)
+    assert descriptions, "no golden checkpoint has this fit; python -m tests.golden.make makes them"
+    folder, place, spec = descriptions[0]
     load(rewritten(folder, tmp_path, put("attn_swap", "swaps", place, name, value=spec)))
     for wrong in damaged(spec):
         where = rewritten(folder, tmp_path, put("attn_swap", "swaps", place, name, value=wrong))

@@ -37,7 +37,7 @@ def adapted(model: Any, name: str) -> Any:
 
 def lines(caught: Any) -> list[str]:
     """The lines of code in a warning."""
-    (text,) = [str(each.message) for each in caught if "adapter is saved alone" in str(each.message)]
+    (text,) = [str(warning.message) for warning in caught if "adapter is saved alone" in str(warning.message)]
     return [line.strip() for line in text.splitlines() if line.startswith("    ")]
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_attn_swap import list_variants, patch_model, unpatch_model
+from hf_attn_swap import patch_model, unpatch_model
 from hf_attn_swap.conversion import calibrate
 from hf_attn_swap.conversion.merge import merge_calibration
 from hf_attn_swap.families import sites
 from tests.contract.cells import DEEP
 from tests.contract.harness import batch_of, distance, forward, fresh, padding_side, perturb, refused, swaps
-from tests.harness.places import every, one_per_place, turns
+from tests.harness.places import one_per_place, turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:The clip cuts away")  # few tokens, so a published gamma cuts much
 TOLERANCE = 1e-12
@@ -62,7 +62,7 @@ FITS = [(family, fit, biases) for family in DEEP for fit, biases in (("gain", Fa
 
 
 @pytest.mark.parametrize(
-    ("family", "fit", "biases", "variant"), every(FITS, list_variants(), fast=turns(FITS, one_per_place(), 1))
+    ("family", "fit", "biases", "variant"), [(*row, variant) for row, variant in turns(FITS, one_per_place(), 1)]
 )
 def test_patched_and_calibrated(family: str, variant: str, fit: str, biases: bool) -> None:
     batch = batch_of(family, padded=padding_side(family))

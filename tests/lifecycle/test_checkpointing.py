@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_attn_swap import list_variants, patch_model
+from hf_attn_swap import patch_model
 from hf_attn_swap.layer.swap import Swap
 from tests.contract.harness import assert_same, batch_of, fresh, perturb, run_all, swaps
 from tests.harness.checkpointing import ABLE, enable
-from tests.harness.places import each_place, in_turn
+from tests.harness.places import in_turn
 
 
 def prepare(name: str, variant: str, strength: float, dropout: float) -> Any:
@@ -34,11 +34,7 @@ def trained(model: Any, name: str) -> Any:
         return run_all(model, batch_of(name, padded=None))
 
 
-def carries(model: Any) -> bool:
-    return any(swap.carries for swap in swaps(model))
-
-
-@each_place(ABLE, compositions=True)
+@in_turn(ABLE)
 @pytest.mark.parametrize("arguments", [{}, {"activation_checkpointing_kwargs": {"use_reentrant": False}}], ids=str)
 def test_same_loss_and_gradients(name: str, variant: str, arguments: dict[str, Any]) -> None:
     """By default at full strength and with dropout, and with explicit arguments in between."""
@@ -58,7 +54,7 @@ def test_it_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 2 * len(swaps(model))
 
 
-@in_turn(ABLE, compositions=True)
+@in_turn(ABLE)
 def test_every_second_layer(name: str, variant: str) -> None:
     model = prepare(name, variant, 1.0, 0.0)
     parameters = inspect.signature(getattr(model, "activation_checkpointing_enable", enable)).parameters
@@ -67,13 +63,3 @@ def test_every_second_layer(name: str, variant: str) -> None:
     wanted = trained(model, name)
     enable(model, every_n_layers=2)
     assert_same(trained(model, name), wanted)
-
-
-@pytest.mark.parametrize("name", ABLE)
-def test_reentrant_is_refused_for_carried_scores(name: str) -> None:
-    for variant in list_variants():
-        model = prepare(name, variant, 1.0, 0.0)
-        enable(model, activation_checkpointing_kwargs={"use_reentrant": True})
-        if carries(model):
-            with pytest.raises(ValueError, match="re-entrant"):
-                trained(model, name)

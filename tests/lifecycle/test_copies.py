@@ -14,12 +14,12 @@ import torch
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate
 from tests.contract.cells import FAMILY_NAMES
-from tests.contract.harness import batch_of, forward, fresh, perturb, run, swaps
-from tests.harness.places import each_place, in_turn, turns, variants
+from tests.contract.harness import batch_of, forward, fresh, perturb, swaps
+from tests.harness.places import in_turn, one_per_place, turns
 from tests.harness.process import python
 
 
-@each_place(compositions=True)
+@in_turn()
 def test_deep_copy(name: str, variant: str) -> None:
     """The copy gives the same; each computes with its own weights, strength and way back."""
     stock, batch = fresh(name), batch_of(name)
@@ -46,7 +46,7 @@ def test_deep_copy(name: str, variant: str) -> None:
     assert not swaps(twin)
 
 
-@pytest.mark.parametrize("variant", variants(compositions=True))
+@pytest.mark.parametrize("variant", one_per_place())
 def test_a_copy_of_a_layer_alone_shares_nothing(variant: str) -> None:
     model = perturb(patch_model(fresh("bert"), variant))
     layer = copy.deepcopy(model.base_model.encoder.layer[0])
@@ -85,7 +85,7 @@ def test_pickle_in_a_fresh_process(tmp_path: Path) -> None:
     assert set(python("-c", CHILD, tmp_path).stdout.split()) == made
 
 
-@in_turn(compositions=True)
+@in_turn()
 def test_two_threads(name: str, variant: str) -> None:
     model = perturb(patch_model(fresh(name), variant, strength=0.5))
     batches: list[dict[str, Any]] = [batch_of(name, seed=seed) for seed in (1, 2)]
@@ -94,17 +94,6 @@ def test_two_threads(name: str, variant: str) -> None:
         for _ in range(4):
             for got, one in zip(pool.map(lambda batch: forward(model, batch), batches), wanted, strict=True):
                 assert torch.equal(got, one)
-
-
-def test_two_threads_with_gradients() -> None:
-    """Two models of one swap each; nothing is shared between them."""
-    models = [perturb(patch_model(fresh("bert"), "modern_hopfield+belief"), seed) for seed in (1, 2)]
-    batch = batch_of("bert")
-    wanted = [run(model, batch) for model in models]
-    with ThreadPoolExecutor(2) as pool:
-        for (got, gradients), (one, ones) in zip(pool.map(lambda m: run(m, batch), models), wanted, strict=True):
-            assert torch.equal(got, one)
-            assert all(torch.equal(gradients[key], ones[key]) for key in ones)
 
 
 # -- State dicts and configs -------------------------------------------------------------------------------------------

@@ -101,14 +101,3 @@ def test_weights_of_another_variant(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "attn_swap": other}))
     with pytest.raises(ValueError, match=r"missing weights of the swapped attention.*gated"):
         type(fresh(name)).from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_a_config_with_other_layers(name: str, tmp_path: Path) -> None:
-    """A depth that does not fit the block: the class that was saved, or nothing."""
-    patch_model(fresh(name, torch.float32), "softmax").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["attn_swap"]["modules"] += 1
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="another number of attention modules"):
-        type(fresh(name)).from_pretrained(tmp_path)

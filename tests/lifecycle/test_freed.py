@@ -12,7 +12,7 @@ import pytest
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import calibrate
 from tests.contract.harness import batch_of, fresh, run
-from tests.harness.places import each_place
+from tests.harness.places import in_turn
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +26,7 @@ def freed(model: Any) -> list[Any]:
     return [weakref.ref(model), weakref.ref(next(model.parameters())), weakref.ref(model.config)]
 
 
-def test_a_stock_model_is_freed() -> None:
-    model = fresh("bert")
-    held = freed(model)
-    del model
-    assert not any(reference() is not None for reference in held)
-
-
-@each_place(compositions=True)
+@in_turn()
 def test_a_patched_model_is_freed(name: str, variant: str) -> None:
     model = patch_model(fresh(name), variant, strength=0.5)
     run(model, batch_of(name))

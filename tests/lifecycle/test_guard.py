@@ -17,7 +17,7 @@ from hf_attn_swap.variants.base import VARIANTS
 from tests.contract.harness import TOLERANCE, batch_of, distance, forward, fresh, run_all
 from tests.harness.bypass import go_around
 from tests.harness.checkpointing import enable
-from tests.harness.places import each_place, in_turn, one_per_place, turns
+from tests.harness.places import in_turn, one_per_place, turns
 from tests.harness.process import python
 
 AROUND = "the forward of .* asked for the attention function 0 times"
@@ -26,7 +26,7 @@ FAMILIES = ("bert", "llama")
 KINDS = list({"write" in VARIANTS[name].places: name for name in one_per_place()}.values())
 
 
-@each_place()
+@in_turn()
 def test_every_family(name: str, variant: str) -> None:
     """The error is the guard's for every variant, also where the swap computes something after W_o."""
     model = patch_model(fresh(name), variant)
@@ -40,24 +40,24 @@ def test_threads(name: str, variant: str) -> None:
     """Two threads run one model at the same time; only one of two models was gone around."""
     model, other = patch_model(fresh(name), variant), patch_model(fresh(name), variant)
     wanted, path = forward(model, batch_of(name)), go_around(other, 1)
-    found: list[Any] = []
+    results: list[Any] = []
     start = threading.Barrier(4)
 
     def run(mine: Any) -> None:
         start.wait()
         for _ in range(5):
             try:
-                found.append((mine is other, forward(mine, batch_of(name))))
+                results.append((mine is other, forward(mine, batch_of(name))))
             except ValueError as problem:
-                found.append((mine is other, str(problem)))
+                results.append((mine is other, str(problem)))
 
     threads = [threading.Thread(target=run, args=(mine,)) for mine in (model, other) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 20
-    for around, result in found:
+    assert len(results) == 20
+    for around, result in results:
         if around:
             assert str(result).startswith(f"{path}: the forward of")
         else:

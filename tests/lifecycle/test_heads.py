@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
+from hf_attn_swap import patch_model, set_strength, unpatch_model
 from hf_attn_swap.layer.registry import tiny_options
-from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import perturb
 from tests.harness.heads import CASES, arguments, build, outputs
-from tests.harness.places import every, one_per_place, turns
+from tests.harness.places import one_per_place, turns
 
 from .steps import same_bits
 
 
-@pytest.mark.parametrize(("name", "auto", "variant"), every(CASES, list_variants(), fast=turns(CASES, one_per_place())))
+@pytest.mark.parametrize(
+    ("name", "auto", "variant"), [(*row, variant) for row, variant in turns(CASES, one_per_place(), 1)]
+)
 def test_head(name: str, auto: str, variant: str) -> None:
     model, batch = build(name, auto), arguments(name, auto)
     stock = outputs(model, batch)
@@ -31,10 +32,3 @@ def test_head(name: str, auto: str, variant: str) -> None:
     assert torch.allclose(swapped[0], stock[0], rtol=1e-6, atol=1e-7) == control, "the head does not see the swap"
     for got, wanted in zip(outputs(unpatch_model(model), batch), stock, strict=True):
         assert same_bits(got, wanted)
-
-
-def test_cases_cover_every_task() -> None:
-    tasks = {auto for _, auto in CASES}
-    assert {f"AutoModelFor{task}" for task in ("SequenceClassification", "TokenClassification", "MaskedLM")} <= tasks
-    assert {f"AutoModelFor{task}" for task in ("CausalLM", "ImageClassification", "QuestionAnswering")} <= tasks
-    assert {name for name, auto in CASES if auto in ("AutoModel", "AutoModelForTextEncoding")} == set(FAMILY_NAMES)

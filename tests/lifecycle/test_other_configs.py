@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -71,15 +70,6 @@ def test_another_number_of_layers_is_refused(tmp_path: Path) -> None:
     config = fresh("llama", torch.float32, num_hidden_layers=2).config
     with pytest.raises(ValueError, match="another number of attention modules"):
         type(model).from_pretrained(tmp_path, config=config)
-
-
-@pytest.mark.parametrize("given", ["sdpa", "eager", {"": "sdpa"}])
-def test_another_attention_is_refused(given: Any, tmp_path: Path) -> None:
-    model = patch_model(fresh("llama", torch.float32), "belief")
-    model.save_pretrained(tmp_path)
-    for config in (None, fresh("llama", torch.float32).config):
-        with pytest.raises(ValueError, match=r"cannot run with attn_implementation='(sdpa|eager)'"):
-            type(model).from_pretrained(tmp_path, config=config, attn_implementation=given)
 
 
 def test_weights_without_a_folder(tmp_path: Path) -> None:

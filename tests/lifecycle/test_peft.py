@@ -9,14 +9,14 @@ import peft
 import pytest
 import torch
 
-from hf_attn_swap import list_variants, patch_model, set_strength, unpatch_model
+from hf_attn_swap import patch_model, set_strength, unpatch_model
 from hf_attn_swap.layer.registry import parse
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, swaps
 from tests.harness.adapters import adapted, fill, lora, projections
 from tests.harness.one_swap import WITH_PARAMETERS
-from tests.harness.places import in_turn
+from tests.harness.places import in_turn, turns
 
 # PEFT 0.21 reads a property that transformers 5.23 has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -66,8 +66,7 @@ def test_unpatching_under_adapters(name: str, variant: str) -> None:
     assert torch.equal(forward(unpatch_model(model), batch), forward(wanted, batch))
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", WITH_PARAMETERS)
+@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, WITH_PARAMETERS, 1))
 def test_modules_to_save(name: str, variant: str, tmp_path: Path) -> None:
     """They train, follow the strength, save with the adapter, load again, and switch off with it."""
     batch = batch_of(name)
@@ -101,8 +100,7 @@ def test_modules_to_save(name: str, variant: str, tmp_path: Path) -> None:
     assert torch.equal(forward(loaded, batch), moved)
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", WITH_PARAMETERS)
+@pytest.mark.parametrize(("name", "variant"), turns(FAMILY_NAMES, WITH_PARAMETERS, 1))
 def test_frozen_parameters_are_warned_about(name: str, variant: str) -> None:
     batch = batch_of(name)
     model = peft.get_peft_model(patch_model(fresh(name), variant), lora(name)).train()
@@ -110,7 +108,7 @@ def test_frozen_parameters_are_warned_about(name: str, variant: str) -> None:
         model(**batch)
 
 
-@pytest.mark.parametrize("variant", list_variants())
+@pytest.mark.parametrize("variant", WITH_PARAMETERS)
 def test_no_warning_without_a_reason(variant: str) -> None:
     batch = batch_of("bert")
     with warnings.catch_warnings():

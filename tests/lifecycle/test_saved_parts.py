@@ -68,8 +68,7 @@ def test_a_part_loads_to_what_ran(whole: str, path: str, variant: str, tmp_path:
     assert torch.equal(out(loaded), out(make(whole).get_submodule(path)))
 
 
-@pytest.mark.parametrize("variant", ["belief_star", "modern_hopfield"])
-@pytest.mark.parametrize(("whole", "path"), PARTS)
+@pytest.mark.parametrize(("whole", "path", "variant"), [(*row, "belief_star") for row in PARTS])
 def test_all_that_a_conversion_left_survives(whole: str, path: str, variant: str, tmp_path: Path) -> None:
     """Calibration, scales of the values, strengths per layer, `modules`."""
     pattern = path.rpartition(".")[2]

@@ -18,15 +18,17 @@ LONGEST = 200  # characters of a message
 def doctor(path: Path) -> Iterator[str]:
     """The cells that are wrong, one row each; and the versions that were installed."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        diagnosis = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         yield "**The doctor gave no answer**: the installation failed, or the doctor itself; see the log."
         return
-    versions = ", ".join(f"{name} {version}" for name, version, *_ in found["packages"])
-    wrong = [tuple(cell) for cell in found["cells"] if cell[2].startswith("WRONG")]
+    versions = ", ".join(f"{name} {version}" for name, version, *_ in diagnosis["packages"])
+    wrong = [tuple(cell) for cell in diagnosis["cells"] if cell[2].startswith("WRONG")]
     yield f"Installed: {versions}."
     yield (
-        f"Doctor: **{len(wrong)} of {len(found['cells'])} cells are wrong**." if wrong else "Doctor: no cell is wrong."
+        f"Doctor: **{len(wrong)} of {len(diagnosis['cells'])} cells are wrong**."
+        if wrong
+        else "Doctor: no cell is wrong."
     )
     yield from table(("family", "variant", "result"), wrong)
 

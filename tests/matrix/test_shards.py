@@ -26,9 +26,9 @@ def item(name: str) -> Any:
 def chosen(shard: str | None) -> tuple[list[str], list[str]]:
     """The names of the tests that run, and of those that pytest is told are left out."""
     items, left_out = [item(name) for name in (*ALONE, *TOGETHER)], []
-    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(each.nodeid for each in items))
+    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(test.nodeid for test in items))
     pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: shard, hook=hook), items)  # type: ignore[arg-type]  # as much of it as is asked
-    return [each.nodeid for each in items], left_out
+    return [test.nodeid for test in items], left_out
 
 
 def test_all_tests_once() -> None:

@@ -113,8 +113,8 @@ def test_fixed_points() -> None:
 def test_one_step_finds_well_separated_patterns(normalizer: str) -> None:
     stored = 6 * torch.nn.functional.normalize(normal(3, 10, 64), dim=-1)
     assert (torch.nn.functional.cosine_similarity(stored[:, None], stored, dim=-1) - torch.eye(10)).max() < 0.4
-    found = retrieval(normalizer=normalizer, beta=2.0)(stored + 0.3 * normal(4, 10, 64), stored)
-    close(found, stored, 0.05 if normalizer == "polynomial" else 1e-8)
+    read = retrieval(normalizer=normalizer, beta=2.0)(stored + 0.3 * normal(4, 10, 64), stored)
+    close(read, stored, 0.05 if normalizer == "polynomial" else 1e-8)
 
 
 def test_the_extra_dimension_is_the_one_of_softmax_1() -> None:
@@ -131,8 +131,8 @@ def test_the_extra_dimension_is_the_one_of_softmax_1() -> None:
 
 def test_no_op_by_threshold() -> None:
     stored = tensor([1.0, 0.1, 0.0], [1.0, 0.0, 0.1], [0.9, 0.1, 0.1], [0.0, -3.0, 4.0])
-    found = no_op_patterns(stored, 0.5)
-    assert found.tolist() == [False, False, False, True]
+    outliers = no_op_patterns(stored, 0.5)
+    assert outliers.tolist() == [False, False, False, True]
     state = normal(1, 4, 3)
     close(retrieval(no_op_threshold=0.5)(state, stored), retrieval()(state, stored[:3]))
     both = torch.tensor([True, False, False, False])

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_attn_swap.analysis import record
+from hf_attn_swap.core.probe import Probe
 from hf_attn_swap.memory import STanHopConfig, STanHopForPrediction
-from hf_attn_swap.memory.probe import Probe
 from hf_attn_swap.memory.stanhop import DecoderLayer, Hopfield, Merge, Tandem
 from hf_attn_swap.quantization import fake_w8a8
 from tests import slow
@@ -72,10 +72,10 @@ def read(layer: Hopfield, retrieval: str, state_QE: Tensor, stored_KE: Tensor) -
     heads, width = 2, 4
     query, key = linear(layer.query, state_QE), linear(layer.key, stored_KE)
     value = linear(layer.value, key)
-    found = []
+    reads = []
     for head in range(heads):
-        part = slice(head * width, (head + 1) * width)
-        scores = query[:, part] @ key[:, part].T / math.sqrt(width)
+        columns = slice(head * width, (head + 1) * width)
+        scores = query[:, columns] @ key[:, columns].T / math.sqrt(width)
         if "outeffhop" in retrieval:
             weights = slow.slow_softmax_n(scores, 1.0)
         elif "sparsemax" in retrieval:
@@ -88,12 +88,12 @@ def read(layer: Hopfield, retrieval: str, state_QE: Tensor, stored_KE: Tensor) -
             weights = slow.slow_softmax_n(scores, 0.0)
         if "clipped" in retrieval:
             weights = (1.2 * weights - 0.2).clamp(0, 1)
-        heads_QD = weights @ value[:, part]
+        heads_QD = weights @ value[:, columns]
         if "gated" in retrieval:
-            logits = state_QE[:, part] @ layer.gate[head, :-1] + layer.gate[head, -1]
+            logits = state_QE[:, columns] @ layer.gate[head, :-1] + layer.gate[head, -1]
             heads_QD = heads_QD * (4 / (1 + (-logits).exp()))[:, None]
-        found.append(heads_QD)
-    return linear(layer.out, torch.cat(found, 1))
+        reads.append(heads_QD)
+    return linear(layer.out, torch.cat(reads, 1))
 
 
 def tandem(block: Tandem, retrieval: str, x_CPE: Tensor, keep_P: Tensor) -> Tensor:
@@ -120,11 +120,11 @@ def merged(layer: Merge, x_CPE: Tensor, keep_P: Tensor) -> tuple[Tensor, Tensor]
 
 def decoded(layer: DecoderLayer, retrieval: str, x_CPE: Tensor, encoded_CKE: Tensor, keep_K: Tensor) -> Tensor:
     whole = torch.ones(x_CPE.shape[1], dtype=torch.bool)
-    found = []
+    channels = []
     for x, encoded in zip(tandem(layer.tandem, retrieval, x_CPE, whole), encoded_CKE, strict=True):
         x = norm(layer.norm1, x + read(layer.cross, retrieval, x, encoded[keep_K]))
-        found.append(norm(layer.norm2, x + mlp(layer.mlp, x)))
-    return torch.stack(found)
+        channels.append(norm(layer.norm2, x + mlp(layer.mlp, x)))
+    return torch.stack(channels)
 
 
 def forecast(model: STanHopForPrediction, past_TC: Tensor, length: int) -> Tensor:
@@ -257,14 +257,14 @@ def test_plug_and_play_memory(retrieval: str) -> None:
     memory = body.encode(stored, torch.ones(4, 20, dtype=torch.bool))
     x, keep = body.encode(past, observed)[0]
     for number, block in enumerate(body.encoder):
-        found = torch.empty_like(x)
+        recalled = torch.empty_like(x)
         for channel in range(3):
             patterns = memory[number][0][:, channel].reshape(-1, 8)
             states = x[:, channel]
-            found[:, channel] = (states + weigh(states @ patterns.T / math.sqrt(8)) @ patterns) / 2
+            recalled[:, channel] = (states + weigh(states @ patterns.T / math.sqrt(8)) @ patterns) / 2
         if number:
-            found, keep = body.merge[0](found, keep)
-        x = block(found, keep)
+            recalled, keep = body.merge[0](recalled, keep)
+        x = block(recalled, keep)
     got = body.encode(past, observed, memory)
     close(got[-1][0], x, 1e-11)
     close(got[0][0], body.encode(past, observed)[0][0])
@@ -380,12 +380,12 @@ def test_the_papers_size() -> None:
 
 
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "heads": (dict(num_attention_heads=3), "3 heads do not divide d_model = 8"),
-    "size": (dict(merge_size=0), "merge_size must be at least 1, got 0"),
-    "gamma": (dict(gamma=0.1), "at most 0; got 0.1"),
-    "name": (dict(retrieval="softmax1"), "unknown retrieval 'softmax1'; take one of softmax, .*generalized_sparse"),
-    "two": (dict(retrieval="softmax+outeffhop"), r"unknown retrieval 'softmax\+outeffhop'"),
-    "twice": (dict(retrieval="gated+gated"), r"unknown retrieval 'gated\+gated'"),
+    "heads": (dict(num_attention_heads=3), "heads do not divide"),
+    "size": (dict(merge_size=0), "merge_size"),
+    "gamma": (dict(gamma=0.1), "at most 0"),
+    "name": (dict(retrieval="softmax1"), "unknown retrieval"),
+    "two": (dict(retrieval="softmax+outeffhop"), "unknown retrieval"),
+    "repeated": (dict(retrieval="gated+gated"), "unknown retrieval"),
 }
 
 
@@ -398,15 +398,15 @@ def test_bad_configs(kind: str) -> None:
 
 def test_bad_inputs() -> None:
     model, past = STanHopForPrediction(config()), torch.randn(2, 20, 3)
-    for given, message in (
-        (dict(past_values=past[..., :2]), r"past_values must be \(batch, rows, 3\), got \(2, 20, 2\)"),
-        (dict(past_values=past[:0]), r"past_values must be .*got \(0, 20, 3\)"),
-        (dict(past_values=torch.cat([past, past], 1)), "past_values has 40 rows; give 1 to 20"),
-        (dict(past_values=past[:, :0]), "past_values has 0 rows"),
+    for inputs, message in (
+        (dict(past_values=past[..., :2]), "past_values must be"),
+        (dict(past_values=past[:0]), "past_values must be"),
+        (dict(past_values=torch.cat([past, past], 1)), "40 rows"),
+        (dict(past_values=past[:, :0]), "0 rows"),
         (dict(past_values=past, memory_values=past[0]), "memory_values must be"),
-        (dict(past_values=past, past_observed_mask=torch.ones(2, 19)), r"must be \(batch, rows\) = \(2, 20\)"),
-        (dict(past_values=past, past_observed_mask=torch.zeros(2, 20)), "may hide rows in front alone"),
+        (dict(past_values=past, past_observed_mask=torch.ones(2, 19)), "past_observed_mask must be"),
+        (dict(past_values=past, past_observed_mask=torch.zeros(2, 20)), "in front alone"),
         (dict(past_values=past, past_observed_mask=torch.arange(20).expand(2, 20) % 3 != 1), "in front alone"),
     ):
         with pytest.raises(ValueError, match=message):
-            model(**given)
+            model(**inputs)

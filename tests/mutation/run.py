@@ -62,12 +62,8 @@ SOFTMAX_N = stage("kernels/test_kernels.py", keyword="softmax_n")
 HOPFIELD = stage("kernels/test_kernels.py", keyword="carried or long or low or alive")
 FLASHLESS = stage("kernels/test_passes.py", keyword="flash and bert")
 PASSES = stage("kernels/test_passes.py", keyword="not flash and not (albert or gpt2 or opt or vit)")
-SECOND_OF_SOFTMAX_N = stage("kernels/test_second_derivatives.py", keyword="test_of_softmax_n")
-SECOND_OF_CARRIED = stage("kernels/test_second_derivatives.py", keyword="test_of_carried or third")
-SECOND_OF_WEIGHTS = stage("kernels/test_second_derivatives.py", keyword="test_of_weights")
-SECOND_OF_LINEAR = stage("kernels/test_second_derivatives.py", keyword="test_of_linear")
-ORDINARY = stage("kernels/test_second_derivatives.py", keyword="ordinary")
-RECORDED = stage("kernels/test_transforms.py", keyword="bert and (of_vmap or recorded or forward_mode) and not 140")
+DOUBLE_BACKWARD = stage("kernels/test_double_backward.py")
+RECORDED = stage("kernels/test_transforms.py", keyword="bert and (of_vmap or recorded or forward_mode)")
 DEEP = "(bert or llama) and not albert"  # the two families that the contract's grid is deep on
 MASKS = stage("contract/test_masks.py", keyword=f"({DEEP}) and (float_mask or see_nothing)")
 MIXED = stage("contract/test_packed_and_sliding.py", keyword="full_and_sliding")
@@ -80,7 +76,7 @@ BIASED = stage("generic/test_generic.py", keyword="(gemma2 or t5) and (swapped o
 ARGUMENTS = stage("contract/test_refusals_arguments.py")
 BY_KIND = stage("contract/test_options_by_kind.py")
 NAMES = stage("contract/test_names.py")
-STRENGTHS = stage("contract/test_strength.py", keyword="layer_at_zero or casts or (schedule and bert)")
+STRENGTHS = stage("contract/test_strength.py", keyword="layer_at_zero or (schedule and bert)")
 STRENGTH_DTYPE = stage("contract/test_strength_dtype.py")
 DAMAGED = stage("lifecycle/test_damaged.py")
 SWAP = stage("layer/test_swap.py")
@@ -139,17 +135,17 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "kernels/blocks.py": (WEIGHTED,),
     "kernels/carried.py": (HOPFIELD, stage("kernels/test_devices.py"), PASSES, CARRYING),
     "kernels/dispatch.py": (PASSES, stage("kernels/test_cuda.py"), HOPFIELD, RECORDED),
-    "kernels/hopfield.py": (HOPFIELD, SECOND_OF_CARRIED, PASSES, ORDINARY),
-    "kernels/linear.py": (stage("kernels/test_linear.py"), SECOND_OF_LINEAR, FORMULAS),
+    "kernels/hopfield.py": (HOPFIELD, PASSES, DOUBLE_BACKWARD),
+    "kernels/linear.py": (stage("kernels/test_linear.py"), FORMULAS, DOUBLE_BACKWARD),
     "kernels/linear_fla.py": (stage("kernels/test_linear_fla.py"),),
     "kernels/normalizers.py": (WEIGHTED,),
     "kernels/extra_kv.py": (SINK,),
-    "kernels/softmax_n.py": (SOFTMAX_N, stage("kernels/test_cuda.py"), SECOND_OF_SOFTMAX_N, SINK, FLASHLESS),
+    "kernels/softmax_n.py": (SOFTMAX_N, stage("kernels/test_cuda.py"), SINK, FLASHLESS, DOUBLE_BACKWARD),
     "kernels/stock_softmax.py": (SOFTMAX_N, stage("kernels/test_cuda.py")),
     "kernels/thresholds.py": (WEIGHTED,),
-    "kernels/twice.py": (SECOND_OF_SOFTMAX_N, ORDINARY),
-    "kernels/weighing.py": (WEIGHTED, SECOND_OF_WEIGHTS),
-    "kernels/weighted.py": (WEIGHTED, SECOND_OF_WEIGHTS),
+    "kernels/double_backward.py": (DOUBLE_BACKWARD,),
+    "kernels/weighing.py": (WEIGHTED,),
+    "kernels/weighted.py": (WEIGHTED, DOUBLE_BACKWARD),
     "kernels/windows.py": (stage("kernels/test_windows.py"),),
     "text/typed.py": (ARGUMENTS, stage("cli/test_arguments.py")),
     "conversion/calibrate.py": (CALIBRATE, SPENT),

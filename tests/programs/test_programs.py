@@ -13,6 +13,7 @@ from hf_attn_swap.functional.linear import CHUNK
 from hf_attn_swap.layer.registry import tiny_options
 from tests import zoo
 from tests.contract.harness import TOLERANCE, distance, padding_side, perturb
+from tests.harness.places import one_per_place, turns
 
 from .table import PROGRAMS, Logits
 
@@ -20,12 +21,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the exporters
 EXAMPLE = 2  # as short as the shortest window of the tiny options
 LENGTHS = (12, CHUNK + 7)
 FAMILIES = ("llama", "bert")  # causal with a cache and groups of heads; in both directions, with absolute places
+CHEAP = ("padded", "in_steps", "adapted", "called_around")  # no compiler
+FAST = {(program, name) for program, name in turns(list(PROGRAMS), one_per_place(), 1) if program not in CHEAP}
+FAST |= set(itertools.product(CHEAP, one_per_place()))
 CELLS = [  # the families take turns; an encoder has no cache
-    pytest.param(family, program, variant, marks=() if family == turn or program == "in_steps" else pytest.mark.slow)
+    pytest.param(family, program, variant, marks=() if (program, variant) in FAST else pytest.mark.slow)
     for program in PROGRAMS
-    for variant, turn in zip(list_variants(), itertools.cycle(FAMILIES))
-    for family in FAMILIES
-    if family in zoo.CAUSAL or program != "in_steps"
+    for variant, family in zip(list_variants(), itertools.cycle(("llama",) if program == "in_steps" else FAMILIES))
 ]
 
 

@@ -139,7 +139,7 @@ def test_converted_by_one_call() -> None:
     model = llava()
     report = convert(model, "belief", rows(32), modules="language_model", tokens=2000, progress=False)
     assert report.steps[-1].layers == tuple(range(TOWER, TOWER + TEXT))
-    assert report.steps[-1].lost.share < report.steps[0].lost.share
+    assert report.steps[-1].lost.degradation < report.steps[0].lost.degradation
     assert {swap["modules"] for swap in model.config.attn_swap["swaps"]} == {"language_model"}
 
 

@@ -41,7 +41,7 @@ def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert configurations.find("ag_news") == SHIPPED["ag_news"]
     assert configurations.find("own.yaml").samefile(tmp_path / "own.yaml")
     monkeypatch.chdir("/")
-    assert configurations.find("own.yaml", beside=tmp_path) == tmp_path / "own.yaml"
+    assert configurations.find("own.yaml", relative_to=tmp_path) == tmp_path / "own.yaml"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import bootstrap
 
-from hf_attn_swap.training.metrics import Score, paired_interval, scores
+from hf_attn_swap.training.metrics import paired_interval, scores
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_by_hand(name: str, predictions: list[float], references: list[float], w
 
 def test_unknown() -> None:
     with pytest.raises(ValueError, match=r"unknown metric 'bleu'; known: accuracy"):
-        Score("bleu")
+        scores(["bleu"], [0.0], [0.0])
 
 
 def test_paired_interval() -> None:

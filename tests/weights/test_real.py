@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
 from hf_attn_swap.layer.registry import parse, tiny_options
-from hf_attn_swap.measuring.key_values import PairTexts
-from hf_attn_swap.measuring.needle import Haystacks
+from hf_attn_swap.measuring.retrieval import Haystacks, PairTexts
 from tests.contract.harness import gradient_distance, perturb, swaps, without_shortcut
 from tests.harness.process import python
 
@@ -145,9 +144,9 @@ def test_hidden_numbers_and_pairs_are_found_far_more_often_than_by_chance(name: 
         PairTexts.of(stock(name), rows, tokenizer, (64,), texts=1),
     )
     found, values = texts.measure(stock(name)), pairs.measure(stock(name)).by_pairs[64]
-    assert found.together[256].digits > 0.8 > 0.3 > found.chance[256].digits
-    assert found.together[256].found >= 0.5
-    assert values.found > 0.4, "a guess is right once in 64 times"
+    assert found.together[256].token_accuracy > 0.8 > 0.3 > found.chance[256].token_accuracy
+    assert found.together[256].exact_match >= 0.5
+    assert values.exact_match > 0.4, "a guess is right once in 64 times"
     blind = patch_model(fresh(name), "window", window=16, sinks=1)
-    assert texts.measure(blind).together[256].found < 0.2
-    assert pairs.measure(blind).by_pairs[64].found < 0.1
+    assert texts.measure(blind).together[256].exact_match < 0.2
+    assert pairs.measure(blind).by_pairs[64].exact_match < 0.1

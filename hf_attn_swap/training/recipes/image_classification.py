@@ -15,15 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForImageClassification,
-    ViTImageProcessorPil,
-)
+from transformers import AutoModelForImageClassification, ViTImageProcessorPil, default_data_collator
 
 from .. import (
     About,
     ImageDataArguments,
     ModelArguments,
+    ScratchArguments,
     Task,
     launch,
     load_splits,
@@ -32,21 +30,16 @@ from .. import (
 )
 from ..image_size import image_processor, resized
 from .skip_free import without_skips
+from .text_classification import predict
 
 AUTO = AutoModelForImageClassification
 
 
 @dataclass(kw_only=True)
-class RecipeArguments:
+class RecipeArguments(ScratchArguments):
     """Arguments of this recipe alone."""
 
-    card_name: str | None = field(
-        default=None, metadata={"help": "Start of the run's name on its card; made of model and data if left out."}
-    )
     image_size: int | None = field(default=None, metadata={"help": "Side in pixels; the processor's if left out."})
-    flip: bool = field(default=True, metadata={"help": "Mirror half of the training images."})
-    from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
-    config_overrides: str = field(default="{}", metadata={"help": "Config values as JSON; needs --from_scratch."})
     skip_free: bool = field(default=False, metadata={"help": "No residual connections; needs --from_scratch."})
 
     def __post_init__(self) -> None:
@@ -58,14 +51,7 @@ class RecipeArguments:
     def changed(self) -> dict[str, Any]:
         """The arguments on which the metrics depend, if they differ from the default."""
         names = ["from_scratch", "config_overrides", "skip_free"] if self.from_scratch else []
-        names += [] if self.flip else ["flip"]
         return {"image_size": self.image_size, **{name: getattr(self, name) for name in names}}
-
-
-def predict(trainer: Any, test: Any) -> tuple[list[float], list[float]]:
-    """The predicted and the true class of every held-out image."""
-    found = trainer.predict(test)
-    return found.predictions.argmax(-1).tolist(), found.label_ids.tolist()
 
 
 def prepare(rows: dict[str, list[Any]], column: str, processor: Any, flip: bool) -> dict[str, Any]:
@@ -78,14 +64,6 @@ def prepare(rows: dict[str, list[Any]], column: str, processor: Any, flip: bool)
     return {"pixel_values": list(pixels), "labels": rows["labels"]}
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make a batch of rows."""
-    batch: dict[str, Any] = {"pixel_values": torch.stack([row["pixel_values"] for row in rows])}
-    if "labels" in rows[0]:
-        batch["labels"] = torch.tensor([row["labels"] for row in rows])
-    return batch
-
-
 def pretrained(model: ModelArguments, size: int | None, values: dict[str, Any]) -> tuple[Any, Any]:
     """A function that loads the pretrained model, and its processor; both for images of this size."""
     load = functools.partial(AUTO.from_pretrained, model.model_name_or_path, dtype=model.dtype, **values)
@@ -94,7 +72,7 @@ def pretrained(model: ModelArguments, size: int | None, values: dict[str, Any]) 
 
 def from_scratch(name: str, own: RecipeArguments, values: dict[str, Any]) -> tuple[Any, Any]:
     """A function that builds the model with random weights, and its processor."""
-    sized = {} if own.image_size is None else {"image_size": own.image_size}
+    sized: dict[str, Any] = {} if own.image_size is None else {"image_size": own.image_size}
     config = scratch_config(name, own.config_overrides, **values, **sized)
     side = {"height": config.image_size, "width": config.image_size}
     load = functools.partial(without_skips if own.skip_free else AUTO.from_config, config)
@@ -118,9 +96,9 @@ def build_task(model: ModelArguments, data: ImageDataArguments, own: RecipeArgum
     ready = functools.partial(prepare, column=data.image_column_name, processor=processor)
     return Task(
         load=load,
-        train=train.with_transform(functools.partial(ready, flip=own.flip)),
+        train=train.with_transform(functools.partial(ready, flip=True)),
         test=test.with_transform(functools.partial(ready, flip=False)),
-        collate=collate,
+        collate=default_data_collator,
         metrics=data.metrics,
         predict=predict,
         settings=data.settings | own.changed(),

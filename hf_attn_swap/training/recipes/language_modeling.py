@@ -34,10 +34,12 @@ from transformers import (
 )
 
 from ...analysis import lost
+from ...conversion.rows import is_blank, token_ids
 from ...text.bar import bar
 from .. import (
     About,
     ModelArguments,
+    ScratchArguments,
     Task,
     TextDataArguments,
     launch,
@@ -47,17 +49,15 @@ from .. import (
     scratch_config,
 )
 
+FIGURE_BLOCKS = 16  # held-out blocks for KL, agreement and the other text
 TOKENS = "input_ids"  # a column of token ids, which no tokenizer has to read
 AUTO = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM}
 
 
 @dataclass(kw_only=True)
-class RecipeArguments:
+class RecipeArguments(ScratchArguments):
     """Arguments of this recipe alone."""
 
-    card_name: str | None = field(
-        default=None, metadata={"help": "Start of the run's name on its card; made of model and data if left out."}
-    )
     objective: str = field(default="causal", metadata={"help": '"causal" or "masked".'})
     train_tokens: int | None = field(default=None, metadata={"help": "Tokens to train on; all if left out."})
     train_length: int | None = field(
@@ -65,13 +65,10 @@ class RecipeArguments:
     )
     test_tokens: int | None = field(default=None, metadata={"help": "Tokens to measure on; all if left out."})
     tokenizer_name: str | None = field(default=None, metadata={"help": '"bytes" or a model; needs --from_scratch.'})
-    from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
-    config_overrides: str = field(default="{}", metadata={"help": "Config values as JSON; needs --from_scratch."})
     other_dataset: str | None = field(
         default=None,
         metadata={"help": "Text of another kind, to measure on too: a name on the Hub, a folder or a file."},
     )
-    figure_blocks: int = field(default=16, metadata={"help": "Held-out blocks for KL, agreement and the other text."})
 
     def __post_init__(self) -> None:
         if self.objective not in AUTO:
@@ -86,31 +83,31 @@ def blocks(split: Dataset, column: str, tokenizer: Any, length: int, tokens: int
     if column == TOKENS:
         rows = [list(row[:length]) for row in split[column] if len(row) >= length]
         return rows if wanted is None else rows[: wanted // length]
-    texts = (text for text in split[column] if text.strip())
-    ids = (i for text in texts for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    texts = (text for text in split[column] if not is_blank(text))
+    ids = itertools.chain.from_iterable(ids for text in texts for ids in token_ids(text, tokenizer))
     stream = list(itertools.islice(ids, wanted))
-    found = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
-    if not found:
+    rows = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
+    if not rows:
         raise ValueError(f"the text has {len(stream)} tokens, less than one block of {length} (--max_seq_length).")
-    return found
+    return rows
 
 
 def figures(
     trainer: Any, test: Dataset, load: Callable[[], Any], own: RecipeArguments, other: Dataset | None, shift: int
 ) -> dict[str, float]:
     """KL to the pretrained model and agreement with it, on the first held-out blocks; and perplexity on other text."""
-    model, first = trainer.model.eval(), test.select(range(min(own.figure_blocks, len(test))))
-    found: dict[str, float] = {}
+    model, first = trainer.model.eval(), test.select(range(min(FIGURE_BLOCKS, len(test))))
+    measured: dict[str, float] = {}
     if not own.from_scratch:
         batches = ({"input_ids": torch.tensor([row["input_ids"]])} for row in first)
         compared = lost(model, batches, stock=load())
         assert compared.divergence is not None
         assert compared.agreement is not None
-        found |= {"kl_to_pretrained": compared.divergence, "agreement": compared.agreement}
+        measured |= {"kl_to_pretrained": compared.divergence, "agreement": compared.agreement}
     if other is not None:
         losses, _ = predict(trainer, other, shift)
-        found["perplexity_other"] = math.exp(sum(losses) / len(losses))
-    return found
+        measured["perplexity_other"] = math.exp(sum(losses) / len(losses))
+    return measured
 
 
 @torch.no_grad()
@@ -122,9 +119,9 @@ def predict(trainer: Any, test: Dataset, shift: int) -> tuple[list[float], list[
         labels = batch["labels"]
         logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
         end = logits.shape[1] - shift
-        each = F.cross_entropy(logits[:, :end].transpose(1, 2).float(), labels[:, shift:], reduction="none")
+        loss_BL = F.cross_entropy(logits[:, :end].transpose(1, 2).float(), labels[:, shift:], reduction="none")
         counted = (labels[:, shift:] != -100).sum(1)
-        losses += trainer.accelerator.gather_for_metrics(each.sum(1) / counted.clamp_min(1)).tolist()
+        losses += trainer.accelerator.gather_for_metrics(loss_BL.sum(1) / counted.clamp_min(1)).tolist()
     return losses, [0.0] * len(losses)
 
 
@@ -156,11 +153,11 @@ def build_task(model: ModelArguments, data: TextDataArguments, own: RecipeArgume
     cut = functools.partial(blocks, column=data.input_columns[0], tokenizer=tokenizer, length=data.max_seq_length)
     length = own.train_length or data.max_seq_length
     rows = {"train": cut(train, tokens=own.train_tokens, length=length), "test": cut(test, tokens=own.test_tokens)}
-    sets = {name: Dataset.from_dict({"input_ids": found, "labels": found}) for name, found in rows.items()}
+    sets = {name: Dataset.from_dict({"input_ids": ids, "labels": ids}) for name, ids in rows.items()}
     other = None
     if own.other_dataset is not None:
         split = load_rows(own.other_dataset, None, None, data.input_columns[0])
-        some = cut(split, tokens=own.figure_blocks * data.max_seq_length)
+        some = cut(split, tokens=FIGURE_BLOCKS * data.max_seq_length)
         other = Dataset.from_dict({"input_ids": some, "labels": some})
     collate = default_data_collator
     if not causal:

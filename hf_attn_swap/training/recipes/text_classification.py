@@ -25,6 +25,7 @@ from transformers import (
 from .. import (
     About,
     ModelArguments,
+    ScratchArguments,
     Task,
     TextDataArguments,
     launch,
@@ -36,26 +37,19 @@ from ..metrics import scores
 
 
 @dataclass(kw_only=True)
-class RecipeArguments:
+class RecipeArguments(ScratchArguments):
     """Arguments of this recipe alone."""
 
-    card_name: str | None = field(
-        default=None, metadata={"help": "Start of the run's name on its card; made of model and data if left out."}
-    )
     second_test_split_name: str | None = field(
         default=None, metadata={"help": "Split to measure on too, such as MNLI's validation_mismatched."}
     )
     regression: bool = field(default=False, metadata={"help": "The labels are numbers (STS-B)."})
-    from_scratch: bool = field(default=False, metadata={"help": "Random weights instead of the checkpoint's."})
-    config_overrides: str = field(
-        default="{}", metadata={"help": 'Config values as JSON; {"num_hidden_layers": 2} keeps the first two layers.'}
-    )
 
     def changed(self) -> dict[str, Any]:
         """The arguments on which the metrics depend, if they differ from the default."""
-        usual = RecipeArguments()
+        defaults = vars(RecipeArguments())
         names = ("second_test_split_name", "regression", "from_scratch", "config_overrides")
-        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
+        return {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
 
 
 def encode(dataset: Any, tokenizer: Any, data: TextDataArguments) -> Any:
@@ -77,10 +71,10 @@ def by_length(dataset: Any) -> Any:
 
 def predict(trainer: Any, test: Any) -> tuple[list[float], list[float]]:
     """The predicted and the true class of every held-out row; in a regression the predicted and the true number."""
-    found = trainer.predict(test)
-    logits = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions
+    output = trainer.predict(test)
+    logits = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
     numbers = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(-1)
-    return numbers.tolist(), found.label_ids.tolist()
+    return numbers.tolist(), output.label_ids.tolist()
 
 
 def second_figures(trainer: Any, _: Any, second: Any, split: str, metrics: Sequence[str]) -> dict[str, float]:

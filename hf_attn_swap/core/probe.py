@@ -1,4 +1,4 @@
-"""Marks a tensor inside a memory layer that 8-bit quantisation rounds: it passes the tensor on as it is."""
+"""Marks a tensor inside a module that has no swap, so that measurements see it and 8-bit quantisation rounds it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def last_hidden(root: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 def names_head(name: str) -> bool:
     """True if a class of this name has a head, such as BertForMaskedLM; False for BertModel."""
-    return any(part in name for part in ("For", "LMHead"))
+    return any(suffix in name for suffix in ("For", "LMHead"))
 
 
 def can_skip_logits(root: PreTrainedModel) -> bool:
