@@ -172,16 +172,6 @@ class LinearState(State):
         """True for linear attention."""
         return bool(swap.replaces)
 
-    @property
-    def state_BGDD(self) -> Tensor | None:  # noqa: N802  # axis suffix, as in argument names
-        """A copy of the sum of k v^T over all tokens (B,G,D,D), in fp32 at least; None before the first token."""
-        return None if self.full.state is None else self.full.state.clone()
-
-    @property
-    def seen_B(self) -> Tensor | None:  # noqa: N802  # as above
-        """A copy of the number of real keys (B,); None before the first token."""
-        return None if self.full.seen is None else self.full.seen.clone()
-
     def past(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """The sums over all tokens so far, as `simple_attention` takes them. The next `absorb` may change them.
 

@@ -97,10 +97,12 @@ def rotated_from_first_seen(
     Raises:
         ValueError: the first seen token is in the cache, or the module works out the angles itself.
     """
-    if not isinstance(mask, Tensor) or not _padded_in_front(mask):
-        return args, kwargs
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     angles = {name: value for name, value in named.items() if _are_angles(value)}
+    if not isinstance(mask, Tensor) or (not angles and POSITIONS not in arguments(stock_class(core))):
+        return args, kwargs  # there is nothing to turn
+    if not _padded_in_front(mask):
+        return args, kwargs
     seen = _seen(mask)
     if angles and all(_complex(value).shape[-2] == seen.shape[1] for value in angles.values()):
         moved = {name: _turned(core, value, seen.int().argmax(-1)) for name, value in angles.items()}
@@ -110,7 +112,7 @@ def rotated_from_first_seen(
     positions = kwargs.get(POSITIONS)
     if angles and not traced() and (positions is None or bool((positions[..., -1] != seen.sum(-1) - 1).any())):
         _refuse(core)
-    if not angles and POSITIONS in arguments(stock_class(core)):
+    if not angles:
         _refuse(core)
     return args, kwargs
 

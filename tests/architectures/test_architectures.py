@@ -22,6 +22,7 @@ from hf_attn_swap.conversion import DistillationTrainer, Losses
 from hf_attn_swap.describe import NOTHING
 from hf_attn_swap.families import sites
 from tests.contract.harness import perturb, refused, swaps
+from tests.harness.places import turns
 from tests.slow import slow_simple_attention
 
 from .cached import decodings
@@ -43,6 +44,7 @@ ONCE_REFUSED = (
     "seamless_m4t_v2",
     "siglip_vision_model",
 )
+BARE = ("siglip_vision_model", "aimv2_vision_model", "sam3_vit_model")  # layers take no keywords
 SINKS = ("gpt_oss", "inkling2_text")
 LATENT = "deepseek_v3"  # queries and keys are wider than values
 
@@ -214,8 +216,7 @@ def test_cross_attention_by_the_call(model_type: str) -> None:
     assert found == {"self_attn": False, "cross_attention": True}
 
 
-@pytest.mark.parametrize("model_type", ["siglip_vision_model", "aimv2_vision_model", "sam3_vit_model"])
-@pytest.mark.parametrize("variant", ["modern_hopfield", "gated", "belief_star", "simpletron_resl"])
+@pytest.mark.parametrize(("model_type", "variant"), turns(BARE, ["modern_hopfield", "belief_star", "simpletron_resl"]))
 def test_context_arrives_without_keywords(model_type: str, variant: str) -> None:
     """The layer's input, the carried scores and what comes after W_o, where only the mask is handed on."""
     stock, probes, wanted = stock_and_probes(model_type)

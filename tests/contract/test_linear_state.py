@@ -43,7 +43,7 @@ def test_generate_takes_it_by_itself_and_it_does_not_grow(family: str, name: str
         states = [state_of(cache_of(out), layer) for layer in range(model.config.num_hidden_layers)]
         assert all(state.get_seq_length() == PROMPT + new - 1 for state in states)
         assert all(state.keys.numel() == state.values.numel() == 0 for state in states)
-        sizes.append(sum(state.state_BGDD.numel() + state.seen_B.numel() for state in states))
+        sizes.append(sum(state.full.state.numel() + state.full.seen.numel() for state in states))
     assert sizes[0] == sizes[1]
 
 
@@ -102,8 +102,8 @@ def fed(text: tuple[Any, Any, Any]) -> LinearState:
 
 def assert_same_sums(state: LinearState, wanted: LinearState) -> None:
     assert state.get_seq_length() == wanted.get_seq_length()
-    assert distance(state.state_BGDD, wanted.state_BGDD) <= TOLERANCE[torch.float64]
-    assert torch.equal(state.seen_B, wanted.seen_B)
+    assert distance(state.full.state, wanted.full.state) <= TOLERANCE[torch.float64]
+    assert torch.equal(state.full.seen, wanted.full.seen)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -196,7 +196,7 @@ def test_what_else_holds_the_sums_keeps_its_numbers(change: str, held: Any) -> N
     state = fed(tokens(generator, CROPPED + 9, False))
     state.absorb(*tokens(generator, 1, False))
     CHANGES[change](state)
-    other, wanted, base = held(state), state.state_BGDD, state.base.state.clone()
+    other, wanted, base = held(state), state.full.state.clone(), state.base.state.clone()
     token = tokens(torch.Generator().manual_seed(1), 1, False)
     for holder in (state, other):
         for _ in range(3):
@@ -204,17 +204,7 @@ def test_what_else_holds_the_sums_keeps_its_numbers(change: str, held: Any) -> N
     assert torch.equal(state.base.state, base)
     assert torch.equal(other.base.state, base)
     assert_same_sums(state, other)
-    assert distance(state.state_BGDD, wanted + 3 * token[0].mT @ token[1]) <= TOLERANCE[torch.float64]
-
-
-@torch.no_grad()
-def test_what_a_state_shows_keeps_its_numbers() -> None:
-    token = tokens(torch.Generator().manual_seed(0), 1, False)
-    state = fed(token)
-    shown, seen = state.state_BGDD, state.seen_B
-    state.absorb(*token)
-    assert distance(shown, token[0].mT @ token[1]) <= TOLERANCE[torch.float64]
-    assert seen.tolist() == [1, 1]
+    assert distance(state.full.state, wanted + 3 * token[0].mT @ token[1]) <= TOLERANCE[torch.float64]
 
 
 @torch.no_grad()
@@ -225,7 +215,7 @@ def test_rows_that_are_a_view_go_on() -> None:
     state.absorb(key, value, None)
     state.batch_select_indices(every)
     state.absorb(key[every], value[every], None)
-    assert distance(state.state_BGDD, 3 * (key.mT @ value)[every]) <= TOLERANCE[torch.float64]
+    assert distance(state.full.state, 3 * (key.mT @ value)[every]) <= TOLERANCE[torch.float64]
 
 
 def test_a_graph_of_gradients_keeps_its_sums() -> None:
@@ -272,9 +262,9 @@ def test_autocast_does_not_round_the_state() -> None:
     key, value, _ = tokens(torch.Generator().manual_seed(0), 5, False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         state = fed((key.float(), value.float(), None))
-    wanted = fed((key, value, None)).state_BGDD
-    assert state.state_BGDD.dtype == torch.float32
-    assert distance(state.state_BGDD.double(), wanted) <= TOLERANCE[torch.float32]
+    wanted = fed((key, value, None)).full.state
+    assert state.full.state.dtype == torch.float32
+    assert distance(state.full.state.double(), wanted) <= TOLERANCE[torch.float32]
 
 
 @torch.no_grad()
@@ -389,7 +379,7 @@ def test_gradients_keep_keys_and_values() -> None:
 def test_the_state_of_half_precision_is_held_in_fp32() -> None:
     model = patch_model(fresh("llama", torch.bfloat16), "simpletron_resl")
     last, cache = prefilled(model, "llama")
-    assert state_of(cache).state_BGDD.dtype == torch.float32
+    assert state_of(cache).full.state.dtype == torch.float32
     assert model(**last, **with_cache(model, cache)).logits.dtype == torch.bfloat16
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hf_attn_swap import patch_model, set_strength
-from hf_attn_swap.core.call import Call
 from hf_attn_swap.kernels.extra_kv import ExtraKV
 from hf_attn_swap.variants.about import About
 from hf_attn_swap.variants.base import METHODS, PLACES, Variant, register
@@ -61,16 +60,3 @@ def test_every_place_in_every_precision(family: str, place: str, dtype: torch.dt
     assert got.dtype == dtype
     assert not torch.equal(got, wanted)
     assert torch.equal(forward(set_strength(model, 0.0), batch), wanted)
-
-
-def test_no_strength_without_a_dtype() -> None:
-    """A strength in one precision for all tensors would change the dtype of some; so a call has none to read."""
-    with pytest.raises(AttributeError, match="strength"):
-        Call(x=torch.zeros(1, 1, 1)).strength  # type: ignore[attr-defined]  # noqa: B018  # that is the test
-    call = Call(x=torch.zeros(1, 1, 1), exact_strength=torch.full((1,), 0.3))
-    assert [call.strength_in(dtype).dtype for dtype in (torch.bfloat16, torch.float64)] == [
-        torch.bfloat16,
-        torch.float64,
-    ]
-    assert call.exact_strength.dtype == torch.float32
-    assert Call(x=torch.zeros(1, 1, 1)).strength_in(torch.bfloat16) == 1.0

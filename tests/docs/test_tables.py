@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,11 +11,8 @@ import pytest
 
 from docs.tables.conversions import compared_table
 from docs.tables.eight_bits import eight_bits_table, largest_table
-from docs.tables.overview import STUDIES, results_table
 from docs.tables.runs import CARDS, RECORDS, tasks_table
 from docs.tables.stanhop import found_in_table_1, found_in_table_2, measured_size, simple_table, stanhop_table, studies
-
-NO_LINK = re.compile(r"\]\([^)]*\)")
 
 
 def cells(table: str) -> list[list[str]]:
@@ -62,28 +58,6 @@ def test_tasks_and_their_means(model: str) -> None:
         row = rows.pop((f"mean of {len(values)}", name))
         assert float(row[2]) == pytest.approx(fmean(values), abs=0.005)
     assert not rows
-
-
-def test_the_results_on_one_screen_are_those_of_the_records() -> None:
-    """Each figure has a link to its record, and says what the record says."""
-    rows = {row[0]: row[1:] for row in cells(results_table())}
-    assert 10 < len(rows) < 25
-    figures = [
-        figure
-        for row in rows.values()
-        for cell in row
-        for figure in re.findall(r"[+-]?\d+\.\d+", NO_LINK.sub("", cell))
-    ]
-    linked = re.findall(r"\[([+-]?\d+\.\d+)(?: ×)?\]\((?:model_cards/|https://github.com/)", results_table())
-    assert figures == linked
-    for record in records("smollm2-distilled"):
-        ratio = mean_of(record["converted"], "perplexity") / mean_of(record["control"], "perplexity")
-        assert f"[{ratio:.3f} ×](model_cards/{record['name']}/README.md)" in " ".join(
-            rows[STUDIES["smollm2-distilled"]]
-        )
-    assert rows["MiniLM, SST-2, more texts"][3].startswith("[-1.2]")
-    for path in re.findall(r"\((model_cards/[^)]+)\)|/blob/main/([^)]+)\)", results_table()):
-        assert (CARDS.parent / (path[0] or path[1])).is_file()
 
 
 def test_a_control_beside_what_it_became(tmp_path: Path) -> None:

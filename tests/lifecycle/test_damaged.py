@@ -15,7 +15,7 @@ from hf_attn_swap import patch_model
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, swaps
 from tests.harness.damage import DAMAGE, Change, drop, rewritten
-from tests.harness.places import in_turn
+from tests.harness.places import in_turn, turns
 from tests.lifecycle.steps import same_bits
 
 
@@ -46,8 +46,7 @@ def test_without_its_block(folder: Path, tmp_path: Path) -> None:
         forward(transformers.AutoModelForMaskedLM.from_pretrained(where), batch_of("bert", torch.float32))
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("other", ["sdpa", "eager"])
+@pytest.mark.parametrize(("name", "other"), turns(FAMILY_NAMES, ["sdpa", "eager"], 1))
 def test_another_attention_by_hand(name: str, other: str, tmp_path: Path) -> None:
     patch_model(fresh(name, torch.float32), "belief").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="leave that argument out"):

@@ -179,7 +179,7 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "conversion/value_scale.py": (SCALE,),
     "memory/": (stage("memory/test_layers.py", "memory/test_promises.py"),),
     "memory/stanhop.py": (stage("memory/test_stanhop.py"),),
-    "memory/probe.py": (stage("memory/test_stanhop.py", keyword="eight_bits"),),
+    "core/probe.py": (stage("memory/test_stanhop.py", keyword="eight_bits"),),
     "training/metrics.py": (stage("training/test_metrics.py", "training/test_publish.py"),),
 }
 SCOPE = ("functional", "core", "layer", "kernels", "conversion", "memory", "training/metrics.py")
