@@ -398,9 +398,8 @@ def _choose_sink(run: Run, measure: Callable[[Run], Lost] | None) -> list[int] |
             run.say(f"No sink was absorbed: {problem}")
             return None
         lost = run.lost() if measure is None else measure(run)
-    if lost.degradation < before.degradation and (
-        not config.budgeted or config.allows(lost)
-    ):  # else groups of layers are chosen
+    enough = not config.budgeted or config.allows(lost)  # else groups of layers are chosen
+    if enough and lost.degradation < before.degradation:
         run.say(str(absorbed))
         return list(absorbed.tokens)
     return None
