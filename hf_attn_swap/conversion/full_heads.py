@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from ..layer.registry import build_options
 from ..variants.base import Variant
 from ..wiring.layers import Layer
 
@@ -56,10 +55,7 @@ def set_full_heads(layer: Layer, heads: Iterable[int]) -> None:
     """
     name, heads = check_full_heads(layer), sorted(heads)
     for swap in layer.copies:
-        swap.options = {**swap.options, name: {**swap.options[name], OPTION: heads}}
-        for variant in swap.variants:
-            if variant.name == name:
-                variant.options = build_options(type(variant), swap.options[name])
+        swap.set_options({**swap.options, name: {**swap.options[name], OPTION: heads}})
 
 
 @contextlib.contextmanager

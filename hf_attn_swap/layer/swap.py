@@ -109,7 +109,7 @@ class Swap(nn.Module):
     (1,) is a copy of the float for the computation, and `phase` is the only form of the strength that code branches on.
     `wiring` is None while the swap belongs to no model.
 
-    What the variants change is worked out once, when the swap is made: a call reads plain attributes. They hold names
+    What the variants change is worked out once for their options: a call reads plain attributes. They hold names
     of variants and never the modules themselves, so that every copy of a swap computes with its own modules.
 
     Attributes:
@@ -162,6 +162,29 @@ class Swap(nn.Module):
             self.add_module(cls.name, cls(build_options(cls, options[cls.name]), geometry))
         for name in FITTED:
             self.register_module(name, None)
+        self._note_changes()
+        self._note_fits()
+        self.register_buffer("strength_value", torch.ones(1, dtype=torch.float32), persistent=False)
+        self.compute_at(strength)
+
+    def set_options(self, options: Options) -> None:
+        """Let the variants compute with other options, and the parameters that they have, from the next call on.
+
+        For options that need no other parameters and no other hooks. `Installation.refresh` has to follow.
+
+        Args:
+            options: as in the constructor.
+
+        Raises:
+            ValueError: an option is unknown or has a wrong value.
+        """
+        for variant in self.variants:
+            variant.options = build_options(type(variant), options[variant.name])
+        self.options = options
+        self._note_changes()
+
+    def _note_changes(self) -> None:
+        """Note what the variants change, with the options that they have."""
         variants = self.variants
         self.changed = {place: variant.name for variant in variants for place in variant.changes}
         self.replaces = isinstance(variants[0], Replacement)
@@ -173,9 +196,6 @@ class Swap(nn.Module):
         self.keeps_projection = all(variant.keeps_projection for variant in variants)
         self.wants_residual = any(variant.wants_residual for variant in variants)
         self.projects = any(variant.projects for variant in variants)
-        self._note_fits()
-        self.register_buffer("strength_value", torch.ones(1, dtype=torch.float32), persistent=False)
-        self.compute_at(strength)
 
     def _load_from_state_dict(
         self,

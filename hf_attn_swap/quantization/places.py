@@ -36,11 +36,15 @@ def quantizable(root: Any) -> Iterator[tuple[str, nn.Module]]:
 def refuse_stacked(root: Any) -> None:
     """Refuse matrices that are stacked in one parameter, as the experts of a mixture are: no protocol rounds them.
 
+    A module that holds Linears has such a parameter for another purpose, such as positions.
+
     Raises:
         ValueError: names the first of them.
     """
     for path, module in root.base_model.named_modules():
         if "attn_swap" in path.split(".") or isinstance(module, (_ConvNd, ParametrizationList)):
+            continue
+        if any(map(is_matmul, module.modules())):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() == 3 and len(parameter) > 1:

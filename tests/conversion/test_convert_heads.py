@@ -94,6 +94,7 @@ def test_the_saved_model_has_the_heads(monkeypatch: pytest.MonkeyPatch, tmp_path
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
     assert [swap.options["window"]["full_heads"] for swap in swaps(again)] == [[], [1], []]
+    assert [swap.span for swap in swaps(again)] == [swap.span for swap in swaps(model)], "as the caches read it"
     batch = batch_of("llama", torch.float32)
     assert_identical(run(again, batch), run(model.eval(), batch))
 
