@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArg
 
 from hf_attn_swap import convert, patch_model
 from hf_attn_swap.conversion import DistillationTrainer
-from hf_attn_swap.conversion.adapters import with_adapters
 from hf_attn_swap.conversion.stages import Calibrate, Distil
+from hf_attn_swap.conversion.trainable import with_adapters
 from hf_attn_swap.text.table import markdown
 
 TEACHER = "the teacher's pass alone"

@@ -11,6 +11,7 @@ from .publish.hub import push
 
 if TYPE_CHECKING:
     from .conversion.convert import convert as convert
+    from .conversion.quantize import quantize as quantize
     from .conversion.sensitivity import layer_sensitivity as layer_sensitivity
 
 __version__ = "0.1.0"
@@ -27,14 +28,18 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `convert` and `layer_sensitivity` when they are first used: they need the extra `train`.
+    """Import `convert`, `quantize` and `layer_sensitivity` when they are first used: they need the extra `train`.
 
     For this reason `__all__` leaves them out, so that `from hf_attn_swap import *` works without the extra.
     """
-    if name not in ("convert", "layer_sensitivity"):
+    if name not in ("convert", "quantize", "layer_sensitivity"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from .conversion import convert, sensitivity
+        from .conversion import convert, quantize, sensitivity
     except ModuleNotFoundError as missing:
         raise ImportError(f'{name} needs {missing.name}: pip install "hf-attn-swap[train]"') from missing
-    return convert.convert if name == "convert" else sensitivity.layer_sensitivity
+    return {
+        "convert": convert.convert,
+        "quantize": quantize.quantize,
+        "layer_sensitivity": sensitivity.layer_sensitivity,
+    }[name]

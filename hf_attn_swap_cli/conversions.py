@@ -120,8 +120,8 @@ def quantize(
     out: Annotated[Path, typer.Argument(help="Folder for the model in 8-bit integers.")],
     data: Data,
     variant: Annotated[
-        str, typer.Option(help='Such as "outeffhop"; if left out, stock attention, with a sink where it helps.')
-    ] = "softmax",
+        str | None, typer.Option(help='Such as "outeffhop"; if left out, stock attention, with a sink where it helps.')
+    ] = None,
     column: Columns = None,
     config: Config = None,
     split: Train = None,
@@ -155,7 +155,7 @@ def quantize(
     accelerate launch --multi_gpu (or --use_fsdp --fsdp_version 2) -m hf_attn_swap_cli quantize, with the same
     arguments.
     """
-    _convert_or_plan({**locals(), "layers": "auto", "bits": 8})
+    _convert_or_plan({**locals(), "quantized": True})
 
 
 def _convert_or_plan(parameters: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ def _convert_or_plan(parameters: dict[str, Any]) -> None:
 def run_conversion(
     *,
     model: str,
-    variant: str,
+    variant: str | None,
     out: Path,
     data: str,
     eval_data: str | None,
@@ -180,18 +180,19 @@ def run_conversion(
     column: list[str] | None,
     config: str | None,
     split: str | None,
-    layers: str,
     tokens: str,
     max_loss: str | None,
     option: list[str] | None,
     push: str | None,
     token: str | None,
     quiet: bool,
+    layers: str = "auto",
     min_recall: str | None = None,
     fit: str = "auto",
+    quantized: bool = False,
     **more: Any,
 ) -> None:
-    """Convert a checkpoint, print the report, and publish the result if that was asked for."""
+    """Convert or quantize a checkpoint, print the report, and publish the result if that was asked for."""
     from hf_attn_swap.publish.converted import convert_checkpoint
     from hf_attn_swap.publish.hub import push_folder
     from hf_attn_swap.text.typed import parse_count, parse_layers, parse_options, parse_share
@@ -212,6 +213,9 @@ def run_conversion(
             )
         return inputs_of(train, names), inputs_of(held, names)
 
+    if not quantized:
+        more["layers"] = "auto" if layers == "auto" else parse_layers(layers) or []
+        more |= {"min_recall": parse_share(min_recall), "fit": None if fit == "none" else fit}
     report, saved = convert_checkpoint(
         model,
         variant,
@@ -221,10 +225,8 @@ def run_conversion(
         tokens=parse_count(tokens),
         eval_tokens=None if eval_tokens is None else parse_count(eval_tokens),
         max_loss=parse_share(max_loss),
-        min_recall=parse_share(min_recall),
-        fit=None if fit == "none" else fit,
-        layers="auto" if layers == "auto" else parse_layers(layers) or [],
-        options=parse_options(option or [], composed="+" in variant),
+        quantized=quantized,
+        options=parse_options(option or [], composed="+" in (variant or "")),
         token=token,
         notify=told(quiet),
         quiet=quiet,

@@ -39,8 +39,8 @@ def dry_run(
     """
     import torch
 
-    from hf_attn_swap.conversion.parts import choose_trainable
-    from hf_attn_swap.conversion.plan import default_distil
+    from hf_attn_swap.conversion.config import default_distil
+    from hf_attn_swap.conversion.trainable import choose_trainable
     from hf_attn_swap.publish.checkpoint import check_dtype, skeleton
     from hf_attn_swap.text.table import Table
     from hf_attn_swap.text.typed import parse_count

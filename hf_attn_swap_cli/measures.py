@@ -98,7 +98,7 @@ def compare(
     from hf_attn_swap.analysis.cost import compare_costs
     from hf_attn_swap.analysis.inputs import words_of
     from hf_attn_swap.analysis.outliers import outliers
-    from hf_attn_swap.conversion.outcome import in_words
+    from hf_attn_swap.conversion.report import in_words
     from hf_attn_swap.measuring.held_out import HeldOut
     from hf_attn_swap.measuring.positions import check_length, longest_row, position_table, usual_length
     from hf_attn_swap.publish.checkpoint import hub_arguments

@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelFor
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import calibrate, scale_values
-from hf_attn_swap.conversion.absorb import TEXTS, Absorbed, absorb_rows
+from hf_attn_swap.conversion.sink import TEXTS, Absorbed, absorb_rows
 from hf_attn_swap.layer.registry import canonical_name
 from hf_attn_swap.measuring.batches import read_by, token_mask
 from hf_attn_swap.patch import need_installation

@@ -28,12 +28,12 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding, TrainingArguments, default_data_collator
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion.engine import take
+from hf_attn_swap.conversion.config import ConvertConfig
+from hf_attn_swap.conversion.distill import run_stage
 from hf_attn_swap.conversion.journal import Journal
 from hf_attn_swap.conversion.rows import ready_rows
+from hf_attn_swap.conversion.run import Run
 from hf_attn_swap.conversion.stages import FineTune
-from hf_attn_swap.conversion.state import State
-from hf_attn_swap.conversion.steps import steps_of
 from hf_attn_swap.text.typed import parse_layers
 from hf_attn_swap.training import ConversionArguments, ModelArguments, TextDataArguments, load_splits, parse
 from hf_attn_swap.training.image_size import image_processor, resized
@@ -128,19 +128,19 @@ def main(argv: list[str] | None = None) -> None:
     layers = parse_layers(model.layers)
     patch_model(encoder, model.variant, layers=layers, **model.option_values)
     measure("swapped")
-    state = State(
+    run = Run(
         model=encoder,
+        config=ConvertConfig(variant=model.variant),
         rows=ready_rows(train, collate),
         args=replace(training, seed=model.seeds[0]),
         folder=folder / model.run_name,
         journal=Journal(None, {}),
     )
     stages = [stage for stage in conversion.plan if not isinstance(stage, FineTune)]
-    for number, (stage, step) in enumerate(zip(stages, steps_of(stages), strict=True), 1):
-        take(state, [step])
-        print(state.notes["sentences"][-1])
+    for number, stage in enumerate(stages, 1):
+        run_stage(run, stage, number)
+        print(run.sentences[-1])
         measure(f"{number}: {stage.name}")
-    steps = state.notes.get("sentences", [])
     headline = data.metrics[0]
     rows = {}
     for stage, classes in predictions.items():
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     about = {"model": model.published_name, "variant": model.variant, "options": model.option_values}
     path = folder / f"probe-{model.run_name}.json"
-    path.write_text(json.dumps({**about, "steps": steps, "stages": rows}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({**about, "steps": run.sentences, "stages": rows}, indent=2) + "\n", encoding="utf-8")
     print(f"written to {path}")
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from hf_attn_swap.conversion.trace import Trace, channels_read, is_matrix, is_norm, is_table, owners, tensors
+from hf_attn_swap.conversion.rescalable_edge import Trace, channels_read, is_matrix, is_norm, is_table, owners, tensors
 from hf_attn_swap.core.checks import is_whole
 from hf_attn_swap.families import sites
 from hf_attn_swap.layer.smoothing import parts, plain

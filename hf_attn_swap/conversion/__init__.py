@@ -1,16 +1,15 @@
 """Convert a trained model with little loss, step by step; `hf_attn_swap.convert` takes all steps by one call.
 
-The steps are absorbed sinks, smoothed channels, scaled values,
-calibration, the choice of layers, and distillation.
+The steps are absorbed sinks, smoothed channels, scaled values, calibration, the choice of layers, and distillation.
 """
 
-from .absorb import absorb_sink
 from .calibrate import calibrate
-from .distillation import DistillationTrainer
 from .losses import Losses
 from .merge import merge_calibration
 from .sensitivity import head_sensitivity
+from .sink import absorb_sink
 from .smooth import smooth
+from .trainer import DistillationTrainer
 from .value_scale import scale_values
 
 __all__ = [

@@ -19,27 +19,201 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Call
-from ..layer.calibration import Calibration, check_fit
+from ..core.call import Call, Geometry
+from ..layer.calibration import FITS, Calibration, check_fit
+from ..layer.fitted import CALL, sentences
 from ..layer.registry import parse, parse_options
 from ..layer.swap import Phase
 from ..measuring.batches import Batch, as_batches, forward, read_by, refuse_other_tokens, token_mask
 from ..patch import build_swap, need_installation
 from ..text.bar import bar
+from ..text.table import Table
+from ..variants.softmax import Softmax
 from ..wiring.install import Installation
-from .moments import Moments
-from .report import CalibrationReport, LayerFit
+from .rows import TOKENS, Rows
+from .run import Run
+from .stages import Calibrate
 from .target import Target
 from .value_scale import scale_values
 
+TINY = 0.01  # a skip of less than this share of the input is not worth a sentence
+HEADER = ("layer", "module", "R2 before", "R2 after", "worst head", "negative gains")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFit:
+    """The fit of one layer.
+
+    Attributes:
+        layer, module: number and path of the attention module.
+        before, after: R^2 per head on the calibration tokens, before the fit and after the fit.
+        gains: the fitted gain per head; None for maps.
+        tokens: how many real tokens the fit used.
+    """
+
+    layer: int
+    module: str
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    gains: tuple[float, ...] | None
+    tokens: int
+
+    @property
+    def negative(self) -> tuple[int, ...]:
+        """The heads whose gain is negative: their output points away from the target."""
+        return tuple(head for head, gain in enumerate(self.gains or ()) if gain < 0)
+
+    def cells(self) -> tuple[str, ...]:
+        """The layer's row of the table, in the order of `HEADER`."""
+        worst = min(range(len(self.after)), key=self.after.__getitem__)
+        if self.gains is None:
+            negative = "-"
+        else:
+            negative = ", ".join(map(str, self.negative)) or "none"
+        return (
+            str(self.layer),
+            self.module,
+            f"{fmean(self.before):.3g}",
+            f"{fmean(self.after):.3f}",
+            f"{worst} ({self.after[worst]:.3f})",
+            negative,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationReport:
+    """The fits of all layers of one calibration.
+
+    Attributes:
+        fit: "gain" or "map".
+        source: the attention to which the layers were fitted.
+        layers: the fit of each layer.
+        lengths: the shortest and the longest row of the calibration batches, in real tokens.
+        left: the multiple of a layer's input that the swap adds and that no fit can undo; 0 in post-LayerNorm blocks.
+    """
+
+    fit: str
+    source: str
+    layers: tuple[LayerFit, ...]
+    lengths: tuple[int, int]
+    left: float = 0.0
+
+    @property
+    def unexplained(self) -> float:
+        """1 - R^2 after the fit, as a mean over layers and heads."""
+        return 1 - fmean(value for layer in self.layers for value in layer.after)
+
+    @property
+    def skip_words(self) -> str:
+        """A sentence on a skip that no fit can undo; empty if there is none, or a tiny one."""
+        if abs(self.left) < TINY:
+            return ""
+        return (
+            f"The swap adds {self.left:g} times the input in every layer, which no fit can undo in a pre-norm block: "
+            "choose options without this skip (modern_hopfield: alpha=0), or train the model for long."
+        )
+
+    def summary(self) -> str:
+        """The report in two sentences, and one more for a skip that no fit can undo."""
+        shortest, longest = self.lengths
+        span = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
+        sentences = (
+            f"{self.fit} fitted to {self.source} on {self.layers[0].tokens:,} tokens: {self.unexplained:.1%} of the "
+            f"read-out stays unexplained. Rows had {span} tokens; use the model at such lengths.",
+            self.skip_words,
+        )
+        return " ".join(filter(None, sentences))
+
+    def __str__(self) -> str:
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> Table:
+        return Table(summary=self.summary(), header=HEADER, rows=[layer.cells() for layer in self.layers])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+
+class Moments:
+    """Sums of products of the variant's heads A and the wanted heads R, in fp64 on the CPU."""
+
+    def __init__(self, geometry: Geometry, fit: str) -> None:
+        heads, width = geometry.heads, geometry.head_dim
+        self.fit = fit
+        self.rows = 0
+        self.gram_HFF = torch.zeros(heads, width + 1, width + 1, dtype=torch.float64)
+        self.cross_HFD = torch.zeros(heads, width + 1, width, dtype=torch.float64)
+        self.square_H = torch.zeros(heads, dtype=torch.float64)
+
+    def add(self, heads_NHD: Tensor, wanted_NHD: Tensor) -> None:
+        """Add the heads of N real tokens to the sums."""
+        # First to the CPU, then to fp64: some devices (Apple's) have no fp64.
+        heads = heads_NHD.detach().cpu().double()
+        wanted = wanted_NHD.detach().cpu().double().transpose(0, 1)
+        features = torch.nn.functional.pad(heads, (0, 1), value=1.0).transpose(0, 1)
+        self.rows += heads_NHD.shape[0]
+        self.gram_HFF += features.transpose(1, 2) @ features
+        self.cross_HFD += features.transpose(1, 2) @ wanted
+        self.square_H += wanted.square().sum((1, 2))
+
+    def solve(self, ridge: float, where: str) -> tuple[Tensor, Tensor | None]:
+        """Solve for the gains (H,) and None, or for the maps (H,D,D) and their biases (H,D), in fp64.
+
+        Raises:
+            ValueError: there are fewer tokens than unknowns, or the activations are not finite.
+        """
+        width = self.cross_HFD.shape[2]
+        needed = 1 if self.fit == "gain" else width + 1
+        if self.rows < needed:
+            raise ValueError(f"{where}: {self.rows} real tokens are too few for {needed} unknowns; pass more batches.")
+        if not (self.gram_HFF.isfinite().all() and self.cross_HFD.isfinite().all()):
+            raise ValueError(f"{where}: activations are not finite; check the model and the batches (fp16 overflows).")
+        energy_H = self.gram_HFF.diagonal(dim1=1, dim2=2)[:, :width].sum(1)
+        if self.fit == "gain":
+            product_H = self.cross_HFD[:, :width].diagonal(dim1=1, dim2=2).sum(1)
+            return product_H / (energy_H * (1 + ridge)).clamp_min(torch.finfo(torch.float64).tiny), None
+        penalty_HF = (ridge / width * energy_H)[:, None].expand(-1, width + 1).clone()
+        penalty_HF[:, width] = 0.0  # no penalty on the constant
+        gram = self.gram_HFF + torch.diag_embed(penalty_HF)
+        solution = torch.linalg.lstsq(gram, self.cross_HFD, driver="gelsd").solution
+        return solution[:, :width], solution[:, width]
+
+    def r_squared(self, weight: Tensor, bias: Tensor | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return R^2 per head, first of the variant's heads without a fit, then of the fitted heads."""
+        width = self.cross_HFD.shape[2]
+        identity = torch.eye(width, dtype=torch.float64).expand(weight.shape[0], -1, -1)
+        none = torch.zeros(weight.shape[0], width, dtype=torch.float64)
+        before = self._explained(identity, none)
+        if bias is None:
+            return before, self._explained(identity * weight[:, None, None], none)
+        return before, self._explained(weight, bias)
+
+    def _explained(self, weight_HDD: Tensor, bias_HD: Tensor) -> tuple[float, ...]:
+        solution_HFD = torch.cat([weight_HDD, bias_HD[:, None]], 1)
+        error_H = self.square_H - 2 * (solution_HFD * self.cross_HFD).sum((1, 2))
+        error_H = error_H + (solution_HFD * (self.gram_HFF @ solution_HFD)).sum((1, 2))
+        mean_HD = self.cross_HFD[:, -1] / self.rows
+        total_H = self.square_H - self.rows * mean_HD.square().sum(1)
+        return tuple((1 - error_H / total_H.clamp_min(torch.finfo(torch.float64).tiny)).tolist())
+
+
 RIDGE = 1e-4
+NO_FIT = "no fit"
+SCALED = "scaled values"  # without a fit of the heads
+ROWS_AT_A_TIME = 8
 
 
 def calibrate(
@@ -89,13 +263,13 @@ def calibrate(
         raise ValueError(f"ridge must be at least 0, got {ridge!r}.")
     installation = need_installation(model)
     targets = _targets(installation, source, options, constant=fit == "map")
-    found = as_batches(batches)
+    rows = as_batches(batches)
     with _undone_after_an_error(installation):
         if scale and source == "softmax" and any(target.swap.projects for target in targets):
             read: list[Batch] = []
-            scale_values(model, _noted(found, read), progress=progress)
-            found = itertools.chain(read, found)
-        return _fit(model, installation, targets, found, fit=fit, ridge=ridge, source=source, progress=progress)
+            scale_values(model, _noted(rows, read), progress=progress)
+            rows = itertools.chain(read, rows)
+        return _fit(model, installation, targets, rows, fit=fit, ridge=ridge, source=source, progress=progress)
 
 
 def _fit(
@@ -245,3 +419,54 @@ def _source_in_place(model: nn.Module, installation: Installation, targets: Sequ
     finally:
         for module in training:
             module.training = True
+
+
+# -- The step of a conversion ------------------------------------------------------------------------------------------
+
+
+def fit_heads(run: Run) -> None:
+    """Fit the swap as a stage or `fit` names it, or by what loses least: none, scaled values, a gain or a map per head.
+
+    Nothing is fitted if the swap alone is within the budget, or is stock attention, or no fit was asked for.
+    """
+    config, stage = run.config, run.config.calibrate
+    fit = config.fit if stage is None else stage.fit
+    if fit is None or (fit not in FITS and (run.within or parse(config.variant) == (Softmax,))):
+        return
+    count = _calibration_rows(run.rows) if stage is None else stage.rows
+    batches = _first_batches(run.rows, count, 1 if config.low_memory else ROWS_AT_A_TIME)
+    if fit in FITS:
+        source = Calibrate.source if stage is None else stage.source
+        work = partial(calibrate, run.model, batches, fit=fit, source=source, progress=run.progress)
+        run.apply(f"fit: {fit}", work)
+        return
+    candidates: dict[str, Callable[[], object]] = {}
+    projects = any(swap.projects for copies in run.swaps.values() for swap in copies)
+    if projects:
+        candidates[SCALED] = partial(scale_values, run.model, batches, progress=run.progress)
+    for fit in FITS:  # the same batches would give the same scales again
+        candidates[fit] = partial(calibrate, run.model, batches, fit=fit, scale=not projects, progress=run.progress)
+    run.best_of("fit", candidates, unchanged=NO_FIT)
+
+
+def calibrate_stage(run: Run, stage: Calibrate, name: str) -> None:
+    """Calibrate by a stage of a recipe."""
+
+    def work() -> None:
+        batches = _first_batches(run.rows, stage.rows, run.args.train_batch_size)
+        report = calibrate(run.model, batches, fit=stage.fit, source=stage.source, progress=run.progress)
+        first = [copies[0] for copies in run.swaps.values()]
+        words = sentences(fit for swap in first for fit in swap.fitted.values() if fit.place == CALL)
+        run.say(f"Calibrated: {report.summary()}{f' {words}' if words else ''}")
+
+    run.apply(name, work)
+
+
+def _first_batches(rows: Rows, count: int, size: int) -> list[Batch]:
+    """The first rows, in batches of like length."""
+    return list(rows.some(range(min(len(rows), count))).batches(size))
+
+
+def _calibration_rows(rows: Rows) -> int:
+    """Some 16,000 tokens, or 256 rows of another kind."""
+    return max(8, round(16_384 / rows.length)) if rows.unit == TOKENS else 256

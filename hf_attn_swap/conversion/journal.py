@@ -14,22 +14,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 NAME = "journal.json"
-VERSION = 3  # of what the steps write
+VERSION = 4  # of what the steps write
 SOME = 64  # numbers of each tensor that a fingerprint reads
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
     """A short text that tells other tensors apart: by their shapes, and by numbers spread over each of them."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in tensors:
-        found.update(repr(tuple(tensor.shape)).encode())
+        digest.update(repr(tuple(tensor.shape)).encode())
         if not tensor.is_meta and tensor.numel():
             flat = tensor.detach().reshape(-1)
             count = min(SOME, len(flat))
             places = [place * (len(flat) - 1) // max(1, count - 1) for place in range(count)]
             some = flat[torch.tensor(places, device=flat.device)]
-            found.update(some.cpu().float().numpy().tobytes())
-    return found.hexdigest()[:16]
+            digest.update(some.cpu().float().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 class Journal:
@@ -55,8 +55,8 @@ class Journal:
         if not path.exists():
             return
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            version, kept, self.entries = found.get("version"), dict(found["settings"]), list(found["entries"])
+            content = json.loads(path.read_text(encoding="utf-8"))
+            version, kept, self.entries = content.get("version"), dict(content["settings"]), list(content["entries"])
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise ValueError(f"{path} is damaged ({problem}); remove the folder to start again.") from None
         if version != VERSION:
@@ -85,8 +85,8 @@ class Journal:
                 "to start again."
             )
         self.place += 1
-        found: dict[str, Any] = entry["value"]
-        return found
+        value: dict[str, Any] = entry["value"]
+        return value
 
     def write(self, key: str, value: dict[str, Any]) -> None:
         """Keep what a step gave."""
@@ -107,7 +107,7 @@ class Journal:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         part = self.folder / "tensors.part"
-        save_file({name: each.contiguous() for name, each in tensors.items()}, part)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
         part.replace(self._file(key))
 
     def load(self, key: str) -> dict[str, Tensor]:

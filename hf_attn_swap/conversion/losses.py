@@ -12,18 +12,31 @@ A new loss is one call of `register_loss`; `Losses(more={name: weight})` then us
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.func import functional_call
+from transformers import Cache, PreTrainedModel
 
-from ..measuring.batches import Batch, gives_numbers, read_by_decoder, read_by_encoder, token_mask
+from ..families import Site
+from ..layer.swap import STOCK, Phase
+from ..measuring.batches import (
+    Batch,
+    gives_numbers,
+    read_by,
+    read_by_decoder,
+    read_by_encoder,
+    refuse_other_tokens,
+    token_mask,
+)
 from ..measuring.divergence import divergence, divergence_of_numbers, relative_error
 from ..measuring.lm_head import first_of, logits_of
+from ..wiring.install import Installation
 
 # What a loss can need from the two passes. An output has only what the losses in use need.
 SPLIT = "the logits, or the last hidden states from which the head computes them"
@@ -198,20 +211,23 @@ def _added() -> list[str]:
     return [name for name in LOSSES if name not in BUILT_IN]
 
 
-def _divergence(seen: Comparison) -> Tensor:
+def _divergence(comparison: Comparison) -> Tensor:
     """The mean over rows of a row's mean divergence."""
     heads: dict[str, nn.Module] = {}
-    if seen.split:
-        ours, theirs = seen.student.hidden, seen.teacher.hidden
-        heads = {"head": seen.root.get_output_embeddings(), "teacher_head": seen.teaching.get_output_embeddings()}
+    if comparison.split:
+        ours, theirs = comparison.student.hidden, comparison.teacher.hidden
+        heads = {
+            "head": comparison.root.get_output_embeddings(),
+            "teacher_head": comparison.teaching.get_output_embeddings(),
+        }
     else:
-        ours, theirs = logits_of(seen.student.output), logits_of(seen.teacher.output)
+        ours, theirs = logits_of(comparison.student.output), logits_of(comparison.teacher.output)
     if ours.shape != theirs.shape:
         raise ValueError(f"the teacher's outputs {tuple(theirs.shape)} are not the model's {tuple(ours.shape)}.")
-    temperature = seen.losses.temperature
-    if gives_numbers(seen.root):
-        return divergence_of_numbers(seen.root, ours, theirs, temperature)
-    weight = _token_weights(seen.batch, ours)
+    temperature = comparison.losses.temperature
+    if gives_numbers(comparison.root):
+        return divergence_of_numbers(comparison.root, ours, theirs, temperature)
+    weight = _token_weights(comparison.batch, ours)
     return divergence(
         ours.reshape(-1, ours.shape[-1]),
         theirs.reshape(-1, theirs.shape[-1]),
@@ -230,10 +246,10 @@ def _token_weights(batch: Batch, logits: Tensor) -> Tensor:
     return (real / real.sum(1, keepdim=True).clamp_min(1) / rows).flatten()
 
 
-def _hidden_error(seen: Comparison) -> Tensor:
+def _hidden_error(comparison: Comparison) -> Tensor:
     """The mean over rows and layers of the relative squared error of the hidden states."""
-    student, teacher = seen.student, seen.teacher
-    if seen.losses.hidden_layers == "last":
+    student, teacher = comparison.student, comparison.teacher
+    if comparison.losses.hidden_layers == "last":
         names = ["hidden_states"]
         ours, theirs = [student.hidden], [teacher.hidden]
     else:
@@ -244,13 +260,15 @@ def _hidden_error(seen: Comparison) -> Tensor:
         ]
         if not names:
             raise ValueError("the model gives no hidden states; set the loss 'hidden' to 0.")
-        ours, theirs = ([state for name in names for state in each.output[name][1:]] for each in (student, teacher))
+        ours, theirs = (
+            [state for name in names for state in outputs.output[name][1:]] for outputs in (student, teacher)
+        )
     if [state.shape for state in ours] != [state.shape for state in theirs]:
         raise ValueError(
             f"the teacher's hidden states ({len(theirs)} of shape {tuple(theirs[0].shape)}) are not the model's "
             f"({len(ours)} of shape {tuple(ours[0].shape)}); set the loss 'hidden' to 0."
         )
-    encoder, decoder = read_by_encoder(seen.batch), read_by_decoder(seen.batch)
+    encoder, decoder = read_by_encoder(comparison.batch), read_by_decoder(comparison.batch)
     count = len(student.output["encoder_hidden_states"]) - 1 if "encoder_hidden_states" in names else 0
     errors = [
         relative_error(one, other.to(one.device), token_mask(encoder if place < count else decoder, other))
@@ -259,9 +277,9 @@ def _hidden_error(seen: Comparison) -> Tensor:
     return torch.stack([error.to(errors[-1].device) for error in errors]).mean()
 
 
-def _layer_errors(seen: Comparison) -> Tensor:
+def _layer_errors(comparison: Comparison) -> Tensor:
     """The mean over rows and layers of the relative squared error of the swapped layers."""
-    return torch.stack([each.to(seen.student.device) for each in seen.student.errors]).mean()
+    return torch.stack([error.to(comparison.student.device) for error in comparison.student.errors]).mean()
 
 
 register_loss(Loss(name="logits", words="logits", needs=lambda _: (SPLIT,), value=_divergence))
@@ -274,3 +292,92 @@ register_loss(
     )
 )
 register_loss(Loss(name="layers", words="swapped layers", needs=lambda _: (LAYERS,), value=_layer_errors))
+
+
+class LayerErrors:
+    """Compares the layers that run their variant with the original attention, on the model's own stream.
+
+    Args:
+        installation: the swaps of the model.
+        originals: the values, before any training, of parameters that earlier trainings have changed.
+
+    Raises:
+        ValueError: a layer was retrained and its original values are not given, or all layers are at strength 0.
+    """
+
+    def __init__(self, installation: Installation, originals: Mapping[nn.Parameter, Tensor]) -> None:
+        self.root = installation.root
+        self.swapped = _swapped(installation, known=bool(originals))
+        self.frozen = [_copies(site.container, originals) for site in self.swapped]
+
+    @contextlib.contextmanager
+    def watch(self, batch: dict[str, Any]) -> Iterator[list[Tensor]]:
+        """Inside, every pass of the model adds the relative squared error of each swapped layer to the list."""
+        refuse_other_tokens(self.root, [site.core for site in self.swapped], batch)
+        errors: list[Tensor] = []
+        with contextlib.ExitStack() as hooked:
+            for site, frozen in zip(self.swapped, self.frozen, strict=True):
+                hook = _comparison(frozen, read_by(site.core, batch), errors)
+                hooked.callback(site.container.register_forward_hook(hook, with_kwargs=True).remove)
+            yield errors
+
+
+def _comparison(frozen: dict[str, Tensor], batch: dict[str, Any], errors: list[Tensor]) -> Any:
+    """Make a hook that runs the module again as the teacher, and keeps the error."""
+
+    def compare(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs.get(STOCK):
+            return
+        if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+            raise ValueError(
+                "the loss 'layers' runs every swapped layer twice, so a cache would hold every token twice; leave the "
+                "cache out of the batches (and prefix tuning out of the adapters)."
+            )
+        training = [submodule for submodule in module.modules() if submodule.training]
+        with torch.no_grad():
+            for submodule in training:
+                submodule.training = False
+            teacher = functional_call(module, frozen, args, {**kwargs, STOCK: True})
+            for submodule in training:
+                submodule.training = True
+        ours = output if isinstance(output, Tensor) else output[0]
+        theirs = teacher if isinstance(teacher, Tensor) else teacher[0]
+        # Activation checkpointing computes a layer again without this hook, so it must not count what the error saves.
+        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+            errors.append(relative_error(ours, theirs, token_mask(batch, theirs)))
+
+    return compare
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _swapped(installation: Installation, *, known: bool) -> list[Site]:
+    """The blocks that run their variant; a retrained layer and a model at strength 0 are refused.
+
+    Args:
+        installation: the swaps of the model.
+        known: the values from before a training are known, so a retrained layer has an original.
+    """
+    layers = installation.layers()
+    for layer in layers:
+        index, swap = layer.number, layer.swap
+        if swap.retrained and not known:
+            raise ValueError(
+                f"layer {index}: an earlier conversion changed its weights, so strength 0 is no longer the original "
+                "attention; start again from the pretrained model."
+            )
+    running = [layer.site for layer in layers if layer.swap.phase != Phase.OFF]
+    if not running:
+        raise ValueError("all layers are at strength 0, the original itself; call set_strength(model, 1.0) first.")
+    return running
+
+
+def _copies(container: nn.Module, originals: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
+    """Return the teacher's values of the parameters of one attention block that train or have trained."""
+    return {
+        name: originals.get(parameter, parameter).detach().to(parameter.device, copy=True)
+        for name, parameter in container.named_parameters()
+        if parameter.requires_grad or parameter in originals
+    }

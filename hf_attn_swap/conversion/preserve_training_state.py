@@ -27,7 +27,7 @@ def preserve_training_state(model: nn.Module) -> Iterator[None]:
     modes = {id(module): (module, module.training) for module in model.modules()}
     flags = {id(parameter): (parameter, parameter.requires_grad) for parameter in model.parameters()}
     without_gradient = [parameter for parameter in model.parameters() if parameter.grad is None]
-    having: list[Any] = [each for each in model.modules() if hasattr(getattr(each, "config", None), "use_cache")]
+    having: list[Any] = [module for module in model.modules() if hasattr(getattr(module, "config", None), "use_cache")]
     caching = [(module, module.config.use_cache) for module in having]
     checkpointed = _checkpoints(model)
     holders = [module for module in {model, model_root(model)} if not any(name in vars(module) for name in LEFT)]
@@ -67,12 +67,12 @@ def preserve_training_flags(model: nn.Module) -> Iterator[None]:
 
 def configs_of(model: nn.Module) -> list[Any]:
     """The configs of a model and of the models inside, each once."""
-    found = {}
+    configs = {}
     for module in model.modules():
         config = getattr(module, "config", None)
         if config:
-            found[id(config)] = config
-    return list(found.values())
+            configs[id(config)] = config
+    return list(configs.values())
 
 
 def _checkpoints(model: nn.Module) -> bool:

@@ -1,110 +1,246 @@
-"""The report of a calibration: R^2 per layer and head before and after the fit, as a table or as plain data."""
+"""What a conversion did and what it cost, step by step: as text, as HTML, and as plain data."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from statistics import fmean
+import json
+from dataclasses import asdict, dataclass, fields
+from html import escape
+from pathlib import Path
 from typing import Any
 
+from ..measuring.lost import Lost
+from ..text.finite import finite
 from ..text.table import Table
+from .sensitivity import HeadSensitivity, Sensitivity
 
-TINY = 0.01  # a skip of less than this share of the input is not worth a sentence
-HEADER = ("layer", "module", "R2 before", "R2 after", "worst head", "negative gains")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerFit:
-    """The fit of one layer.
-
-    Attributes:
-        layer, module: number and path of the attention module.
-        before, after: R^2 per head on the calibration tokens, before the fit and after the fit.
-        gains: the fitted gain per head; None for maps.
-        tokens: how many real tokens the fit used.
-    """
-
-    layer: int
-    module: str
-    before: tuple[float, ...]
-    after: tuple[float, ...]
-    gains: tuple[float, ...] | None
-    tokens: int
-
-    @property
-    def negative(self) -> tuple[int, ...]:
-        """The heads whose gain is negative: their output points away from the target."""
-        return tuple(head for head, gain in enumerate(self.gains or ()) if gain < 0)
-
-    def cells(self) -> tuple[str, ...]:
-        """The layer's row of the table, in the order of `HEADER`."""
-        worst = min(range(len(self.after)), key=self.after.__getitem__)
-        if self.gains is None:
-            negative = "-"
-        else:
-            negative = ", ".join(map(str, self.negative)) or "none"
-        return (
-            str(self.layer),
-            self.module,
-            f"{fmean(self.before):.3g}",
-            f"{fmean(self.after):.3f}",
-            f"{worst} ({self.after[worst]:.3f})",
-            negative,
-        )
+LARGE = 10  # from this ratio of perplexities on, a factor is easier to read than per cent
+MUCH = 0.05  # without a budget, the report says from this loss on how to lose less
+UNDONE = "distillation taken back"  # the name of the step
+HEADER = ("step", "layers", "lost", "KL", "same first choice", "tokens", "minutes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationReport:
-    """The fits of all layers of one calibration.
+class StepRecord:
+    """What one step of a conversion did.
 
     Attributes:
-        fit: "gain" or "map".
-        source: the attention to which the layers were fitted.
-        layers: the fit of each layer.
-        lengths: the shortest and the longest row of the calibration batches, in real tokens.
-        left: the multiple of a layer's input that the swap adds and that no fit can undo; 0 in post-LayerNorm blocks.
+        name: what was done, in a few words.
+        layers: the numbers of the layers that run the variant after this step.
+        lost: what the model had lost after this step, on the held-out rows.
+        tokens: the tokens that this step trained on (patches of images, rows of other data; see the report's `unit`).
+        seconds: the time of the step.
     """
 
-    fit: str
-    source: str
-    layers: tuple[LayerFit, ...]
-    lengths: tuple[int, int]
-    left: float = 0.0
+    name: str
+    layers: tuple[int, ...]
+    lost: Lost
+    tokens: int = 0
+    seconds: float = 0.0
 
-    @property
-    def unexplained(self) -> float:
-        """1 - R^2 after the fit, as a mean over layers and heads."""
-        return 1 - fmean(value for layer in self.layers for value in layer.after)
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> StepRecord:
+        """A record from its plain data."""
+        return cls(**{**values, "layers": tuple(values["layers"]), "lost": Lost.from_dict(values["lost"])})
 
-    @property
-    def skip_words(self) -> str:
-        """A sentence on a skip that no fit can undo; empty if there is none, or a tiny one."""
-        if abs(self.left) < TINY:
-            return ""
+    def cells(self, *, recall: bool = False) -> tuple[str, ...]:
+        """The row of the table, in the order of `HEADER`, and then recall if it is asked for."""
+        lost = self.lost
+        recalled = "-" if lost.recall is None else f"{lost.recall:.2f} of {lost.stock_recall:.2f}"
         return (
-            f"The swap adds {self.left:g} times the input in every layer, which no fit can undo in a pre-norm block: "
-            "choose options without this skip (modern_hopfield: alpha=0), or train the model for long."
+            self.name,
+            str(len(self.layers)),
+            in_words(lost),
+            "-" if lost.divergence is None else f"{lost.divergence:.3g}",
+            "-" if lost.agreement is None else f"{lost.agreement:.1%}",
+            f"{self.tokens:,}" if self.tokens else "-",
+            f"{self.seconds / 60:.1f}",
+            *([recalled] if recall else []),
         )
 
+
+def in_words(lost: Lost) -> str:
+    """A loss as per cent, or as a factor if it is large."""
+    return f"{lost.degradation:.2%}" if lost.ratio is None or lost.ratio < LARGE else f"x {lost.ratio:,.0f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionReport:
+    """The record of a conversion.
+
+    Attributes:
+        model: the class of the model.
+        variant: the name of the variant.
+        steps: what was done, in order. The last step describes the model as it is now.
+        said: what steps say of what they did, a sentence each.
+        kept: why a layer kept its own attention, by the layer's number.
+        max_loss: the budget, as a share; None without a budget.
+        min_recall: the budget for recall, as a share of the stock model's; None without one.
+        sensitivity: what each layer alone costs; None if no layers had to be chosen.
+        head_sensitivity: what each key/value head alone costs; None if no heads had to be chosen.
+        unit: what the tokens of a step count: "tokens", "patches" or "rows".
+        held_out: the number of held-out rows that the loss was measured on.
+        row_length: the mean number of tokens, or of patches, of a training row; 0 for other data.
+        train_rows: the number of training rows.
+        rows_per_step: the number of rows of a training step, of all processes together.
+        learning_rate: the highest learning rate.
+        trained: True if a training is in the weights, and was not taken back.
+    """
+
+    model: str
+    variant: str
+    steps: tuple[StepRecord, ...]
+    said: tuple[str, ...]
+    kept: dict[int, str]
+    max_loss: float | None
+    min_recall: float | None
+    sensitivity: Sensitivity | None
+    unit: str
+    held_out: int
+    row_length: float
+    train_rows: int
+    rows_per_step: int
+    learning_rate: float
+    trained: bool
+    head_sensitivity: HeadSensitivity | None = None
+
+    @property
+    def lost(self) -> Lost:
+        """What the model has lost now."""
+        return self.steps[-1].lost
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of the converted layers."""
+        return self.steps[-1].layers
+
+    @property
+    def training_steps(self) -> int:
+        """The number of training steps."""
+        return round(sum(step.tokens for step in self.steps) / ((self.row_length or 1) * self.rows_per_step))
+
+    @property
+    def met(self) -> bool:
+        """True if something was converted and the loss is within the budget. Without a budget, any loss is."""
+        return bool(self.layers) and self.lost.within(self.max_loss, self.min_recall)
+
+    @property
+    def budget(self) -> str:
+        """The budget in words; empty without one."""
+        words = [] if self.max_loss is None else [f"{self.max_loss:.2%}"]
+        return " and ".join(words + ([] if self.min_recall is None else [f"{self.min_recall:.0%} of recall"]))
+
+    @property
     def summary(self) -> str:
-        """The report in two sentences, and one more for a skip that no fit can undo."""
-        shortest, longest = self.lengths
-        span = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
-        sentences = (
-            f"{self.fit} fitted to {self.source} on {self.layers[0].tokens:,} tokens: {self.unexplained:.1%} of the "
-            f"read-out stays unexplained. Rows had {span} tokens; use the model at such lengths.",
-            self.skip_words,
+        """The result in one sentence."""
+        count = len(self.layers) + len(self.kept)
+        if not self.layers and self.budget:
+            return (
+                f"{self.model}: no layer could run {self.variant} within the budget of {self.budget} "
+                f"({self.lost.measure}); the model is as it was."
+            )
+        words = (
+            f"{self.model}: {len(self.layers)} of {count} layers run {self.variant}; {self.lost.measure}: "
+            f"{in_words(self.lost)}, on {self.held_out} held-out rows"
         )
-        return " ".join(filter(None, sentences))
+        if any(step.name == UNDONE for step in self.steps):
+            words += "; training hurt and was taken back: take a smaller learning rate, or more texts"
+        if not self.budget:
+            return f"{words}."
+        return f"{words} ({'within' if self.met else 'NOT within'} the budget of {self.budget})."
+
+    def table(self) -> Table:
+        """A row per step."""
+        header = [self.unit if name == "tokens" else name for name in HEADER]
+        distance = self.lost.recall_distance
+        if distance is not None:
+            header.append(f"recall after {distance}")
+        rows = [step.cells(recall=distance is not None) for step in self.steps]
+        return Table(summary=self.summary, header=header, rows=rows)
+
+    def reasons(self) -> list[str]:
+        """Why layers kept their own attention: a sentence per reason."""
+        lines = []
+        for reason in dict.fromkeys(self.kept.values()):
+            numbers = [str(index) for index in sorted(self.kept) if self.kept[index] == reason]
+            whose = f"Layer {numbers[0]} kept its" if len(numbers) == 1 else f"Layers {', '.join(numbers)} kept their"
+            lines.append(f"{whose} own attention: {reason}.")
+        return lines
+
+    def advice(self) -> list[str]:
+        """How to lose less: a sentence if the budget was missed, or if much was lost without a budget."""
+        if self.met and (self.budget or self.lost.degradation < MUCH):
+            return []
+        if self.budget:
+            looser = "a larger max_loss" if self.min_recall is None else "a looser budget"
+            return [f"To convert more layers, or to lose less, allow more tokens or {looser}."]
+        return [
+            "To lose less, allow more tokens, bring data like those that the model will read, or convert fewer layers: "
+            "keep=0.5 keeps the costliest half of the layers as they are, and max_loss=0.05 converts as many layers "
+            "as a loss of 5 % allows."
+        ]
+
+    def notes(self) -> list[str]:
+        """The sentences below the table."""
+        return [*self.said, *self.reasons(), *self.advice()]
 
     def __str__(self) -> str:
-        return self._table().text()
+        return "\n".join([self.table().text(), *self.notes()])
 
     def _repr_html_(self) -> str:
-        return self._table().html()
-
-    def _table(self) -> Table:
-        return Table(summary=self.summary(), header=HEADER, rows=[layer.cells() for layer in self.layers])
+        return self.table().html() + "".join(f"<p>{escape(line)}</p>" for line in self.notes())
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
-        return asdict(self)
+        return {
+            **asdict(self),
+            "layers": list(self.layers),
+            "met": self.met,
+            "measure": self.lost.measure,
+            "loss": self.lost.degradation,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ConversionReport:
+        """A report from its plain data, also after JSON."""
+        sensitivity, by_head = values["sensitivity"], values.get("head_sensitivity")
+        return cls(
+            **{field.name: values[field.name] for field in fields(cls) if field.name in values}
+            | {
+                "steps": tuple(StepRecord.from_dict(step) for step in values["steps"]),
+                "said": tuple(values["said"]),
+                "kept": {int(index): reason for index, reason in values["kept"].items()},
+                "sensitivity": None if sensitivity is None else Sensitivity.from_dict(sensitivity),
+                "head_sensitivity": None if by_head is None else HeadSensitivity.from_dict(by_head),
+            }
+        )
+
+    def save(self, folder: Path) -> Path:
+        """Write conversion.json and conversion.html, and return the path of the page."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(finite(self.to_dict()), indent=1, allow_nan=False)
+        (folder / "conversion.json").write_text(f"{text}\n", encoding="utf-8")
+        page = folder / "conversion.html"
+        title = f"{self.model} with {self.variant}"
+        pictures = "".join(
+            _picture(sensitivity)
+            for sensitivity in (self.head_sensitivity, self.sensitivity)
+            if sensitivity is not None
+        )
+        page.write_text(
+            f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>"
+            "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+            "table{border-collapse:collapse}td,th{padding:.2rem .8rem;border-bottom:1px solid #8886;text-align:left}"
+            f":root{{color-scheme:light dark}}</style><h1>{escape(title)}</h1>{self._repr_html_()}{pictures}</html>\n",
+            encoding="utf-8",
+        )
+        return page
+
+
+def _picture(sensitivity: HeadSensitivity | Sensitivity) -> str:
+    """The picture of the costs of layers or heads as SVG, inside the page."""
+    import io
+
+    drawn = io.StringIO()
+    sensitivity.plot().savefig(drawn, format="svg")
+    text = drawn.getvalue()
+    return text[text.index("<svg") :]

@@ -21,7 +21,146 @@ from transformers.pytorch_utils import Conv1D
 
 from ..layer.smoothing import parts, plain, scaled
 from ..measuring.batches import Batch, on_device
-from .trace import Trace, channels_read, is_matrix, is_norm, owners
+
+
+class Trace:
+    """One forward pass. A source is the output of a norm or of a matrix, an embedding included.
+
+    Attributes:
+        names: the path of each module of the model.
+        called: calls of norms and matrices, by path, in the order of the first call.
+        reads: by the path of a norm or matrix: the sources that reach its input.
+        given: the sources that reach the model's output.
+        width: by source: the number of its channels.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.names = {module: name for name, module in root.named_modules()}
+        self.called: dict[str, int] = {}
+        self.reads: dict[str, set[str]] = {}
+        self.given: set[str] = set()
+        self.width: dict[str, int] = {}
+        self.sources: dict[Any, str] = {}  # by node of autograd's graph
+        self.alive: list[Tensor] = []
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def run(self, batch: Batch) -> None:
+        """Run the model once, on a batch on its device."""
+        with contextlib.ExitStack() as hooked:
+            for module in self.names:
+                if is_norm(module) or has_matrix(module):
+                    hooked.callback(module.register_forward_pre_hook(self._arrives, with_kwargs=True).remove)
+                    hooked.callback(module.register_forward_hook(self._leaves).remove)
+            output = self.root(**batch)
+        for tensor in tensors(output):
+            self.given |= self._behind(tensor)
+        self.alive.clear()
+
+    @property
+    def rested(self) -> list[str]:
+        """The matrices that this pass did not reach, such as an expert that no token chose."""
+        return [name for module, name in self.names.items() if has_matrix(module) and name not in self.called]
+
+    def readers(self, source: str) -> tuple[str, ...]:
+        """The norms and matrices that a source reaches."""
+        return tuple(reader for reader, sources in self.reads.items() if source in sources)
+
+    def _arrives(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note which sources reach the input of a module."""
+        name = self.names[module]
+        self.called[name] = self.called.get(name, 0) + 1
+        for tensor in tensors((args, kwargs)):
+            self.reads.setdefault(name, set()).update(self._behind(tensor))
+
+    def _leaves(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Begin a new graph at this output: what is computed from it has this module as a source."""
+        if not isinstance(output, Tensor):
+            return None
+        followed = output.detach().requires_grad_().clone()
+        name = self.names[module]
+        self.alive.append(followed)  # its node must not be freed: another could get the same place
+        self.sources[followed.grad_fn] = name
+        self.width[name] = output.shape[-1]
+        return followed
+
+    def _behind(self, tensor: Tensor) -> set[str]:
+        """The sources from which a tensor was computed, without other sources in between."""
+        waiting, visited, sources = [tensor.grad_fn], set(), set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            if node in self.sources:
+                sources.add(self.sources[node])
+            else:
+                waiting += [before for before, _ in node.next_functions]
+        return sources
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """True for a Linear or a Conv1D with a plain matrix: no adapter, no quantised or offloaded weight."""
+    return isinstance(module, (nn.Linear, Conv1D)) and _plain_alone(module, {"weight", "bias"})
+
+
+def is_table(module: nn.Module) -> bool:
+    """True for an Embedding with a plain table."""
+    return isinstance(module, nn.Embedding) and _plain_alone(module, {"weight"})
+
+
+def _plain_alone(module: nn.Module, names: set[str]) -> bool:
+    own = dict(module.named_parameters())
+    return (
+        "weight" in own
+        and own.keys() <= names
+        and not any(True for _ in module.children())
+        and all(plain(parameter) and not parameter.is_meta for parameter in own.values())
+    )
+
+
+def has_matrix(module: nn.Module) -> bool:
+    """True for a module without children that holds a matrix."""
+    if any(True for _ in module.children()):
+        return False
+    own = [*module.parameters(recurse=False), getattr(module, "weight", None)]  # a quantised weight is no parameter
+    return any(isinstance(tensor, Tensor) and tensor.dim() > 1 for tensor in own)
+
+
+def channels_read(module: nn.Module) -> int:
+    """The number of channels that a matrix reads."""
+    ((weight, axis),) = parts(module, source=False)
+    return weight.shape[axis]
+
+
+def owners(root: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """The paths of the modules that hold each parameter. A module that stands at several places has as many paths."""
+    paths: dict[nn.Parameter, list[str]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        for parameter in module.parameters(recurse=False):
+            paths.setdefault(parameter, []).append(name)
+    return paths
+
+
+def tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors of an output, also inside tuples and dicts."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (Mapping, tuple, list)):
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from tensors(value)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """True if a module has parameters of one axis alone, as a norm has its scale and its bias."""
+    parameters = list(module.parameters())
+    return (
+        bool(parameters)
+        and all(parameter.dim() == 1 for parameter in parameters)
+        and not any(True for _ in module.children())
+    )
+
 
 ROUNDED = 0.01  # of fp16: a wrong pair is wrong by a multiple of this
 TRIED = 2  # pairs are tried with powers from -2 to 2
@@ -64,21 +203,19 @@ def rescalable_edges(root: Any, batch: Batch, places: Mapping[str, nn.Module]) -
     trace.run(batch)
     with torch.no_grad():
         recorded = _outputs(root, batch, trace.called)
-        found: list[RescalableEdge] = []
-        waiting = [rescalable_edge for rescalable_edge in _candidates(trace, places) if _plain(root, rescalable_edge)]
+        edges: list[RescalableEdge] = []
+        waiting = [edge for edge in _candidates(trace, places) if _plain(root, edge)]
         while waiting:
-            taken = {reader for rescalable_edge in found for reader in rescalable_edge.readers}
-            waiting = [rescalable_edge for rescalable_edge in waiting if taken.isdisjoint(rescalable_edge.readers)]
+            taken = {reader for edge in edges for reader in edge.readers}
+            waiting = [edge for edge in waiting if taken.isdisjoint(edge.readers)]
             tried: list[RescalableEdge] = []
-            for (
-                rescalable_edge
-            ) in waiting:  # a module may have one part in a pass alone, so that an error has one cause
-                if {part for each in tried for part in each.parts}.isdisjoint(rescalable_edge.parts):
-                    tried.append(rescalable_edge)
-            found += _hold(root, batch, tried, recorded)
-            waiting = [rescalable_edge for rescalable_edge in waiting if rescalable_edge not in tried]
+            for edge in waiting:  # a module may have one part in a pass alone, so that an error has one cause
+                if {part for other in tried for part in other.parts}.isdisjoint(edge.parts):
+                    tried.append(edge)
+            edges += _hold(root, batch, tried, recorded)
+            waiting = [edge for edge in waiting if edge not in tried]
     order = {name: number for number, name in enumerate(trace.called)}
-    return sorted(found, key=lambda rescalable_edge: order[rescalable_edge.source])
+    return sorted(edges, key=lambda edge: order[edge.source])
 
 
 def _candidates(trace: Trace, places: Mapping[str, nn.Module]) -> Iterator[RescalableEdge]:
@@ -90,17 +227,17 @@ def _candidates(trace: Trace, places: Mapping[str, nn.Module]) -> Iterator[Resca
     modules, rested = dict(trace.root.named_modules()), trace.rested
     shared = {name for names in owners(trace.root).values() if len(set(names)) > 1 for name in names}
     bound = trace.given.union(
-        *(found for reader, found in trace.reads.items() if not isinstance(modules[reader], (nn.Linear, Conv1D)))
+        *(sources for reader, sources in trace.reads.items() if not isinstance(modules[reader], (nn.Linear, Conv1D)))
     )
     for name, width in trace.width.items():
         readers = trace.readers(name)
-        once = all(trace.called[each] == 1 and each not in shared for each in (name, *readers))
+        once = all(trace.called[path] == 1 and path not in shared for path in (name, *readers))
         if not readers or name in bound or not once:
             continue
         if not all(reader in places and is_matrix(modules[reader]) for reader in readers):
             continue
         block = in_common(name, *readers)
-        if any(each.split(".")[: len(block)] == block for each in rested):
+        if any(path.split(".")[: len(block)] == block for path in rested):
             continue
         if all(channels_read(modules[reader]) == width for reader in readers):
             yield RescalableEdge(name, readers, width, is_norm(modules[name]))
@@ -112,23 +249,23 @@ def in_common(*paths: str) -> list[str]:
     return [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, together)]
 
 
-def _plain(root: nn.Module, rescalable_edge: RescalableEdge) -> bool:
+def _plain(root: nn.Module, edge: RescalableEdge) -> bool:
     """True if the source has plain parameters along its channels, on this machine."""
-    module = root.get_submodule(rescalable_edge.source)
+    module = root.get_submodule(edge.source)
     own = parts(module, source=True)
     if not (is_matrix(module) or is_norm(module)) or not all(plain(p) and not p.is_meta for p, _ in own):
         return False
-    return all(p.dim() > axis and p.shape[axis] == rescalable_edge.channels for p, axis in own)
+    return all(p.dim() > axis and p.shape[axis] == edge.channels for p, axis in own)
 
 
 def _outputs(root: Any, batch: Batch, names: Mapping[str, int]) -> dict[str, Tensor]:
     """What modules give, by path."""
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if isinstance(output, Tensor):
-                found[name] = output.detach().clone()
+                outputs[name] = output.detach().clone()
 
         return hook
 
@@ -136,7 +273,7 @@ def _outputs(root: Any, batch: Batch, names: Mapping[str, int]) -> dict[str, Ten
         for name in names:
             hooked.callback(root.get_submodule(name).register_forward_hook(keep(name)).remove)
         root(**batch)
-    return found
+    return outputs
 
 
 @dataclass
@@ -158,9 +295,7 @@ class _Tried:
                 wanted = scaled(wanted, wanted.dim() - 1, -self.powers[name])
             if not _same(output, wanted):
                 concerned = (self.source.get(name), self.reader.get(name))
-                self.wrong.update(
-                    rescalable_edge.source for rescalable_edge in concerned if rescalable_edge is not None
-                )
+                self.wrong.update(edge.source for edge in concerned if edge is not None)
             return wanted
 
         return compare
@@ -170,7 +305,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     """True if all bits are equal. In fp16, where scaled weights may be subnormal, a small part may be lost."""
     if one.dtype != torch.float16:
         return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-    wide, wanted = (each.float().nan_to_num() for each in (one, other))
+    wide, wanted = (tensor.float().nan_to_num() for tensor in (one, other))
     return bool((wide - wanted).norm() <= ROUNDED * wanted.norm())
 
 
@@ -178,25 +313,23 @@ def _hold(root: Any, batch: Batch, tried: list[RescalableEdge], recorded: Mappin
     """Those gauges under which each module gives what it gave, to the bit. They are tried together in one pass."""
     check = _Tried(recorded)
     generator = torch.Generator().manual_seed(0)
-    for rescalable_edge in tried:
-        check.source[rescalable_edge.source] = rescalable_edge
-        check.reader |= dict.fromkeys(rescalable_edge.readers, rescalable_edge)
-        check.powers[rescalable_edge.source] = torch.randint(
-            -TRIED, TRIED + 1, (rescalable_edge.channels,), generator=generator
-        )
+    for edge in tried:
+        check.source[edge.source] = edge
+        check.reader |= dict.fromkeys(edge.readers, edge)
+        check.powers[edge.source] = torch.randint(-TRIED, TRIED + 1, (edge.channels,), generator=generator)
     with contextlib.ExitStack() as hooked:
-        for rescalable_edge in tried:
-            hooked.enter_context(under(root, rescalable_edge, check.powers[rescalable_edge.source]))
+        for edge in tried:
+            hooked.enter_context(under(root, edge, check.powers[edge.source]))
         for name in {*check.source, *check.reader}:
             hooked.callback(root.get_submodule(name).register_forward_hook(check.hook(name)).remove)
         root(**batch)
-    return [rescalable_edge for rescalable_edge in tried if rescalable_edge.source not in check.wrong]
+    return [edge for edge in tried if edge.source not in check.wrong]
 
 
 @contextlib.contextmanager
-def under(root: nn.Module, rescalable_edge: RescalableEdge, powers_C: Tensor) -> Iterator[None]:
+def under(root: nn.Module, edge: RescalableEdge, powers_C: Tensor) -> Iterator[None]:
     """Inside, the weights are scaled: 2^-k where the channels come out, 2^k where they are read."""
-    source, readers = root.get_submodule(rescalable_edge.source), map(root.get_submodule, rescalable_edge.readers)
+    source, readers = root.get_submodule(edge.source), map(root.get_submodule, edge.readers)
     changed = [(p, axis, -powers_C) for p, axis in parts(source, source=True)]
     changed += [(p, axis, powers_C) for reader in readers for p, axis in parts(reader, source=False)]
     before = [(p, p.data) for p, _, _ in changed]

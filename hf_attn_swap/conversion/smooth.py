@@ -26,8 +26,7 @@ from ..quantization.points import Point, rounded_rows
 from ..text.bar import bar
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
-from .rescalable_edge import RescalableEdge, in_common, rescalable_edges
-from .trace import is_matrix, tensors
+from .rescalable_edge import RescalableEdge, in_common, is_matrix, rescalable_edges, tensors
 
 ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # that are tried; 0 stands for no smoothing
 TOKENS = 512  # of each held-out batch that an alpha is tried on
@@ -50,7 +49,7 @@ class Smoothed:
 
     def __str__(self) -> str:
         count = sum(alpha > 0 for alpha in self.alphas.values())
-        before, after = (max(each) for each in zip(*self.spread.values(), strict=True))
+        before, after = (max(spreads) for spreads in zip(*self.spread.values(), strict=True))
         words = f"The channels of {count} of {len(self.alphas)} places are smoothed. Largest channel over the median: "
         words += f"{after:,.1f} ({before:,.1f} before)."
         return words + (f" {self.kept} channels are left, because weights would lose bits." if self.kept else "")
@@ -89,7 +88,7 @@ def smooth(model: nn.Module, batches: Iterable[Any], alpha: float | None = None,
     if alpha is None and len(rows) < 2:
         raise ValueError("one batch cannot be both measured and held out; pass two batches or more, or an alpha.")
     held = [] if alpha is not None else rows[3::4] or rows[-1:]
-    fitted = [row for row in rows if not any(row is each for each in held)]
+    fitted = [row for row in rows if not any(row is other for other in held)]
     with evaluating(model), torch.no_grad(), _anew(installation):
         places = _places(installation, rows[0])
         for row in bar(fitted, desc="channels", unit="batch", shown=progress, leave=False):
@@ -179,7 +178,7 @@ class _Place:
         A matrix may read channels of one place and give those of another. So the weights are those of now: the places
         are chosen and scaled one after the other, and scaled back in the reverse order.
         """
-        self.alpha = min(self.errors, key=lambda each: self.errors[each]) if alpha is None else float(alpha)
+        self.alpha = min(self.errors, key=lambda candidate: self.errors[candidate]) if alpha is None else float(alpha)
         self.powers = self.powers_of(self.alpha)
         whole = torch.ones_like(self.powers, dtype=torch.bool)
         for weight, axis, sign in self.weights:
@@ -197,7 +196,7 @@ class _Place:
     def spread(self) -> tuple[float, float]:
         """The largest channel over the median channel, before and after."""
         sizes = (self.sizes, torch.ldexp(self.sizes, -self.powers))
-        before, after = (float(each.max() / each.median().clamp_min(SMALLEST)) for each in sizes)
+        before, after = (float(size.max() / size.median().clamp_min(SMALLEST)) for size in sizes)
         return before, after
 
 
@@ -253,12 +252,12 @@ def _places(installation: Installation, batch: Batch) -> dict[str, _Place]:
     root = installation.root
     matrices = {path: module for path, module in quantizable(root) if is_matrix(module)}
     with _full(installation):
-        found = rescalable_edges(root, batch, matrices)
+        edges = rescalable_edges(root, batch, matrices)
     places = {}
-    for rescalable_edge in found:
-        layer = _nearest(installation, rescalable_edge)
+    for edge in edges:
+        layer = _nearest(installation, edge)
         if layer is not None and layer.swapped:
-            places[rescalable_edge.source] = _Place(root, rescalable_edge, layer)
+            places[edge.source] = _Place(root, edge, layer)
     if not places:
         raise ValueError(
             f"no place of {type(root).__name__} around the swapped layers has channels whose scale is free: what the "
@@ -268,10 +267,10 @@ def _places(installation: Installation, batch: Batch) -> dict[str, _Place]:
     return places
 
 
-def _nearest(installation: Installation, rescalable_edge: RescalableEdge) -> Layer | None:
+def _nearest(installation: Installation, edge: RescalableEdge) -> Layer | None:
     """The layer in whose block all modules of a gauge lie; None if it is not one layer's, or serves several layers."""
     layers = installation.numbered()
-    shared = {layer: len(in_common(layer.path, *rescalable_edge.parts)) for layer in layers}
+    shared = {layer: len(in_common(layer.path, *edge.parts)) for layer in layers}
     most = max(shared.values())
     nearest = [layer for layer, length in shared.items() if length == most]
     alone = most > 0 and len(nearest) == 1 and not nearest[0].site.family.shared
@@ -331,7 +330,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     """True if two outputs differ by no more than a rounding of the whole."""
     if not one.is_floating_point():
         return torch.equal(one, other)
-    one_wide, other_wide = (each.cpu().double() for each in (one, other))
+    one_wide, other_wide = (tensor.cpu().double() for tensor in (one, other))
     if not torch.equal(one_wide.isfinite(), other_wide.isfinite()):
         return False
     difference = (one_wide - other_wide).nan_to_num(0, 0, 0)  # inf - inf is nan
@@ -340,9 +339,9 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _outputs(installation: Installation, batch: Batch) -> list[Tensor]:
     """What the model gives: as it is, with the stock attention, and at strength 1."""
-    found = list(tensors(forward(installation.root, batch)))
+    outputs = list(tensors(forward(installation.root, batch)))
     with installation.stock():
-        found += tensors(forward(installation.root, batch))
+        outputs += tensors(forward(installation.root, batch))
     with _full(installation):
-        found += tensors(forward(installation.root, batch))
-    return found
+        outputs += tensors(forward(installation.root, batch))
+    return outputs

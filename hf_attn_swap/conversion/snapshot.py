@@ -35,7 +35,7 @@ class Snapshot:
     def named(self, model: nn.Module) -> dict[str, Tensor]:
         """All tensors, for a file. Weights have their names in the model."""
         names = {parameter: name for name, parameter in model.named_parameters()}
-        return {**self.swaps, **{f"weight {names[each]}": value for each, value in self.weights.items()}}
+        return {**self.swaps, **{f"weight {names[parameter]}": value for parameter, value in self.weights.items()}}
 
     @classmethod
     def read(cls, plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module) -> Snapshot:
@@ -101,7 +101,7 @@ def _fill(swap: Swap, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None
     """Give a swap what `_plain` and `state_dict` told of it. A fit that stays keeps its module."""
     swap.compute_at(plain["strength"])
     swap.retrained = plain["retrained"]
-    like = next((each for each in swap.parameters()), swap.strength_value)
+    like = next((parameter for parameter in swap.parameters()), swap.strength_value)
     for name in swap.fitted.keys() - plain["fits"].keys():
         swap.drop(name)
     for name, spec in plain["fits"].items():

@@ -17,30 +17,15 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from ..layer.calibration import check_fit
 from .losses import Losses
-from .parts import BODY
+from .trainable import BODY
 
 FINE_TUNE = "fine_tune"
-KINDS: dict[str, type[Any]] = {}  # every kind of stage, by the name that a user writes
-S = TypeVar("S", bound=type[Any])
 
 
-def stage_kind(kind: S) -> S:
-    """Add a kind of stage, a frozen dataclass with a `name`, so that users can name it.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-    if kind.name in KINDS:
-        raise ValueError(f"there is a stage {kind.name!r} already; choose another name.")
-    KINDS[kind.name] = kind
-    return kind
-
-
-@stage_kind
 @dataclass(frozen=True, kw_only=True)
 class Calibrate:
     """Least squares per head, on the first training rows.
@@ -69,7 +54,6 @@ class Calibrate:
         return self.fit
 
 
-@stage_kind
 @dataclass(frozen=True, kw_only=True)
 class Distil(Losses):
     """Distillation without labels; the teacher is the original model.
@@ -119,7 +103,6 @@ class Distil(Losses):
         return Losses(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Losses)})
 
 
-@stage_kind
 @dataclass(frozen=True, kw_only=True)
 class FineTune:
     """The recipe's own training, with labels. First in the list, the run starts from the fine-tuned control."""
@@ -133,6 +116,7 @@ class FineTune:
 
 
 Stage = Calibrate | Distil | FineTune
+KINDS: dict[str, type[Stage]] = {kind.name: kind for kind in (Calibrate, Distil, FineTune)}
 
 
 def read_stages(entries: Sequence[str]) -> tuple[Stage, ...]:
@@ -151,8 +135,7 @@ def read_stages(entries: Sequence[str]) -> tuple[Stage, ...]:
 
 def _read(entry: str) -> Stage:
     if entry in KINDS:
-        named: Stage = KINDS[entry]()
-        return named
+        return KINDS[entry]()
     try:
         values = json.loads(entry)
     except json.JSONDecodeError as problem:
@@ -167,10 +150,9 @@ def _read(entry: str) -> Stage:
     if unknown := sorted(set(values) - known):
         raise ValueError(f"the stage {name} has no option {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
     try:
-        stage: Stage = kind(**values)
+        return kind(**values)
     except TypeError as problem:  # a value of another type, such as text instead of a number
         raise ValueError(f"the stage {name} cannot have these values: {entry} ({problem}).") from None
-    return stage
 
 
 def _names(value: Any) -> tuple[str, ...]:

@@ -121,8 +121,8 @@ class Target:
         damping = DAMPING * sizes[0] if sizes[0] > WELL_CONDITIONED * sizes[-1] else 0.0
         damped = sizes / (sizes.square() + damping**2)
         constant = right.T @ (damped * (left.T @ bias.detach().cpu().double()))
-        found: Tensor = (self.factor - 1) * constant.to(bias)
-        return found
+        offset: Tensor = (self.factor - 1) * constant.to(bias)
+        return offset
 
     def _through(self, heads_BLE: Tensor) -> Tensor:
         out: Tensor = self.projection(heads_BLE)

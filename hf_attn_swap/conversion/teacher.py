@@ -123,7 +123,7 @@ def is_sharded(model: nn.Module) -> bool:
     DeepSpeed ZeRO-3 marks the parameters that it has split.
     """
     classes = {base.__name__ for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
-    split = any(isinstance(each, DTensor) or hasattr(each, "ds_id") for each in model.parameters())
+    split = any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters())
     return split or not classes.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
 
 
@@ -142,16 +142,19 @@ def refuse_frozen_copies(sharded: bool) -> None:
 
 def _unused_at_strength_0(model: nn.Module) -> set[int]:
     """The ids of the parameters that the teacher does not use: those of the swaps, and those of PEFT's adapters."""
-    found: set[int] = set()
+    unused: set[int] = set()
     for module in model.modules():
         if isinstance(module, (Swap, ModulesToSaveWrapper)):
-            found |= {id(parameter) for parameter in module.parameters()}
+            unused |= {id(parameter) for parameter in module.parameters()}
         elif isinstance(module, BaseTunerLayer):
             adapters = [getattr(module, name) for name in module.adapter_layer_names]
-            found |= {
-                id(each) for adapter in adapters if isinstance(adapter, nn.Module) for each in adapter.parameters()
+            unused |= {
+                id(parameter)
+                for adapter in adapters
+                if isinstance(adapter, nn.Module)
+                for parameter in adapter.parameters()
             }
-    return found
+    return unused
 
 
 @contextlib.contextmanager

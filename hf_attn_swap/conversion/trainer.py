@@ -1,8 +1,19 @@
-"""A `Trainer` without labels and without dropout, for a teacher's targets; its checkpoints hold all that trains."""
+"""Distillation: trains a swapped model to give what the model gave before the swap, without labels.
+
+The loss is a weighted sum of the losses in the table of `losses.py`. The loss of a row does not depend on the other
+rows of its batch, so two processes with half a batch each train like one process. The teacher is by default the same
+model at strength 0, with its adapters off.
+The method is this package's own, after Hinton et al. (2015) and the published conversions (LoLCATs, MOHAWK, RADLADS);
+docs/mathematics.md, section Distillation.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import time
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,45 +24,167 @@ from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..layer.calibration import Calibration
+from ..layer.swap import Phase, Swap
+from ..measuring.batches import MASKS, without_labels
+from ..measuring.lm_head import can_skip_logits, first_of, head_alone, last_hidden, logits_of
 from ..patch import need_installation
-from .dropout import checkpointed_layers_without_dropout, switch_off_dropout
-from .teacher import note_retrained, trains_the_original
+from ..text.bar import visible
+from ..wiring.install import Installation
+from .distributed import zero_3
+from .losses import LAYERS, LOGITS, SPLIT, STATES, Comparison, LayerErrors, Losses, Pass
+from .preserve_training_state import configs_of
+from .teacher import Teacher, is_sharded, note_retrained, refuse_frozen_copies, trains_the_original
+from .trainable import choose_trainable
+
+
+class Bar(ProgressCallback):
+    """The bar of a `Trainer`, with the loss beside the bar in place of printed lines.
+
+    Args:
+        name: the words in front of the bar.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.start = self.seen = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Draw the empty bar."""
+        super().on_train_begin(args, state, control, **kwargs)  # type: ignore[no-untyped-call]  # transformers' own
+        self.start, self.seen = time.perf_counter(), float(state.num_input_tokens_seen or 0)
+        bar: Any = self.training_bar  # transformers types it as None
+        if bar is not None:
+            bar.set_description(self.name)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Write the loss and the speed beside the bar."""
+        bar: Any = self.training_bar
+        if bar is None or "loss" not in (logs or {}):
+            return
+        words = f"loss {float(logs['loss']):.3g}"
+        seconds = time.perf_counter() - self.start
+        if state.num_input_tokens_seen and seconds > 0:
+            words += f", {(float(state.num_input_tokens_seen) - self.seen) / seconds:,.0f} tokens/s"
+        bar.set_postfix_str(words)
+
+
+def quiet(trainer: Trainer, name: str, *, shown: bool) -> None:
+    """Replace the lines that a `Trainer` prints by one bar, or by nothing."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    if shown and visible():
+        trainer.add_callback(Bar(name))
+
+
+def switch_off_dropout(model: nn.Module, *, swaps_warn: bool) -> None:
+    """Put a model that is in training mode into evaluation mode, all but layers with checkpointing.
+
+    Args:
+        model: the model, outside of any wrapper of DDP.
+        swaps_warn: True leaves the swaps in training mode, so that they warn if their parameters are frozen.
+    """
+    if not model.training:
+        return
+    model.eval()
+    for module in model.modules():
+        checkpoints = isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+        if checkpoints or (swaps_warn and isinstance(module, Swap)):
+            module.training = True
+
+
+@contextlib.contextmanager
+def checkpointed_layers_without_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, the layers that can have activation checkpointing have their own rates of dropout at 0.
+
+    The rates are the attributes whose names contain "drop", such as `activation_dropout` in a layer of OPT.
+    """
+    rates = [
+        (module, name, rate)
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer)
+        for name, rate in vars(module).items()
+        if "drop" in name and isinstance(rate, float)
+    ]
+    try:
+        for module, name, _ in rates:
+            setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, name, rate in rates:
+            setattr(module, name, rate)
+
 
 BESIDE = "beside_adapters.safetensors"  # in a checkpoint: what trains and is no adapter
 
 
-class TrainerWithoutLabels(Trainer):
-    """A `Trainer` whose loss comes from a teacher, as a mean over rows. It trains without dropout, as the teacher runs.
+class DistillationTrainer(Trainer):
+    """A `Trainer` that teaches a swapped model what it gave before the swap; labels are not read.
+
+    There is one model in memory. Dropout is off in the teacher and in the student: a student that learns with dropout
+    what the teacher gives without becomes too sure of itself. docs/mathematics.md, section Distillation.
 
     Args:
-        model: a patched model.
+        model: a model that is patched at a strength above 0, usually calibrated; or PEFT's wrapper around it.
         args: as for `Trainer`.
-        parts_named: True if the caller has named the parts that train, so that frozen parameters are no mistake.
+        teacher: another model that gives the targets, such as a fine-tuned control. None makes the model its own
+            teacher: at strength 0, with PEFT's adapters off, and with frozen copies of whatever else trains. The
+            `teacher` of an earlier trainer of this model goes on teaching what it taught before.
+        losses: the weights of the losses.
+        trainable: what trains: "all", "body" (all but the embeddings and the head), or any of "query", "key", "value",
+            "output" (projections), "swap" (parameters of the variant and the calibration) and "vectors" (norms and
+            biases of the body). None changes no `requires_grad`: in the wrapper of PEFT, the adapters train.
         kwargs: the other arguments of `Trainer`.
 
     Raises:
-        ValueError: the model is not patched, or one process would use several GPUs.
+        ValueError: the model is not patched, is at strength 0, or was changed by a conversion and has no other teacher;
+            the teacher has other outputs; `trainable` is unknown; nothing trains; the data set is empty; or one process
+            would use several GPUs.
     """
 
     def __init__(
-        self, model: nn.Module, args: TrainingArguments | None = None, *, parts_named: bool, **kwargs: Any
+        self,
+        model: nn.Module,
+        args: TrainingArguments | None = None,
+        *,
+        teacher: PreTrainedModel | Teacher | None = None,
+        losses: Losses | None = None,
+        trainable: Iterable[str] | str | None = None,
+        **kwargs: Any,
     ) -> None:
-        self.parts_named = parts_named
-        self.root = need_installation(model).root
-        if args is not None and args.n_gpu > 1:  # DataParallel's copies of the model share the swaps' state
+        installation = need_installation(model)
+        self.losses = losses or Losses()
+        data = kwargs.get("train_dataset")
+        if data is not None and hasattr(data, "__len__") and len(data) == 0:
+            raise ValueError("the training data are empty; distillation needs a few thousand tokens without labels.")
+        if all(layer.swap.phase == Phase.OFF for layer in installation.layers()):
+            raise ValueError("the model is at strength 0, the teacher itself; call set_strength(model, 1.0) first.")
+        choose_trainable(model, trainable)
+        self.teacher = teacher if isinstance(teacher, Teacher) else Teacher(model, teacher)
+        self.needs = self.losses.needs
+        self.errors = LayerErrors(installation, self.teacher.originals) if LAYERS in self.needs else None
+        args = copy.copy(args) if args is not None else TrainingArguments()
+        if args.include_num_input_tokens_seen == "no" and installation.root.main_input_name == "input_ids":
+            args.include_num_input_tokens_seen = "all"
+        if args.n_gpu > 1:  # DataParallel's copies of the model share the swaps' state
             raise ValueError(
                 f"this process sees {args.n_gpu} GPUs; start one process per GPU with accelerate launch, or set "
                 "CUDA_VISIBLE_DEVICES to one of them."
             )
-        if args is not None and args.ddp_find_unused_parameters is None:
-            args = copy.copy(args)
+        if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = False  # DDP searches the model's output, which has no losses
+        self.root = installation.root
+        self.parts_named = bool(trainable)  # so frozen parameters are no mistake
         super().__init__(model, args, **kwargs)
         self.model_accepts_loss_kwargs = False  # the loss is a mean, which Trainer divides by the accumulation steps
         self.can_return_loss = True  # without labels there is still a loss to evaluate
         self.label_names: list[str] = []
+        refuse_frozen_copies(bool(self.teacher.frozen) and (self.is_fsdp_enabled or zero_3(args)))
+        self.split_head: bool | None = None  # True once the logits are known to be the head's output on hidden states
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`. The swaps note if strength 0 is no longer the original model, in checkpoints too."""
@@ -83,17 +216,17 @@ class TrainerWithoutLabels(Trainer):
                 "version 2 (fsdp_version: 2)."
             )
 
-    def _switch_off_dropout(self, model: nn.Module) -> None:
-        switch_off_dropout(self.accelerator.unwrap_model(model), swaps_warn=not self.parts_named)
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in `Trainer`, with what trains beside adapters: PEFT saves its adapters alone."""
-        super().save_model(output_dir, _internal_call)
-        whole = {name: _whole(each).detach().cpu() for name, each in self._beside_adapters().items()}
+        with warnings.catch_warnings():
+            if _internal_call:  # a checkpoint in the middle of a training continues on this model
+                warnings.filterwarnings("ignore", "an adapter is saved")
+            super().save_model(output_dir, _internal_call)
+        whole = {name: _whole(tensor).detach().cpu() for name, tensor in self._beside_adapters().items()}
         if self.args.should_save and whole:
             folder = Path(output_dir or self.args.output_dir or ".")
             folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: each.contiguous() for name, each in whole.items()}, folder / BESIDE)
+            save_file({name: tensor.contiguous() for name, tensor in whole.items()}, folder / BESIDE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """As in `Trainer`, with what trains beside adapters."""
@@ -134,7 +267,86 @@ class TrainerWithoutLabels(Trainer):
             for parameter in module.parameters()
         }
         named = model.named_parameters()
-        return {name: each for name, each in named if each.requires_grad and id(each) not in adapters}
+        return {
+            name: parameter for name, parameter in named if parameter.requires_grad and id(parameter) not in adapters
+        }
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the loss of a batch, (), and a dict of outputs if asked."""
+        batch = without_labels(inputs)
+        batch.pop("use_cache", None)
+        if not any(isinstance(value, Tensor) and name not in MASKS for name, value in batch.items()):
+            raise ValueError(
+                f"the batch holds no inputs of the model, only {sorted(inputs)}; keep input_ids (or images)."
+            )
+        unwrapped = self.accelerator.unwrap_model(model)
+        switch_off_dropout(unwrapped, swaps_warn=not self.parts_named)
+        with without_cache(unwrapped), without_cache(self.teacher.root):
+            comparison = self._compared(model, unwrapped, batch)
+        with self.accelerator.autocast():
+            loss = sum(weight * term.value(comparison) for weight, term in self.losses.used)
+        if return_outputs:
+            return loss, {"loss": loss, "logits": first_of(comparison.student.output).detach()}
+        return loss
+
+    def _compared(self, model: nn.Module, unwrapped: nn.Module, batch: dict[str, Any]) -> Comparison:
+        """Run the teacher and the student."""
+        wanted = dict(batch)
+        if STATES in self.needs:
+            wanted["output_hidden_states"] = True
+        root = self.root
+        teaching = self.teacher.model or self.teacher.root
+        split = self._can_split(root, model) and self.split_head is not False
+        if split:
+            # The last token by index: for a slice of one token per row, torch would copy the whole head.
+            wanted["logits_to_keep"] = torch.tensor([-1])
+        with last_hidden(teaching) as caught:
+            teacher = Pass(self.teacher(model, unwrapped, wanted), caught)
+        with contextlib.ExitStack() as watched:
+            caught = watched.enter_context(last_hidden(root))
+            errors = [] if self.errors is None else watched.enter_context(self.errors.watch(batch))
+            student = Pass(model(**wanted), caught, errors)
+        if split and self.split_head is None:
+            with self.accelerator.autocast():
+                self.split_head = _split(teaching, teacher) and _split(root, student)
+            if not self.split_head:  # something follows the head, such as a soft cap: take all logits from now on
+                return self._compared(model, unwrapped, batch)
+        return Comparison(student, teacher, batch, self.losses, root, teaching, split)
+
+    def _can_split(self, root: PreTrainedModel, model: nn.Module) -> bool:
+        """True if the logits can be computed from the last hidden states, a chunk at a time."""
+        models = [root] if self.teacher.model is None else [root, self.teacher.model]
+        if SPLIT not in self.needs or LOGITS in self.needs or not all(map(can_skip_logits, models)):
+            return False
+        if any(parameter.requires_grad for parameter in root.get_output_embeddings().parameters()):
+            return False
+        return not is_sharded(model)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As in `Trainer`, with training steps for a fitted calibration that are relative to the size of its entries.
+
+        The entries of a fitted map are near 1/100, where a training step of an adaptive optimiser is not small.
+        """
+        new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if not new:
+            return optimizer
+        trained = self.model if model is None else model
+        assert trained is not None
+        for module in trained.modules():
+            if isinstance(module, Calibration):
+                _relative_steps(optimizer, [parameter for parameter in module.parameters() if parameter.requires_grad])
+        return optimizer
+
+    def merge_and_unload(self) -> nn.Module:
+        """Return the trained model, with PEFT's adapters merged into the weights."""
+        return merge_adapters(self.accelerator.unwrap_model(self.model), need_installation(self.root))
 
 
 def _whole(parameter: Tensor) -> Tensor:
@@ -147,3 +359,43 @@ def _placed(value: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return value
     return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+@contextlib.contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Inside, `use_cache` is False in every config of the model, so that the model makes no cache."""
+    caching = [config for config in configs_of(model) if getattr(config, "use_cache", False)]
+    try:
+        for config in caching:
+            config.use_cache = False
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
+def merge_adapters(model: nn.Module, installation: Installation) -> nn.Module:
+    """Merge PEFT's adapters into the weights, for good. Returns the model without its wrapper."""
+    merge = getattr(model, "merge_and_unload", None)
+    if merge is None:
+        return model
+    note_retrained(installation)
+    return cast(nn.Module, merge())
+
+
+def _split(root: PreTrainedModel, shown: Pass) -> bool:
+    """True if the logits can be computed from the last hidden states that were seen."""
+    return bool(shown.caught) and head_alone(root, shown.hidden, logits_of(shown.output))
+
+
+def _relative_steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Give each of these parameters a group of its own, whose learning rate is relative to the size of its entries."""
+    for parameter in parameters:
+        for group in list(optimizer.param_groups):
+            if not any(other is parameter for other in group["params"]):
+                continue
+            group["params"] = [other for other in group["params"] if other is not parameter]
+            size = float(parameter.detach().float().square().mean().sqrt())
+            kept = {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
+            kept |= {"lr": group["lr"] * min(size or 1.0, 1.0), "weight_decay": 0.0}
+            optimizer.add_param_group({**kept, "params": [parameter]})

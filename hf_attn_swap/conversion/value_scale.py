@@ -90,20 +90,20 @@ def scale_values(model: nn.Module, batches: Iterable[Any], *, progress: bool = T
             f"a conversion trained the weights of layers {trained} for the scales that their values have; scale the "
             "values before the training."
         )
-    seen = _watch(model, installation, projecting, batches)
-    found = {}
+    shown = _watch(model, installation, projecting, batches)
+    solved = {}
     for layer in bar(projecting, desc="scale values", unit="layer", shown=progress):
-        found[layer.number] = solve(*seen.pop(layer).joined())
+        solved[layer.number] = solve(*shown.pop(layer).joined())
     for layer in projecting:
-        squares, _, _ = found[layer.number]
+        squares, _, _ = solved[layer.number]
         for swap in layer.copies:
             scale = ValueScale(swap.geometry)
             scale.squares.copy_(squares.view_as(scale.squares))
             swap.put(scale.placed_like(device_and_dtype(layer.site.container, layer.site.core)))
     installation.refresh()
     return ValueScales(
-        before={index: before for index, (_, before, _) in found.items()},
-        after={index: after for index, (_, _, after) in found.items()},
+        before={index: before for index, (_, before, _) in solved.items()},
+        after={index: after for index, (_, _, after) in solved.items()},
     )
 
 
@@ -180,7 +180,7 @@ class _Seen:
         heads_values, squares, taken, written = map(
             torch.cat, (self.heads_values, self.squares, self.taken, self.written)
         )
-        if not all(each.isfinite().all() for each in (heads_values, squares, taken, written)):
+        if not all(tensor.isfinite().all() for tensor in (heads_values, squares, taken, written)):
             raise ValueError(f"layer {index}: activations are not finite, so its values cannot be scaled; use float32.")
         step = math.ceil(len(taken) / self.limit)
         weight = taken / written.clamp_min(FLOOR * float(written.mean()))
@@ -192,18 +192,18 @@ def _watch(
 ) -> dict[Layer, _Seen]:
     """What the layers show of the tokens of the first batches, in the stock model."""
     plain = softmax_swaps(installation)
-    seen = {layer: _Seen(layer) for layer in layers}
+    shown_by = {layer: _Seen(layer) for layer in layers}
     cores = [layer.site.core for layer in layers]
     with evaluating(model), installation.temporarily(plain):
         for batch in as_batches(batches):
             refuse_other_tokens(installation.root, cores, batch)
             with contextlib.ExitStack() as hooked:
-                for layer, each in seen.items():
-                    hooked.callback(plain[layer].register_forward_pre_hook(each.hook(batch)).remove)
+                for layer, shown in shown_by.items():
+                    hooked.callback(plain[layer].register_forward_pre_hook(shown.hook(batch)).remove)
                 forward(model, batch)
-            if all(each.enough for each in seen.values()):
+            if all(shown.enough for shown in shown_by.values()):
                 break
-    return seen
+    return shown_by
 
 
 def solve(heads_values: Tensor, squares: Tensor, weight: Tensor) -> tuple[Tensor, float, float]:

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from .. import unpatch_model
-from ..conversion.progress import Bar
+from ..conversion.trainer import Bar
 from ..measuring.batches import evaluating, forward, without_labels
 from ..text.bar import bar
 from ..training import ConversionArguments, ModelArguments, Outcome, Task, run

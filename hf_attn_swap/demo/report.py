@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..conversion.outcome import ConversionReport
+from ..conversion.report import ConversionReport
 from ..text.table import Table
 from ..training import Outcome
 from ..training.metrics import paired_interval, scores

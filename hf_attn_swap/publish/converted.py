@@ -16,9 +16,10 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import is_compressed_tensors_available
 
 from ..conversion.convert import convert, refuse_converted
+from ..conversion.distributed import how_to_split
 from ..conversion.journal import NAME
-from ..conversion.outcome import ConversionReport
-from ..conversion.processes import how_to_split
+from ..conversion.quantize import quantize
+from ..conversion.report import ConversionReport
 from ..layer.calibration import FITS
 from ..layer.registry import parse, parse_options
 from ..variants.softmax import Softmax
@@ -53,7 +54,7 @@ WORK = ".part"  # ends the name of the folder that an unfinished conversion keep
 
 def convert_checkpoint(
     source: str,
-    variant: str,
+    variant: str | None,
     out: Path,
     data: Callable[[], tuple[Any, Any]],
     *,
@@ -67,6 +68,7 @@ def convert_checkpoint(
     revision: str | None = None,
     token: str | None = None,
     bf16: bool = False,
+    quantized: bool = False,
     keep_anyway: bool = False,
     overwrite: bool = False,
     notify: Callable[[str], None],
@@ -80,7 +82,7 @@ def convert_checkpoint(
 
     Args:
         source: name on the Hub, or folder, of a stock model.
-        variant: the name of the variant.
+        variant: the name of the variant; None for stock attention, if the model is quantized.
         out: the folder for the result.
         data: gives the rows to convert on and the held-out rows or None, as `convert` takes them; called after
             everything else was checked.
@@ -94,11 +96,12 @@ def convert_checkpoint(
         revision: branch, tag or commit on the Hub.
         token: of the Hub, for a private model.
         bf16: train under bf16 autocast. The weights keep their precision, and the losses are measured in that.
+        quantized: end with 8-bit integers, by `quantize`.
         keep_anyway: save a model whose loss is above the budget, too.
         overwrite: write into a folder that is not empty.
         notify: receives a line before each step.
         quiet: show no progress.
-        arguments: more arguments of `convert`, such as tokens, max_loss, layers, length and bits.
+        arguments: more arguments of `convert`, such as tokens, max_loss, layers and length.
 
     Returns:
         The report, and True if the model was saved.
@@ -112,7 +115,8 @@ def convert_checkpoint(
     if base_model is not None:
         _base(source, base_model, revision)  # refused now, and not after the conversion
     _refuse_full(out, overwrite, source)
-    parse_options(parse(variant), options)
+    if variant is not None:
+        parse_options(parse(variant), options)
     check_dtype(dtype)
     where = find_device(device)
     hub, own = hub_arguments(revision, token), hub_arguments(None, token)
@@ -126,7 +130,7 @@ def convert_checkpoint(
     with claimed(out, writes=training.should_save):
         if training.should_save:
             _refuse_full(out, overwrite, source)  # again: another command may have ended in the meantime
-        if arguments.get("bits") is not None and not is_compressed_tensors_available():
+        if quantized and not is_compressed_tensors_available():
             raise ImportError(
                 "compressed-tensors is not installed, and the saved integers could not be loaded without it; "
                 'pip install "hf-attn-swap[quant]".'
@@ -141,7 +145,7 @@ def convert_checkpoint(
         try:
             refuse_converted(model)
         except ValueError:
-            if arguments.get("bits") is None:
+            if not quantized:
                 raise ValueError(f"{source} is converted already; convert the stock model.") from None
             raise ValueError(
                 f"{source} is converted already, and this command rounds stock models: give it the stock model and "
@@ -151,10 +155,10 @@ def convert_checkpoint(
             ) from None
         model.to(training.device if device is None else where)
         with told_where(out):
-            report = convert(
+            report = (quantize if quantized else convert)(
                 model,
-                variant,
-                rows,
+                data=rows,
+                variant=variant,
                 processor=processor_of(model, source, hub)
                 if tokenizer is None
                 else other_processor(model, tokenizer, own),
@@ -170,7 +174,7 @@ def convert_checkpoint(
             if not training.should_save:
                 return report, True
             notify(f"saving in {out}")
-            relation = "finetune" if arguments.get("bits") is None else "quantized"
+            relation = "quantized" if quantized else "finetune"
             base = _base(source, base_model, revision, relation, auto_class(type(model).__name__))
             record = results(report, model, base, identifier(out.name).lower(), identifier(data_name), training)
             with saved_whole(out) as folder:

@@ -27,14 +27,13 @@ from transformers import (
 )
 
 from .. import patch_model
-from ..conversion.engine import take
+from ..conversion.config import ConvertConfig
+from ..conversion.distill import last_whole_checkpoint, run_stage, without_secrets
 from ..conversion.journal import Journal
-from ..conversion.lesson import last_whole_checkpoint, without_secrets
-from ..conversion.parts import part_of
 from ..conversion.rows import Collator, ready_rows
+from ..conversion.run import Run
 from ..conversion.stages import FineTune
-from ..conversion.state import State
-from ..conversion.steps import steps_of
+from ..conversion.trainable import part_of
 from ..patch import unpatch_model
 from ..publish.checkpoint import damage_named
 from ..publish.results import versions
@@ -190,15 +189,17 @@ def _converted(
     if task.before:
         first = scores(task.metrics, *task.predict(Trainer(patched, args, data_collator=task.collate), task.test))
     folder = Path(args.output_dir or "runs")
-    state = State(
+    converting = Run(
         model=patched,
+        config=ConvertConfig(variant=model.variant),
         rows=ready_rows(task.train, task.collate),
         args=args,
         folder=folder,
         journal=Journal(folder / CONVERTED, settings, writes=args.should_save),
     )
-    take(state, steps_of(stages))
-    return before, first, patched, sentences + state.notes.get("sentences", [])
+    for number, stage in enumerate(stages, 1):
+        run_stage(converting, stage, number)
+    return before, first, patched, sentences + converting.sentences
 
 
 def _tuned(stock: PreTrainedModel, folder: Path) -> PreTrainedModel:

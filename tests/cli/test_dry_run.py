@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from hf_attn_swap.conversion.adapters import with_adapters
-from hf_attn_swap.conversion.parts import choose_trainable
+from hf_attn_swap.conversion.trainable import choose_trainable, with_adapters
 from hf_attn_swap_cli.dry_run import adapter_weights
 
 from .conftest import Outcome

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from hf_attn_swap.conversion import lesson
+from hf_attn_swap.conversion import distill
 from hf_attn_swap.writing import claimed
 from tests.harness.process import python
 from tests.training.conftest import options, tiny  # noqa: F401  # the tiny model and sentences of the recipes
@@ -110,7 +110,7 @@ def test_a_full_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At the first part of the work, at the first and the second checkpoint, and at the result."""
-    monkeypatch.setattr(lesson, "SAVE_EVERY", every)  # training steps between two checkpoints
+    monkeypatch.setattr(distill, "SAVE_EVERY", every)  # training steps between two checkpoints
     out, ballast = disk / "out", disk / "ballast"
     free = os.statvfs(disk)
     ballast.write_bytes(b"x" * (free.f_bavail * free.f_frsize - 1024 * kilobytes))

@@ -35,6 +35,12 @@ def convert(given: Any, variant: str = "belief", **more: Any) -> None:
     hf_attn_swap.convert(given.model, variant, TEXTS, **(usual | more))
 
 
+def quantize(given: Any) -> None:
+    hf_attn_swap.quantize(
+        given.model, TEXTS, args=given.args, processor=given.tokenizer, length=32, tokens=128, progress=False
+    )
+
+
 def patched(variant: str, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def run(given: Any) -> None:
         hf_attn_swap.patch_model(given.model, variant)
@@ -81,7 +87,7 @@ def record(given: Any) -> None:
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     "convert": convert,
-    "convert, 8 bits": lambda given: convert(given, "softmax", bits=8, stages=None),
+    "quantize": quantize,
     "patch_model": patched("belief", lambda given: None),
     "set_strength": patched("belief", lambda given: hf_attn_swap.set_strength(given.model, 0.5)),
     "unpatch_model": patched("belief", lambda given: hf_attn_swap.unpatch_model(given.model)),

@@ -15,7 +15,7 @@ from typing import Any
 from safetensors.torch import save_file
 from transformers import TrainingArguments
 
-from hf_attn_swap.conversion import lesson
+from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion.journal import Journal
 from hf_attn_swap.conversion.stages import Distil
 
@@ -24,7 +24,7 @@ from .converting import converted, rows, stock, timeless, weights
 
 def main(folder: str, result: str, batch: int, last: int) -> None:
     warnings.filterwarnings("ignore")
-    lesson.SAVE_EVERY = 2
+    distill.SAVE_EVERY = 2
     writes: list[str] = []
     for name in ("write", "save"):
         real = getattr(Journal, name)

@@ -18,9 +18,10 @@ from typing import Any
 from safetensors.torch import save_file
 from transformers import TrainingArguments
 
-from hf_attn_swap.conversion import lesson
+from hf_attn_swap import quantize
+from hf_attn_swap.conversion import distill
+from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.conversion.stages import Distil
-from hf_attn_swap.conversion.steps.distil import StopWithin
 
 from .converting import converted, rows, stock, timeless, weights
 
@@ -38,14 +39,14 @@ CASES: dict[str, tuple[str, str, Distil, dict[str, Any]]] = {
     "low_memory": ("llama", GATES, ADAPTERS, {"low_memory": True}),
     "heads": ("llama", "window", ADAPTERS, {"heads": "auto", "keep": 0.5, "window": 2, "sinks": 1}),
     "twice": ("llama", GATES, STEP, {"tokens": 288, "stages": 2}),  # the second training starts from trained weights
-    "8 bits": ("llama", GATES, STEP, {"bits": 8, "tokens": 384}),
+    "8 bits": ("llama", GATES, STEP, {"tokens": 384}),
     "bf16": ("llama", GATES, ADAPTERS, {}),
 }
 
 
 def main(folder: Path, batch: int, last: int, cases: list[str]) -> None:
     warnings.filterwarnings("ignore")
-    lesson.SAVE_EVERY = 2
+    distill.SAVE_EVERY = 2
     real = StopWithin.on_step_end
 
     def killed(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -68,7 +69,10 @@ def main(folder: Path, batch: int, last: int, cases: list[str]) -> None:
             stages = [replace(stages[0], tokens=96), *stages]
         given = {"tokens": 192, **more, "output_dir": folder / case, "args": args, "stages": stages}
         model = stock(name)
-        report = converted(model, variant, rows(name, 40), **given)
+        if case == "8 bits":
+            report = quantize(model, rows(name, 40), variant=variant, progress=False, **given)
+        else:
+            report = converted(model, variant, rows(name, 40), **given)
         if args.should_save:
             found = {name: each.clone().contiguous() for name, each in weights(model).items()}
             save_file(found, folder / f"{case}.safetensors")

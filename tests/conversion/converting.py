@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_attn_swap.conversion.convert import convert
-from hf_attn_swap.conversion.outcome import ConversionReport
+from hf_attn_swap.conversion.report import ConversionReport
 from hf_attn_swap.conversion.stages import Distil
 from tests.contract.harness import batch_of, fresh
 

@@ -19,13 +19,13 @@ from transformers import TrainingArguments
 
 from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.analysis import lost
-from hf_attn_swap.conversion import calibrate, plan
+from hf_attn_swap.conversion import calibrate, config
+from hf_attn_swap.conversion.config import default_distil
 from hf_attn_swap.conversion.convert import convert
-from hf_attn_swap.conversion.outcome import ConversionReport, StepRecord, in_words
-from hf_attn_swap.conversion.plan import default_distil
+from hf_attn_swap.conversion.distill import StopWithin
+from hf_attn_swap.conversion.report import ConversionReport, StepRecord, in_words
 from hf_attn_swap.conversion.rows import as_rows
 from hf_attn_swap.conversion.stages import Calibrate, Distil, FineTune
-from hf_attn_swap.conversion.steps.distil import StopWithin
 from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.measuring.lost import Lost
 from tests import zoo
@@ -463,7 +463,7 @@ def test_settings_by_kind_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings(zoo.build("bert", head="base")) == (None, 0, 1)
     assert settings(zoo.build("bert", head="qa")) == (None, 0, 1)
     assert settings(stock("vit")) == (16, 1, 1)
-    monkeypatch.setattr(plan, "SMALL", 100)
+    monkeypatch.setattr(config, "SMALL", 100)
     assert settings(stock("bert")) == (16, 1, 1)
 
 
@@ -472,7 +472,7 @@ def test_a_language_model_that_becomes_linear_trains_its_weights(monkeypatch: py
         assert default_distil(stock("llama"), variant).rank is None
     assert default_distil(stock("llama"), "belief").rank == 32
     assert default_distil(stock("llama"), "simpletron_resl", low_memory=True).rank == 32
-    monkeypatch.setattr(plan, "MIDDLE", 100)
+    monkeypatch.setattr(config, "MIDDLE", 100)
     assert default_distil(stock("llama"), "simpletron_resl").rank == 32
 
 
@@ -526,7 +526,7 @@ def test_low_memory(variant: str) -> None:
     ends = [report.steps[-1].lost.divergence_or_error for report in reports]
     assert [report.training_steps for report in reports] == [reports[0].training_steps] * 2
     assert ends[1] == pytest.approx(ends[0], rel=1e-3)
-    assert plan.plan_of(stock("bert"), "belief", low_memory=True).last.rank == plan.RANK
+    assert default_distil(stock("bert"), "belief", low_memory=True).rank == config.RANK
     with refused("give the Distil stages a rank"):
         converted(stock("bert"), "belief", rows("bert"), low_memory=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,13 @@ import pytest
 import torch
 
 from hf_attn_swap import convert, patch_model
-from hf_attn_swap.conversion import absorb
-from hf_attn_swap.conversion.state import State
+from hf_attn_swap.conversion import sink as module
+from hf_attn_swap.conversion.run import Run
 from hf_attn_swap.variants.sink import Sink
 from tests.contract.harness import batch_of, distance, forward, fresh, refused, swaps
 
 from .converting import Killed, names
 from .letters import Letters
-
-step = importlib.import_module("hf_attn_swap.conversion.steps.absorb")  # the name is a function of the folder, too
 
 LETTERS = Letters()
 ROWS = [
@@ -40,17 +37,16 @@ def llama() -> Any:
 def helps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The perplexity is so many times the stock model's, as swapped and with an absorbed sink: the list has both."""
     ratio = [1.3, 0.5]
-    measured = State.lost
+    measured = Run.lost
 
-    def lost(state: State) -> Any:
+    def lost(state: Run) -> Any:
         found = measured(state)
         sinks = [swap.at("keys") for group in state.swaps.values() for swap in group]
         absorbed = all(isinstance(sink, Sink) and sink.learned.value.any() for sink in sinks)
         assert found.stock_perplexity is not None
         return replace(found, perplexity=found.stock_perplexity * ratio[absorbed])
 
-    monkeypatch.setattr(State, "lost", lost)
-    monkeypatch.setattr(step, "lost_in_bits", lambda _: pytest.fail("8 bits were not asked for"))
+    monkeypatch.setattr(Run, "lost", lost)
     return ratio
 
 
@@ -63,7 +59,7 @@ def test_a_sink_that_helps_is_kept(variant: str, helps: list[float]) -> None:
     assert {"+".join(swap.names) for swap in swaps(model)} == {report.variant}
     first = torch.tensor([ROWS[0]["input_ids"]])
     token = int(report.said[0].split("<")[1].split(">")[0])
-    absorb.absorb_rows(alone := patch_model(llama(), report.variant), LETTERS, [first], tokens=[token])
+    module.absorb_rows(alone := patch_model(llama(), report.variant), LETTERS, [first], tokens=[token])
     for one, other in zip(swaps(model), swaps(alone), strict=True):
         assert torch.equal(one.at("keys").learned.key, other.at("keys").learned.key)
 
@@ -75,13 +71,13 @@ def test_padding_is_no_text(helps: list[float], monkeypatch: pytest.MonkeyPatch)
         read.extend(text[0].tolist() for text in texts)
         raise ValueError("seen.")
 
-    monkeypatch.setattr(step, "absorb_rows", noted)
+    monkeypatch.setattr(module, "absorb_rows", noted)
     rows = [
         {"input_ids": [0] * 4 + row["input_ids"], "attention_mask": [0] * 4 + [1] * len(row["input_ids"])}
         for row in ROWS
     ]
     converted(llama(), "belief", data=rows)
-    assert len(read) == absorb.TEXTS
+    assert len(read) == module.TEXTS
     assert all(0 not in text for text in read)
 
 
@@ -108,7 +104,7 @@ def test_a_sink_that_costs_is_left_out() -> None:
     ids=str,
 )
 def test_no_sink_is_tried(more: dict[str, Any], helps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "absorb_rows", lambda *_, **__: pytest.fail("a sink was tried"))
+    monkeypatch.setattr(module, "absorb_rows", lambda *_, **__: pytest.fail("a sink was tried"))
     arguments = {"variant": "belief"} | more
     report = converted(llama(), arguments.pop("variant"), **arguments)
     assert "sink" not in report.variant
@@ -134,7 +130,7 @@ def test_a_model_that_takes_no_sink_says_why(helps: list[float]) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "albert"])
 def test_other_models_are_not_asked(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "absorb_rows", lambda *_, **__: pytest.fail("a sink was tried"))
+    monkeypatch.setattr(module, "absorb_rows", lambda *_, **__: pytest.fail("a sink was tried"))
     report = converted(fresh(family, torch.float32, head="lm"), "belief")
     assert report.said == ()
 
@@ -144,7 +140,7 @@ def test_a_killed_conversion_goes_on_with_its_sink(
 ) -> None:
     whole = converted(one := llama(), "belief", output_dir=tmp_path / "whole")
     folder = tmp_path / "killed"
-    searches, absorb_rows = [], step.absorb_rows
+    searches, absorb_rows = [], module.absorb_rows
 
     def killed(*given: Any, tokens: Any = None) -> Any:
         if tokens is not None:
@@ -153,7 +149,7 @@ def test_a_killed_conversion_goes_on_with_its_sink(
         return absorb_rows(*given)
 
     with monkeypatch.context() as patched:
-        patched.setattr(step, "absorb_rows", killed)
+        patched.setattr(module, "absorb_rows", killed)
         with pytest.raises(Killed):
             converted(llama(), "belief", output_dir=folder)
     assert len(searches) == 1
@@ -162,7 +158,7 @@ def test_a_killed_conversion_goes_on_with_its_sink(
         assert tokens is not None, "the sink was searched again"
         return absorb_rows(*given, tokens=tokens)
 
-    monkeypatch.setattr(step, "absorb_rows", puts)
+    monkeypatch.setattr(module, "absorb_rows", puts)
     again = converted(other := llama(), "belief", output_dir=folder)
     assert names(again) == names(whole)
     assert again.said == whole.said

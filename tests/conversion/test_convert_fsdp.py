@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_attn_swap.conversion.split_copy import SplitCopy
+from hf_attn_swap.conversion.distributed import SplitCopy
 from tests.harness.process import python, together
 
 from .convert_fsdp_child import CASES

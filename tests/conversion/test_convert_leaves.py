@@ -11,10 +11,10 @@ import torch
 from transformers import TrainingArguments
 
 from benchmarks.bench_caches import cache_of
-from hf_attn_swap.conversion.distillation import DistillationTrainer
+from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.conversion.preserve_training_state import preserve_training_flags
-from hf_attn_swap.conversion.state import State
-from hf_attn_swap.conversion.steps.distil import StopWithin
+from hf_attn_swap.conversion.run import Run
+from hf_attn_swap.conversion.trainer import DistillationTrainer
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
 from tests.harness.adapters import lora
@@ -112,14 +112,14 @@ def test_an_interruption_after_the_merge_leaves_the_converted_model(monkeypatch:
     """The weights are no longer those of the stock model, so the swap has to stay."""
     model, whole = stock("llama"), stock("llama")
     converted(whole, "belief", rows("llama"))
-    measure = State.lost
+    measure = Run.lost
 
-    def stops(self: State) -> Any:
+    def stops(self: Run) -> Any:
         if self.final:
             raise KeyboardInterrupt
         return measure(self)
 
-    monkeypatch.setattr(State, "lost", stops)
+    monkeypatch.setattr(Run, "lost", stops)
     with pytest.raises(KeyboardInterrupt):
         converted(model, "belief", rows("llama"))
     assert same(weights(model), weights(whole))

@@ -11,8 +11,8 @@ import torch
 
 from hf_attn_swap import layer_sensitivity, patch_model
 from hf_attn_swap.conversion.journal import NAME
-from hf_attn_swap.conversion.outcome import ConversionReport
 from hf_attn_swap.conversion.passages import reach_of
+from hf_attn_swap.conversion.report import ConversionReport
 from hf_attn_swap.conversion.sensitivity import Sensitivity
 from hf_attn_swap.layer.registry import list_variants
 from hf_attn_swap.measuring.lost import Lost

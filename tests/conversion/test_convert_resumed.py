@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_attn_swap.conversion import lesson
+from hf_attn_swap.conversion import distill
+from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.conversion.journal import NAME, Journal
 from hf_attn_swap.conversion.stages import Calibrate
-from hf_attn_swap.conversion.steps.distil import StopWithin
 
 from .converting import ADAPTERS, CALM, Killed, converted, rows, same, stock, timeless, weights
 
@@ -78,7 +78,7 @@ CASES = [  # the last one is how the conversion ends
 def test_killed_after_a_fit_that_the_user_named(writes: dict[str, Any], tmp_path: Path) -> None:
     more = {"tokens": 100, "stages": STAGES}
     wanted = run("llama", "simpletron_resl", None, **more)
-    killed_at(writes, "fit: work", True, "llama", "simpletron_resl", tmp_path, **more)
+    killed_at(writes, "fit: map: work", True, "llama", "simpletron_resl", tmp_path, **more)
     assert_equal(run("llama", "simpletron_resl", tmp_path, **more), wanted)
 
 
@@ -123,7 +123,7 @@ def test_killed_in_the_middle_of_a_training(
     name: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a checkpoint, which also holds the variant's own parameters beside adapters."""
-    monkeypatch.setattr(lesson, "SAVE_EVERY", 2)
+    monkeypatch.setattr(distill, "SAVE_EVERY", 2)
     real = StopWithin.on_step_end
 
     def ends(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -148,7 +148,7 @@ def test_killed_in_the_middle_of_a_training(
 @pytest.mark.slow
 def test_stopped_at_a_step_that_would_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step at which the budget is met leaves no checkpoint, from which the training would go on."""
-    monkeypatch.setattr(lesson, "SAVE_EVERY", 1)
+    monkeypatch.setattr(distill, "SAVE_EVERY", 1)
     given: dict[str, Any] = {"tokens": 1200, "layers": [0, 1, 2]}
     losses = [step["lost"]["divergence"] for step in run("bert", "simpletron_resl", None, **given)[0]["steps"]]
     assert losses[2] < losses[1]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hf_attn_swap import describe, patch_model, set_strength
 from hf_attn_swap.conversion import Losses, calibrate
-from hf_attn_swap.conversion.distillation import DistillationTrainer
+from hf_attn_swap.conversion.trainer import DistillationTrainer
 from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.measuring import divergence as divergence_module
 from tests import zoo

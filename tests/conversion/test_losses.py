@@ -13,8 +13,7 @@ from transformers import DynamicCache
 
 from benchmarks.bench_caches import with_cache
 from hf_attn_swap import patch_model, set_strength
-from hf_attn_swap.conversion.layer_errors import LayerErrors
-from hf_attn_swap.conversion.losses import LOGITS, LOSSES, STATES, Comparison, Loss, Losses, register_loss
+from hf_attn_swap.conversion.losses import LOGITS, LOSSES, STATES, Comparison, LayerErrors, Loss, Losses, register_loss
 from hf_attn_swap.conversion.stages import Distil, read_stages
 from tests import zoo
 from tests.contract.harness import batch_of, distance, refused

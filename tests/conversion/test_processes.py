@@ -12,13 +12,13 @@ import torch
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from hf_attn_swap.conversion import engine, processes
+from hf_attn_swap.conversion import distributed
+from hf_attn_swap.conversion.config import ConvertConfig
 from hf_attn_swap.conversion.convert import _journal
-from hf_attn_swap.conversion.engine import Part
+from hf_attn_swap.conversion.distributed import MustBeSplit, broadcast_from_rank0, how_to_split
 from hf_attn_swap.conversion.journal import Journal
-from hf_attn_swap.conversion.processes import broadcast_from_rank0, how_to_split
-from hf_attn_swap.conversion.split_copy import MustBeSplit
-from hf_attn_swap.conversion.state import State
+from hf_attn_swap.conversion.rows import ready_rows
+from hf_attn_swap.conversion.run import Run
 from tests.contract.harness import refused
 
 from .converting import converted, rows, same, stock, weights
@@ -45,7 +45,7 @@ def first(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def broadcast(held: list[Any]) -> None:
         held[0] = values.pop(0)
 
-    monkeypatch.setattr(processes.dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(distributed.dist, "broadcast_object_list", broadcast)
     return values
 
 
@@ -60,17 +60,26 @@ def test_losses_are_those_of_the_first_process(first: list[Any]) -> None:
     first += ["theirs"]
     held: Any = SimpleNamespace(lost=lambda model, progress: "mine")
     model = stock("bert")
-    state: Any = SimpleNamespace(held=held, student=model, apart=None, progress=False, args=arguments(world_size=2))
-    assert State.lost(state) == "theirs"
+    state: Any = SimpleNamespace(
+        held=held, student=model, split_copy=None, progress=False, args=arguments(world_size=2)
+    )
+    assert Run.lost(state) == "theirs"
 
 
-def test_notes_are_those_of_the_first_process(first: list[Any]) -> None:
-    """Such as the layers that a step has chosen."""
-    first += [{"groups": [[1]]}]
-    journal = Journal(None, {})
-    state: Any = SimpleNamespace(notes={"groups": [[0]]}, args=arguments(world_size=2), journal=journal)
-    assert engine._worked(state, Part("choose", lambda state: None)) is None
-    assert state.notes == {"groups": [[1]]}
+def test_results_are_those_of_the_first_process(first: list[Any]) -> None:
+    """Such as the layers that a step has chosen, and what it says of them."""
+    first += [([[1]], ["theirs"])]
+    model: Any = torch.nn.Linear(1, 1)
+    run = Run(
+        model=model,
+        config=ConvertConfig(variant="belief"),
+        rows=ready_rows([], dict),
+        args=arguments(world_size=2),
+        folder=Path(),
+        journal=Journal(None, {}),
+    )
+    assert run.apply("choose", lambda: run.say("mine") or [[0]]) == [[1]]
+    assert run.sentences == ["theirs"]
 
 
 def test_processes_that_see_other_folders(first: list[Any], tmp_path: Path) -> None:
@@ -189,7 +198,7 @@ def test_processes_with_other_weights(first: list[Any], monkeypatch: pytest.Monk
 
 def test_a_folder_of_another_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     converted(stock("bert"), "belief", rows("bert"), output_dir=tmp_path)
-    monkeypatch.setattr(processes.dist, "broadcast_object_list", lambda held: None)
+    monkeypatch.setattr(distributed.dist, "broadcast_object_list", lambda held: None)
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     with refused("holds another conversion (processes differ)"):
         converted(stock("bert"), "belief", rows("bert"), output_dir=tmp_path)
@@ -201,8 +210,8 @@ def test_the_first_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("mixed tensors")
 
-    monkeypatch.setattr(State, "undo", broken)
-    monkeypatch.setattr(State, "lost", lambda self: {}["the first error"])
+    monkeypatch.setattr(Run, "undo", broken)
+    monkeypatch.setattr(Run, "lost", lambda self: {}["the first error"])
     with pytest.raises(KeyError, match="the first error") as told:
         converted(stock("bert"), "belief", rows("bert"))
     notes = getattr(told.value, "__notes__", ["could not be made the stock model again (mixed tensors); load it anew."])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import PrinterCallback, ProgressCallback
 
-from hf_attn_swap.conversion import progress
-from hf_attn_swap.conversion.progress import Bar, quiet
+from hf_attn_swap.conversion import trainer as progress
+from hf_attn_swap.conversion.trainer import Bar, quiet
 
 
 def begun(monkeypatch: pytest.MonkeyPatch, seen: int) -> tuple[Bar, Any]:

@@ -13,14 +13,14 @@ from datasets import IterableDataset
 from PIL import Image
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion import lesson
+from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion import rows as rows_module
 from hf_attn_swap.conversion import split as split_module
+from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.conversion.reading import first_rows, parts_of, runs, shuffled
 from hf_attn_swap.conversion.rows import Rows, as_rows
 from hf_attn_swap.conversion.split import split
 from hf_attn_swap.conversion.stages import Calibrate
-from hf_attn_swap.conversion.steps.distil import StopWithin
 from tests.contract.harness import batch_of, refused
 
 from .converting import CALM, Killed, converted, rows, same, stock, timeless, weights
@@ -298,7 +298,7 @@ def test_a_conversion_of_a_stream_goes_on_at_the_same_row(monkeypatch: pytest.Mo
     given: dict[str, Any] = {"processor": Words(), "length": 10, "tokens": 640, "stages": [Calibrate(rows=8), CALM]}
     whole, again = stock("llama"), stock("llama")
     wanted = converted(whole, "belief", Endless(), **given)
-    monkeypatch.setattr(lesson, "SAVE_EVERY", 4)
+    monkeypatch.setattr(distill, "SAVE_EVERY", 4)
 
     def killed(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 6:

@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import smooth
+from hf_attn_swap.conversion.rescalable_edge import is_matrix
 from hf_attn_swap.conversion.smooth import Smoothed
-from hf_attn_swap.conversion.trace import is_matrix
 from hf_attn_swap.layer.smoothing import LARGEST_POWER, Smoothing, scaled
 from hf_attn_swap.quantization import machine_w8a8
 from tests.contract.cells import FAMILY_NAMES

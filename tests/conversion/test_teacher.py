@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from hf_attn_swap import patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import Losses, calibrate, merge_calibration
-from hf_attn_swap.conversion.adapters import with_adapters
+from hf_attn_swap.conversion.trainable import with_adapters
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
 from tests.harness.adapters import lora

@@ -354,7 +354,7 @@ def test_a_calibration_that_fails_leaves_no_scales() -> None:
 
 def test_convert_takes_scales_without_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the fit of the heads loses more than the scales alone, the scales stay."""
-    monkeypatch.setattr(importlib.import_module("hf_attn_swap.conversion.steps.fit"), "FITS", ())
+    monkeypatch.setattr(importlib.import_module("hf_attn_swap.conversion.calibrate"), "FITS", ())
     model = fresh("gpt2", torch.float32)
     rows = [{"input_ids": row} for each in padded_batches("gpt2", torch.float32) for row in each["input_ids"]]
     report = convert(model, PROJECTING[0], rows, tokens=64, progress=False)
@@ -366,7 +366,7 @@ def test_convert_takes_scales_without_a_fit(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("fits", [("gain",), ("gain", "map")])
 def test_convert_scales_once(fits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many fits of the heads follow."""
-    monkeypatch.setattr(importlib.import_module("hf_attn_swap.conversion.steps.fit"), "FITS", fits)
+    monkeypatch.setattr(importlib.import_module("hf_attn_swap.conversion.calibrate"), "FITS", fits)
     solved = []
     solve = value_scale.solve
     monkeypatch.setattr(value_scale, "solve", lambda *args: solved.append(args) or solve(*args))

@@ -97,7 +97,7 @@ SCALE = stage("conversion/test_value_scale.py", keyword=f"{FEW} and not architec
 SMOOTH = stage("conversion/test_smooth.py", keyword=f"not (way_back or found) or (({DEEP}) and (gated or found))")
 TEACHER = stage("conversion/test_teacher.py", keyword=FEW)
 
-STEPS = stage("conversion/test_steps.py")
+STEPS = stage("conversion/test_run.py")
 STAGES = stage("training/test_stages.py", keyword="not control")
 SPENT = stage(
     "conversion/test_convert.py",
@@ -110,7 +110,7 @@ REFUSED = stage("conversion/test_convert.py", keyword="refus or another or error
 LEAVES = stage("conversion/test_convert_leaves.py", keyword="not compiled")
 RESUMED = stage("conversion/test_convert_resumed.py", keyword="killed_after or lost")
 ABSORBED = stage("conversion/test_convert_absorb.py")
-BITS = stage("conversion/test_convert_bits.py")
+BITS = stage("conversion/test_quantize.py")
 RECALLED = stage("conversion/test_convert_recall.py")
 BY_HEADS = stage("conversion/test_convert_heads.py")
 
@@ -148,52 +148,34 @@ TESTS: dict[str, tuple[Stage, ...]] = {
     "kernels/weighted.py": (WEIGHTED, DOUBLE_BACKWARD),
     "kernels/windows.py": (stage("kernels/test_windows.py"),),
     "text/typed.py": (ARGUMENTS, stage("cli/test_arguments.py")),
-    "conversion/absorb.py": (ABSORB,),
-    "conversion/adapters.py": (TEACHER, LEAVES),
-    "conversion/preserve_training_state.py": (LEAVES, REFUSED),
-    "conversion/bits.py": (BITS,),
-    "conversion/calibrate.py": (CALIBRATE,),
+    "conversion/calibrate.py": (CALIBRATE, SPENT),
+    "conversion/config.py": (PLANNED, STAGES, REFUSED),
     "conversion/convert.py": (REFUSED, LEAVES, REPORTED, RECALLED),
-    "conversion/distillation.py": (DISTIL, DISTIL_MORE, TEACHER),
-    "conversion/dropout.py": (DISTIL_MORE,),
-    "conversion/engine.py": (STEPS, RESUMED),
+    "conversion/distill.py": (stage("conversion/test_training.py"), SPENT, CHOSEN, STAGES),
+    "conversion/distributed.py": (stage("conversion/test_processes.py", "conversion/test_convert_fsdp.py"),),
     "conversion/full_heads.py": (BY_HEADS,),
-    "conversion/rescalable_edge.py": (SMOOTH,),
     "conversion/journal.py": (stage("conversion/test_journal.py"),),
-    "conversion/layer_errors.py": (DISTIL, LOSSES),
-    "conversion/lesson.py": (stage("conversion/test_lesson.py"), SPENT),
     "conversion/losses.py": (DISTIL, LOSSES, TEACHER),
     "conversion/merge.py": (MERGE,),
-    "conversion/moments.py": (CALIBRATE,),
-    "conversion/outcome.py": (REPORTED, CHOSEN, BITS, RECALLED),
-    "conversion/parts.py": (TEACHER,),
     "conversion/passages.py": (RECALLED,),
-    "conversion/plan.py": (PLANNED, STAGES),
-    "conversion/processes.py": (stage("conversion/test_processes.py"),),
-    "conversion/split_copy.py": (stage("conversion/test_processes.py", "conversion/test_convert_fsdp.py"),),
-    "conversion/progress.py": (stage("conversion/test_progress.py"),),
+    "conversion/preserve_training_state.py": (LEAVES, REFUSED),
+    "conversion/quantize.py": (BITS,),
     "conversion/reading.py": (READING,),
-    "conversion/report.py": (CALIBRATE,),
+    "conversion/report.py": (REPORTED, CHOSEN, BITS, RECALLED),
+    "conversion/rescalable_edge.py": (SMOOTH,),
     "conversion/rows.py": (ROWS, READING),
+    "conversion/run.py": (STEPS, CHOSEN, RESUMED),
+    "conversion/selection.py": (CHOSEN, RECALLED, BY_HEADS),
     "conversion/sensitivity.py": (stage("conversion/test_sensitivity.py"), RECALLED, BY_HEADS),
+    "conversion/sink.py": (ABSORB, ABSORBED),
     "conversion/smooth.py": (SMOOTH,),
     "conversion/snapshot.py": (stage("conversion/test_snapshot.py"), STEPS),
     "conversion/split.py": (READING, LEAVES, REFUSED),
     "conversion/stages.py": (STAGES, PLANNED, LOSSES),
-    "conversion/state.py": (STEPS, CHOSEN, RESUMED),
-    "conversion/steps/": (STEPS, SPENT, CHOSEN),
-    "conversion/steps/absorb.py": (ABSORBED,),
-    "conversion/steps/choose.py": (CHOSEN, RECALLED),
-    "conversion/steps/heads.py": (BY_HEADS,),
-    "conversion/steps/integers.py": (BITS,),
-    "conversion/steps/qat.py": (BITS,),
-    "conversion/steps/smooth.py": (BITS,),
-    "conversion/steps/stock.py": (BITS,),
     "conversion/target.py": (CALIBRATE,),
-    "conversion/teach.py": (STEPS, STAGES),
     "conversion/teacher.py": (TEACHER,),
-    "conversion/trace.py": (SMOOTH,),
-    "conversion/trainer.py": (DISTIL_MORE, TEACHER),
+    "conversion/trainable.py": (TEACHER, LEAVES),
+    "conversion/trainer.py": (DISTIL, DISTIL_MORE, TEACHER, stage("conversion/test_progress.py")),
     "conversion/value_scale.py": (SCALE,),
     "memory/": (stage("memory/test_layers.py", "memory/test_promises.py"),),
     "memory/stanhop.py": (stage("memory/test_stanhop.py"),),

@@ -14,7 +14,7 @@ import transformers as T
 from torch import Tensor, nn
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion.trace import is_norm
+from hf_attn_swap.conversion.rescalable_edge import is_norm
 from hf_attn_swap.quantization import fake_w8a8
 from tests import zoo
 from tests.contract.harness import forward, refused

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_attn_swap.conversion.lesson import last_whole_checkpoint
+from hf_attn_swap.conversion.distill import last_whole_checkpoint
 from tests.harness.recipes import RECIPES, needs_recipes
 
 from .conftest import options

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from hf_attn_swap.conversion import lesson
-from hf_attn_swap.conversion.lesson import without_secrets
+from hf_attn_swap.conversion import distill
+from hf_attn_swap.conversion.distill import without_secrets
 from tests.conversion.converting import converted, rows, stock
 from tests.harness.recipes import needs_recipes, recipe
 
@@ -58,7 +58,7 @@ def test_a_run(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_the_checkpoints_of_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lesson, "SAVE_EVERY", 1)
+    monkeypatch.setattr(distill, "SAVE_EVERY", 1)
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, hub_token=SECRET)
     converted(stock("bert"), "simpletron_resl", rows("bert"), output_dir=tmp_path, args=args)
     assert list(tmp_path.rglob("training_args.bin"))

@@ -15,12 +15,12 @@ from transformers import AutoModelForSequenceClassification, TrainingArguments, 
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import Losses
-from hf_attn_swap.conversion.engine import take
+from hf_attn_swap.conversion.config import ConvertConfig
+from hf_attn_swap.conversion.distill import run_stage
 from hf_attn_swap.conversion.journal import Journal
 from hf_attn_swap.conversion.rows import ready_rows
+from hf_attn_swap.conversion.run import Run
 from hf_attn_swap.conversion.stages import KINDS, Calibrate, Distil, FineTune, read_stages
-from hf_attn_swap.conversion.state import State
-from hf_attn_swap.conversion.steps import steps_of
 from hf_attn_swap.conversion.teacher import Teacher
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import parse
@@ -270,14 +270,15 @@ def test_a_calibration_says_that_it_scaled_values(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
     for variant, words in (("modern_hopfield", False), ("belief", True)):
         model = patch_model(fresh("llama", torch.float32), variant)
-        state = State(
+        run = Run(
             model=model,
+            config=ConvertConfig(variant=variant),
             rows=ready_rows(rows, default_data_collator),
             args=args,
             folder=tmp_path,
             journal=Journal(None, {}),
         )
-        take(state, steps_of([Calibrate(fit="gain")]))
-        (sentence,) = state.notes["sentences"]
+        run_stage(run, Calibrate(fit="gain"), 1)
+        (sentence,) = run.sentences
         count = len(swaps(model))
         assert (f"The values of {count} layers are scaled" in sentence) is words

@@ -1,28 +1,92 @@
-"""Trains a copy of the student that FSDP2 splits over processes, beside the whole student of each process.
+"""What the processes of one conversion, started by accelerate or torchrun, decide alike.
 
-The other steps of a conversion read and write whole weights, so each process keeps the whole model. While the copy
-trains, the whole model has its first values and teaches; then it gets what the copy has learnt. Weights that do not
-train are the same tensors in both until FSDP2 takes its shard of them. Gradients, the optimizer and what the copy has
-of the weights are split.
+Each process measures by itself, and two devices may round differently. A choice that follows from a figure, such as the
+end of a training, has to be the same in all of them: otherwise one process waits for ever for the others.
+
+With FSDP2, a copy of the student trains, split over the processes, beside the whole student of each process. The other
+steps of a conversion read and write whole weights, so each process keeps the whole model. While the copy trains, the
+whole model has its first values and teaches; then it gets what the copy has learnt. Weights that do not train are the
+same tensors in both until FSDP2 takes its shard of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.training_args import ParallelMode
 
 from .snapshot import copied, put
+from .teacher import is_sharded
+
+T = TypeVar("T")
+WHOLE = (
+    "convert works on whole weights, and {}; start it with accelerate launch --use_fsdp --fsdp_version 2, which splits "
+    "the training alone, or with --multi_gpu, or on one process with low_memory=True (--low-memory)."
+)
+
+
+def broadcast_from_rank0(value: T, args: TrainingArguments) -> T:
+    """The value that the first process has. Every process has to come here."""
+    if args.world_size == 1:
+        return value
+    held = [value]
+    dist.broadcast_object_list(held)
+    return held[0]
+
+
+def zero_3(args: TrainingArguments) -> bool:
+    """True if DeepSpeed splits the weights over processes."""
+    plugin = getattr(args, "deepspeed_plugin", None)
+    return plugin is not None and plugin.zero_stage == 3
+
+
+def how_to_split(args: TrainingArguments, model: nn.Module | None = None) -> FullyShardedDataParallelPlugin | None:
+    """How FSDP2 splits the trainings of a conversion over processes; None if each process trains the whole model.
+
+    Of FSDP's settings, `reshard_after_forward` and the mixed precision are followed.
+
+    Raises:
+        ValueError: version 1 of FSDP or DeepSpeed ZeRO-3 is on, FSDP2 is on with a setting or a model that it cannot
+            be right for, or the model is split already: the steps of a conversion read and write whole weights.
+    """
+    if zero_3(args):
+        raise ValueError(WHOLE.format("DeepSpeed ZeRO-3 splits them over processes"))
+    if model is not None and is_sharded(model):
+        raise ValueError(WHOLE.format("FSDP or DeepSpeed ZeRO-3 has split those of this model already"))
+    if not args.fsdp and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return None
+    plugin = FullyShardedDataParallelPlugin(**(getattr(args, "fsdp_plugin_args", None) or {}))
+    if plugin.fsdp_version != 2:
+        raise ValueError(WHOLE.format("version 1 of FSDP splits them over processes"))
+    if args.parallel_mode is not ParallelMode.DISTRIBUTED:
+        raise ValueError("FSDP splits a training over processes, and this is one; start it with accelerate launch.")
+    for name, on in (
+        ("offload_params (cpu_offload)", isinstance(plugin.cpu_offload, CPUOffloadPolicy)),
+        ("activation_checkpointing", plugin.activation_checkpointing),
+        ("ignored_modules", plugin.ignored_modules),
+    ):
+        if on:
+            raise ValueError(
+                f"convert cannot follow FSDP's setting {name}; leave it out. For less memory, low_memory=True "
+                "(--low-memory) trains adapters and computes activations again."
+            )
+    if model is not None:
+        refuse_for_fsdp(model, mixed=args.bf16 or args.fp16)
+    return plugin
+
 
 EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
 
@@ -42,13 +106,17 @@ class SplitCopy:
 
     def __init__(self, student: nn.Module, originals: Mapping[nn.Parameter, Tensor], *, teaches: bool) -> None:
         parameters = list(student.parameters())
-        self.trained = [each for each in parameters if each.requires_grad]
+        self.trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.first = dict(originals) if teaches else {}
-        self.others = {each: copied(each) for each in parameters if each in self.first and not each.requires_grad}
-        shared = [each for each in parameters if not each.requires_grad and each not in self.first]
-        self.model = copy.deepcopy(student, {id(each): each for each in shared})
+        self.others = {
+            parameter: copied(parameter)
+            for parameter in parameters
+            if parameter in self.first and not parameter.requires_grad
+        }
+        shared = [parameter for parameter in parameters if not parameter.requires_grad and parameter not in self.first]
+        self.model = copy.deepcopy(student, {id(parameter): parameter for parameter in shared})
         pairs = zip(parameters, self.model.parameters(), strict=True)
-        self.originals = {ours: originals[each] for each, ours in pairs if each in originals}
+        self.originals = {ours: originals[parameter] for parameter, ours in pairs if parameter in originals}
         put(self.first)
 
     @torch.no_grad()
@@ -77,11 +145,15 @@ def trained_in(model: nn.Module) -> list[DTensor]:
     Raises:
         RuntimeError: some of it is not split, so each process would train it by itself.
     """
-    found = [each for each in model.parameters() if each.requires_grad]
-    whole = [name for name, each in model.named_parameters() if each.requires_grad and not isinstance(each, DTensor)]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    whole = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not isinstance(parameter, DTensor)
+    ]
     if whole:
         raise RuntimeError(f"FSDP2 did not split {whole[0]} (and {len(whole) - 1} others) over the processes.")
-    return [each for each in found if isinstance(each, DTensor)]
+    return [parameter for parameter in trained if isinstance(parameter, DTensor)]
 
 
 def refuse_for_fsdp(model: nn.Module, *, mixed: bool) -> None:
@@ -94,18 +166,18 @@ def refuse_for_fsdp(model: nn.Module, *, mixed: bool) -> None:
     Raises:
         ValueError: weights are not in float32, or two blocks share a weight.
     """
-    dtypes = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if dtypes != {torch.float32} and not mixed:
         raise ValueError(
             "FSDP2 trains weights of one precision together, and adapters train in float32; load the model in float32 "
             "(--dtype float32), or train with bf16=True (--bf16)."
         )
     blocks = [(f"{name}.", block) for name, block in model.named_modules(remove_duplicate=False) if _is_block(block)]
-    home: dict[nn.Parameter, nn.Module] = {}
-    for name, each in model.named_parameters(remove_duplicate=False):
+    block_of: dict[nn.Parameter, nn.Module] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         inside = max((start for start, _ in blocks if name.startswith(start)), key=len, default="")
         block = next((block for start, block in blocks if start == inside), model)
-        if home.setdefault(each, block) is not block:
+        if block_of.setdefault(parameter, block) is not block:
             raise ValueError(
                 f"FSDP2 splits each block of a model by itself, and {name} is a weight of another block as well; start "
                 "the conversion with accelerate launch --multi_gpu."

@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from hf_attn_swap.conversion.lesson import (
-    Lesson,
+from hf_attn_swap.conversion.distill import (
+    Training,
     epochs_of,
     exhausted,
     last_whole_checkpoint,
-    rows_per_step,
     rows_read,
     share_of_budget,
 )
 from hf_attn_swap.conversion.rows import Rows
+from hf_attn_swap.conversion.run import Budget, rows_per_step
 from hf_attn_swap.conversion.stages import Distil
-from hf_attn_swap.conversion.state import Budget
 from tests.contract.harness import refused
 
 DISTIL = Distil(batch=2)
@@ -37,7 +36,7 @@ def state(length: int, folder: Path, **budget: int) -> Any:
     return SimpleNamespace(
         rows=rows_of(length),
         budget=Budget(**budget),
-        asked=SimpleNamespace(plan=SimpleNamespace(last=DISTIL), low_memory=False),
+        config=SimpleNamespace(last=DISTIL, low_memory=False),
         args=TrainingArguments(output_dir=str(folder), per_device_train_batch_size=5, report_to="none"),
         journal=SimpleNamespace(folder=None),
         folder=folder,
@@ -61,11 +60,11 @@ def test_a_budget_below_one_step_is_exhausted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("tokens", "left", "count"), [(100, 12, 4), (7, 100, 2), (1, 100, 1)])
 def test_a_share_of_the_budget_goes_on_in_the_order(tokens: int, left: int, count: int, tmp_path: Path) -> None:
     found = state(3, tmp_path, left=left, read=3)
-    lesson = share_of_budget(found, DISTIL, tokens, "distil 1.2")
+    training = share_of_budget(found, DISTIL, tokens, "distil 1.2")
     order = list(itertools.islice(found.rows.order(2), 3, 3 + count))
-    assert [row["input_ids"][0] for row in lesson.rows] == order
-    assert (lesson.args.train_batch_size, lesson.args.num_train_epochs) == (2, 1)
-    assert Path(str(lesson.args.output_dir)) == tmp_path / "distil-1.2"
+    assert [row["input_ids"][0] for row in training.rows] == order
+    assert (training.args.train_batch_size, training.args.num_train_epochs) == (2, 1)
+    assert Path(str(training.args.output_dir)) == tmp_path / "distil-1.2"
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -93,8 +92,8 @@ def test_low_memory_reads_one_row_at_a_time(tmp_path: Path) -> None:
 
 def test_rows_that_were_read() -> None:
     args: Any = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=3, world_size=2)
-    lesson = Lesson(range(30), args)
-    assert [rows_read(lesson, steps) for steps in (0, 1, 2, 3)] == [0, 12, 24, 30]
+    training = Training(range(30), args)
+    assert [rows_read(training, steps) for steps in (0, 1, 2, 3)] == [0, 12, 24, 30]
 
 
 def test_epochs_of_a_stage(tmp_path: Path) -> None:

@@ -1,30 +1,29 @@
-"""`convert(bits=8)`: a sink and smoothed channels where they lose less in 8 bits, then integers."""
+"""`quantize`: a sink and smoothed channels where they lose less in 8 bits, then integers."""
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hf_attn_swap.conversion import lesson
-from hf_attn_swap.conversion.steps.distil import StopWithin
+from hf_attn_swap import quantize
+from hf_attn_swap.conversion import distill
+from hf_attn_swap.conversion import quantize as module
+from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.quantization import Int8Linear
 from tests.contract.harness import batch_of, forward, fresh, refused, swaps
 
-from .converting import CALM, Killed, converted, names, rows, stock, timeless, weights
+from .converting import CALM, HOW, Killed, names, rows, stock, timeless, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 
-integers = importlib.import_module("hf_attn_swap.conversion.steps.integers")
-rounding = importlib.import_module("hf_attn_swap.conversion.steps.qat")
-smoothing = importlib.import_module("hf_attn_swap.conversion.steps.smooth")
 
-
-def in_bits(model: Any, variant: str = "softmax", name: str = "llama", **more: Any) -> Any:
-    return converted(model, variant, rows(name), **({"tokens": 1, "bits": 8} | more))
+def quantized(model: Any, name: str = "llama", **more: Any) -> Any:
+    how = HOW.get(model.config.model_type)
+    usual = {"progress": False, "stages": None if how is None else [how]}
+    return quantize(model, rows(name), **(usual | more))
 
 
 def llama() -> Any:
@@ -40,7 +39,7 @@ def llama() -> Any:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_the_steps_and_what_they_leave(training: bool) -> None:
-    report = in_bits(model := llama().train(training))
+    report = quantized(model := llama().train(training))
     assert model.training == training
     assert names(report) == ["stock model in 8 bits", "swap", "in 8 bits", "in 8 bits, smoothed", "8-bit integers"]
     loss = {row.name: row.lost.divergence_or_error for row in report.steps}
@@ -55,7 +54,7 @@ def test_the_steps_and_what_they_leave(training: bool) -> None:
 
 def test_without_a_sink_the_result_is_a_stock_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smoothed weights stay as they are, and so does every number."""
-    leaves, before = integers._leave_stock, []
+    leaves, before = module._leave_stock, []
 
     def noted(state: Any) -> None:
         assert any(swap.fitted for swap in swaps(state.model))
@@ -63,8 +62,8 @@ def test_without_a_sink_the_result_is_a_stock_model(monkeypatch: pytest.MonkeyPa
         leaves(state)
 
     batch = batch_of("llama", torch.float32)
-    monkeypatch.setattr(integers, "_leave_stock", noted)
-    report = in_bits(model := llama(), absorb=False)
+    monkeypatch.setattr(module, "_leave_stock", noted)
+    report = quantized(model := llama(), absorb=False)
     assert len(report.layers) > 0
     assert not swaps(model)
     assert getattr(model.config, "attn_swap", None) is None
@@ -74,24 +73,24 @@ def test_without_a_sink_the_result_is_a_stock_model(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("slow", [True, False])
 def test_the_report_says_that_this_processor_is_slow(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integers, "kernel_dtype", lambda: None if slow else torch.uint8)
-    assert any("VNNI" in line for line in in_bits(stock("bert"), name="bert").notes()) is slow
+    monkeypatch.setattr(module, "kernel_dtype", lambda: None if slow else torch.uint8)
+    assert any("VNNI" in line for line in quantized(stock("bert"), name="bert").notes()) is slow
 
 
 def test_smoothing_that_loses_more_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured, seen = smoothing.lost_in_bits, []
+    measured, seen = module.lost_in_8_bits, []
 
     def worse(state: Any) -> Any:
         found = measured(state)
         seen.append(any(swap.fitted for swap in swaps(state.model)))
         return found if not seen[-1] else type(found)(**{**vars(found), "perplexity": 1e9})
 
-    monkeypatch.setattr(smoothing, "lost_in_bits", worse)
+    monkeypatch.setattr(module, "lost_in_8_bits", worse)
     before = weights(model := llama())
-    monkeypatch.setattr(integers, "int8_static", lambda *_: None)
-    report = in_bits(model)
-    assert seen == [False, True, False]
-    assert names(report)[-2] == "smoothing taken back"
+    monkeypatch.setattr(module, "int8_static", lambda *_: None)
+    report = quantized(model)
+    assert seen == [False, False, True]
+    assert names(report)[-2] == "in 8 bits, smoothed, taken back"
     assert "lost more in 8 bits" in str(report)
     assert all(torch.equal(one, before[name]) for name, one in weights(model).items())
 
@@ -100,48 +99,50 @@ def test_a_model_without_free_channels_says_so(monkeypatch: pytest.MonkeyPatch) 
     def refuses(*_: Any, **__: Any) -> None:
         raise ValueError("no place has channels whose scale is free.")
 
-    monkeypatch.setattr(smoothing, "smooth_channels", refuses)
-    report = in_bits(stock("bert"), name="bert")
-    assert "in 8 bits, nothing smoothed" in names(report)
+    monkeypatch.setattr(module, "smooth_channels", refuses)
+    report = quantized(stock("bert"), name="bert")
+    assert "in 8 bits, smoothed, taken back" in names(report)
     assert any(line.startswith("No channel was smoothed") for line in report.notes())
 
 
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("variant", ["softmax", "belief"])
-def test_an_error_gives_the_stock_model_back(variant: str, trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", [None, "belief"])
+def test_an_error_gives_the_stock_model_back(
+    variant: str | None, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Smoothed weights, weights that a training changed, and those that a training with rounding changed."""
     model = llama()
     before = {name: value.clone() for name, value in weights(model).items()}
-    real = rounding.train
+    real = module.train
 
     def fails(*given: Any) -> None:
         if trained:
             real(*given)
         raise RuntimeError("the end")
 
-    monkeypatch.setattr(rounding, "train" if trained else "input_ranges", fails)
+    monkeypatch.setattr(module, "train" if trained else "input_ranges", fails)
     with pytest.raises(RuntimeError, match="the end"):
-        in_bits(model, variant, tokens=400, stages=[CALM])
+        quantized(model, variant=variant, tokens=400, stages=[CALM])
     after = weights(model)
     assert after.keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
-@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize("tokens", [0, 300])
 def test_a_killed_conversion_ends_in_the_same_integers(
     tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the smoothing, and after a training with rounding on smoothed channels, which is not run again."""
     whole = llama()
-    told = in_bits(whole, tokens=tokens, output_dir=tmp_path / "whole")
+    told = quantized(whole, tokens=tokens, output_dir=tmp_path / "whole")
     with monkeypatch.context() as killed:
-        killed.setattr(integers, "int8_static", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        killed.setattr(module, "int8_static", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            in_bits(llama(), tokens=tokens, output_dir=tmp_path / "killed")
-    monkeypatch.setattr(rounding, "train", lambda *_: pytest.fail("trained again"))
-    again = in_bits(model := llama(), tokens=tokens, output_dir=tmp_path / "killed")
+            quantized(llama(), tokens=tokens, output_dir=tmp_path / "killed")
+    monkeypatch.setattr(module, "train", lambda *_: pytest.fail("trained again"))
+    again = quantized(model := llama(), tokens=tokens, output_dir=tmp_path / "killed")
     assert timeless(again) == timeless(told)
-    assert any(name.startswith("distilled in 8 bits") for name in names(again)) is (tokens > 1)
+    assert any(name.startswith("distilled in 8 bits") for name in names(again)) is (tokens > 0)
     batch = batch_of("llama", torch.float32)
     assert torch.equal(forward(model, batch), forward(whole, batch))
 
@@ -149,7 +150,7 @@ def test_a_killed_conversion_ends_in_the_same_integers(
 def taught(model: Any, **more: Any) -> Any:
     """Trained with rounding, and measured on the rows of the training: random tokens have nothing in common."""
     given = {"name": "bert", "tokens": 1500, "eval_data": rows("bert"), "stages": [CALM]}
-    return in_bits(model, **(given | more))
+    return quantized(model, **(given | more))
 
 
 def test_the_model_in_full_precision_teaches_the_rounded_model() -> None:
@@ -186,15 +187,15 @@ def test_no_training_with_rounding(half: bool) -> None:
 
 def test_a_training_that_does_not_help_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     untrained, model = stock("bert"), stock("bert")
-    taught(untrained, tokens=1)
-    monkeypatch.setattr(rounding, "LEARNING_RATE", 1.0)
+    taught(untrained, tokens=0)
+    monkeypatch.setattr(module, "LEARNING_RATE", 1.0)
     assert names(taught(model, tokens=200))[-2] == "distilled in 8 bits, taken back"
     batch = batch_of("bert", torch.float32)
     assert torch.equal(forward(model, batch), forward(untrained, batch))
 
 
 def test_a_training_with_rounding_that_is_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lesson, "SAVE_EVERY", 2)
+    monkeypatch.setattr(distill, "SAVE_EVERY", 2)
     whole = stock("bert")
     told = taught(whole, tokens=300, output_dir=tmp_path / "whole")
     with monkeypatch.context() as inside:
@@ -214,12 +215,6 @@ def test_a_training_with_rounding_that_is_killed_goes_on(tmp_path: Path, monkeyp
     assert torch.equal(forward(model, batch), forward(whole, batch))
 
 
-@pytest.mark.parametrize("bits", [4, True, 8.5, "8"])
-def test_other_numbers_of_bits_are_refused(bits: Any) -> None:
-    with refused("bits must be 8"):
-        in_bits(llama(), bits=bits)
-
-
 def test_a_model_that_integers_cannot_hold_is_refused_before_the_work() -> None:
     with refused("Conv1D"):
-        in_bits(fresh("gpt2", torch.float32, head="lm"), name="gpt2")
+        quantized(fresh("gpt2", torch.float32, head="lm"), name="gpt2")

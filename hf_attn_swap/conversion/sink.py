@@ -10,22 +10,28 @@ Sun et al. (2024), for massive activations. Axes: B batch, L token, E model widt
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.kind import Kind
-from ..layer.registry import parse, parse_options
+from ..layer.registry import canonical_keys, parse, parse_options
 from ..measuring.batches import evaluating
-from ..patch import build_swap, need_installation, softmax_swaps, swappable
+from ..measuring.lost import Lost
+from ..patch import build_swap, need_installation, replace_swaps, softmax_swaps, swappable
 from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
 from ..variants.sink import Sink
+from ..variants.softmax import Softmax
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
+from .config import ConvertConfig
+from .rows import TOKENS
+from .run import Run
 
 MASSIVE = 1000.0  # a token is massive if an activation is above this number of medians,
 LARGE = 100.0  # and above this number: Sun et al. (2024), section 2
@@ -159,23 +165,23 @@ def _sinks(installation: Installation) -> dict[Layer, list[Sink]]:
             "a token before the text stands for a pair only in a causal language model whose layers have weights of "
             "their own, and this model has other attention; train the sink instead."
         )
-    found: dict[Layer, list[Sink]] = {}
+    by_layer: dict[Layer, list[Sink]] = {}
     for layer in every:
         at = [swap.at("keys") for swap in layer.copies]
         sinks = [sink for sink in at if isinstance(sink, Sink) and sink.options.kind == "key_value"]
         if sinks and len(sinks) == len(layer.copies):
-            found[layer] = sinks
-    if missing := len(every) - len(found):
+            by_layer[layer] = sinks
+    if missing := len(every) - len(by_layer):
         raise ValueError(
             f"{missing} of {len(every)} attention layers have no sink with kind='key_value', so the model could not "
             "be the stock model on a token and the text; patch all layers with sink first."
         )
-    sinks = [sink for copies in found.values() for sink in copies]
+    sinks = [sink for copies in by_layer.values() for sink in copies]
     if len({sink.options.tokens for sink in sinks}) > 1:
         raise ValueError("the layers have different numbers of pairs; patch all layers with the same tokens=.")
     if any(parameter.is_meta for sink in sinks for parameter in sink.parameters()):
         raise ValueError("weights of the swaps are offloaded; absorb the sink before the model is dispatched.")
-    return found
+    return by_layer
 
 
 def _rows(model: nn.Module, processor: Any, texts: Iterable[str]) -> list[Tensor]:
@@ -217,24 +223,24 @@ def _search(model: Any, processor: Any, rows: Sequence[Tensor], count: int) -> t
     best: tuple[int, ...] = ()
     for _ in range(count):
         front, least = best, None
-        for each in candidates:
-            seen = _measure(model, rows, (*front, each), least)
-            if least is None or seen.order < least:
-                best, least = (*front, each), seen.order
+        for candidate in candidates:
+            measured = _measure(model, rows, (*front, candidate), least)
+            if least is None or measured.order < least:
+                best, least = (*front, candidate), measured.order
     return best
 
 
 def _candidates(processor: Any, rows: Sequence[Tensor]) -> list[int]:
     """Tokens that may serve as sinks, each once."""
     written = [processor(text, add_special_tokens=False).input_ids for text in ("\n", ".", " ")]
-    found = [ids[-1] for ids in written if ids] + list(processor.all_special_ids)
-    return list(dict.fromkeys([*found, *(int(row[0, 0]) for row in rows)]))
+    special = [ids[-1] for ids in written if ids] + list(processor.all_special_ids)
+    return list(dict.fromkeys([*special, *(int(row[0, 0]) for row in rows)]))
 
 
 def _output(model: Any, ids: Tensor, **given: Any) -> Tensor:
     """The logits, or the last hidden states of a model without a head: (B,L,...)."""
-    found: Tensor = model(input_ids=ids, use_cache=False, return_dict=True, **given)[0]
-    return found
+    output: Tensor = model(input_ids=ids, use_cache=False, return_dict=True, **given)[0]
+    return output
 
 
 def _half(tensor: Tensor) -> bool:
@@ -254,7 +260,7 @@ def _measure(
 
     If `least` is given, the texts end as soon as the order is above it: no further text makes it smaller.
     """
-    seen = _Seen((), 0)
+    measured = _Seen((), 0)
     for row in rows:
         ids = _behind(tokens, row)
         states = model(input_ids=ids, output_hidden_states=True, use_cache=False, return_dict=True).hidden_states
@@ -264,21 +270,21 @@ def _measure(
         medians = torch.stack([size.median() for size in sizes])[:, None]
         massive = int(((tops > LARGE) & (tops > MASSIVE * medians)).any(0).sum())
         own = tops.amax(1).tolist()
-        largest = map(max, seen.largest, own) if seen.largest else own
-        seen = _Seen(tuple(largest), seen.massive + massive)
-        if least is not None and seen.order > least:
+        largest = map(max, measured.largest, own) if measured.largest else own
+        measured = _Seen(tuple(largest), measured.massive + massive)
+        if least is not None and measured.order > least:
             break
-    return seen
+    return measured
 
 
 def _pairs(model: Any, installation: Installation, tokens: tuple[int, ...]) -> dict[Layer, Pair]:
     """The keys and values that the stock layers compute for the tokens at the positions -n to -1, by the layer."""
     watched = softmax_swaps(installation)
-    found: dict[Layer, Pair] = {}
+    pairs: dict[Layer, Pair] = {}
 
     def keep(layer: Layer) -> Any:
         def hook(swap: nn.Module, args: tuple[Any, ...]) -> None:
-            found[layer] = args[0].key[0].clone(), args[0].value[0].clone()
+            pairs[layer] = args[0].key[0].clone(), args[0].value[0].clone()
 
         return hook
 
@@ -288,7 +294,7 @@ def _pairs(model: Any, installation: Installation, tokens: tuple[int, ...]) -> d
         for layer, swap in watched.items():
             hooked.callback(swap.register_forward_pre_hook(keep(layer)).remove)
         _output(model, ids, position_ids=places)
-    return found
+    return pairs
 
 
 def _check_pairs(
@@ -324,7 +330,7 @@ def _check_pairs(
 
 def _fits(sink: Any, pair: Pair) -> bool:
     """True if the pairs have the sizes of a sink."""
-    return [each.shape for each in pair] == [sink.learned.key.shape, sink.learned.value.shape]
+    return [tensor.shape for tensor in pair] == [sink.learned.key.shape, sink.learned.value.shape]
 
 
 def _write(sink: Sink, pair: Pair) -> None:
@@ -334,3 +340,92 @@ def _write(sink: Sink, pair: Pair) -> None:
     assert value is not None
     key.copy_(pair[0])
     value.copy_(pair[1])
+
+
+# -- The step of a conversion ------------------------------------------------------------------------------------------
+
+
+def absorb(run: Run, measure: Callable[[Run], Lost] | None = None) -> None:
+    """Give the variant an absorbed sink, where one can stand in all layers and less is lost with it.
+
+    The first token of a text is a sink for the heads, and a swap disturbs it most. With the keys and values of one
+    token beside the text, `sink+outeffhop` starts from less loss than `outeffhop`. Nothing is trained.
+
+    Args:
+        run: the conversion, with the swap alone.
+        measure: what is lost, and always tried; None tries no sink if the swap alone is within the budget.
+    """
+    if not _may_have_sink(run) or (measure is None and run.within):
+        return
+    tokens = run.apply("choose a sink", partial(_choose_sink, run, measure), measured=False)
+    if tokens is not None:
+        run.apply("sink absorbed", partial(_put_sink, run, tokens), again=True)
+
+
+def _may_have_sink(run: Run) -> bool:
+    """True if a sink may be tried: for texts, in all layers, with a variant that leaves the keys free or is one."""
+    config = run.config
+    if not config.absorb or run.rows.unit != TOKENS or not hasattr(config.processor, "all_special_ids"):
+        return False
+    if config.layers is not None or config.modules is not None or config.keep:
+        return False
+    layers = run.installation.layers()
+    return all(layer.site.kind is Kind.DECODER for layer in layers) and _with_sink(config) is not None
+
+
+def _with_sink(config: ConvertConfig) -> tuple[str, dict[str, Any]] | None:
+    """The variant with a sink before it, and its options; None if the variant composes with no sink."""
+    classes = parse(config.variant)
+    if Sink in classes:
+        return config.variant, config.options
+    if config.quantized and classes == (Softmax,):
+        return Sink.name, {}
+    name = f"{Sink.name}+{config.variant}"
+    with contextlib.suppress(ValueError):
+        parse(name)
+        return name, canonical_keys(config.options) if len(classes) > 1 else {config.variant: config.options}
+    return None
+
+
+def _choose_sink(run: Run, measure: Callable[[Run], Lost] | None) -> list[int] | None:
+    """The tokens that serve as a sink, or None. The model stays as it is."""
+    config, before = run.config, run.record[-1].lost if measure is None else measure(run)
+    with run.trial("sink", before, undo=partial(replace_swaps, run.model, config.variant, config.options)):
+        try:
+            _patch_sink(run)
+            absorbed = absorb_rows(run.model, config.processor, _first_rows(run))
+        except ValueError as problem:
+            run.say(f"No sink was absorbed: {problem}")
+            return None
+        lost = run.lost() if measure is None else measure(run)
+    enough = not config.budgeted or config.allows(lost)  # else groups of layers are chosen
+    if enough and lost.degradation < before.degradation:
+        run.say(str(absorbed))
+        return list(absorbed.tokens)
+    return None
+
+
+def _put_sink(run: Run, tokens: list[int]) -> None:
+    """Put the swaps with the chosen sink instead of the others."""
+    _patch_sink(run)
+    absorb_rows(run.model, run.config.processor, _first_rows(run)[:1], tokens=tokens)
+
+
+def _patch_sink(run: Run) -> None:
+    composed = _with_sink(run.config)
+    assert composed is not None
+    replace_swaps(run.model, *composed)
+
+
+def _first_rows(run: Run) -> list[Tensor]:
+    """The real tokens of the first training rows, (1,L) each."""
+    device = next(run.model.parameters()).device
+    rows = []
+    for place in range(min(TEXTS, len(run.rows))):
+        row = run.rows.rows[place]
+        ids = torch.as_tensor(row["input_ids"])
+        if "attention_mask" in row:
+            ids = ids[torch.as_tensor(row["attention_mask"]).bool()]
+        if len(ids) > 1:
+            rows.append(ids[None, :LENGTH].to(device))
+    return rows

@@ -1,0 +1,205 @@
+"""What a conversion is asked for, checked; and how a model of its kind and size is distilled if nobody says."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..layer.calibration import FITS
+from ..layer.registry import canonical_keys, parse
+from ..measuring.lm_head import names_head
+from ..measuring.lost import Lost, predicts_next
+from ..text.tokenizer import own_tokenizer
+from ..text.typed import refuse_name
+from ..variants.sink import Sink
+from ..variants.softmax import Softmax
+from .full_heads import OPTION, by_heads
+from .stages import Calibrate, Distil, FineTune, Stage
+
+SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters
+MIDDLE = 500_000_000  # the same for a language model that becomes linear: 24 bytes per parameter while it trains
+RANK = 16  # of the adapters of an encoder
+HALF = (
+    "the weights are in {dtype}, so adapters train; load the model in float32 to train all weights, which loses less "
+    "when a language model becomes linear."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertConfig:
+    """The arguments of `convert`, under the same names, or those of `quantize`.
+
+    `variant` gets its full name, and `layers` is None for all layers. With `stages` None, the model chooses them when
+    the conversion starts.
+
+    Attributes:
+        quantized: the result is in 8-bit integers, and part of the tokens trains with rounding.
+
+    Raises:
+        ValueError: an argument is out of range or unknown, or two of them contradict each other. Shares are numbers:
+            the command line alone reads texts such as "2%".
+    """
+
+    variant: str
+    options: dict[str, Any] = field(default_factory=dict)
+    processor: Any = None
+    tokens: int = 0
+    eval_tokens: int | None = None
+    max_loss: float | None = None
+    min_recall: float | None = None
+    recall_distance: int | None = None
+    layers: Any = "auto"
+    modules: str | None = None
+    heads: str | None = None
+    keep: float = 0.0
+    fit: str | None = "auto"
+    absorb: bool = True
+    stages: Sequence[Stage] | None = None
+    low_memory: bool = False
+    length: int = 256
+    quantized: bool = False
+
+    def __post_init__(self) -> None:
+        refuse_name(self.processor, "processor")
+        self._check_numbers()
+        self._check_heads()
+        if self.fit not in ("auto", None, *FITS):
+            raise ValueError(f'fit is "auto", None or one of {", ".join(FITS)}, got {self.fit!r}.')
+        layers = None if isinstance(self.layers, str) and self.layers == "auto" else self.layers
+        canonical = {
+            "variant": "+".join(cls.name for cls in parse(self.variant)),
+            "processor": own_tokenizer(self.processor),
+            "layers": list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers,
+            "stages": None if self.stages is None else tuple(self.stages),
+        }
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
+        if self.stages is not None:
+            self._check_stages(self.stages)
+
+    @property
+    def calibrate(self) -> Calibrate | None:
+        """The fit that a stage names; None leaves the choice to `fit`."""
+        return next((stage for stage in self.stages or () if isinstance(stage, Calibrate)), None)
+
+    @property
+    def distil(self) -> tuple[Distil, ...]:
+        """The distillations, in order."""
+        return tuple(stage for stage in self.stages or () if isinstance(stage, Distil))
+
+    @property
+    def last(self) -> Distil:
+        """The distillation that takes what is left of the tokens."""
+        return self.distil[-1]
+
+    @property
+    def reserved(self) -> int:
+        """The tokens for the training with rounding: half of them, or all if the attention stays stock attention."""
+        if not self.quantized:
+            return 0
+        return self.tokens if set(parse(self.variant)) <= {Softmax, Sink} else self.tokens // 2
+
+    @property
+    def budgeted(self) -> bool:
+        """True if there is a budget for the loss, or for recall."""
+        return self.max_loss is not None or self.min_recall is not None
+
+    def allows(self, lost: Lost) -> bool:
+        """True if there is a budget, and a loss is within it."""
+        return self.budgeted and lost.within(self.max_loss, self.min_recall)
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides about the result, for the journal."""
+        chosen = {
+            option.name: getattr(self, option.name) for option in dataclasses.fields(self) if option.name != "processor"
+        }
+        chosen["options"] = canonical_keys(self.options) if "+" in self.variant else self.options
+        return chosen | {"stages": [{"stage": stage.name, **dataclasses.asdict(stage)} for stage in self.stages or ()]}
+
+    def _check_numbers(self) -> None:
+        for name, value, example in (
+            ("max_loss", self.max_loss, "0.02 is 2 %"),
+            ("min_recall", self.min_recall, "0.97 is 97 %"),
+        ):
+            if value is not None and not (isinstance(value, Real) and 0 < float(value) <= 1):
+                raise ValueError(f"{name} is a share above 0 and at most 1 ({example}), got {value!r}.")
+        if not (isinstance(self.keep, Real) and 0 <= float(self.keep) < 1):
+            raise ValueError(f"keep is the share of layers that stay as they are (0 to below 1), got {self.keep!r}.")
+        for name, value, least, example in (
+            ("tokens", self.tokens, 0, "300_000 (0 trains nothing)"),
+            ("eval_tokens", self.eval_tokens, 1, "32_768"),
+            ("recall_distance", self.recall_distance, 1, "2_000"),
+        ):
+            if value is not None and not (isinstance(value, Integral) and int(value) >= least):
+                raise ValueError(f"{name} must be a whole number, {least} or more, such as {example}, got {value!r}.")
+
+    def _check_heads(self) -> None:
+        """Refuse a choice of heads that has nothing to choose."""
+        if self.heads is None:
+            return
+        if self.heads != "auto":
+            raise ValueError(
+                f'heads is "auto" or None, got {self.heads!r}; to name the heads of a layer, use patch_model(model, '
+                f"variant, layers=..., {OPTION}=...)."
+            )
+        classes = parse(self.variant)
+        name = by_heads(classes)
+        if not self.keep:
+            raise ValueError('heads="auto" chooses the heads that keep all keys: give their share, such as keep=0.5.')
+        if OPTION in (self.options if len(classes) == 1 else canonical_keys(self.options).get(name, {})):
+            raise ValueError(f'heads="auto" chooses {OPTION}; leave one of them out.')
+
+    def _check_stages(self, stages: Sequence[Stage]) -> None:
+        """Refuse stages that one call cannot take."""
+        distil = self.distil
+        if any(isinstance(stage, FineTune) for stage in stages):
+            raise ValueError("convert reads no labels; fine-tune the model before it, or after it with a Trainer.")
+        if len(distil) + isinstance(next(iter(stages), None), Calibrate) != len(stages):
+            raise ValueError("stages are one Calibrate at most, which comes first, and then Distil stages.")
+        if not distil:
+            raise ValueError("stages need a Distil; for a fit without a training, call patch_model and calibrate.")
+        if self.calibrate is not None and self.fit != "auto":
+            raise ValueError("the stage Calibrate names a fit; leave out fit, or this stage.")
+        if len({(stage.rank, stage.trainable) for stage in distil}) > 1:
+            raise ValueError("all Distil stages train the same weights: give them the same rank and trainable.")
+        if any(stage.tokens is None for stage in distil[:-1]) or distil[-1].tokens is not None:
+            raise ValueError(
+                "every Distil but the last needs its tokens; the last takes what is left of convert's tokens."
+            )
+        if any(stage.epochs != Distil.epochs for stage in distil):
+            raise ValueError("convert counts tokens, not epochs: give Distil its tokens, or convert more tokens.")
+        if self.low_memory and distil[-1].rank is None:
+            raise ValueError("low_memory trains adapters; give the Distil stages a rank, such as 16.")
+
+
+def default_distil(root: PreTrainedModel, variant: str, *, low_memory: bool = False) -> Distil:
+    """How a model of this kind and size is distilled to a variant.
+
+    Weights in half precision do not train: small steps would be lost in rounding. Adapters train then, and where memory
+    is short.
+
+    Measured on SmolLM2, ViT-S and MiniLM; docs/mathematics.md, section Conversion.
+    """
+    whole = root.dtype == torch.float32
+    size = root.num_parameters()
+    if predicts_next(root):
+        linear = any(cls.replaces for cls in parse(variant))
+        if linear and size <= MIDDLE and not low_memory:
+            if whole:
+                return Distil(learning_rate=3e-4)
+            warnings.warn(HALF.format(dtype=root.dtype), stacklevel=5)
+        return Distil(rank=32, learning_rate=7e-4)
+    name = type(root).__name__
+    forecasts = root.main_input_name == "past_values"
+    headless = not names_head(name) or "QuestionAnswering" in name or forecasts  # gives no logits
+    logits = 0.0 if headless else 1.0
+    if root.main_input_name == "pixel_values" or size > SMALL or not whole or low_memory:
+        return Distil(rank=RANK, learning_rate=5e-4, logits=logits, hidden=1.0, batch=16)
+    return Distil(learning_rate=1e-4, logits=logits, hidden=1.0, batch=16)

@@ -1,0 +1,398 @@
+"""The trainings of a conversion: the original model teaches the swapped model, group of layers by group of layers.
+
+If the tokens are used up before a group is within the budget, the group is taken back. Where no budget chooses the
+layers, the model gets back the weights with which it lost least: before the training, or after an earlier part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+
+from ..patch import set_strength
+from ..text.bar import silent
+from .calibrate import calibrate_stage
+from .distributed import SplitCopy, splitting
+from .preserve_training_state import preserve_training_flags
+from .report import UNDONE, StepRecord, in_words
+from .rows import mean_length, select
+from .run import Run, rows_per_step
+from .selection import LayerSelection
+from .snapshot import Snapshot
+from .stages import Calibrate, Distil
+from .teacher import Teacher, note_retrained, trains_the_original
+from .trainable import adapted_weights, choose_trainable
+from .trainer import DistillationTrainer, quiet
+
+CHECKS = 4  # measurements within one training
+SAVE_EVERY = 100  # training steps between two checkpoints
+ROUNDING = 1e-4  # KL or relative error: smaller losses are within the rounding, and count as equal
+COSTLY, ABOVE = "its swap costs most", "the loss would be above the budget"
+WHOLE = "all its heads keep all keys"
+
+
+def distil(run: Run, selection: LayerSelection) -> None:
+    """Distil group after group, as far as the budgets go."""
+    groups, config = selection.groups, run.config
+    every = list(run.swaps)
+    why = COSTLY if config.heads is None else WHOLE
+    run.kept = {number: why for number in every if not any(number in group for group in groups)}
+    for place, group in enumerate(groups):
+        before = run.snapshot() if selection.by_budget else None
+        if len(group) < len(every):  # else these layers together have been measured already
+            running = list(itertools.chain(*groups[: place + 1]))
+            name = f"group {place + 1} swapped" if selection.by_budget else "layers chosen"
+            run.apply(name, partial(_run_in, run, running), again=True)
+        _distil_group(run, place, len(groups) - place, by_budget=selection.by_budget)
+        if before is not None and not run.within:
+            running = list(itertools.chain(*groups[:place]))
+            run.apply("last group taken back", partial(_take_back, run, before, running), again=True)
+            run.kept |= {number: ABOVE for later in groups[place:] for number in later}
+            break
+
+
+def _distil_group(run: Run, place: int, groups_left: int, *, by_budget: bool) -> None:
+    """Take the stages, and the last of them again while a budget needs it, as long as tokens are free.
+
+    Without a choice by a budget, the weights with which the model lost least are the result.
+    """
+    config = run.config
+    best, weights = run.record[-1], None
+    for number, stage in enumerate(itertools.chain(config.distil, itertools.repeat(config.last)), 1):
+        if exhausted(run) or run.within:
+            break
+        if not by_budget and best is run.record[-1]:
+            weights = run.snapshot()
+        tokens = _tokens(stage, number - len(config.distil), run.budget.free, groups_left)
+        name = f"{'align' if stage.aligns else 'distil'} {f'{place + 1}.{number}' if by_budget else number}"
+        run.apply(name, partial(train, run, stage, max(1, tokens), name))
+        if _order(run, run.record[-1]) <= _order(run, best):
+            best = run.record[-1]
+    if weights is not None and best is not run.record[-1]:
+        run.apply(UNDONE, partial(_undo_training, run, weights, best, run.record[-1]), again=True)
+
+
+def _run_in(run: Run, layers: Sequence[int]) -> None:
+    """Let the variant run in these layers alone."""
+    set_strength(run.model, 0.0)
+    if layers:
+        set_strength(run.model, 1.0, layers=layers)
+
+
+def _take_back(run: Run, before: Snapshot, running: Sequence[int]) -> None:
+    """Undo the last group: its layers run their own attention again, with the weights from before."""
+    run.restore(before)
+    _run_in(run, running)
+
+
+def _undo_training(run: Run, weights: Snapshot, best: StepRecord, last: StepRecord) -> None:
+    """Go back to the weights with which the model lost least."""
+    run.restore(weights)
+    if not run.changed:
+        run.leave_adapters(merged=False)
+    run.say(
+        f"Training hurt, so it was taken back to {best.name!r}: {in_words(best.lost)} lost there "
+        f"({best.lost.divergence_or_error:.3g} by the loss that trains), {in_words(last.lost)} after {last.name!r} "
+        f"({last.lost.divergence_or_error:.3g})."
+    )
+    run.measured(UNDONE, best.lost)
+
+
+def _tokens(stage: Distil, repeats: int, free: int, groups: int) -> int:
+    """The tokens of the next part of a group's distillation.
+
+    A stage before the last takes its own number. The last stage takes an equal share of what is free for each group
+    that is left. Each repeat of it, which the loss of this group needs, takes all that is free.
+
+    Args:
+        stage: the stage.
+        repeats: how often the last stage was taken before; below 0 for a stage before it.
+        free: what is free of the budget.
+        groups: the number of groups that are left, with this one.
+    """
+    if repeats < 0:
+        return stage.tokens or free
+    return free // groups if repeats == 0 else free
+
+
+def _order(run: Run, row: StepRecord) -> tuple[bool, float]:
+    """The smaller, the better: what is within a budget comes first, then what loses less; no number comes last."""
+    cost = math.inf if math.isnan(row.lost.divergence_or_error) else max(ROUNDING, row.lost.divergence_or_error)
+    return not run.config.allows(row.lost), cost
+
+
+def distil_stage(run: Run, stage: Distil, name: str) -> None:
+    """Distil by a stage of a recipe, which has epochs and arguments of its own.
+
+    Raises:
+        ValueError: the stage does not fit the model or the rows.
+    """
+
+    def work() -> None:
+        training = epochs_of(run, stage, name)
+        trained = f"{', '.join(stage.trainable)} trained"
+        with preserve_training_flags(run.model):
+            fit_to_teacher(run, stage, training)
+            if run.adapters is not None:
+                trained = f"LoRA of rank {stage.rank}, merged"
+                run.keep(adapted_weights(run.adapters))
+                run.leave_adapters(merged=True)
+        run.original = None  # what trains in the next stage is another part of the model
+        run.say(
+            f"Distilled without labels from the original model: {training.words}, {trained}, loss "
+            f"{stage.losses.words}, learning rate {stage.learning_rate:g}."
+        )
+
+    run.apply(name, work)
+
+
+def run_stage(run: Run, stage: Calibrate | Distil, number: int) -> None:
+    """Take a stage of a recipe; the number is its place in the recipe."""
+    name = f"stage-{number}-{stage.name}"
+    if isinstance(stage, Calibrate):
+        calibrate_stage(run, stage, name)
+    else:
+        distil_stage(run, stage, name)
+
+
+# -- One training ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training.
+
+    Attributes:
+        rows: what it reads, in this order or drawn by the arguments.
+        args: its arguments, with the folder of its checkpoints.
+        words: its budget in words.
+    """
+
+    rows: Any
+    args: TrainingArguments
+    words: str = ""
+
+
+class StopWithin(TrainerCallback):
+    """Measures the loss a few times during a training, and stops the training when it is within the budget."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure at each quarter of the training steps."""
+        config = self.run.config
+        every = max(1, state.max_steps // CHECKS)
+        if not config.budgeted or state.global_step % every or state.global_step >= state.max_steps:
+            return
+        if config.allows(self.run.lost()):
+            control.should_training_stop = True
+            control.should_save = False  # a run that goes on from this very training step would not stop here
+
+
+def train(run: Run, stage: Distil, tokens: int, name: str) -> None:
+    """Distil for at most so many tokens."""
+    training = share_of_budget(run, stage, tokens, name)
+    rows = rows_read(training, fit_to_teacher(run, stage, training, [StopWithin(run)], title=name))
+    run.budget.read += rows
+    run.budget.left -= round(rows * (run.rows.length or 1))
+
+
+def fit_to_teacher(
+    run: Run, stage: Distil, training: Training, callbacks: Iterable[TrainerCallback] = (), title: str | None = None
+) -> int:
+    """Train the model by one stage, from the last checkpoint of a killed run if there is one.
+
+    Args:
+        run: the conversion. Adapters of the stage's rank are put around the model, if there are none yet.
+        stage: what is trained, and by which losses.
+        training: what is read.
+        callbacks: of the trainer.
+        title: of one bar in place of the lines that a trainer prints.
+
+    Returns:
+        The number of training steps.
+
+    Raises:
+        ValueError: the stage does not fit the model; see the trainer.
+    """
+    trainable = stage.trainable if stage.rank is None else None
+    if stage.rank is not None and run.adapters is None:
+        run.adapt(stage.rank)
+    choose_trainable(run.student, trainable)
+    _keep_what_trains(run)
+    student, teacher = _student_and_teacher(run, training.args)
+    trainer = DistillationTrainer(
+        student,
+        training.args,
+        teacher=teacher,
+        losses=stage.losses,
+        trainable=trainable,
+        train_dataset=training.rows,
+        data_collator=run.rows.collate,
+        callbacks=[*callbacks],
+    )
+    _keep_what_trains(run)
+    if silent():
+        trainer.remove_callback(PrinterCallback)
+    if title is not None:
+        quiet(trainer, title, shown=run.progress)
+    try:
+        with contextlib.nullcontext() if run.fsdp is None else splitting(trainer, run.fsdp):
+            trainer.train(resume_from_checkpoint=last_whole_checkpoint(Path(trainer.args.output_dir or ".")))
+            if run.split_copy is not None:
+                run.split_copy.gather()
+                if trains_the_original(run.student):
+                    note_retrained(run.installation)
+    finally:
+        run.split_copy = None
+    run.changed = True
+    return int(trainer.state.global_step)
+
+
+def _student_and_teacher(run: Run, args: TrainingArguments) -> tuple[nn.Module, Teacher]:
+    """What trains, and what teaches it."""
+    if run.fsdp is None:
+        if run.original is None:
+            run.original = Teacher(run.student, run.teacher, run.originals)
+        return run.student, run.original
+    run.model.to(args.device)  # as a trainer does with a model that it trains whole
+    teacher = run.original  # the step has chosen another teacher
+    itself = teacher is None and run.teacher is None
+    run.split_copy = SplitCopy(run.student, run.originals, teaches=itself)
+    if teacher is None:
+        teacher = Teacher(run.student, run.teacher, run.split_copy.originals, apart=True)
+    return run.split_copy.model, teacher
+
+
+def _keep_what_trains(run: Run) -> None:
+    run.keep(parameter for parameter in run.student.parameters() if parameter.requires_grad)
+
+
+def exhausted(run: Run, *, whole: bool = False) -> bool:
+    """True if what is free of the budget, or the whole of what is left, is less than one training step."""
+    left = run.budget.left if whole else run.budget.free
+    return left < (run.rows.length or 1) * _rows_of_all(run, run.config.last)
+
+
+def share_of_budget(run: Run, stage: Distil, tokens: int, name: str) -> Training:
+    """The next rows of `convert`'s fixed order, of at most so many tokens, once.
+
+    Several processes read whole steps: of a last step that lacks rows, one of them would read rows twice.
+    """
+    count = max(1, int(min(tokens, run.budget.free) / (run.rows.length or 1)))
+    if run.args.world_size > 1 and count > (step := _rows_of_all(run, stage)):
+        count -= count % step
+    order = run.rows.order(_rows_of_all(run, run.config.last))
+    chosen = list(itertools.islice(order, run.budget.read, run.budget.read + count))
+    return Training(run.rows.some(chosen).rows, _arguments(run, stage, name))
+
+
+def rows_read(training: Training, training_steps: int) -> int:
+    """The rows that a training has read after so many training steps."""
+    args = training.args
+    step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return min(len(training.rows), int(training_steps * step))
+
+
+def epochs_of(run: Run, stage: Distil, name: str) -> Training:
+    """The epochs, or the tokens, of a stage of a recipe, with the recipe's own arguments.
+
+    Raises:
+        ValueError: tokens are to be counted in rows that have none.
+    """
+    rows, args = run.rows.rows, run.args
+    epochs, words = stage.epochs, f"{stage.epochs:g} epochs on {len(rows):,} training rows"
+    if stage.tokens is not None:
+        length = mean_length(rows)
+        if not length:
+            raise ValueError(f"{stage.name}: tokens counts tokens of text; give epochs for other data.")
+        wanted = max(1, round(stage.tokens / length))
+        epochs = 1.0 if wanted <= len(rows) else wanted / len(rows)
+        rows = select(rows, range(min(wanted, len(rows))))
+        words = f"{stage.tokens:,} tokens"
+    args = replace(
+        args,
+        output_dir=str(run.folder / name),
+        num_train_epochs=epochs,
+        max_steps=-1,
+        learning_rate=stage.learning_rate,
+        per_device_train_batch_size=stage.batch or args.per_device_train_batch_size,
+    )
+    return Training(rows, args, words)
+
+
+def last_whole_checkpoint(folder: Path) -> str | None:
+    """The newest complete checkpoint, or None. Incomplete checkpoints of a killed run are removed."""
+    newest_first = sorted(folder.glob("checkpoint-*"), key=lambda path: -int(path.name.rpartition("-")[2]))
+    for path in newest_first:
+        try:  # the Trainer writes this file last
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            shutil.rmtree(path, ignore_errors=True)  # the other processes remove it, too
+        else:
+            return str(path)
+    return None
+
+
+def without_secrets(args: TrainingArguments) -> TrainingArguments:
+    """The same arguments without tokens: a `Trainer` writes its arguments beside all weights that it saves.
+
+    The fields are those that `TrainingArguments.to_dict` hides, too.
+    """
+    secrets: dict[str, Any] = {option.name: None for option in fields(args) if option.name.endswith("_token")}
+    return replace(args, **secrets)
+
+
+def _rows_of_all(run: Run, stage: Distil) -> int:
+    """The rows of a training step of all processes together."""
+    return rows_per_step(stage, run.rows, run.args.world_size)
+
+
+def _arguments(run: Run, stage: Distil, name: str) -> TrainingArguments:
+    """The arguments of one training of `convert`."""
+    rows = rows_per_step(stage, run.rows)
+    memory: dict[str, Any] = {"per_device_train_batch_size": rows}
+    if run.config.low_memory:
+        new = hasattr(run.args, "activation_checkpointing")  # the name since transformers 5.23
+        memory = {
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": rows,
+            "activation_checkpointing" if new else "gradient_checkpointing": True,
+        }
+    return replace(
+        without_secrets(run.args),
+        output_dir=str(run.folder / name.replace(" ", "-")),
+        num_train_epochs=1,
+        max_steps=-1,
+        train_sampling_strategy="sequential",  # the rows are in a random order already
+        learning_rate=stage.learning_rate,
+        lr_scheduler_type="cosine",
+        lr_scheduler_kwargs=None,
+        warmup_steps=0.05,
+        weight_decay=0.0,
+        **memory,
+        remove_unused_columns=False,  # the collator leaves out what the model does not take
+        save_strategy="no" if run.journal.folder is None else "steps",
+        save_steps=SAVE_EVERY,
+        save_total_limit=1,
+        eval_strategy="no",
+        eval_on_start=False,
+        load_best_model_at_end=False,
+        logging_strategy="steps",  # the same in all processes, whichever of them shows its progress: logging gathers
+        logging_steps=10,
+        disable_tqdm=not run.progress,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
