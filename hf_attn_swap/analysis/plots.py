@@ -130,7 +130,7 @@ def _grid(maps: Maps, draw: Callable[[Axes, np.ndarray], None]) -> tuple[Figure,
             if label == next(iter(maps)):
                 axes.set_title(f"layer {place}", fontsize="small")
         row[0].set_ylabel(label)
-    return figure, grid[:, 0]
+    return figure, list(grid[:, 0])
 
 
 def _figure(x: str, y: str) -> tuple[Figure, Axes]:

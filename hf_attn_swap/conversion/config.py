@@ -124,13 +124,15 @@ class ConvertConfig:
         return chosen | {"stages": [{"stage": stage.name, **dataclasses.asdict(stage)} for stage in self.stages or ()]}
 
     def _check_numbers(self) -> None:
-        for name, value, example in (
-            ("max_loss", self.max_loss, "0.02 is 2 %"),
-            ("min_recall", self.min_recall, "0.97 is 97 %"),
-        ):
+        shares: dict[str, tuple[Any, str]] = {
+            "max_loss": (self.max_loss, "0.02 is 2 %"),
+            "min_recall": (self.min_recall, "0.97 is 97 %"),
+        }
+        for name, (value, example) in shares.items():
             if value is not None and not (isinstance(value, Real) and 0 < float(value) <= 1):
                 raise ValueError(f"{name} is a share above 0 and at most 1 ({example}), got {value!r}.")
-        if not (isinstance(self.keep, Real) and 0 <= float(self.keep) < 1):
+        keep: Any = self.keep
+        if not (isinstance(keep, Real) and 0 <= float(keep) < 1):
             raise ValueError(f"keep is the share of layers that stay as they are (0 to below 1), got {self.keep!r}.")
         for name, value, least, example in (
             ("tokens", self.tokens, 0, "300_000 (0 trains nothing)"),

@@ -176,7 +176,8 @@ def as_rows(
     collate = _Collate(names=names, processor=processor, regression=gives_numbers(root))
     rows: Any
     if first is None or isinstance(first, str) or _is_pair(first):
-        _check_input(root, "input_ids", processor, "texts need a tokenizer", "AutoTokenizer")
+        need = "texts need a tokenizer; pass it as processor=AutoTokenizer.from_pretrained(...)."
+        _check_input(root, "input_ids", processor, need)
         if predicts_next(root) and _is_pair(first):
             raise ValueError("a causal language model takes texts; pairs of texts are for a classifier of two texts.")
         read: _Reader = _blocks if predicts_next(root) else partial(_texts, paired=_is_pair(first))
@@ -192,7 +193,8 @@ def as_rows(
         enough = most if patches or _length(first) else most_rows
         rows, whole = _at_most(data, lambda row: _length(row) or patches or 1, enough, fewest)
     elif hasattr(first, "convert"):
-        _check_input(root, "pixel_values", processor, "images need an image processor", "AutoImageProcessor")
+        need = "images need an image processor; pass it as processor=AutoImageProcessor.from_pretrained(...)."
+        _check_input(root, "pixel_values", processor, need)
         if isinstance(data, (list, tuple)):  # a column of a `Dataset` would decode all of its images
             for index, image in enumerate(data):
                 _check_image(index, image)
@@ -338,14 +340,14 @@ def _at_most(data: Any, size_of: Callable[[Any], float], most: float | None, few
     return select(data, sorted(itertools.islice(shuffled(len(data)), MOST_ROWS))), False
 
 
-def _check_input(root: PreTrainedModel, name: str, processor: Any, need: str, auto_class: str) -> None:
+def _check_input(root: PreTrainedModel, name: str, processor: Any, need: str) -> None:
     """Refuse data that the model does not take, and data without their processor."""
     if root.main_input_name != name:
         raise ValueError(
             f"{type(root).__name__} takes {root.main_input_name}, but the data are {need.partition(' ')[0]}."
         )
     if processor is None:
-        raise ValueError(f"{need}; pass it as processor={auto_class}.from_pretrained(...).")
+        raise ValueError(need)
 
 
 def _check_image(index: int, image: Any) -> None:

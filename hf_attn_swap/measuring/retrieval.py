@@ -108,7 +108,11 @@ class Prompt:
         sizes = [len(places_T) for places_T in self.answers.values()]
         log_p_1T, first_1T = token_log_probs(model, self.ids[None], torch.cat(list(self.answers.values())))
         return dict(
-            zip(self.answers, zip(log_p_1T[0].split(sizes), first_1T[0].split(sizes), strict=True), strict=True)
+            zip(
+                self.answers,
+                zip(torch.split(log_p_1T[0], sizes), torch.split(first_1T[0], sizes), strict=True),
+                strict=True,
+            )
         )
 
 
@@ -416,4 +420,4 @@ def _pairs(known_T: Tensor, break_T: Tensor, count: int, seed: int) -> Prompt:
     lines = torch.cat([pair_N2, again_N2])
     lines = torch.cat([lines, break_T.expand(len(lines), -1)], 1)
     values = (count + torch.arange(count)) * lines.shape[1] + 1
-    return Prompt(lines.flatten(), dict(enumerate(values.split(1))))
+    return Prompt(lines.flatten(), dict(enumerate(torch.split(values, 1))))

@@ -13,7 +13,7 @@ from typing import Any
 import transformers
 from accelerate.utils import disable_fsdp_ram_efficient_loading
 from transformers import PreTrainedModel, TrainingArguments
-from transformers.utils import is_compressed_tensors_available
+from transformers.utils.import_utils import is_compressed_tensors_available
 
 from ..conversion.convert import convert, refuse_converted
 from ..conversion.distributed import how_to_split
@@ -155,7 +155,8 @@ def convert_checkpoint(
             ) from None
         model.to(training.device if device is None else where)
         with told_where(out):
-            report = (quantize if quantized else convert)(
+            function: Any = quantize if quantized else convert
+            report = function(
                 model,
                 data=rows,
                 variant=variant,

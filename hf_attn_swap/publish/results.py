@@ -75,11 +75,11 @@ def checked(value: Any, hint: Any, where: str) -> Any:
         return {checked(key, str, where): checked(item, inner[1], f"{where}.{key}") for key, item in value.items()}
     if isinstance(hint, type) and issubclass(hint, Record):
         return value if isinstance(value, hint) else read_record(hint, value, where)
-    if hint is float and isinstance(value, Real) and not isinstance(value, bool):
+    if hint is float and not isinstance(value, bool) and isinstance(value, Real):
         if not math.isfinite(value):
             raise ValueError(f"{where} is {value}, and no figure: leave the seed out and say so in limits.")
         return float(value)
-    if hint is int and isinstance(value, Integral) and not isinstance(value, bool):
+    if hint is int and not isinstance(value, bool) and isinstance(value, Integral):
         return int(value)
     if hint is bool and isinstance(value, bool):
         return value

@@ -98,7 +98,7 @@ def describe(root: Any, symmetric: bool) -> None:
     }
 
 
-def own_config(root: nn.Module) -> None:
+def own_config(root: Any) -> None:
     """Give a model a copy of its config, which other models may share. A patched model has one already."""
     if installation_of(root) is None:
         memo: dict[int, Any] = {}

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 from transformers import TorchAoConfig
-from transformers.quantizers import AutoHfQuantizer
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from ..wiring.install import model_root
 from .checkpoint import own_config

@@ -198,6 +198,7 @@ def _converted(
         journal=Journal(folder / CONVERTED, settings, writes=args.should_save),
     )
     for number, stage in enumerate(stages, 1):
+        assert not isinstance(stage, FineTune), "labels are read before a conversion or after it"
         run_stage(converting, stage, number)
     return before, first, patched, sentences + converting.sentences
 

@@ -104,6 +104,7 @@ def test_it_lives_as_long_as_the_swap(turned: Any, name: str, variant: str, tmp_
         assert same_bits(forward(unpatch_model(fitted_model), batch), stock)
 
 
+@pytest.mark.filterwarnings("ignore:layers .* lose the converted:UserWarning")
 def test_what_it_changed_around_the_swap_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the swap leaves its layer, and before anything else is changed; a refusal leaves all as it is."""
     monkeypatch.setattr("hf_attn_swap.layer.fitted.FITTED", dict(FITTED))
