@@ -131,7 +131,9 @@ class ConvertConfig:
             if value is not None and not (isinstance(value, Real) and 0 < float(value) <= 1):
                 raise ValueError(f"{name} is a share above 0 and at most 1 ({example}), got {value!r}.")
         if not (isinstance(self.keep, Real) and 0 <= float(self.keep) < 1):
-            raise ValueError(f"keep is the share of layers that stay as they are (0 to below 1), got {self.keep!r}.")
+            raise ValueError(
+                f"keep is the share of layers that stay as they are, from 0 to below 1, got {self.keep!r}."
+            )
         for name, value, least, example in (
             ("tokens", self.tokens, 0, "300_000 (0 trains nothing)"),
             ("eval_tokens", self.eval_tokens, 1, "32_768"),
