@@ -197,13 +197,13 @@ def lost(model: nn.Module, batches: Iterable[Any], *, stock: nn.Module | None = 
     if stock is None:
         installation = need_installation(model)
         refuse_changed(installation, "pass stock=")
-        beside: Callable[[], AbstractContextManager[None]] = installation.stock
+        as_stock: Callable[[], AbstractContextManager[None]] = installation.stock
     else:
-        beside = contextlib.nullcontext
+        as_stock = contextlib.nullcontext
     sums = Sums(causal=predicts_next(model), numbers=gives_numbers(model))
     with evaluating(model, stock):
         for batch in bar(as_batches(batches), desc="compare", unit="batch", shown=progress):
-            with beside():
+            with as_stock():
                 theirs = forward(stock or model, batch)
             sums.add(forward(model, batch), theirs, batch)
     return sums.result()
