@@ -133,12 +133,13 @@ class ConvertConfig:
                 raise ValueError(f"{name} is a share above 0 and at most 1 ({example}), got {value!r}.")
         keep: Any = self.keep
         if not (isinstance(keep, Real) and 0 <= float(keep) < 1):
-            raise ValueError(f"keep is the share of layers that stay as they are (0 to below 1), got {self.keep!r}.")
-        for name, value, least, example in (
-            ("tokens", self.tokens, 0, "300_000 (0 trains nothing)"),
-            ("eval_tokens", self.eval_tokens, 1, "32_768"),
-            ("recall_distance", self.recall_distance, 1, "2_000"),
-        ):
+            raise ValueError(f"keep is the share of layers that stay as they are, from 0 to below 1, got {keep!r}.")
+        counts: dict[str, tuple[Any, int, str]] = {
+            "tokens": (self.tokens, 0, "300_000 (0 trains nothing)"),
+            "eval_tokens": (self.eval_tokens, 1, "32_768"),
+            "recall_distance": (self.recall_distance, 1, "2_000"),
+        }
+        for name, (value, least, example) in counts.items():
             if value is not None and not (isinstance(value, Integral) and int(value) >= least):
                 raise ValueError(f"{name} must be a whole number, {least} or more, such as {example}, got {value!r}.")
 

@@ -6,6 +6,7 @@ import pytest
 
 import hf_attn_swap
 from hf_attn_swap.conversion.convert import convert
+from hf_attn_swap.conversion.quantize import quantize
 from hf_attn_swap.conversion.sensitivity import layer_sensitivity
 from tests.harness.process import python
 
@@ -17,6 +18,7 @@ def without_peft(code: str) -> str:
 
 def test_names_that_are_imported_late() -> None:
     assert hf_attn_swap.convert is convert
+    assert hf_attn_swap.quantize is quantize
     assert hf_attn_swap.layer_sensitivity is layer_sensitivity
     with pytest.raises(AttributeError, match="no attribute 'converted'"):
         _ = hf_attn_swap.converted
