@@ -107,13 +107,8 @@ class Prompt:
         """Let a model read the text once."""
         sizes = [len(places_T) for places_T in self.answers.values()]
         log_p_1T, first_1T = token_log_probs(model, self.ids[None], torch.cat(list(self.answers.values())))
-        return dict(
-            zip(
-                self.answers,
-                zip(torch.split(log_p_1T[0], sizes), torch.split(first_1T[0], sizes), strict=True),
-                strict=True,
-            )
-        )
+        log_p, first = torch.split(log_p_1T[0], sizes), torch.split(first_1T[0], sizes)
+        return dict(zip(self.answers, zip(log_p, first, strict=True), strict=True))
 
 
 @dataclass(frozen=True)
