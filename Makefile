@@ -69,10 +69,10 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/mypy
 
 test: $(VENV)/.installed
-	$(PYTEST) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) $(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed
-	$(PYTEST) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) $(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
 	$(PYTEST) $(VENV)/bin/python -m pytest -m slow $(PYTEST_ARGS)
 
 PINS = .venv-$*/constraints.txt
@@ -105,7 +105,7 @@ $(VERSIONS:%=setup-%): setup-%: .venv-%/.installed
 	.venv-$*/bin/python -c 'import torch, transformers as t; print(f"transformers {t.__version__}, torch {torch.__version__}")'
 
 $(VERSIONS:%=test-%): test-%: setup-%
-	$(PYTEST) .venv-$*/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) .venv-$*/bin/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
 
 # Each of them loads the checkpoints that the others save.
 CROSS ?= oldest middle newest

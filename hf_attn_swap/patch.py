@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from .describe import NOTHING
 from .families import Site, obstacle
@@ -61,29 +60,28 @@ def patch_model(
 
     The first call of a process logs one line if the installed transformers is newer than the tested ones.
     """
-    root = model_root(model)
-    chosen = _build(root, variant, options, layers=layers, modules=modules, strength=strength)
-    _warn_of_loss(chosen)
-    _put(model, chosen)
-    _warn_user(root, chosen.values())
+    installation, swaps = _build(model, variant, options, layers=layers, modules=modules, strength=strength)
+    _warn_of_loss(swaps)
+    _put(model, installation, swaps)
+    _warn_user(installation.root, swaps.values())
     return model
 
 
 def replace_swaps(model: nn.Module, variant: str, options: Mapping[str, Any]) -> None:
     """As `patch_model` in all layers, for a step that made the former swaps itself: their loss is no warning."""
-    _put(model, _build(model_root(model), variant, options))
+    _put(model, *_build(model, variant, options))
 
 
 def _build(
-    root: PreTrainedModel,
+    model: nn.Module,
     variant: str,
     options: Mapping[str, Any],
     *,
     layers: int | Iterable[int] | None = None,
     modules: str | None = None,
     strength: float = 1.0,
-) -> dict[Layer, Swap]:
-    """The new swap of each chosen layer. The model does not change.
+) -> tuple[Installation, dict[Layer, Swap]]:
+    """The new swap of each chosen layer, and the installation that they are for. The model does not change.
 
     Raises:
         ValueError: as `patch_model`.
@@ -92,6 +90,7 @@ def _build(
     chosen = parse_options(classes, options)
     strength = check_strength(strength)
     tell_if_newer()  # before a refusal that may come from the newer version
+    root = model_root(model)
     installation = installation_of(root) or Installation(root, Record())
     every = swappable(installation)
     swaps = {
@@ -103,15 +102,12 @@ def _build(
     ordering.check(root, planned)
     for layer, swap in swaps.items():
         swap.retrained = layer.swapped and layer.swap.retrained
-    return swaps
+    return installation, swaps
 
 
-def _put(model: nn.Module, swaps: Mapping[Layer, Swap]) -> None:
+def _put(model: nn.Module, installation: Installation, swaps: Mapping[Layer, Swap]) -> None:
     """Put swaps in, as the first of a stock model or in place of others."""
-    root = model_root(model)
-    installation = installation_of(root)
-    if installation is None:
-        installation = Installation(root, Record())
+    if installation_of(installation.root) is None:
         installation.start(model)
     installation.put(swaps)
 

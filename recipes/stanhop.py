@@ -238,7 +238,13 @@ def table(record: Record, options: Options) -> str:
         runs = [record["runs"][f"{name}/{seed}"] for seed in range(options.seeds)]
         values = ([run[figure] for run in runs] for figure in (*ERRORS, *OUTLIERS))
         rows.append(
-            (name, *(f"{np.mean(runs):.3f} ± {np.std(runs, ddof=min(1, len(runs) - 1)):.3f}" for numbers in values))
+            (
+                name,
+                *(
+                    f"{np.mean(numbers):.3f} ± {np.std(numbers, ddof=min(1, len(numbers) - 1)):.3f}"
+                    for numbers in values
+                ),
+            )
         )
     return markdown(("retrieval", *ERRORS, *OUTLIERS), rows)
 

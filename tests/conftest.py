@@ -5,16 +5,11 @@ from __future__ import annotations
 import gc
 import re
 import zlib
-from typing import Any
 
 import pytest
 
 # Helpers that assert say what was unequal, as test files do. (Before anything imports them.)
 pytest.register_assert_rewrite("tests.harness", "tests.contract", "tests.kernels")
-
-
-# Folders whose tests share what takes long to set up: one worker, and one part, runs all of a folder.
-TOGETHER = ("tests/doctor/",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,33 +18,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of this part. Tests of one group, which share what they set up, are in one part."""
+    """Keep the tests of this part."""
     if (wanted := config.getoption("shard")) is None:
         return
     shard = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", wanted)
     if shard is None or int(shard[1]) > int(shard[2]):
         raise pytest.UsageError(f"--shard takes K/N with 1 <= K <= N, such as 1/4; got {wanted!r}")
     part, parts = int(shard[1]) - 1, int(shard[2])
-    others = [item for item in items if zlib.crc32(_group(item.nodeid).encode()) % parts != part]
+    others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part]
     config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if zlib.crc32(_group(item.nodeid).encode()) % parts == part]
-
-
-def _group(name: str) -> str:
-    """The folder of a test that runs together with the others of its folder, or else the test's own name."""
-    return next((folder for folder in TOGETHER if name.startswith(folder)), name)
-
-
-@pytest.hookimpl(optionalhook=True)  # without pytest-xdist, nobody asks
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """For `--dist loadgroup`: one worker runs a group. (xdist 3.8 does not see its own marks with pytest 9.2.)"""
-    from xdist.scheduler import LoadGroupScheduling
-
-    class ByFolder(LoadGroupScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return _group(nodeid)
-
-    return ByFolder(config, log) if config.getoption("dist") == "loadgroup" else None
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
 
 
 def pytest_collectstart() -> None:

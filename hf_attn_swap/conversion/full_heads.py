@@ -65,9 +65,10 @@ def one_head(layer: Layer, head: int) -> Iterator[None]:
     Raises:
         ValueError: as in `check_full_heads`.
     """
-    before = layer.swap.options[check_full_heads(layer)][OPTION]
+    before = [(swap, swap.options) for swap in layer.copies]
     set_full_heads(layer, set(range(layer.swap.geometry.kv_heads)) - {head})
     try:
         yield
     finally:
-        set_full_heads(layer, before)
+        for swap, options in before:
+            swap.set_options(options)

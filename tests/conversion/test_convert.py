@@ -177,7 +177,7 @@ def test_the_loss_is_measured_at_the_quarters_of_a_training(most: int, wanted: l
                 budgeted=target is not None, allows=lambda lost: target is not None and lost.degradation <= target
             )
             now = SimpleNamespace(global_step=number, max_steps=most)
-            lost = partial(lambda step: measured.append(step) or SimpleNamespace(share=share), number)
+            lost = partial(lambda step: measured.append(step) or SimpleNamespace(degradation=share), number)
             control = SimpleNamespace(should_training_stop=False, should_save=True)
             conversion: Any = SimpleNamespace(config=asked, lost=lost)
             StopWithin(conversion).on_step_end(None, now, control)

@@ -217,7 +217,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("min_recall: a passage of 96 tokens and 200 tokens after it do not fit"):
         converted(stock("llama"), "window", rows("llama"), min_recall=0.97, **WINDOW)
     for value in (0, 2.5, "2k"):
-        with refused("recall_distance is a whole number of tokens, at least 1"):
+        with refused("recall_distance must be a whole number"):
             converted(long(), "window", text(), recall_distance=value, **WINDOW)
     with refused("recall_distance: recall is measured by the next token; BertForMaskedLM is no causal language model."):
         converted(stock("bert"), "outeffhop", rows("bert"), recall_distance=64)

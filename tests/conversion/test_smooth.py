@@ -240,6 +240,7 @@ def smoothed(name: str = "llama", dtype: torch.dtype = torch.float32) -> tuple[A
     return model, weights
 
 
+@pytest.mark.filterwarnings("ignore:layers .* lose the converted:UserWarning")
 def test_a_layer_that_leaves_takes_its_powers_along() -> None:
     """Its swap is taken out, or another swap takes its place; the other layers stay smoothed."""
     model, weights = smoothed()

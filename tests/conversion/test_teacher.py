@@ -238,6 +238,7 @@ def retrained(model: Any) -> bool:
     return bool(swap.get("retrained", False))
 
 
+@pytest.mark.filterwarnings("ignore:layers .* lose the converted:UserWarning")
 def test_a_distilled_model_is_no_teacher_of_itself(tmp_path: Path) -> None:
     """Training that changes the original is noted, kept by a checkpoint, and refused where the original is needed."""
     batch = batch_of("bert", torch.float32)

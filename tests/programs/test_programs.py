@@ -38,7 +38,7 @@ CELLS = [  # the families take turns; an encoder has no cache
 
 def batch_of(family: str, length: int) -> tuple[Tensor, Tensor]:
     """Token ids and a mask; the first row has two tokens less, if the text is long enough."""
-    made = zoo.inputs(family, length=length, padded=padding_side(family) if length > EXAMPLE else None)
+    made = zoo.inputs(family, batch=3, length=length, padded=padding_side(family) if length > EXAMPLE else None)
     return made["input_ids"], made.get("attention_mask", torch.ones_like(made["input_ids"]))
 
 
