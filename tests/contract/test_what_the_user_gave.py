@@ -21,7 +21,7 @@ from hf_attn_swap.conversion.stages import Distil
 from tests.harness.byte_tokenizer import build
 
 TEXTS = ["The attention of every loaded model is replaced, and 12 weights are kept. " * 4] * 12
-OF_PATCHING = {"attn_swap", "attn_implementation"}
+OF_PATCHING = {"attn_swap", "attn_swap_masks", "attn_implementation"}
 # They take no model that a user goes on with, or read and write a place that the tests of publishing have.
 ELSEWHERE = {
     *("doctor", "list_variants", "from_pretrained", "push", "int8_loaded"),
