@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .conversion.convert import convert as convert
     from .conversion.quantize import quantize as quantize
     from .conversion.sensitivity import layer_sensitivity as layer_sensitivity
+    from .engines.export import export as export
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,18 +29,20 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `convert`, `quantize` and `layer_sensitivity` when they are first used: they need the extra `train`.
+    """Import `convert`, `quantize`, `export` and `layer_sensitivity` when first used: they need the extra `train`.
 
     For this reason `__all__` leaves them out, so that `from hf_attn_swap import *` works without the extra.
     """
-    if name not in ("convert", "quantize", "layer_sensitivity"):
+    if name not in ("convert", "quantize", "export", "layer_sensitivity"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         from .conversion import convert, quantize, sensitivity
+        from .engines import export
     except ModuleNotFoundError as missing:
         raise ImportError(f'{name} needs {missing.name}: pip install "hf-attn-swap[train]"') from missing
     return {
         "convert": convert.convert,
         "quantize": quantize.quantize,
+        "export": export.export,
         "layer_sensitivity": sensitivity.layer_sensitivity,
     }[name]

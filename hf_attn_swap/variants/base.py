@@ -23,6 +23,7 @@ from ..kernels.extra_kv import ExtraKV
 from ..kernels.weighing import Rule
 from ..kernels.windows import Span
 from .about import About
+from .stock_form import StockForm
 
 PLACES = ("keys", "scores", "mask", "normalizer", "weights", "read", "write")
 BEFORE_THE_HEADS = {"keys", "scores", "normalizer", "weights"}
@@ -189,6 +190,19 @@ class Variant(nn.Module):
             The changed rule, or None if no rule can say what the variant's methods compute.
         """
         return None
+
+    def stock_form(self, strength: float) -> StockForm:
+        """How attention classes of transformers compute this variant, for the export to other programs.
+
+        Args:
+            strength: the strength of the layer, above 0.
+
+        Raises:
+            ValueError: no such class computes it. The message says what to do, as the end of a sentence.
+        """
+        if self.changes:
+            raise ValueError(f"no attention class of transformers computes {self.name}")
+        return StockForm()
 
     def warn(self) -> str | None:
         """A warning for users who put the variant on a pretrained model, or None."""

@@ -8,6 +8,7 @@ Axes: B batch, H head, G key/value head, Q query, K key, D head width.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -23,6 +24,7 @@ from ..kernels.dispatch import Form, Setting, softmax_n_form
 from ..kernels.weighing import Rule
 from .about import About
 from .base import Variant, register
+from .stock_form import StockForm
 
 
 @register("outeffhop", aliases=("softmax1", "softmax_1"))
@@ -42,6 +44,9 @@ class OutEffHop(Variant):
 
     def rule(self, rule: Rule) -> Rule:
         return replace(rule, normalizer="softmax_n")
+
+    def stock_form(self, strength: float) -> StockForm:
+        return StockForm(score=torch.full((self.geometry.heads,), math.log(strength)))
 
     def form(self, setting: Setting) -> Form:
         return softmax_n_form(setting)

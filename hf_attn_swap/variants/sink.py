@@ -9,6 +9,7 @@ Axes: H head, G key/value head, N pair, D head width.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from ..core.options import Options
 from ..kernels.extra_kv import ExtraKV
 from .about import About
 from .base import Variant, register
+from .stock_form import StockForm
 
 SMALL = 0.02  # the spread of the keys of further pairs at the start
 
@@ -31,28 +33,29 @@ class SinkOptions(Options):
     Attributes:
         tokens: the number of pairs, at least 1.
         kind: what is learned. "key_value" is a key and a value per key/value head, "key" is a key alone with a value
-            of zeros, and "score" is one number per head, the score of a key with a value of zeros.
+            of zeros, "score" is one number per head, the score of a key with a value of zeros, and "score_value" is
+            such a score and a value per key/value head.
 
     Raises:
         ValueError: `tokens` is below 1, or above 1 for kind "score".
     """
 
     tokens: int = 1
-    kind: Literal["key_value", "key", "score"] = "key_value"
+    kind: Literal["key_value", "key", "score", "score_value"] = "key_value"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tokens < 1:
             raise ValueError(f"sink: tokens must be at least 1, got {self.tokens}.")
-        if self.kind == "score" and self.tokens > 1:
+        if self.kind in ("score", "score_value") and self.tokens > 1:
             raise ValueError(
-                f"sink: with kind='score', several scores of one head are one score, so tokens must be 1, got "
+                f"sink: with kind={self.kind!r}, several scores of one head are one score, so tokens must be 1, got "
                 f"{self.tokens}; use kind='key' or 'key_value'."
             )
 
 
 class Learned(nn.Module):
-    """The parameters of one layer: key (G,N,D) and value (G,N,D), key alone, or score (H,N)."""
+    """The parameters of one layer, as the kind names them: key (G,N,D), value (G,N,D) and score (H,N)."""
 
     key: nn.Parameter | None
     value: nn.Parameter | None
@@ -83,7 +86,7 @@ class Sink(Variant):
         summary="every query also sees learned keys and values",
         formula="softmax([log s + w q k'^T, S]) [v'; V]",
         paper="Sun et al., 2024; gpt-oss (OpenAI, 2025); StreamingLLM (Xiao et al., 2024)",
-        parameters_added="2 G N D (key_value), G N D (key), H (score), for N tokens",
+        parameters_added="2 G N D (key_value), G N D (key), H (score), H + G D (score_value), for N tokens",
         fused="SDPA joined with the pairs by its log-sum-exp, or SDPA with further keys",
     )
     places = ("keys",)
@@ -110,6 +113,18 @@ class Sink(Variant):
     @property
     def further_keys(self) -> int:
         return self.options.tokens
+
+    def stock_form(self, strength: float) -> StockForm:
+        key, value, score = self.learned()
+        if self.options.tokens > 1 or (key is not None and bool(key.any())):
+            raise ValueError(
+                "the score of its keys turns with the query, and sinks of transformers have one score per head "
+                '(kind="score", or convert with target="engine")'
+            )
+        heads, groups = self.geometry.heads, self.geometry.kv_heads
+        scores = torch.zeros(heads) if score is None else score.detach()[:, 0].cpu()
+        values = None if value is None else value.detach()[:, 0].cpu().repeat_interleave(heads // groups, 0)
+        return StockForm(score=scores.double() + math.log(strength), value=values)
 
     def extra_kv(self, inputs: Inputs, call: Call) -> ExtraKV:
         key, value, score = self.learned()

@@ -19,6 +19,7 @@ from ..core.options import Options
 from ..kernels.windows import Span
 from .about import About
 from .base import Variant, register
+from .stock_form import StockForm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,16 @@ class Window(Variant):
     @classmethod
     def reach(cls, options: WindowOptions) -> int:
         return options.window
+
+    def stock_form(self, strength: float) -> StockForm:
+        if not self.changes:
+            return StockForm()
+        if self.options.sinks or self.options.full_heads or strength < 1:
+            raise ValueError(
+                "layers of transformers have one window for all heads, without first tokens "
+                '(convert with target="engine")'
+            )
+        return StockForm(window=self.options.window)
 
     def span(self) -> Span:
         full = self.options.full_heads

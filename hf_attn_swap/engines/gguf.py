@@ -1,0 +1,52 @@
+"""Turns an exported folder into a file for llama.cpp, by llama.cpp's own converter."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+CONVERTER = "convert_hf_to_gguf.py"
+
+
+def find_converter(llama_cpp: Path | None) -> Path:
+    """The converter of llama.cpp.
+
+    Args:
+        llama_cpp: the folder with llama.cpp's sources, or the converter itself; None looks for it among the programs.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if llama_cpp is None:
+        there = shutil.which(CONVERTER)
+        if there is None:
+            raise ValueError(f"{CONVERTER} is not among the programs; name the folder of llama.cpp with --llama-cpp.")
+        return Path(there)
+    path = llama_cpp / CONVERTER if llama_cpp.is_dir() else llama_cpp
+    if path.name != CONVERTER or not path.is_file():
+        raise ValueError(f"{llama_cpp} has no {CONVERTER}; name the folder with llama.cpp's sources.")
+    return path
+
+
+def write_gguf(folder: Path, file: Path, converter: Path) -> None:
+    """Write a GGUF file from a folder of transformers, in the precision of its weights.
+
+    Args:
+        folder: a folder that `export` wrote.
+        file: the file to write; it must not exist.
+        converter: llama.cpp's converter.
+
+    Raises:
+        ValueError: the file exists, or the converter stops.
+    """
+    if file.exists():
+        raise ValueError(f"{file} exists; name a file that does not exist.")
+    done = subprocess.run(
+        [sys.executable, converter, folder, "--outfile", file], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        file.unlink(missing_ok=True)
+        last = done.stderr.strip().splitlines()[-1:] or ["no word of why"]
+        raise ValueError(f"llama.cpp's converter stopped: {last[0]}")
