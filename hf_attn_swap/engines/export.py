@@ -222,7 +222,9 @@ def _as_stock(model: PreTrainedModel, forms: Mapping[str, StockForm], windows: S
     reasons = []
     if not sinks and (config := same_class(model, windows)) is not None:
         try:
-            return _built(model, stock_class(model)(config), weights)
+            with torch.device("meta"):
+                made = stock_class(model)(config)
+            return _built(model, made, weights)
         except ValueError as problem:
             reasons.append(str(problem))
     for target in TARGETS:
@@ -262,7 +264,7 @@ def _scores(target: Target, forms: Mapping[str, StockForm]) -> dict[str, Tensor]
 
 
 def _built(model: PreTrainedModel, made: PreTrainedModel, weights: Mapping[str, Tensor | None]) -> PreTrainedModel:
-    """The model `made`, with these weights and with zeros for biases that the source does not have.
+    """A model like `made`, with these weights and with zeros for biases that the source does not have.
 
     Raises:
         ValueError: a weight has no place, or a place has no weight.
@@ -283,10 +285,9 @@ def _built(model: PreTrainedModel, made: PreTrainedModel, weights: Mapping[str, 
         filled[name] = given.to(model.dtype)
     if rest := sorted(name for name, tensor in weights.items() if tensor is not None and name not in places):
         raise ValueError(f"it has no place for {rest[0]}")
-    made.to_empty(device="cpu").load_state_dict(filled, assign=True)
-    made.tie_weights()
-    made.generation_config = copy.deepcopy(model.generation_config)
-    return made.eval()
+    loaded: PreTrainedModel = type(made).from_pretrained(None, config=made.config, state_dict=filled, dtype=model.dtype)
+    loaded.generation_config = copy.deepcopy(model.generation_config)
+    return loaded.eval()
 
 
 def _compare(root: PreTrainedModel, folder: Path, work: Path, window: int) -> float:

@@ -134,7 +134,7 @@ def same_class(model: PreTrainedModel, windows: Sequence[int | None]) -> PreTrai
     """The source's own config with these windows; None if it cannot say them."""
     source = model.config
     stock = source.to_dict()
-    given = {name: value for name, value in stock.items() if not name.startswith("attn_swap") and name not in FILE}
+    given = {name: value for name, value in stock.items() if not name.startswith("attn_") and name not in FILE}
     if list(windows) != own_windows(source, len(windows)):
         if "layer_types" not in stock or "sliding_window" not in stock:
             return None
