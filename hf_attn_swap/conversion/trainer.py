@@ -1,6 +1,6 @@
 """Distillation: trains a swapped model to give what the model gave before the swap, without labels.
 
-The loss is a weighted sum of the losses in the table of `losses.py`. The loss of a row does not depend on the other
+The loss is a weighted sum of the losses of `losses.py`. The loss of a row does not depend on the other
 rows of its batch, so two processes with half a batch each train like one process. The teacher is by default the same
 model at strength 0, with its adapters off.
 The method is this package's own, after Hinton et al. (2015) and the published conversions (LoLCATs, MOHAWK, RADLADS);
@@ -34,10 +34,10 @@ from ..measuring.lm_head import can_skip_logits, first_of, head_alone, last_hidd
 from ..patch import need_installation
 from ..text.bar import visible
 from ..wiring.install import Installation
-from .distributed import zero_3
-from .losses import LAYERS, LOGITS, SPLIT, STATES, Comparison, LayerErrors, Losses, Pass
+from .distributed import is_sharded, zero_3
+from .losses import Comparison, LayerErrors, Losses, Pass
 from .preserve_training_state import configs_of
-from .teacher import Teacher, is_sharded, note_retrained, refuse_frozen_copies, trains_the_original
+from .teacher import Teacher, note_retrained, refuse_frozen_copies, trains_the_original
 from .trainable import choose_trainable
 
 
@@ -165,8 +165,7 @@ class DistillationTrainer(Trainer):
             raise ValueError("the model is at strength 0, the teacher itself; call set_strength(model, 1.0) first.")
         choose_trainable(model, trainable)
         self.teacher = teacher if isinstance(teacher, Teacher) else Teacher(model, teacher)
-        self.needs = self.losses.needs
-        self.errors = LayerErrors(installation, self.teacher.originals) if LAYERS in self.needs else None
+        self.errors = LayerErrors(installation, self.teacher.originals) if self.losses.layers else None
         args = copy.copy(args) if args is not None else TrainingArguments()
         if args.include_num_input_tokens_seen == "no" and installation.root.main_input_name == "input_ids":
             args.include_num_input_tokens_seen = "all"
@@ -290,7 +289,7 @@ class DistillationTrainer(Trainer):
         with without_cache(unwrapped), without_cache(self.teacher.root):
             comparison = self._compared(model, unwrapped, batch)
         with self.accelerator.autocast():
-            loss = sum(weight * term.value(comparison) for weight, term in self.losses.used)
+            loss = comparison.loss(self.losses)
         if return_outputs:
             return loss, {"loss": loss, "logits": first_of(comparison.student.output).detach()}
         return loss
@@ -298,7 +297,7 @@ class DistillationTrainer(Trainer):
     def _compared(self, model: nn.Module, unwrapped: nn.Module, batch: dict[str, Any]) -> Comparison:
         """Run the teacher and the student."""
         wanted = dict(batch)
-        if STATES in self.needs:
+        if self.losses.all_states:
             wanted["output_hidden_states"] = True
         root = self.root
         teaching = self.teacher.model or self.teacher.root
@@ -317,12 +316,12 @@ class DistillationTrainer(Trainer):
                 self.split_head = _split(teaching, teacher) and _split(root, student)
             if not self.split_head:  # something follows the head, such as a soft cap: take all logits from now on
                 return self._compared(model, unwrapped, batch)
-        return Comparison(student, teacher, batch, self.losses, root, teaching, split)
+        return Comparison(student, teacher, batch, root, teaching, split)
 
     def _can_split(self, root: PreTrainedModel, model: nn.Module) -> bool:
         """True if the logits can be computed from the last hidden states, a chunk at a time."""
         models = [root] if self.teacher.model is None else [root, self.teacher.model]
-        if SPLIT not in self.needs or LOGITS in self.needs or not all(map(can_skip_logits, models)):
+        if not self.losses.logits or not all(map(can_skip_logits, models)):
             return False
         if any(parameter.requires_grad for parameter in root.get_output_embeddings().parameters()):
             return False
