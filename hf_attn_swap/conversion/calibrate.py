@@ -1,7 +1,7 @@
 """Fits the heads of a swapped attention to the heads of softmax attention, with which its weights were trained.
 
-A are the variant's heads at strength 1, and R are the heads that it should give on the same input (`target.py`). Each head is fitted by least
-squares, in one of two ways:
+A are the variant's heads at strength 1, and R are the heads that it should give on the same input (`target.py`). Each
+head is fitted by least squares, in one of two ways:
 
     gain:  g_h = <A_h, R_h> / <A_h, A_h>
     map:   [M_h; b_h] = argmin ||A_h M_h + b_h - R_h||^2

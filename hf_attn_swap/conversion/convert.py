@@ -30,19 +30,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from ..measuring.held_out import HeldOut
+from ..measuring.lm_head import logits_of
 from ..measuring.lost import Lost, predicts_next
 from ..measuring.recall import Passages
 from ..patch import choose_layers, patch_model, swappable, unpatch_model
 from ..quantization.static import check_linears
 from ..variants.softmax import Softmax
-from ..wiring.install import Installation, Record, installation_of, model_root
+from ..wiring.install import Installation, Record, installation_of, model_root, searched_once
 from ..writing import claimed, told_where
 from .calibrate import fit_heads
 from .config import ConvertConfig
 from .distill import distil
 from .distributed import broadcast_from_rank0, is_sharded, refuse_sharding
 from .journal import Journal, fingerprint
-from ..measuring.lm_head import logits_of
 from .preserve_training_state import preserve_training_state
 from .report import ConversionReport
 from .rows import Rows
@@ -242,19 +242,20 @@ def started(
     root = model_root(model)
     if is_compiled_module(model):
         (model,) = model.children()
-    refuse_converted(model)
-    refuse_adapters(model)
-    refuse_rounded(root)
-    if config.quantized:
-        check_linears(root)
-    if teacher is not None:
-        check_teacher(root, teacher)
-    config = config.for_model(root)
-    control = installation_of(root)
-    choose_layers(swappable(control or Installation(root, Record())), config.layers, config.modules)
-    if control is not None:
-        unpatch_model(model)
     with contextlib.ExitStack() as inside:
+        inside.enter_context(searched_once(root))
+        refuse_converted(model)
+        refuse_adapters(model)
+        refuse_rounded(root)
+        if config.quantized:
+            check_linears(root)
+        if teacher is not None:
+            check_teacher(root, teacher)
+        config = config.for_model(root)
+        control = installation_of(root)
+        choose_layers(swappable(control or Installation(root, Record())), config.layers, config.modules)
+        if control is not None:
+            unpatch_model(model)
         for preserved in (model,) if teacher is None else (model, teacher):
             inside.enter_context(preserve_training_state(preserved))
         folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)

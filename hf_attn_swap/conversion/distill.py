@@ -22,12 +22,12 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from ..patch import set_strength
 from ..text.bar import silent
 from .calibrate import calibrate_stage
+from .journal import Snapshot
 from .preserve_training_state import preserve_training_flags
 from .report import UNDONE, StepRecord, in_words
 from .rows import mean_length, select
 from .run import Run, rows_per_step
 from .selection import LayerSelection
-from .snapshot import Snapshot
 from .stages import Calibrate, Distil
 from .teacher import Teacher
 from .trainable import adapted_weights, choose_trainable

@@ -28,12 +28,11 @@ from ..patch import need_installation
 from ..wiring.install import Installation, installation_of, model_root
 from .config import ConvertConfig
 from .distributed import broadcast_from_rank0
-from .journal import Journal
+from .journal import Journal, Snapshot, copied, given_back, put, taken
 from .preserve_training_state import own_precision
 from .report import ConversionReport, StepRecord, in_words
 from .rows import Rows
 from .sensitivity import HeadSensitivity, Sensitivity
-from .snapshot import Snapshot, copied, given_back, put, taken
 from .stages import Distil
 from .teacher import Teacher
 from .trainable import with_adapters

@@ -385,7 +385,7 @@ def _one_head(layer: Layer, head: int) -> Iterator[None]:
             swap.set_options(options)
 
 
-# -- Passages beyond the keys that a query sees -----------------------------------------------------------------------------
+# -- Passages beyond the keys that a query sees -------------------------------------------------------------------------
 
 
 def reach_of(variant: str, options: Mapping[str, Any]) -> int | None:

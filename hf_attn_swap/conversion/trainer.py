@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import time
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -51,26 +50,19 @@ class Bar(ProgressCallback):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.start = self.seen = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draw the empty bar."""
         super().on_train_begin(args, state, control, **kwargs)  # type: ignore[no-untyped-call]  # transformers' own
-        self.start, self.seen = time.perf_counter(), float(state.num_input_tokens_seen or 0)
         bar: Any = self.training_bar  # transformers types it as None
         if bar is not None:
             bar.set_description(self.name)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Write the loss and the speed beside the bar."""
+        """Write the loss beside the bar."""
         bar: Any = self.training_bar
-        if bar is None or "loss" not in (logs or {}):
-            return
-        words = f"loss {float(logs['loss']):.3g}"
-        seconds = time.perf_counter() - self.start
-        if state.num_input_tokens_seen and seconds > 0:
-            words += f", {(float(state.num_input_tokens_seen) - self.seen) / seconds:,.0f} tokens/s"
-        bar.set_postfix_str(words)
+        if bar is not None and "loss" in (logs or {}):
+            bar.set_postfix_str(f"loss {float(logs['loss']):.3g}")
 
 
 def quiet(trainer: Trainer, name: str, *, shown: bool) -> None:
@@ -167,8 +159,6 @@ class DistillationTrainer(Trainer):
         self.teacher = teacher if isinstance(teacher, Teacher) else Teacher(model, teacher)
         self.errors = LayerErrors(installation, self.teacher.originals) if self.losses.layers else None
         args = copy.copy(args) if args is not None else TrainingArguments()
-        if args.include_num_input_tokens_seen == "no" and installation.root.main_input_name == "input_ids":
-            args.include_num_input_tokens_seen = "all"
         if args.n_gpu > 1:  # DataParallel's copies of the model share the swaps' state
             raise ValueError(
                 f"this process sees {args.n_gpu} GPUs; start one process per GPU with accelerate launch, or set "
@@ -182,12 +172,13 @@ class DistillationTrainer(Trainer):
         self.model_accepts_loss_kwargs = False  # the loss is a mean, which Trainer divides by the accumulation steps
         self.can_return_loss = True  # without labels there is still a loss to evaluate
         self.label_names: list[str] = []
+        if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "fsdp_version", None) == 1:
+            raise ValueError("version 1 of FSDP keeps what trains in flat tensors; take version 2 (fsdp_version: 2).")
         refuse_frozen_copies(bool(self.teacher.frozen) and (self.is_fsdp_enabled or zero_3(args)))
         self.split_head: bool | None = None  # True once the logits are known to be the head's output on hidden states
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`. The swaps note if strength 0 is no longer the original model, in checkpoints too."""
-        self._refuse_flat_parameters()
         if not trains_the_original(cast(nn.Module, self.model)):
             return self._train(*args, **kwargs)
         before = note_retrained(need_installation(self.root))
@@ -201,19 +192,6 @@ class DistillationTrainer(Trainer):
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         with checkpointed_layers_without_dropout(cast(nn.Module, self.model)):
             return super().train(*args, **kwargs)
-
-    def _refuse_flat_parameters(self) -> None:
-        """Refuse version 1 of FSDP where adapters and other parameters train: it keeps them in one flat tensor.
-
-        Raises:
-            ValueError: it is on.
-        """
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if getattr(plugin, "fsdp_version", None) == 1 and self._beside_adapters():
-            raise ValueError(
-                "checkpoints of adapters under version 1 of FSDP lack what trains beside them, such as gates; take "
-                "version 2 (fsdp_version: 2)."
-            )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in `Trainer`, with what trains beside adapters: PEFT saves its adapters alone."""
