@@ -323,7 +323,7 @@ def _held_out(
         return HeldOut(model, rows, as_it_is=True, passages=passages, progress=progress)
 
 
-# -- Heads that keep all keys -------------------------------------------------------------------------------------------
+# -- Heads that keep all keys ------------------------------------------------------------------------------------------
 
 
 def by_heads(classes: Iterable[type[Variant]]) -> str:
@@ -385,7 +385,7 @@ def _one_head(layer: Layer, head: int) -> Iterator[None]:
             swap.set_options(options)
 
 
-# -- Passages beyond the keys that a query sees -------------------------------------------------------------------------
+# -- Passages beyond the keys that a query sees ------------------------------------------------------------------------
 
 
 def reach_of(variant: str, options: Mapping[str, Any]) -> int | None:

@@ -111,14 +111,6 @@ def test_is_least_squares(name: str, variant: str, ridge: float) -> None:
         assert np.abs(features @ (got - solution)).max() < 1e-7
 
 
-@pytest.mark.parametrize("ridge", [0.0, 0.5])
-def test_a_gain_is_least_squares(ridge: float) -> None:
-    model = patch_model(fresh("bert"), "belief")
-    ours, wanted = _record(model, "bert")
-    fit(model, "bert", fit="gain", ridge=ridge, scale=False)
-    gains = (ours * wanted).sum((0, 2)) / ((1 + ridge) * np.square(ours).sum((0, 2)))
-    assert swaps(model)[-1].calibration.weight.detach().numpy() == pytest.approx(gains, rel=1e-9)
-
 
 @pytest.mark.parametrize("ridge", [0.0, 0.5])
 def test_explained_share_is_that_of_the_fit(ridge: float) -> None:
@@ -205,21 +197,6 @@ def test_a_fit_is_applied_head_by_head(variant: str, strength: float) -> None:
     assert distance(first_heads(model), wanted) < 1e-11
 
 
-@pytest.mark.parametrize("source", [name for name in SINGLES if VARIANTS[name].replaces])
-def test_back_to_softmax(source: str) -> None:
-    """From the attention that the weights were trained with; fitted to itself it needs nothing."""
-    model = patch_model(fresh("bert"), "softmax")
-    report = fit(model, "bert", fit="map", source=source, ridge=0.0)
-    assert all(
-        after > before for layer in report.layers for before, after in zip(layer.before, layer.after, strict=True)
-    )
-    for name in ("bert", "gpt2"):  # LayerNorm behind the block, where the skip of both is a factor, and before it
-        same = patch_model(fresh(name), source)
-        report = fit(same, name, fit="gain", source=source, ridge=0.0)
-        assert report.unexplained < 1e-12
-        assert all(gain == pytest.approx(1) for layer in report.layers for gain in layer.gains)
-        assert report.left == 0
-
 
 def test_labels_are_not_read_and_modes_stay() -> None:
     model = patch_model(fresh("bert"), "modern_hopfield").train()
@@ -263,12 +240,6 @@ def test_a_model_in_training_is_fitted_without_its_dropout(name: str, variant: s
         assert model.training == train
     assert torch.equal(*found)
 
-
-def test_negative_gains_are_named() -> None:
-    model = patch_model(fresh("bert"), "simpletron_resl")
-    report = fit(model, "bert", fit="gain")
-    negative = [head for layer in report.layers for head, gain in enumerate(layer.gains) if gain < 0]
-    assert negative == [head for layer in report.layers for head in layer.negative]
 
 
 def test_refused() -> None:

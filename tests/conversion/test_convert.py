@@ -7,10 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +16,14 @@ from transformers import TrainingArguments
 
 from hf_attn_swap import describe, patch_model, unpatch_model
 from hf_attn_swap.analysis import lost
-from hf_attn_swap.conversion import calibrate, config
+from hf_attn_swap.conversion import config
 from hf_attn_swap.conversion.config import default_distil
 from hf_attn_swap.conversion.convert import convert
 from hf_attn_swap.conversion.distill import StopWithin
-from hf_attn_swap.conversion.report import ConversionReport, StepRecord, in_words
+from hf_attn_swap.conversion.report import ConversionReport
 from hf_attn_swap.conversion.rows import as_rows
 from hf_attn_swap.conversion.stages import Calibrate, Distil, FineTune
 from hf_attn_swap.measuring.held_out import HeldOut
-from hf_attn_swap.measuring.lost import Lost
 from tests import zoo
 from tests.contract.harness import batch_of, forward, refused, swaps
 
@@ -116,14 +112,6 @@ def test_an_impossible_budget_gives_the_stock_model_back(name: str, variant: str
     assert torch.equal(forward(model, batch_of(name, torch.float32)), wanted)
 
 
-def test_an_impossible_budget_leaves_layers_that_were_named() -> None:
-    model = stock("bert")
-    report = converted(model, "simpletron_resl", rows("bert"), max_loss=1e-12, layers=[0, 2], stages=[CALM])
-    assert (report.met, report.layers, report.kept) == (False, (0, 2), {})
-    assert [row.attention for row in describe(model).rows] == ["simpletron_resl", "softmax (stock)", "simpletron_resl"]
-    assert "NOT within the budget" in report.summary
-    assert all(swap.retrained for swap in swaps(model))
-
 
 @pytest.mark.parametrize("stage", [BODY, ADAPTERS], ids=["weights", "adapters"])
 @pytest.mark.parametrize("rate", [1.0, 1e30], ids=["large", "not a number"])
@@ -163,35 +151,6 @@ def test_the_best_measured_weights_are_the_result(stage: Distil, first: int, tmp
     assert timeless(reports[0]) == timeless(reports[1])
 
 
-@pytest.mark.parametrize(("most", "wanted"), [(8, [2, 4, 6]), (10, [2, 4, 6, 8]), (3, [1, 2]), (1, [])])
-def test_the_loss_is_measured_at_the_quarters_of_a_training(most: int, wanted: list[int]) -> None:
-    """The steps at which a training may end early; after the last one the loss is measured anyway."""
-    measured: list[int] = []
-    share, target = 0.03, 0.02
-
-    def steps() -> list[tuple[bool, bool]]:
-        measured.clear()
-        found = []
-        for number in range(1, most + 1):
-            asked = SimpleNamespace(
-                budgeted=target is not None, allows=lambda lost: target is not None and lost.degradation <= target
-            )
-            now = SimpleNamespace(global_step=number, max_steps=most)
-            lost = partial(lambda step: measured.append(step) or SimpleNamespace(degradation=share), number)
-            control = SimpleNamespace(should_training_stop=False, should_save=True)
-            conversion: Any = SimpleNamespace(config=asked, lost=lost)
-            StopWithin(conversion).on_step_end(None, now, control)
-            found.append((control.should_training_stop, control.should_save))
-        return found
-
-    assert steps() == [(False, True)] * most
-    assert measured == wanted
-    share = target
-    assert steps() == [(step in wanted, step not in wanted) for step in range(1, most + 1)]
-    target = None
-    assert steps() == [(False, True)] * most
-    assert measured == []
-
 
 @pytest.mark.parametrize("tokens", [97, pytest.param(203, marks=pytest.mark.slow)])
 def test_the_steps_count_tokens_and_never_more_than_the_budget(tokens: int) -> None:
@@ -199,12 +158,6 @@ def test_the_steps_count_tokens_and_never_more_than_the_budget(tokens: int) -> N
     assert spent(report) == tokens // 6 * 6
     assert report.unit == "tokens"
 
-
-@pytest.mark.slow
-def test_accumulated_steps_are_counted_whole(tmp_path: Path) -> None:
-    args = TrainingArguments(output_dir=str(tmp_path), gradient_accumulation_steps=2, report_to="none")
-    report = converted(stock("bert"), "modern_hopfield", rows("bert", 40), tokens=192, args=args, stages=[CALM])
-    assert [(step.name, step.tokens) for step in report.steps[2:]] == [("distil 1", 192)]
 
 
 def test_images_are_counted_in_patches() -> None:
@@ -356,14 +309,6 @@ def test_losses_are_measured_without_mixed_precision(name: str, tmp_path: Path) 
     assert names(report)[-1] == "distil 1"
     assert report.lost == measure.lost(model)
 
-
-@pytest.mark.slow
-def test_a_model_in_half_precision() -> None:
-    model = stock("llama").to(torch.bfloat16)
-    report = converted(model, "outeffhop+gated", rows("llama"))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert spent(report) > 0
-    assert math.isfinite(report.lost.degradation)
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -545,15 +490,6 @@ def test_another_teacher() -> None:
     assert same(weights(teacher), before)
 
 
-def test_a_teacher_that_is_swapped_itself() -> None:
-    """It teaches, and is compared with, as it is, and not at strength 0."""
-    teacher, held = patch_model(stock("llama"), "simpletron_resl"), rows("llama", 8, first=50)
-    report = converted(stock("llama"), "belief", rows("llama"), eval_data=held, teacher=teacher, tokens=1)
-    collated = [{"input_ids": torch.stack([row["input_ids"] for row in held])}]
-    found = report.steps[0].lost.stock_perplexity
-    assert found == pytest.approx(lost(teacher, collated, stock=teacher).perplexity, rel=1e-5)
-    assert abs(found / lost(teacher, collated).stock_perplexity - 1) > 1e-3
-
 
 def teacher_swapped() -> Any:
     return patch_model(stock("llama"), "belief")
@@ -561,51 +497,6 @@ def teacher_swapped() -> Any:
 
 # -- The report --------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("ratio", "budget", "said"),
-    [
-        (1.04, None, ""),
-        (1.06, None, "keep=0.5 keeps the costliest half"),
-        (2500.0, None, "keep=0.5 keeps the costliest half"),
-        (1.06, 0.1, ""),
-        (1.06, 0.05, "allow more tokens or a larger max_loss"),
-    ],
-)
-def test_the_report_says_how_to_lose_less(ratio: float, budget: float | None, said: str) -> None:
-    report = converted(stock("llama"), "belief", rows("llama"), tokens=1)
-    found = replace(report.lost, perplexity=ratio * 20, stock_perplexity=20.0)
-    changed = replace(report, steps=(replace(report.steps[-1], lost=found),), max_loss=budget)
-    assert changed.met == (budget != 0.05)
-    assert ("x 2,500" if ratio > 10 else f"{ratio - 1:.2%}") in changed.summary
-    (*_, last) = str(changed).splitlines()
-    assert ("To " in last) == bool(said)
-    assert said in last
-    assert said in changed._repr_html_()
-
-
-def test_the_cells_of_a_step_in_the_report() -> None:
-    text = Lost(tokens=9, divergence=0.01234, agreement=0.5, perplexity=21.0, stock_perplexity=20.0)
-    row = StepRecord(name="swap", layers=(0, 2), lost=text, tokens=12_345, seconds=90)
-    assert row.cells() == ("swap", "2", "5.00%", "0.0123", "50.0%", "12,345", "1.5")
-    without = StepRecord(name="swap", layers=(), lost=Lost(tokens=1, relative_error=0.25))
-    assert without.cells() == ("swap", "0", "25.00%", "-", "-", "-", "0.0")
-    large = [replace(text, perplexity=20.0 * ratio) for ratio in (9.5, 10, 2500)]
-    assert [in_words(each) for each in large] == ["850.00%", "x 10", "x 2,500"]
-
-
-class Text(HTMLParser):
-    """The text of a page, and its tags."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.tags = "", []
-
-    def handle_data(self, data: str) -> None:
-        self.words += data + " "
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.append(tag)
 
 
 def test_the_report_as_text_html_and_json(tmp_path: Path) -> None:
@@ -716,15 +607,6 @@ def test_the_control_counts_as_a_stock_model() -> None:
     assert models[0].config.attn_swap == models[1].config.attn_swap
 
 
-def test_a_calibrated_control_is_refused() -> None:
-    """The way back: softmax that was fitted to another attention computes something else than stock attention."""
-    model = patch_model(stock("bert"), "softmax")
-    calibrate(model, [batch_of("bert", torch.float32)], source="simpletron_resl", fit="gain", progress=False)
-    before = weights(model)
-    with refused("the model is already converted; load the stock model, or call unpatch_model first."):
-        converted(model, "belief", rows("bert"))
-    assert same(weights(model), before)
-
 
 def test_a_refusal_leaves_the_control_in_place() -> None:
     model = patch_model(stock("bert"), "softmax")
@@ -756,12 +638,3 @@ def test_a_folder_of_another_conversion_is_refused(other: dict[str, Any], tmp_pa
         )
     assert not swaps(model)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_conversion_goes_on_under_another_name_of_its_variant(tmp_path: Path) -> None:
-    one, other = "outeffhop+clipped_softmax", "softmax1+clipped"
-    options = {"gamma": -0.01}
-    first = converted(stock("bert"), one, rows("bert"), tokens=1, output_dir=tmp_path, clipped_softmax=options)
-    again = converted(stock("bert"), other, rows("bert"), tokens=1, output_dir=tmp_path, clipped=options)
-    assert first.variant == again.variant == one
-    assert timeless(again) == timeless(first)

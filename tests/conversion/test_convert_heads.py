@@ -18,7 +18,6 @@ from hf_attn_swap.conversion.journal import NAME
 from hf_attn_swap.conversion.report import ConversionReport
 from hf_attn_swap.conversion.sensitivity import HeadSensitivity
 from hf_attn_swap.families import sites
-from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.measuring.recall import Passages, Recall
 from hf_attn_swap.wiring.install import installation_of, model_root
 from tests.contract.harness import assert_identical, batch_of, refused, run, swaps
@@ -108,12 +107,6 @@ def test_a_layer_whose_heads_all_stay_has_no_swap(monkeypatch: pytest.MonkeyPatc
     assert [layer.number for layer in installation_of(model).layers()] == [0, 2]
 
 
-def test_one_head_has_the_window_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, (1, 0))
-    model = long()
-    converted(model, "window", text(), heads="auto", keep=0.999, **FAST, **WINDOW)
-    assert len(near(model)) == 1
-
 
 def test_heads_of_some_layers_and_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = planted(monkeypatch, (0, 0))
@@ -127,11 +120,6 @@ def test_heads_of_some_layers_and_a_budget(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 < len(report.layers) < 3, "each head loses a hundredth"
     assert report.sensitivity is not None
 
-
-def test_training_with_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, (0, 0))
-    report = converted(long(), "window", text(), heads="auto", keep=1 / 6, tokens=1024, **WINDOW)
-    assert report.training_steps > 0
 
 
 def test_a_conversion_goes_on_after_the_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,16 +196,6 @@ def test_each_head_alone(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({cost.divergence for cost in found.alone.values()}) == 4
     assert HeadSensitivity.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
-
-def test_after_an_error_the_heads_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = patch_model(long(), "window", **WINDOW)
-    batch = {"input_ids": torch.stack([row["input_ids"] for row in text(3)])}
-    held = HeldOut(model, batch, progress=False)
-    monkeypatch.setattr(held, "lost", lambda model: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        head_sensitivity(model, held, progress=False)
-    assert near(model) == {(layer, head) for layer in range(3) for head in range(2)}
-    assert all(swap.at("mask").span().full == () for swap in swaps(model))
 
 
 def test_refusals() -> None:

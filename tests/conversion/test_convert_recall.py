@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from hf_attn_swap.conversion.passages import reach_of
 
 from hf_attn_swap import layer_sensitivity, patch_model
 from hf_attn_swap.conversion.journal import NAME
-from hf_attn_swap.conversion.passages import reach_of
 from hf_attn_swap.conversion.report import ConversionReport
 from hf_attn_swap.conversion.sensitivity import Sensitivity
 from hf_attn_swap.layer.registry import list_variants
@@ -20,7 +20,7 @@ from hf_attn_swap.measuring.recall import Passages, Recall
 from hf_attn_swap.wiring.install import installation_of, model_root
 from tests.contract.harness import refused, swaps
 
-from .converting import converted, names, rows, same, stock, timeless, weights
+from .converting import converted, rows, same, stock, timeless, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 WINDOW = {"window": 4, "sinks": 1}
@@ -115,16 +115,6 @@ def test_where_recall_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert converted(long(), "belief", text(), min_recall=0.1, tokens=1).lost.recall_distance == 200
 
 
-def test_recall_after_a_distance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It decides which layers stay, and is measured where no key is hidden, too."""
-    asked = planted(monkeypatch, 0)
-    report = converted(long(), "window", text(), recall_distance=120, keep=0.34, tokens=1, **WINDOW)
-    assert report.lost.recall_distance == 120
-    assert set(asked) == {120}
-    assert report.kept.keys() == {0}
-    assert converted(long(), "belief", text(), recall_distance=70, tokens=1).lost.recall_distance == 70
-    assert converted(long(), "window", text(), recall_distance=105, tokens=1, window=200).lost.recall_distance == 105
-
 
 def test_texts_that_are_too_short_are_said() -> None:
     report = converted(stock("llama"), "window", rows("llama"), tokens=1, **WINDOW)
@@ -147,31 +137,6 @@ def test_a_budget_for_recall(monkeypatch: pytest.MonkeyPatch, cheapest: int, lay
         assert report.advice() == ["To convert more layers, or to lose less, allow more tokens or a looser budget."]
     assert converted(long(), "window", text(), min_recall=0.05, tokens=1, **WINDOW).met
 
-
-def test_both_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, 0)
-    both = {"min_recall": 0.05, "max_loss": 1.0}
-    report = converted(long(), "window", text(), **both, tokens=1, **WINDOW)
-    assert (names(report), report.met) == (["swap"], True)
-    assert "(within the budget of 100.00% and 5% of recall)" in report.summary
-    strict = converted(long(), "window", text(), **(both | {"max_loss": 1e-12}), tokens=1, **WINDOW)
-    assert (strict.met, strict.layers) == (False, ())
-    assert "no layer could run window within the budget of 0.00% and 5% of recall" in strict.summary
-
-
-def test_a_training_stops_within_the_budget_for_recall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recall comes back while a training runs: from its third measurement on, it is enough."""
-    seen: list[bool] = []
-
-    def measure(self: Passages, model: Any, *, progress: bool = False) -> Recall:
-        seen.append(model.training)
-        (distance,) = self.texts
-        return Recall(gains={distance: (GAIN if len(seen) in (1, *range(6, 99)) else 0.0,)})
-
-    monkeypatch.setattr(Passages, "measure", measure)
-    report = converted(long(), "window", text(), min_recall=0.9, layers=[0, 1, 2], tokens=4096, **WINDOW)
-    assert report.met
-    assert 0 < sum(step.tokens for step in report.steps) < 4096
 
 
 def test_a_conversion_goes_on_after_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion.distill import StopWithin
-from hf_attn_swap.conversion.journal import NAME, Journal
+from hf_attn_swap.conversion.journal import Journal
 from hf_attn_swap.conversion.stages import Calibrate
 
-from .converting import ADAPTERS, CALM, Killed, converted, rows, same, stock, timeless, weights
+from .converting import ADAPTERS, Killed, converted, rows, same, stock, timeless, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 Result = tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]
@@ -106,15 +106,6 @@ def test_killed_at_every_write(
     assert not writes["seen"], "a finished conversion is read, and nothing is computed again"
 
 
-@pytest.mark.slow
-def test_killed_after_a_training(writes: dict[str, Any], tmp_path: Path) -> None:
-    """What was trained comes from the folder, with the note that strength 0 is no longer the original."""
-    more = {"tokens": 100, "stages": [CALM]}
-    wanted = run("bert", "simpletron_resl", None, **more)
-    assert wanted[2]["swaps"][0]["retrained"]
-    killed_at(writes, "distil 1: work", True, "bert", "simpletron_resl", tmp_path, **more)
-    assert_equal(run("bert", "simpletron_resl", tmp_path, **more), wanted)
-
 
 @pytest.mark.parametrize(
     ("name", "variant"), [pytest.param("bert", "simpletron_resl", marks=pytest.mark.slow), ("llama", "outeffhop+gated")]
@@ -166,15 +157,6 @@ def test_stopped_at_a_step_that_would_be_saved(tmp_path: Path, monkeypatch: pyte
             run("bert", "simpletron_resl", tmp_path, **given)
     assert_equal(run("bert", "simpletron_resl", tmp_path, **given), wanted)
 
-
-@pytest.mark.slow
-def test_a_journal_whose_last_entries_are_lost(tmp_path: Path) -> None:
-    """Newer tensors without an entry are written again."""
-    wanted = run("bert", "simpletron_resl", tmp_path, tokens=100)
-    journal = json.loads((tmp_path / NAME).read_text())
-    for count in range(len(journal["entries"])):
-        (tmp_path / NAME).write_text(json.dumps(journal | {"entries": journal["entries"][:count]}))
-        assert_equal(run("bert", "simpletron_resl", tmp_path, tokens=100), wanted)
 
 
 def child(folder: Path, result: Path, batch: int, last: int = 0, launch: tuple[str, ...] = ()) -> int:

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from hf_attn_swap import describe, patch_model, set_strength
 from hf_attn_swap.conversion import Losses, calibrate
-from hf_attn_swap.conversion.trainer import DistillationTrainer
 from hf_attn_swap.layer.registry import tiny_options
 from hf_attn_swap.measuring import divergence as divergence_module
 from tests import zoo
@@ -26,7 +25,6 @@ from tests.contract.harness import (
     fresh,
     padding_side,
     perturb,
-    real,
     swaps,
 )
 from tests.harness.checkpointing import ABLE, enable
@@ -48,12 +46,7 @@ CELLS = [
     for name in FAMILY_NAMES
     for variant in SMOKES
 ]
-HEADS = [(name, head) for name in FAMILY_NAMES for head in zoo.heads(name) if head != "qa"]
-FAST_HEADS = {("bert", "classification"), ("bert", "base"), ("llama", "token"), ("vit", "base")}
 
-
-def losses_of(head: str) -> Losses:
-    return HIDDEN if head == "base" else Losses()
 
 
 @pytest.mark.parametrize(("name", "variant"), CELLS)
@@ -79,29 +72,6 @@ def test_learns_the_teacher(name: str, variant: str, tmp_path: Path) -> None:
         key: value.shape for key, value in before.items()
     }
 
-
-@pytest.mark.parametrize(
-    ("name", "head"),
-    [pytest.param(*case, marks=() if case in FAST_HEADS else pytest.mark.slow) for case in HEADS],
-)
-def test_every_head(name: str, head: str, tmp_path: Path) -> None:
-    """Nothing to learn at strength 0; at strength 1 the loss falls; labels are not read."""
-    batch = batch_of(name, torch.float32)
-    model = patch_model(fresh(name, torch.float32, head=head), "simpletron_resl")
-    wanted = forward(fresh(name, torch.float32, head=head), batch)
-    trainer = distiller(model, tmp_path, name, trainable="body", losses=losses_of(head))
-    first = loss_of(trainer, batch)
-    assert first > 1e-4
-    for words in ("labels", "label", "label_ids"):
-        assert loss_of(trainer, {**batch, words: None}) == first
-        assert loss_of(trainer, {**batch, words: torch.ones(2, dtype=torch.long)}) == first
-    assert abs(loss_of(trainer, batch) - first) == 0
-    set_strength(model, 0.0)
-    assert abs(loss_of(trainer, batch)) < 1e-6
-    set_strength(model, 1.0)
-    trainer.train()
-    assert loss_of(trainer, batch) < 0.95 * first
-    assert torch.equal(teacher_of(trainer, batch), wanted)
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -179,20 +149,6 @@ def test_the_terms_are_those_of_the_formula(losses: Losses, split: bool, tmp_pat
     assert loss_of(trainer, batch) == pytest.approx(by_hand(stock, model, batch, losses), rel=2e-6)
     assert (trainer.split_head is True) == (split and losses.logits > 0)
 
-
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize(
-    "losses",
-    [HIDDEN, Losses(logits=0.0, hidden=1.0, hidden_layers="last"), Losses(logits=0.0, layers=1.0), EVERY],
-    ids=["hidden", "last", "layers", "every"],
-)
-def test_each_term_is_learned(name: str, losses: Losses, tmp_path: Path) -> None:
-    batch = batch_of(name, torch.float32)
-    model = patch_model(fresh(name, torch.float32), "simpletron_resl")
-    trainer = distiller(model, tmp_path, name, losses=losses, trainable="body", args={"num_train_epochs": 3})
-    first = loss_of(trainer, batch)
-    trainer.train()
-    assert loss_of(trainer, batch) < 0.95 * first
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
@@ -337,16 +293,6 @@ def test_mixed_precision(name: str, tmp_path: Path) -> None:
     assert loss_of(trainer, batch) < 0.95 * first
 
 
-def test_a_model_in_half_precision(tmp_path: Path) -> None:
-    batch = batch_of("llama")
-    model = patch_model(fresh("llama", torch.bfloat16), "simpletron_resl")
-    wanted = forward(fresh("llama", torch.bfloat16), batch)
-    trainer = distiller(model, tmp_path, "llama", losses=EVERY, trainable="body")
-    first = loss_of(trainer, batch)
-    trainer.train()
-    assert loss_of(trainer, batch) < 0.95 * first
-    assert torch.equal(teacher_of(trainer, batch), wanted)
-
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
@@ -453,33 +399,3 @@ def test_steps_of_a_fitted_map_are_relative(tmp_path: Path) -> None:
     for key, parameter in fitted.items():
         assert not torch.equal(parameter, before[key])
     assert all("calibrated (map)" in row.runs for row in describe(model).rows if row.strength is not None)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("adapters", [False, True])
-def test_compiled(adapters: bool, tmp_path: Path) -> None:
-    """With `torch_compile`, the same losses as without."""
-    found = []
-    for compiled in (False, True):
-        torch._dynamo.reset()
-        model = patch_model(fresh("bert", torch.float32, num_hidden_layers=2), "simpletron_resl")
-        words: dict[str, Any] = {"max_steps": 4}
-        words |= {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiled else {}
-        student = adapted(model) if adapters else model
-        trainer = distiller(student, tmp_path, args=words, trainable=None if adapters else "body")
-        trainer.train()
-        found.append((trainer.state.log_history[-1]["train_loss"], weights_of(model)))
-        batch = batch_of("bert", torch.float32)
-        stock = forward(fresh("bert", torch.float32, num_hidden_layers=2), batch)
-        assert distance(real(teacher_of(trainer, batch), batch), stock) < 1e-5
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-3)
-    torch._dynamo.reset()
-
-
-def test_rows_without_inputs_end_in_one_line(tmp_path: Path) -> None:
-    trainer: DistillationTrainer = distiller(patch_model(fresh("bert"), "modern_hopfield"), tmp_path, trainable="body")
-    with pytest.raises(
-        ValueError, match=r"the batch holds no inputs of the model, only \['attention_mask', 'labels'\]"
-    ):
-        trainer.compute_loss(trainer.model, {"labels": torch.ones(2), "attention_mask": torch.ones(2, 6)})

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 
-from hf_attn_swap import describe, patch_model, set_strength
+from hf_attn_swap import patch_model, set_strength
 from hf_attn_swap.conversion import calibrate, merge_calibration
 from hf_attn_swap.layer.calibration import FITS
 from hf_attn_swap.variants.base import VARIANTS
@@ -76,21 +76,6 @@ def test_refused() -> None:
     with refused("is no plain matrix"):
         merge_calibration(adapted)
 
-
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("fit", FITS)
-@pytest.mark.parametrize("merged", [False, True])
-def test_saved_and_loaded(name: str, fit: str, merged: bool, tmp_path: Path) -> None:
-    model, batch = calibrated(name, "modern_hopfield", fit, torch.float32), batch_of(name, torch.float32)
-    if merged and why_not(model, "modern_hopfield", fit) is None:
-        merge_calibration(model)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    assert torch.equal(forward(loaded, batch), forward(model, batch))
-    assert str(describe(loaded)) == str(describe(model))
-    loaded.save_pretrained(tmp_path / "again")
-    again = type(model).from_pretrained(tmp_path / "again")
-    assert torch.equal(forward(again, batch), forward(model, batch))
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,19 @@ from typing import Any
 import pytest
 import torch
 from datasets import IterableDataset
+from hf_attn_swap.conversion.reading import parts_of, runs, shuffled
 from PIL import Image
 
-from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion import rows as rows_module
 from hf_attn_swap.conversion import split as split_module
 from hf_attn_swap.conversion.distill import StopWithin
-from hf_attn_swap.conversion.reading import first_rows, parts_of, runs, shuffled
 from hf_attn_swap.conversion.rows import Rows, as_rows
 from hf_attn_swap.conversion.split import split
 from hf_attn_swap.conversion.stages import Calibrate
-from tests.contract.harness import batch_of, refused
+from tests.contract.harness import refused
 
 from .converting import CALM, Killed, converted, rows, same, stock, timeless, weights
-from .distilling import distiller
 from .letters import Words
 from .pixels import Pixels
 
@@ -65,22 +63,12 @@ def test_all_places_once_in_a_random_order(count: int) -> None:
         assert sum(abs(after - before) for before, after in itertools.pairwise(order)) / 999 > 300
 
 
-def test_few_of_very_many_places() -> None:
-    order = list(itertools.islice(shuffled(10**15), 1000))
-    assert len(set(order)) == 1000
-    assert 0.4e15 < sum(order) / 1000 < 0.6e15
-
 
 def test_runs_are_neighbours() -> None:
     found = list(runs(list("abcdefgh"), 3))
     assert sorted(found) == [(0, ["a", "b", "c"]), (3, ["d", "e", "f"]), (6, ["g", "h"])]
     assert list(runs(iter("abc"), 3)) == [(0, ["a"]), (1, ["b"]), (2, ["c"])]
 
-
-def test_the_first_rows_of_a_stream() -> None:
-    assert first_rows(iter([3, 3, 3]), float, 5, 0) == ([3, 3], False)
-    assert first_rows(iter([3, 3, 3]), float, 5, 3) == ([3, 3, 3], False)
-    assert first_rows(iter([3, 3, 3]), float, 10, 0) == ([3, 3, 3], True)
 
 
 def test_a_long_text_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,15 +131,6 @@ def test_a_long_text_is_read_in_places_that_are_spread() -> None:
     assert not found.whole
 
 
-def test_no_text_is_tokenised_before_it_is_read() -> None:
-    """Where each text is a row, as in a classifier; the rows are those of before."""
-    texts = [f"{number:06d}" for number in range(1000)]
-    words = Counted()
-    found = as_rows(stock("bert"), texts, words)
-    assert (len(found), found.whole) == (1000, True)
-    assert words.texts < 400, "a sample"
-    assert found.rows[417] == Words()(texts[417])
-
 
 def test_very_many_rows_are_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "MOST_ROWS", 10)
@@ -164,15 +143,6 @@ def test_very_many_rows_are_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None
         assert (len(found), found.whole) == (10, False)
         assert next(found.batches(10))
 
-
-class Counted(Words):
-    """Counts the texts that it reads."""
-
-    texts = 0
-
-    def __call__(self, text: str, pair: str = "", **options: Any) -> Any:
-        self.texts += 1
-        return super().__call__(text, pair, **options)
 
 
 # -- Training rows and held-out rows -----------------------------------------------------------------------------------
@@ -233,18 +203,6 @@ def test_held_out_rows_without_tokens_are_counted(monkeypatch: pytest.MonkeyPatc
     _, held = split(model, train, train, None, 5, tokens=1)
     assert (len(held), held.whole) == (4, False)
 
-
-@pytest.mark.parametrize(("fewest", "usual", "read"), [(20, 0, 28), (0, 20, 28), (20, 30, 38)])
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_rows_enough_for_a_calibration(
-    name: str, fewest: int, usual: int, read: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside those that are held out, however small the budget is."""
-    for constant, value in (("HELD_TOKENS", 10), ("HELD_ROWS", 8), ("FEWEST_TOKENS", 0), ("FEWEST_ROWS", usual)):
-        monkeypatch.setattr(split_module, constant, value)
-    train, held = split(stock(name), Endless(lambda _: "abcde"), None, Words(), 5, tokens=1, fewest=fewest)
-    assert len(train) + len(held) == read
-    assert len(train) >= fewest
 
 
 # -- Conversions -------------------------------------------------------------------------------------------------------
@@ -312,26 +270,3 @@ def test_a_conversion_of_a_stream_goes_on_at_the_same_row(monkeypatch: pytest.Mo
     found = converted(again, "belief", Endless(), output_dir=tmp_path, **given)
     assert timeless(found) == timeless(wanted)
     assert same(weights(again), weights(whole))
-
-
-def test_a_trainer_reads_a_stream_and_goes_on_at_the_same_row(tmp_path: Path) -> None:
-    """That `Trainer` does itself; a distillation leaves it as it is."""
-    ids = batch_of("bert", torch.float32)["input_ids"][0]
-    found = []
-    for resume in (None, str(tmp_path / "checkpoint-3")):
-        stream = Endless(lambda number: {"input_ids": ids.roll(number)})
-
-        def generated(stream: Endless = stream) -> Iterator[dict[str, Any]]:
-            yield from stream
-
-        model = patch_model(stock("bert"), "belief")
-        trainer = distiller(
-            model,
-            tmp_path,
-            args={"max_steps": 6, "save_strategy": "steps", "save_steps": 3},
-            train_dataset=IterableDataset.from_generator(generated),
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        found.append(weights(model))
-        assert 24 <= stream.given < 40
-    assert same(*found)

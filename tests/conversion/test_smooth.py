@@ -11,13 +11,11 @@ import pytest
 import torch
 import transformers as T
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import smooth
-from hf_attn_swap.conversion.rescalable_edge import is_matrix
 from hf_attn_swap.conversion.smooth import Smoothed
-from hf_attn_swap.layer.smoothing import LARGEST_POWER, Smoothing, scaled
+from hf_attn_swap.layer.smoothing import Smoothing
 from hf_attn_swap.quantization import machine_w8a8
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, padding_side, perturb, refused, swaps
@@ -152,16 +150,6 @@ def test_an_outlier_is_found_and_eight_bits_hold() -> None:
     assert "places are smoothed" in str(report)
 
 
-def test_what_counts_as_a_matrix() -> None:
-    """A module that has its weight and bias alone, as plain numbers that are there."""
-    inside, further, parametrized = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-    inside.part = nn.Linear(2, 2)
-    further.scale = nn.Parameter(torch.ones(4))
-    nn.utils.parametrizations.weight_norm(parametrized)
-    assert all(map(is_matrix, (nn.Linear(4, 4), nn.Linear(4, 4, bias=False), Conv1D(4, 4))))
-    others = (nn.LayerNorm(4), nn.Embedding(4, 4), nn.Linear(4, 4, device="meta"), inside, further, parametrized)
-    assert not any(map(is_matrix, others))
-
 
 @pytest.mark.parametrize("alpha", [0.25, 0.75])
 def test_the_powers_of_the_formula(alpha: float) -> None:
@@ -202,34 +190,6 @@ def test_no_bit_is_lost_at_the_ends_of_a_dtype(dtype: torch.dtype) -> None:
     assert torch.allclose(forward(model, batch).double(), wanted.double(), rtol=0, atol=float(info.eps) * 8)
     assert same(bits(unpatch_model(model)), weights)
 
-
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gemma"])
-def test_half_precision_finds_the_same_places(name: str) -> None:
-    """Weights of usual sizes lose bits in fp16 when they are made smaller: their channels stay, others are smoothed."""
-    found = []
-    for dtype in (torch.float32, torch.float16):
-        model = uneven(fresh(name, dtype) if name in FAMILY_NAMES else generic.build(name, dtype))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 2:
-                    parameter.mul_(0.2)
-        weights = bits(model)
-        batch = batch_of(name, dtype) if name in FAMILY_NAMES else generic.batch_of(name, dtype)
-        report = smooth(patch_model(model, "softmax"), batch, 0.5, progress=False)
-        found.append(sources(model))
-        assert (report.kept > 0) == (dtype == torch.float16) or name == "bert"
-        assert not same(bits(model), weights) or name in ("bert", "gemma")  # values and up_proj lose bits
-        assert same(bits(unpatch_model(model)), weights)
-    assert found[0] == found[1]
-
-
-def test_powers_are_exact() -> None:
-    """exp2 of a device may round; the table does not."""
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        powers = torch.arange(-LARGEST_POWER, LARGEST_POWER + 1)
-        wanted = torch.tensor([2.0 ** int(power) for power in powers], dtype=torch.float64).to(dtype)
-        assert torch.equal(scaled(torch.ones(len(powers), dtype=dtype), 0, powers), wanted)
-        assert torch.equal(scaled(torch.ones(2, len(powers), dtype=dtype), 1, powers), wanted.expand(2, -1))
 
 
 def smoothed(name: str = "llama", dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -273,24 +233,6 @@ def test_another_module_in_the_place_is_not_scaled() -> None:
     layer.input_layernorm = norm
     assert same(bits(model), before), "nothing is scaled before all can be"
 
-
-@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
-def test_the_caller_may_have_switched_gradients_off(without: Any) -> None:
-    """Places are found by autograd's graph."""
-    wanted = smoothed()[0]
-    model, batches = patch_model(uneven(fresh("llama", torch.float32)), "sink"), batches_of("llama")
-    with without():
-        smooth(model, batches, 0.5, progress=False)
-    assert same(bits(model), bits(wanted))
-    assert sources(model) == sources(wanted)
-
-
-def test_only_around_swapped_layers() -> None:
-    model = uneven(fresh("llama", torch.float32))
-    weights = bits(model)
-    smooth(patch_model(model, "sink", layers=[1]), batches_of("llama"), 0.5, progress=False)
-    assert {key.split(".")[2] for key, value in bits(model).items() if not torch.equal(value, weights[key])} == {"1"}
-    assert same(bits(unpatch_model(model)), weights)
 
 
 def test_smoothed_anew() -> None:
@@ -359,14 +301,6 @@ def test_an_adapter_of_other_scales(tmp_path: Path) -> None:
     with refused("conversion.smooth"):
         peft.PeftModel.from_pretrained(model, tmp_path / "own")
 
-
-def test_adapters_that_were_merged_stay_in_the_function() -> None:
-    model, _ = smoothed()
-    batch = batch_of("llama", torch.float32)
-    wrapped: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    merged = wrapped.merge_and_unload()
-    wanted = forward(set_strength(merged, 0.0), batch)
-    assert torch.equal(forward(unpatch_model(merged), batch), wanted)
 
 
 def test_weights_that_two_modules_share_are_left() -> None:
