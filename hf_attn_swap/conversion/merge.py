@@ -1,8 +1,8 @@
 """Folds a calibration into the weights of a model that is exported: no parameter and no time is left of it.
 
 (A_h M_h + b_h) W_o,h = A_h (M_h W_o,h) + b_h W_o,h. The matrix M_h W_o,h replaces the rows W_o,h of the head, and
-b_h W_o,h is added to b_o. The merge is exact at strength 1 alone. The method is this package's own; docs/mathematics.md,
-section Calibration.
+b_h W_o,h is added to b_o. The merge is exact at strength 1 alone. The method is this package's own;
+docs/mathematics.md, section Calibration.
 Axes: I input width of W_o, H head, D head width, E model width.
 """
 

@@ -72,7 +72,6 @@ def test_all_texts_decide() -> None:
     assert largest[found.tokens[0]] < largest[first.tokens[0]]
 
 
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     """Other positions and pairs change the outputs by rounding, which is no reason to refuse the model."""

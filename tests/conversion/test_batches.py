@@ -49,7 +49,6 @@ def test_each_stack_reads_its_own_mask() -> None:
     assert token_mask(read_by_decoder(without), torch.zeros(2, 7, 3)).all(), "of another length than the encoder's"
 
 
-
 @SWAPPED
 @pytest.mark.parametrize("losses", LOSSES, ids=["logits", "hidden", "last"])
 def test_padding_of_the_decoder_costs_nothing(losses: Losses, tmp_path: Path) -> None:

@@ -111,7 +111,6 @@ def test_is_least_squares(name: str, variant: str, ridge: float) -> None:
         assert np.abs(features @ (got - solution)).max() < 1e-7
 
 
-
 @pytest.mark.parametrize("ridge", [0.0, 0.5])
 def test_explained_share_is_that_of_the_fit(ridge: float) -> None:
     """R^2 = 1 - SSE / SST per head, SST about the mean, from heads that this test records by itself."""
@@ -197,7 +196,6 @@ def test_a_fit_is_applied_head_by_head(variant: str, strength: float) -> None:
     assert distance(first_heads(model), wanted) < 1e-11
 
 
-
 def test_labels_are_not_read_and_modes_stay() -> None:
     model = patch_model(fresh("bert"), "modern_hopfield").train()
     model.bert.encoder.layer[1].eval()
@@ -239,7 +237,6 @@ def test_a_model_in_training_is_fitted_without_its_dropout(name: str, variant: s
         found.append(torch.cat([parameter.flatten() for swap in swaps(model) for parameter in swap.parameters()]))
         assert model.training == train
     assert torch.equal(*found)
-
 
 
 def test_refused() -> None:

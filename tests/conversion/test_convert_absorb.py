@@ -128,7 +128,6 @@ def test_a_model_that_takes_no_sink_says_why(helps: list[float]) -> None:
     assert any("positions do not count relatively" in line for line in report.notes())
 
 
-
 def test_a_killed_conversion_goes_on_with_its_sink(
     tmp_path: Path, helps: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

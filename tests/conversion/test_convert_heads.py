@@ -107,7 +107,6 @@ def test_a_layer_whose_heads_all_stay_has_no_swap(monkeypatch: pytest.MonkeyPatc
     assert [layer.number for layer in installation_of(model).layers()] == [0, 2]
 
 
-
 def test_heads_of_some_layers_and_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = planted(monkeypatch, (0, 0))
     model = long()
@@ -119,7 +118,6 @@ def test_heads_of_some_layers_and_a_budget(monkeypatch: pytest.MonkeyPatch) -> N
     assert report.met
     assert 0 < len(report.layers) < 3, "each head loses a hundredth"
     assert report.sensitivity is not None
-
 
 
 def test_a_conversion_goes_on_after_the_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +193,6 @@ def test_each_head_alone(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.alone == {(layer, head): by_hand(layer, head) for layer in (1, 2) for head in (0, 1)}
     assert len({cost.divergence for cost in found.alone.values()}) == 4
     assert HeadSensitivity.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-
 
 
 def test_refusals() -> None:

@@ -61,7 +61,6 @@ def test_checkpointing_of_the_user_ends_with_the_training(seen: list[bool], tmp_
     assert not model(**batch_of("bert", torch.float32)).logits.requires_grad
 
 
-
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_an_interrupted_training_leaves_no_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def stops(*args: Any, **more: Any) -> None:
@@ -73,7 +72,6 @@ def test_an_interrupted_training_leaves_no_gradients(name: str, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         converted(model, "belief", rows(name))
     assert all(parameter.grad is None for parameter in model.parameters())
-
 
 
 def test_an_interruption_after_the_merge_leaves_the_converted_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf_attn_swap.conversion.passages import reach_of
 
 from hf_attn_swap import layer_sensitivity, patch_model
 from hf_attn_swap.conversion.journal import NAME
 from hf_attn_swap.conversion.report import ConversionReport
-from hf_attn_swap.conversion.sensitivity import Sensitivity
+from hf_attn_swap.conversion.sensitivity import Sensitivity, reach_of
 from hf_attn_swap.layer.registry import list_variants
 from hf_attn_swap.measuring.lost import Lost
 from hf_attn_swap.measuring.recall import Passages, Recall
@@ -115,7 +114,6 @@ def test_where_recall_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert converted(long(), "belief", text(), min_recall=0.1, tokens=1).lost.recall_distance == 200
 
 
-
 def test_texts_that_are_too_short_are_said() -> None:
     report = converted(stock("llama"), "window", rows("llama"), tokens=1, **WINDOW)
     assert report.lost.recall is None
@@ -136,7 +134,6 @@ def test_a_budget_for_recall(monkeypatch: pytest.MonkeyPatch, cheapest: int, lay
         assert report.summary.endswith("(NOT within the budget of 97% of recall).")
         assert report.advice() == ["To convert more layers, or to lose less, allow more tokens or a looser budget."]
     assert converted(long(), "window", text(), min_recall=0.05, tokens=1, **WINDOW).met
-
 
 
 def test_a_conversion_goes_on_after_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.conversion.journal import Journal
-from hf_attn_swap.conversion.stages import Calibrate
 
 from .converting import ADAPTERS, Killed, converted, rows, same, stock, timeless, weights
 
@@ -64,19 +63,18 @@ def killed_at(state: dict[str, Any], place: int | str, after: bool, *given: Any,
     state.update(seen=[], last=0)
 
 
-STAGES = [Calibrate(fit="map", rows=4), ADAPTERS]
 CASES = [  # the last one is how the conversion ends
     ("bert", "simpletron_resl", {"max_loss": 1e-12, "layers": [0, 2]}, "distil 1"),  # all weights train; named layers
     ("bert", "modern_hopfield", {"keep": 0.4}, "distillation taken back"),  # calibration with an order of heads
     ("bert", "belief", {"max_loss": 1e-12, "tokens": 150}, "last group taken back"),  # several groups
     ("llama", "outeffhop+gated", {}, "adapters merged"),  # and parameters of the variant beside the adapters
-    ("llama", "simpletron_resl", {"stages": STAGES}, "adapters merged"),  # a fit that the user named
+    ("llama", "simpletron_resl", {"fit": "map"}, "adapters merged"),  # a fit that the user named
     ("bert", "simpletron_resl", {"stages": [replace(ADAPTERS, learning_rate=1.0)]}, "distillation taken back"),
 ]
 
 
 def test_killed_after_a_fit_that_the_user_named(writes: dict[str, Any], tmp_path: Path) -> None:
-    more = {"tokens": 100, "stages": STAGES}
+    more = {"tokens": 100, "fit": "map"}
     wanted = run("llama", "simpletron_resl", None, **more)
     killed_at(writes, "fit: map: work", True, "llama", "simpletron_resl", tmp_path, **more)
     assert_equal(run("llama", "simpletron_resl", tmp_path, **more), wanted)
@@ -104,7 +102,6 @@ def test_killed_at_every_write(
     writes["seen"].clear()
     assert_equal(run(name, variant, tmp_path / "whole", **more), wanted)
     assert not writes["seen"], "a finished conversion is read, and nothing is computed again"
-
 
 
 @pytest.mark.parametrize(
@@ -156,7 +153,6 @@ def test_stopped_at_a_step_that_would_be_saved(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(Killed):
             run("bert", "simpletron_resl", tmp_path, **given)
     assert_equal(run("bert", "simpletron_resl", tmp_path, **given), wanted)
-
 
 
 def child(folder: Path, result: Path, batch: int, last: int = 0, launch: tuple[str, ...] = ()) -> int:

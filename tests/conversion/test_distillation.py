@@ -36,17 +36,7 @@ from .dropout import dropping
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 
-FAST = (
-    {("bert", variant) for variant in SMOKES}
-    | {(name, "simpletron_resl") for name in FAMILY_NAMES}
-    | {("llama", "modern_hopfield")}
-)
-CELLS = [
-    pytest.param(name, variant, id=f"{name}-{variant}", marks=() if (name, variant) in FAST else pytest.mark.slow)
-    for name in FAMILY_NAMES
-    for variant in SMOKES
-]
-
+CELLS = [*(("bert", variant) for variant in SMOKES), *((name, "simpletron_resl") for name in FAMILY_NAMES[1:])]
 
 
 @pytest.mark.parametrize(("name", "variant"), CELLS)
@@ -71,7 +61,6 @@ def test_learns_the_teacher(name: str, variant: str, tmp_path: Path) -> None:
     assert {key: value.shape for key, value in model.state_dict().items()} == {
         key: value.shape for key, value in before.items()
     }
-
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -120,11 +109,11 @@ def by_hand(stock: Any, model: Any, batch: dict[str, Any], losses: Losses) -> fl
                 found.append(float(difference / target[row][seen].square().sum()))
         return sum(found) / len(found)
 
-    terms, heat = [], losses.temperature
+    terms = []
     for row, seen in enumerate(mask):
-        log_p, target = ((each.logits[row][seen] / heat).log_softmax(-1) for each in (ours, theirs))
+        log_p, target = (each.logits[row][seen].log_softmax(-1) for each in (ours, theirs))
         terms.append(float(F.kl_div(log_p, target, reduction="none", log_target=True).sum(-1).mean()))
-    logits = heat**2 * sum(terms) / len(terms)
+    logits = sum(terms) / len(terms)
     return losses.logits * logits + losses.hidden * error(hidden_pairs) + losses.layers * error(layer_pairs)
 
 
@@ -132,13 +121,12 @@ def by_hand(stock: Any, model: Any, batch: dict[str, Any], losses: Losses) -> fl
     "losses",
     [
         Losses(),
-        Losses(temperature=3.0),
         HIDDEN,
         Losses(logits=0.0, hidden=2.0, hidden_layers="last"),
         Losses(logits=0.0, layers=1.0),
         EVERY,
     ],
-    ids=["logits", "temperature", "hidden", "last", "layers", "every"],
+    ids=["logits", "hidden", "last", "layers", "every"],
 )
 @pytest.mark.parametrize("split", [True, False], ids=["split_head", "whole_head"])
 def test_the_terms_are_those_of_the_formula(losses: Losses, split: bool, tmp_path: Path) -> None:
@@ -150,18 +138,17 @@ def test_the_terms_are_those_of_the_formula(losses: Losses, split: bool, tmp_pat
     assert (trainer.split_head is True) == (split and losses.logits > 0)
 
 
-
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_outputs_that_are_numbers_are_learned(kind: str, tmp_path: Path) -> None:
     """A softmax over a single number is always 1, so its KL would teach nothing."""
     model = patch_model(zoo.build("bert", head="classification", **NUMBERS[kind]), "simpletron_resl")
-    temperature, batch = 2.0, batch_of("bert", torch.float32)
-    trainer = distiller(model, tmp_path, losses=Losses(temperature=temperature), trainable="body")
+    batch = batch_of("bert", torch.float32)
+    trainer = distiller(model, tmp_path, trainable="body")
     before = loss_of(trainer, batch)
     ours, theirs = zoo.output(model(**batch)).detach(), teacher_of(trainer, batch)
     if model.config.problem_type == "multi_label_classification":
-        pairs = [Bernoulli(logits=logits / temperature) for logits in (theirs, ours)]
-        wanted = kl_divergence(*pairs).sum(-1).mean() * temperature**2
+        pairs = [Bernoulli(logits=logits) for logits in (theirs, ours)]
+        wanted = kl_divergence(*pairs).sum(-1).mean()
     else:
         wanted = kl_divergence(Normal(theirs, 1.0), Normal(ours, 1.0)).sum(-1).mean()
     assert before == pytest.approx(float(wanted), rel=1e-4)
@@ -291,7 +278,6 @@ def test_mixed_precision(name: str, tmp_path: Path) -> None:
     trainer.train()
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert loss_of(trainer, batch) < 0.95 * first
-
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import TrainingArguments
-from transformers.training_args import ParallelMode
 
 from hf_attn_swap.conversion import distributed
 from hf_attn_swap.conversion.config import ConvertConfig
@@ -20,20 +19,11 @@ from hf_attn_swap.conversion.rows import ready_rows
 from hf_attn_swap.conversion.run import Run
 from tests.contract.harness import refused
 
-from .converting import converted, rows, stock
+from .converting import converted, rows, same, stock, weights
 
 
 def arguments(**given: Any) -> Any:
-    usual = {
-        "world_size": 1,
-        "fsdp": None,
-        "deepspeed_plugin": None,
-        "should_save": True,
-        "parallel_mode": ParallelMode.DISTRIBUTED,
-        "bf16": False,
-        "fp16": False,
-    }
-    return SimpleNamespace(**{**usual, **given})
+    return SimpleNamespace(**{"world_size": 1, "should_save": True, **given})
 
 
 @pytest.fixture
@@ -59,9 +49,7 @@ def test_losses_are_those_of_the_first_process(first: list[Any]) -> None:
     first += ["theirs"]
     held: Any = SimpleNamespace(lost=lambda model, progress: "mine")
     model = stock("bert")
-    state: Any = SimpleNamespace(
-        held=held, student=model, split_copy=None, progress=False, args=arguments(world_size=2)
-    )
+    state: Any = SimpleNamespace(held=held, student=model, progress=False, args=arguments(world_size=2))
     assert Run.lost(state) == "theirs"
 
 
@@ -87,6 +75,20 @@ def test_processes_that_see_other_folders(first: list[Any], tmp_path: Path) -> N
         _journal(tmp_path, {}, arguments(world_size=2))
     assert _journal(tmp_path, {}, arguments(world_size=2)).entries == []
 
+
+@pytest.mark.parametrize("how", ["fsdp", "zero 3", "split before"])
+def test_split_weights_are_refused_before_anything_is_measured(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stock("bert")
+    before = weights(model)
+    if how == "fsdp":
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    elif how == "zero 3":
+        monkeypatch.setattr(TrainingArguments, "deepspeed_plugin", SimpleNamespace(zero_stage=3), raising=False)
+    else:
+        next(iter(model.parameters())).ds_id = 0  # as DeepSpeed marks it
+    with refused("convert works on whole weights", "--multi_gpu"):
+        converted(model, "belief", [])
+    assert same(weights(model), before)
 
 
 def test_processes_with_other_weights(first: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,6 @@ def test_without_a_sink_the_result_is_a_stock_model(monkeypatch: pytest.MonkeyPa
     assert torch.equal(forward(model, batch), *before)
 
 
-
 def test_smoothing_that_loses_more_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     measured, seen = module.lost_in_8_bits, []
 
@@ -156,7 +155,6 @@ def test_the_model_in_full_precision_teaches_the_rounded_model() -> None:
     assert not any("parametrizations" in name for name, _ in model.named_modules())
 
 
-
 def test_a_variant_gets_half_of_the_tokens() -> None:
     report = taught(stock("bert"), variant="belief", tokens=400)
     tokens = {row.name: row.tokens for row in report.steps if row.tokens}
@@ -179,7 +177,6 @@ def test_a_training_that_does_not_help_is_taken_back(monkeypatch: pytest.MonkeyP
     assert names(taught(model, tokens=200))[-2] == "distilled in 8 bits, taken back"
     batch = batch_of("bert", torch.float32)
     assert torch.equal(forward(model, batch), forward(untrained, batch))
-
 
 
 def test_a_model_that_integers_cannot_hold_is_refused_before_the_work() -> None:

@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 import torch
 from datasets import IterableDataset
-from hf_attn_swap.conversion.reading import parts_of, runs, shuffled
 from PIL import Image
 
 from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion import rows as rows_module
 from hf_attn_swap.conversion import split as split_module
 from hf_attn_swap.conversion.distill import StopWithin
-from hf_attn_swap.conversion.rows import Rows, as_rows
+from hf_attn_swap.conversion.rows import Rows, as_rows, parts_of, runs, shuffled
 from hf_attn_swap.conversion.split import split
-from hf_attn_swap.conversion.stages import Calibrate
 from tests.contract.harness import refused
 
 from .converting import CALM, Killed, converted, rows, same, stock, timeless, weights
@@ -63,16 +61,14 @@ def test_all_places_once_in_a_random_order(count: int) -> None:
         assert sum(abs(after - before) for before, after in itertools.pairwise(order)) / 999 > 300
 
 
-
 def test_runs_are_neighbours() -> None:
     found = list(runs(list("abcdefgh"), 3))
     assert sorted(found) == [(0, ["a", "b", "c"]), (3, ["d", "e", "f"]), (6, ["g", "h"])]
     assert list(runs(iter("abc"), 3)) == [(0, ["a"]), (1, ["b"]), (2, ["c"])]
 
 
-
 def test_a_long_text_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_attn_swap.conversion.reading.LONG", 10)
+    monkeypatch.setattr("hf_attn_swap.conversion.rows.LONG", 10)
     for text in ("", "a b", "one two three\nfour five", "a" * 35, " " * 25):
         assert "".join(parts_of(text)) == text
         assert all(len(part) <= 10 for part in parts_of(text))
@@ -131,7 +127,6 @@ def test_a_long_text_is_read_in_places_that_are_spread() -> None:
     assert not found.whole
 
 
-
 def test_very_many_rows_are_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "MOST_ROWS", 10)
     for name, data, processor in (
@@ -142,7 +137,6 @@ def test_very_many_rows_are_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None
         found = as_rows(stock(name), data, processor)
         assert (len(found), found.whole) == (10, False)
         assert next(found.batches(10))
-
 
 
 # -- Training rows and held-out rows -----------------------------------------------------------------------------------
@@ -204,7 +198,6 @@ def test_held_out_rows_without_tokens_are_counted(monkeypatch: pytest.MonkeyPatc
     assert (len(held), held.whole) == (4, False)
 
 
-
 # -- Conversions -------------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +211,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("little")
 def test_convert_reads_what_its_budget_needs() -> None:
     """And a generator, which can be read once, gives the same as an `IterableDataset`."""
-    stages = [Calibrate(rows=8), CALM]
+    stages = [CALM]
     reports, models = [], [stock("llama"), stock("llama")]
     for budget, (model, make) in zip((400, 400), zip(models, (iter, column), strict=True), strict=True):
         stream = Endless()
@@ -253,7 +246,7 @@ def test_convert_says_that_it_measured_on_a_part() -> None:
 
 @pytest.mark.usefixtures("little")
 def test_a_conversion_of_a_stream_goes_on_at_the_same_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"processor": Words(), "length": 10, "tokens": 640, "stages": [Calibrate(rows=8), CALM]}
+    given: dict[str, Any] = {"processor": Words(), "length": 10, "tokens": 640, "stages": [CALM]}
     whole, again = stock("llama"), stock("llama")
     wanted = converted(whole, "belief", Endless(), **given)
     monkeypatch.setattr(distill, "SAVE_EVERY", 4)

@@ -76,7 +76,6 @@ def test_all_rows_are_read_before_any_is_read_again() -> None:
         assert shorter[-1] < longer[0]
 
 
-
 def test_images_are_read_when_a_batch_needs_them() -> None:
     """A data set of images can be larger than the memory."""
     found: list[int] = []
@@ -102,7 +101,6 @@ def test_images() -> None:
     assert (found.length, found.unit) == (4, "patches"), "16 pixels in patches of 8, in two directions"
 
 
-
 def test_a_column_of_pandas() -> None:
     """Its index may lack numbers, as after a filter."""
     column = pandas.Series(["ab", "cd", "ef", "gh"])
@@ -110,7 +108,6 @@ def test_a_column_of_pandas() -> None:
     assert [row["input_ids"] for row in found.rows] == [[4 + ord(a) % 50, 4 + ord(b) % 50] for a, b in ("ef", "gh")]
     with refused("data must be a sequence of texts, images or rows that are ready, got DataFrame"):
         as_rows(stock("bert"), column.to_frame("text"), Words())
-
 
 
 def test_rows_of_unequal_length_are_padded_wherever_they_lie() -> None:
@@ -139,7 +136,6 @@ def test_a_label_that_is_no_class_is_left_out(label: Any) -> None:
     found = as_rows(stock("bert"), data)
     assert list(found.collate(data)) == ["input_ids"]
     assert found.collate(data[:1])["labels"].tolist() == [1]
-
 
 
 def generated() -> Iterator[int]:

@@ -58,7 +58,6 @@ def test_against_strengths_by_hand(name: str, variant: str) -> None:
     assert len(set(costs)) == count, "the layers differ, or the test shows nothing"
 
 
-
 def test_after_an_error_the_strengths_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch_model(stock("llama"), "belief")
     held = HeldOut(model, batches("llama"), progress=False)

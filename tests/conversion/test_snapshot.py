@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_attn_swap.conversion.snapshot import Snapshot, given_back, taken
 
 from hf_attn_swap import patch_model
+from hf_attn_swap.conversion.journal import Snapshot, given_back, taken
 from hf_attn_swap.layer.calibration import Calibration
 from hf_attn_swap.layer.swap import Swap
 from hf_attn_swap.layer.value_scale import ValueScale

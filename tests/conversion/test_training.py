@@ -42,7 +42,6 @@ def state(length: int, folder: Path, **budget: int) -> Any:
     )
 
 
-
 def test_a_budget_below_one_step_is_exhausted(tmp_path: Path) -> None:
     assert exhausted(state(3, tmp_path, left=5))
     assert not exhausted(state(3, tmp_path, left=6))
@@ -73,7 +72,6 @@ def test_arguments_that_decide_about_a_training(kept: bool, progress: bool, tmp_
     assert (args.save_strategy == "no") != kept
     assert args.disable_tqdm != progress
     assert (args.logging_strategy, args.logging_steps) == ("steps", 10), "progress differs between processes"
-
 
 
 def test_epochs_of_a_stage(tmp_path: Path) -> None:

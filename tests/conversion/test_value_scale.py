@@ -49,7 +49,6 @@ def projects(name: str) -> bool:
 PROJECTING = [name for name in SINGLES if projects(name)]
 
 
-
 def drawn(like: Tensor, seed: int) -> Tensor:
     """Scales S (G,D): powers of two from 1/8 to 8."""
     generator = torch.Generator().manual_seed(seed)
@@ -110,7 +109,6 @@ def test_the_same_model_with_scaled_weights(name: str, variant: str, strength: f
     plain = forward(model, batch)
     assert distance(forward(put(model), batch), wanted) <= TOLERANCE
     assert distance(plain, wanted) > 1e-6
-
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -198,7 +196,6 @@ def test_the_first_batches_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read == [0, 1]
 
 
-
 def test_scales_that_do_not_help_are_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(value_scale, "STEPS", 0)
     model = patch_model(fresh("bert"), "belief")
@@ -225,7 +222,6 @@ def test_the_stock_model_stays(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(model.state_dict()[key], value), key
 
 
-
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_saved_and_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -241,7 +237,6 @@ def test_saved_and_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None
     if dtype == torch.float32:
         assert torch.equal(forward(loaded, batch), forward(model, batch))
     assert torch.equal(forward(copy.deepcopy(model), batch), forward(model, batch))
-
 
 
 # ---- In calibrate and convert
@@ -262,7 +257,6 @@ def test_calibrate_scales_first(scale: bool, monkeypatch: pytest.MonkeyPatch) ->
         assert all(torch.equal(*pair) for pair in zip(squares(model), squares(other), strict=True))
 
 
-
 def test_a_calibration_that_fails_leaves_no_scales() -> None:
     model = patch_model(fresh("llama"), PROJECTING[0])
     with refused("real tokens are too few"):
@@ -281,7 +275,6 @@ def test_convert_takes_scales_without_a_fit(monkeypatch: pytest.MonkeyPatch) -> 
     assert in_config(model) == [True] * len(swaps(model))
 
 
-
 def test_copies_of_peft_are_scaled_too() -> None:
     """PEFT computes with its copy of a swap, and keeps the original beside the copy."""
     model = patch_model(fresh("bert"), PROJECTING[0])
@@ -293,7 +286,6 @@ def test_copies_of_peft_are_scaled_too() -> None:
 
 
 # ---- Refused
-
 
 
 def test_weights_that_fit_their_scales() -> None:
