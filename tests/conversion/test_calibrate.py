@@ -111,21 +111,6 @@ def test_is_least_squares(name: str, variant: str, ridge: float) -> None:
         assert np.abs(features @ (got - solution)).max() < 1e-7
 
 
-@pytest.mark.parametrize("ridge", [0.0, 0.5])
-def test_explained_share_is_that_of_the_fit(ridge: float) -> None:
-    """R^2 = 1 - SSE / SST per head, SST about the mean, from heads that this test records by itself."""
-    model = patch_model(fresh("bert"), "belief")
-    ours, wanted = _record(model, "bert")
-    for kind in FITS:
-        report = fit(model, "bert", fit=kind, ridge=ridge, scale=False)
-        calibration = swaps(model)[-1].calibration
-        fitted = calibration(torch.from_numpy(ours)[:, None])[:, 0].detach().numpy()
-        total = np.square(wanted - wanted.mean(0)).sum((0, 2))
-        for got, heads in ((report.layers[-1].before, ours), (report.layers[-1].after, fitted)):
-            assert got == pytest.approx(1 - np.square(wanted - heads).sum((0, 2)) / total, abs=1e-9)
-        assert report.unexplained == pytest.approx(1 - np.mean([layer.after for layer in report.layers]))
-
-
 def _record(model: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
     """The variant's and the ordinary heads of the last layer, (N,H,D), every layer handing the ordinary ones on."""
     ours, theirs = [], []
@@ -206,23 +191,6 @@ def test_labels_are_not_read_and_modes_stay() -> None:
     assert "R2 after" in str(report)
     assert "<table>" in report._repr_html_()
     assert report.to_dict()["layers"][0]["tokens"] == 12 * 12
-
-
-@pytest.mark.parametrize(("rows", "wanted"), [((6, 3, 5, 4), (3, 6)), ((6, 6), (6, 6)), ((1, 2, 6), (1, 6))])
-def test_lengths_are_those_of_the_rows_without_padding(rows: tuple[int, ...], wanted: tuple[int, int]) -> None:
-    """The shortest and the longest row in real tokens, over all batches; padded to 6, one row to a batch or two."""
-    mask = torch.stack([torch.arange(6) < row for row in rows]).long()
-    ids = torch.randint(4, 60, mask.shape, generator=torch.Generator().manual_seed(3))
-    for size in (1, 2):
-        given = [
-            {"input_ids": ids[start : start + size], "attention_mask": mask[start : start + size]}
-            for start in range(0, len(rows), size)
-        ]
-        report = calibrate(patch_model(fresh("bert"), "modern_hopfield"), given, fit="gain", progress=False)
-        assert report.lengths == wanted
-        assert report.layers[0].tokens == sum(rows)
-        words = "Rows had 6 tokens" if wanted == (6, 6) else f"Rows had {wanted[0]} to {wanted[1]} tokens"
-        assert words in report.summary()
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

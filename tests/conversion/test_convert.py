@@ -330,22 +330,6 @@ def test_labels_are_not_read() -> None:
     assert same(weights(models[0]), weights(models[1]))
 
 
-def test_classes_of_held_out_rows_give_the_accuracy_and_train_nothing() -> None:
-    held = [row | {"label": n % 3} for n, row in enumerate(rows("vit", 12, first=50))]
-    models = [stock("vit"), stock("vit")]
-    labelled, plain = (
-        converted(one, "simpletron_resl", rows("vit"), eval_data=h, max_loss=None)
-        for one, h in zip(models, (held, [{"pixel_values": row["pixel_values"]} for row in held]), strict=True)
-    )
-    assert plain.lost.accuracy is None
-    assert labelled.lost.measure == "accuracy lost"
-    pixels, truth = torch.stack([row["pixel_values"] for row in held]), torch.arange(12) % 3
-    for model, got in ((models[0], labelled.lost.accuracy), (stock("vit"), labelled.lost.stock_accuracy)):
-        with torch.no_grad():
-            assert got == pytest.approx(float((model(pixels).logits.argmax(-1) == truth).float().mean()))
-    assert same(weights(models[0]), weights(models[1]))
-
-
 def test_rows_of_unequal_length() -> None:
     data = [
         {"input_ids": row["input_ids"][: 3 + n % 4].tolist(), "attention_mask": [1] * (3 + n % 4)}

@@ -22,7 +22,7 @@ from hf_attn_swap.measuring.recall import Passages, Recall
 from hf_attn_swap.wiring.install import installation_of, model_root
 from tests.contract.harness import assert_identical, batch_of, refused, run, swaps
 
-from .converting import converted, names, rows, same, stock, timeless, weights
+from .converting import converted, names, same, stock, timeless, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 WINDOW = {"window": 4, "sinks": 1}
@@ -140,25 +140,6 @@ def test_a_conversion_goes_on_after_the_heads(tmp_path: Path, monkeypatch: pytes
     assert same(found[1], wanted[1])
     with refused("holds another conversion (heads differ)"):
         converted(long(), "window", text(), keep=0.34, output_dir=tmp_path, tokens=1, **WINDOW)
-
-
-@pytest.mark.parametrize("name", ["bert", "vit"])
-def test_heads_without_recall(name: str) -> None:
-    """Chosen by KL or the relative error alone, of whole layers' worth of heads."""
-    data = rows(name)
-    model = stock(name)
-    report = converted(model, "window", data, heads="auto", keep=0.5, **FAST, window=1, sinks=0)
-    found = report.head_sensitivity
-    assert found is not None
-    assert found.together.recall is None
-    full = {
-        (layer, head)
-        for layer, swap in zip(report.layers, swaps(model), strict=True)
-        for head in swap.options["window"]["full_heads"]
-    } | {(layer, head) for layer in report.kept for head in range(4)}
-    assert full == set(found.order[6:])
-    costs = [found.alone[head].divergence_or_error for head in found.order]
-    assert costs == sorted(costs)
 
 
 @pytest.mark.parametrize("variant", ["window", "outeffhop+window"])

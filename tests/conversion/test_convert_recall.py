@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hf_attn_swap import layer_sensitivity, patch_model
-from hf_attn_swap.conversion.journal import NAME
 from hf_attn_swap.conversion.report import ConversionReport
 from hf_attn_swap.conversion.sensitivity import Sensitivity, reach_of
 from hf_attn_swap.layer.registry import list_variants
@@ -19,7 +17,7 @@ from hf_attn_swap.measuring.recall import Passages, Recall
 from hf_attn_swap.wiring.install import installation_of, model_root
 from tests.contract.harness import refused, swaps
 
-from .converting import converted, rows, same, stock, timeless, weights
+from .converting import converted, rows, same, stock, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 WINDOW = {"window": 4, "sinks": 1}
@@ -134,31 +132,6 @@ def test_a_budget_for_recall(monkeypatch: pytest.MonkeyPatch, cheapest: int, lay
         assert report.summary.endswith("(NOT within the budget of 97% of recall).")
         assert report.advice() == ["To convert more layers, or to lose less, allow more tokens or a looser budget."]
     assert converted(long(), "window", text(), min_recall=0.05, tokens=1, **WINDOW).met
-
-
-def test_a_conversion_goes_on_after_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(folder: Path | None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        model = long()
-        report = converted(model, "window", text(), keep=0.34, min_recall=0.01, output_dir=folder, tokens=1, **WINDOW)
-        return timeless(report), weights(model)
-
-    asked = planted(monkeypatch, 0)
-    wanted = run(tmp_path)
-    path = tmp_path / NAME
-    journal = json.loads(path.read_text())
-    keys = [entry["key"] for entry in journal["entries"]]
-    cut = keys.index("choose: work") + 1
-    assert cut < len(keys)
-    path.write_text(json.dumps(journal | {"entries": journal["entries"][:cut]}))
-    asked.clear()
-    found = run(tmp_path)
-    assert len(asked) == len(journal["entries"]) - cut + 1, "once for the stock model, and once after each step"
-    assert found[0] == wanted[0]
-    assert found[0]["sensitivity"]["together"]["recall"] is not None
-    assert same(found[1], wanted[1])
-    assert json.loads(path.read_text())["entries"][:cut] == journal["entries"][:cut]
-    with refused("holds another conversion (min_recall differ)"):
-        converted(long(), "window", text(), keep=0.34, min_recall=0.02, output_dir=tmp_path, tokens=1, **WINDOW)
 
 
 def test_how_far_a_variant_reaches() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -84,23 +82,6 @@ def test_behind_a_head(rows: int, teacher_head: bool) -> None:
     close(got, slope @ ours.weight.double(), 1e-5)
 
 
-@pytest.mark.parametrize("with_head", [True, False])
-def test_half_precision(with_head: bool) -> None:
-    """Inputs of bf16 are computed in fp32: the loss is that of the rounded logits, the gradient is rounded once."""
-    heads: dict[str, Any] = {"head": head(3).bfloat16(), "teacher_head": head(5).bfloat16()} if with_head else {}
-    width = WIDTH if with_head else WORDS
-    student, teacher = (numbers(TOKENS, width, seed=seed).bfloat16() for seed in (1, 2))
-    student.requires_grad_()
-    loss = divergence(student, teacher, weights(), **heads)
-    assert loss.dtype == torch.float32
-    ours, theirs = (heads["head"](student), heads["teacher_head"](teacher)) if with_head else (student, teacher)
-    wanted, slope = plain(ours, theirs, weights())
-    close(loss.detach(), wanted)
-    (got,) = torch.autograd.grad(loss, student)
-    assert got.dtype == torch.bfloat16
-    close(got, slope @ heads["head"].weight.double() if with_head else slope, 2**-6)
-
-
 def test_extreme_logits() -> None:
     """Certain and impossible classes give finite numbers."""
     student = torch.tensor([[1e4, -1e4, 0.0], [-1e4, 1e4, 0.0]]).requires_grad_()
@@ -109,31 +90,6 @@ def test_extreme_logits() -> None:
     wanted, gradient = plain(student, teacher, torch.ones(2))
     close(loss.detach(), wanted)
     close(torch.autograd.grad(loss, student)[0], gradient)
-
-
-def test_no_tensor_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head sees a chunk of tokens at a time, and what is kept for the gradient has the size of the student."""
-    monkeypatch.setattr(module, "CHUNK", 2 * WORDS)
-    ours, theirs = head(3), head(5)
-    seen: list[tuple[int, ...]] = []
-    for each in (ours, theirs):
-        each.register_forward_hook(lambda _, __, output: seen.append(tuple(output.shape)))
-    student = numbers(TOKENS, WIDTH, seed=1).float().requires_grad_()
-    kept: list[tuple[int, ...]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tuple(tensor.shape))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = divergence(student, numbers(TOKENS, WIDTH).float(), weights(), head=ours, teacher_head=theirs)
-    assert len(seen) == 1 + 2 * 4, "a probe for the width, and both heads for each of four chunks"
-    assert max(rows for rows, _ in seen) == 2
-    assert (TOKENS, WIDTH) in kept
-    assert all(shape != (TOKENS, WORDS) and (not shape or shape[0] <= TOKENS) for shape in kept)
-    assert max(torch.Size(shape).numel() for shape in kept) <= max(2 * WORDS, TOKENS * WIDTH, WORDS * WIDTH)
-    loss.backward()
-    assert all(parameter.grad is None for parameter in ours.parameters())
 
 
 def test_no_second_derivative() -> None:

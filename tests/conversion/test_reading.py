@@ -186,18 +186,6 @@ def test_held_out_data_are_read_as_far_as_they_are_measured() -> None:
     assert len(held) == 1000, "20,000 tokens are below the usual bound"
 
 
-def test_held_out_rows_without_tokens_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, train = stock("whisper"), rows("whisper", 20)
-    stream = Endless(lambda _: train[0])
-    _, held = split(model, train, stream, None, 5, tokens=1, eval_tokens=3)
-    assert (len(held), stream.given, held.whole) == (3, 3, False)
-    _, held = split(model, train, train, None, 5, tokens=1, eval_tokens=3)
-    assert (len(held), held.whole) == (3, False)
-    monkeypatch.setattr(split_module, "EVAL_ROWS", 4)
-    _, held = split(model, train, train, None, 5, tokens=1)
-    assert (len(held), held.whole) == (4, False)
-
-
 # -- Conversions -------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from hf_attn_swap import describe, patch_model, set_strength, unpatch_model
 from hf_attn_swap.conversion import smooth
 from hf_attn_swap.conversion.smooth import Smoothed
-from hf_attn_swap.layer.smoothing import Smoothing
 from hf_attn_swap.quantization import machine_w8a8
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, padding_side, perturb, refused, swaps
@@ -389,21 +388,6 @@ def test_padding_does_not_count() -> None:
         assert all(torch.equal(one.smoothing.powers(number), two.smoothing.powers(number)) for number in range(3))
 
 
-def test_nothing_is_left_behind() -> None:
-    model = patch_model(uneven(fresh("llama", torch.float32)), "gated", strength=0.3).train()
-    model.model.layers[1].eval()
-    modes = [module.training for module in model.modules()]
-    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-    kept = dict(model.named_parameters())
-    smooth(model, batches_of("llama"), progress=False)
-    inside = [module for module in model.modules() if not isinstance(module, Smoothing)]
-    assert [module.training for module in inside] == modes
-    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in inside] == hooks
-    assert all(parameter is kept[name] for name, parameter in model.named_parameters())
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
-    assert {(swap.strength, swap.phase.value) for swap in swaps(model)} == {(0.3, "between")}
-
-
 def test_refused() -> None:
     batches = batches_of("llama")
     with refused("not patched"):
@@ -421,30 +405,6 @@ def test_refused() -> None:
         layer.attention.output.dense = nn.Sequential(nn.Tanh(), layer.attention.output.dense)
     with refused("no place of BertModel", "post-norm blocks"):
         smooth(patch_model(bert, "outeffhop"), {"input_ids": torch.arange(1, 9)[None]}, 0.5, progress=False)
-
-
-def described(pairs: int = 1, readers: int = 1, channels: Any = 8, **more: Any) -> dict[str, Any]:
-    pair = {"source": "../norm", "readers": ["q_proj"] * readers, "channels": channels}
-    return {"dtype": "float32", "pairs": [pair] * pairs, **more}
-
-
-def test_the_limits_of_a_description() -> None:
-    for spec in (described(64), described(readers=63), described(channels=1), described(channels=10_000_000)):
-        Smoothing.check(spec, (), 1.0)
-    for count in (0, 65):
-        with refused("must be a list of 1 to 64"):
-            Smoothing.check(described(count), (), 1.0)
-    for spec in (described(readers=0), described(readers=64)):
-        with refused("must be paths of modules"):
-            Smoothing.check(spec, (), 1.0)
-    for channels in (0, 10_000_001, True, 8.0):
-        with refused("must be a positive whole number"):
-            Smoothing.check(described(channels=channels), (), 1.0)
-    with refused("must be one of float16, bfloat16, float32, float64"):
-        Smoothing.check(described(dtype="int8"), (), 1.0)
-    for path in ("", "..", "a b", "/norm", "../" * 9 + "norm", "a" + "/b" * 17):
-        with refused("must be paths of modules"):
-            Smoothing.check({"dtype": "float32", "pairs": [{"source": path, "readers": ["q"], "channels": 1}]}, (), 1.0)
 
 
 BERT_SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)

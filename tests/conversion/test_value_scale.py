@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -220,23 +219,6 @@ def test_the_stock_model_stays(name: str, dtype: torch.dtype) -> None:
     assert not hasattr(model.config, "attn_swap")
     for key, value in stock.state_dict().items():
         assert torch.equal(model.state_dict()[key], value), key
-
-
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_saved_and_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """In another precision too, the scales are the same."""
-    model, batch = put(patch_model(fresh(name, torch.float32), PROJECTING[0])), batch_of(name, torch.float32)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
-    assert in_config(loaded) == [True] * len(swaps(model))
-    for ours, theirs in zip(squares(model), squares(loaded), strict=True):
-        assert ours is not None
-        assert theirs is not None
-        assert torch.equal(ours, theirs.float())
-    if dtype == torch.float32:
-        assert torch.equal(forward(loaded, batch), forward(model, batch))
-    assert torch.equal(forward(copy.deepcopy(model), batch), forward(model, batch))
 
 
 # ---- In calibrate and convert
