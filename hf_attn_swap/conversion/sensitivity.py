@@ -29,13 +29,11 @@ from ..wiring.install import Installation
 from ..wiring.layers import Layer
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 OPTION = "full_heads"
 DISTANCE = 200  # tokens between the two readings of a passage, unless a window is wider
 SIZE = (7.0, 3.2)  # of the picture, in inches
-COLOUR = "#4c72b0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +84,22 @@ class _Costs:
 
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()
-        self._draw(axes)
+        heads: dict[int | None, dict[int, float]] = {}
+        for unit, lost in self.alone.items():
+            layer, head = unit if isinstance(unit, tuple) else (unit, None)
+            heads.setdefault(head, {})[layer] = lost.degradation
+        width = 0.9 / len(heads)
+        for place, (head, costs) in enumerate(heads.items()):
+            places = [layer + place * width for layer in costs]
+            axes.bar(places, list(costs.values()), width, label=None if head is None else f"head {head}")
+        if None not in heads:
+            axes.legend(ncols=4, fontsize="small")
         axes.set(
             xlabel="layer",
             ylabel=self.together.measure,
             title=f"{self.variant}: what each {self.unit} alone costs",
         )
         return figure
-
-    def _draw(self, axes: Axes) -> None:
-        raise NotImplementedError
 
     def name_of(self, unit: Any) -> str:
         """A unit in the table."""
@@ -135,10 +139,6 @@ class Sensitivity(_Costs):
         """The figures from their plain data, also after JSON."""
         return cls(**_of_both(values), layers=_by_number(values["layers"]))
 
-    def _draw(self, axes: Axes) -> None:
-        layers = sorted(self.layers)
-        axes.bar(list(map(str, layers)), [self.layers[layer].degradation for layer in layers], color=COLOUR)
-
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSensitivity(_Costs):
@@ -167,13 +167,6 @@ class HeadSensitivity(_Costs):
         """The figures from their plain data, also after JSON."""
         heads = {int(layer): _by_number(heads) for layer, heads in values["heads"].items()}
         return cls(**_of_both(values), heads=heads)
-
-    def _draw(self, axes: Axes) -> None:
-        width = 0.9 / max(map(len, self.heads.values()))
-        for head in sorted({head for heads in self.heads.values() for head in heads}):
-            shown = {layer: heads[head].degradation for layer, heads in self.heads.items() if head in heads}
-            axes.bar([layer + head * width for layer in shown], list(shown.values()), width, label=f"head {head}")
-        axes.legend(ncols=4, fontsize="small")
 
 
 def _of_both(values: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from tests.contract.harness import (
 )
 
 from .batches import batches
-from .dropout import dropping
 
 
 def fit(model: Any, name: str, **arguments: Any) -> Any:
@@ -191,20 +190,6 @@ def test_labels_are_not_read_and_modes_stay() -> None:
     assert "R2 after" in str(report)
     assert "<table>" in report._repr_html_()
     assert report.to_dict()["layers"][0]["tokens"] == 12 * 12
-
-
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", ["outeffhop", "modern_hopfield", "simpletron_resl"])
-def test_a_model_in_training_is_fitted_without_its_dropout(name: str, variant: str) -> None:
-    stock, found = fresh(name, **dropping(name)).train(), []
-    assert not torch.equal(*(forward(stock, batch_of(name)) for _ in range(2))), "there is dropout in this model"
-    for train in (False, True):
-        model = patch_model(fresh(name, **dropping(name)), variant, **tiny_options(variant)).train(train)
-        torch.manual_seed(4)
-        fit(model, name)
-        found.append(torch.cat([parameter.flatten() for swap in swaps(model) for parameter in swap.parameters()]))
-        assert model.training == train
-    assert torch.equal(*found)
 
 
 def test_refused() -> None:

@@ -596,26 +596,18 @@ def test_a_refusal_leaves_the_control_in_place() -> None:
     assert describe(model).to_dict() == describe(patch_model(stock("bert"), "softmax")).to_dict()
 
 
-@pytest.mark.parametrize(
-    "other", [{"variant": "belief"}, {"model": "llama"}, {"data": 4}, {"tokens": 99}, {"bf16": True}]
-)
-def test_a_folder_of_another_conversion_is_refused(other: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["variant", "weights", "data", "tokens", "bf16"])
+def test_a_folder_of_another_conversion_is_refused(other: str, tmp_path: Path) -> None:
     """Another variant, model, data, budget or precision; also as many data, and weights of the same shapes."""
     converted(stock("bert"), "modern_hopfield", rows("bert"), tokens=1, output_dir=tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     model = stock("bert")
-    if "model" in other:
+    if other == "weights":
         with torch.no_grad():
             model.bert.encoder.layer[2].output.dense.weight.mul_(1.01)
-    data = rows("bert", first=other.get("data", 0))
-    with refused("holds another conversion", {"model": "weights"}.get(next(iter(other)), next(iter(other)))):
-        converted(
-            model,
-            other.get("variant", "modern_hopfield"),
-            data,
-            tokens=other.get("tokens", 1),
-            output_dir=tmp_path,
-            args=TrainingArguments(str(tmp_path), bf16="bf16" in other, use_cpu=True, report_to="none"),
-        )
+    variant, data = "belief" if other == "variant" else "modern_hopfield", rows("bert", first=4 * (other == "data"))
+    args = TrainingArguments(str(tmp_path), bf16=other == "bf16", use_cpu=True, report_to="none")
+    with refused("holds another conversion", other):
+        converted(model, variant, data, tokens=99 if other == "tokens" else 1, output_dir=tmp_path, args=args)
     assert not swaps(model)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -22,22 +22,13 @@ from hf_attn_swap.measuring.recall import Passages, Recall
 from hf_attn_swap.wiring.install import installation_of, model_root
 from tests.contract.harness import assert_identical, batch_of, refused, run, swaps
 
-from .converting import converted, names, same, stock, timeless, weights
+from .converting import GAIN, WINDOW, converted, long, names, same, text, timeless, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
-WINDOW = {"window": 4, "sinks": 1}
-GAIN = 3.0  # of the stock model, instead of a measured one
+
+
 FAST = {"tokens": 1, "max_loss": 1.0}  # no training, and no fit is tried, as any loss is within the budget
 Head = tuple[int, int]
-
-
-def long() -> Any:
-    return stock("llama", max_position_embeddings=512)
-
-
-def text(count: int = 24, length: int = 64) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(5)
-    return [{"input_ids": torch.randint(4, 64, (length,), generator=generator)} for _ in range(count)]
 
 
 def near(model: Any) -> set[Head]:

@@ -16,7 +16,7 @@ from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion import rows as rows_module
 from hf_attn_swap.conversion import split as split_module
 from hf_attn_swap.conversion.distill import StopWithin
-from hf_attn_swap.conversion.rows import Rows, as_rows, parts_of, runs, shuffled
+from hf_attn_swap.conversion.rows import Rows, as_rows, parts_of, shuffled
 from hf_attn_swap.conversion.split import split
 from tests.contract.harness import refused
 
@@ -59,12 +59,6 @@ def test_all_places_once_in_a_random_order(count: int) -> None:
     assert order == list(shuffled(count))
     if count == 1000:
         assert sum(abs(after - before) for before, after in itertools.pairwise(order)) / 999 > 300
-
-
-def test_runs_are_neighbours() -> None:
-    found = list(runs(list("abcdefgh"), 3))
-    assert sorted(found) == [(0, ["a", "b", "c"]), (3, ["d", "e", "f"]), (6, ["g", "h"])]
-    assert list(runs(iter("abc"), 3)) == [(0, ["a"]), (1, ["b"]), (2, ["c"])]
 
 
 def test_a_long_text_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

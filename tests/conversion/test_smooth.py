@@ -213,24 +213,6 @@ def test_a_layer_that_leaves_takes_its_powers_along() -> None:
     assert same(bits(unpatch_model(model)), weights)
 
 
-def test_another_module_in_the_place_is_not_scaled() -> None:
-    """Without weights, with a module of its own inside, or of another width; and none at all."""
-    model, _ = smoothed()
-    layer, before = model.model.layers[0], bits(model)
-    norm = layer.input_layernorm
-    wrapped = copy.deepcopy(norm)
-    wrapped.inner = nn.Linear(2, 2)
-    for other in (nn.Identity(), wrapped, nn.LayerNorm(7)):
-        layer.input_layernorm = other
-        with refused("../input_layernorm was smoothed, and is now", "cannot be scaled back"):
-            unpatch_model(model)
-    del layer.input_layernorm
-    with refused("../input_layernorm was smoothed and is not in the model any more"):
-        unpatch_model(model)
-    layer.input_layernorm = norm
-    assert same(bits(model), before), "nothing is scaled before all can be"
-
-
 def test_smoothed_anew() -> None:
     """A second smoothing takes the place of the first; if it fails, the first one is there again."""
     model, weights = smoothed()

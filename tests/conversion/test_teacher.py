@@ -283,18 +283,3 @@ def test_a_model_without_logits(tmp_path: Path) -> None:
     with refused("the model gives no logits; set the loss 'logits' to 0 and 'hidden' above 0"):
         loss_of(distiller(model, tmp_path, trainable="body"), batch)
     assert loss_of(distiller(model, tmp_path, trainable="body", losses=HIDDEN), batch) > 0
-
-
-@pytest.mark.parametrize(
-    ("more", "which"),
-    [({"hidden_size": 16}, "all"), ({"hidden_size": 16}, "last"), ({"num_hidden_layers": 2}, "all")],
-    ids=["width", "last width", "depth"],
-)
-def test_hidden_states_of_another_size(more: dict[str, Any], which: Any, tmp_path: Path) -> None:
-    """A narrower or shallower teacher can give logits, but no hidden states for every layer."""
-    trainer = distiller(patched(), tmp_path, trainable="body", teacher=fresh("bert", torch.float32, **more))
-    assert loss_of(trainer, batch_of("bert")) > 0
-    losses = Losses(hidden=1.0, hidden_layers=which)
-    trainer = distiller(patched(), tmp_path, trainable="body", losses=losses, teacher=trainer.teacher.model)
-    with refused("the teacher's hidden states"):
-        loss_of(trainer, batch_of("bert"))

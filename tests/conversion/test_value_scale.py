@@ -186,15 +186,6 @@ def test_padding_does_not_count() -> None:
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_the_first_batches_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = batch_of("llama")
-    monkeypatch.setattr(value_scale, "TOKENS", batch["input_ids"].numel() + 1)
-    read = []
-    stream = (read.append(number) or batch for number in range(9))
-    scale_values(patch_model(fresh("llama"), "belief"), stream, progress=False)
-    assert read == [0, 1]
-
-
 def test_scales_that_do_not_help_are_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(value_scale, "STEPS", 0)
     model = patch_model(fresh("bert"), "belief")
