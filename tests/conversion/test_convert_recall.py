@@ -17,7 +17,7 @@ from hf_attn_swap.measuring.recall import Passages, Recall
 from hf_attn_swap.wiring.install import installation_of, model_root
 from tests.contract.harness import refused, swaps
 
-from .converting import GAIN, WINDOW, converted, long, rows, same, stock, weights
+from .converting import GAIN, WINDOW, converted, long, rows, same, stock, text, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 
