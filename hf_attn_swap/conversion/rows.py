@@ -202,10 +202,9 @@ def as_rows(
         need = "images need an image processor; pass it as processor=AutoImageProcessor.from_pretrained(...)."
         _check_input(root, "pixel_values", processor, need)
         if isinstance(data, (list, tuple)):  # a column of a `Dataset` would decode all of its images
-            for index, image in enumerate(data):
-                _check_image(index, image)
+            _check_images(data)
         pixels = partial(_pixels, processor=processor)
-        patches = 0 if countable(data) else _patches(root, collate([pixels(0, first)]))
+        patches = 0 if countable(data) else _patches(root, collate([pixels(first)]))
         images, whole = _at_most(data, lambda _: patches or 1, most if patches else most_rows, fewest)
         rows = _MadeWhenRead(images, pixels)
     else:
@@ -295,30 +294,30 @@ class _Collate:
 
 @dataclass(frozen=True)
 class _MadeWhenRead:
-    """Rows that are made of items when they are read: `make` takes the place of an item, and the item."""
+    """Rows that are made of items when they are read."""
 
     items: Any
-    make: Callable[[int, Any], dict[str, Any]]
+    make: Callable[[Any], dict[str, Any]]
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.make(index, self.items[index])
+        return self.make(self.items[index])
 
 
-def _encoded(_: int, texts: Any, *, tokenizer: Any, length: int) -> dict[str, Any]:
+def _encoded(texts: Any, *, tokenizer: Any, length: int) -> dict[str, Any]:
     """The tokens of one text, or of two."""
     return dict(tokenizer(*([texts] if isinstance(texts, str) else texts), truncation=True, max_length=length))
 
 
-def _block(_: int, ids_L: Tensor) -> dict[str, Any]:
+def _block(ids_L: Tensor) -> dict[str, Any]:
     return {"input_ids": ids_L.tolist()}
 
 
-def _pixels(index: int, image: Any, *, processor: Any) -> dict[str, Any]:
+def _pixels(image: Any, *, processor: Any) -> dict[str, Any]:
     """The pixels (3,S,S) of an image."""
-    _check_image(index, image)
+    _check_images([image])
     return {"pixel_values": processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]}
 
 
@@ -356,9 +355,10 @@ def _check_input(root: PreTrainedModel, name: str, processor: Any, need: str) ->
         raise ValueError(need)
 
 
-def _check_image(index: int, image: Any) -> None:
-    if not hasattr(image, "convert"):
-        raise ValueError(f"row {index} is no image, as other rows are, but {image!r:.60}.")
+def _check_images(images: Iterable[Any]) -> None:
+    for index, image in enumerate(images):
+        if not hasattr(image, "convert"):
+            raise ValueError(f"row {index} is no image, as other rows are, but {image!r:.60}.")
 
 
 def _is_pair(row: Any) -> bool:
@@ -394,7 +394,7 @@ def _texts(
         texts, whole = Subset(data, numbers), len(data) <= MOST_ROWS
     else:
         rows = (row for *_, row in filled)
-        texts, whole = first_rows(rows, lambda row: _length(encode(0, row)), most or 0, fewest)
+        texts, whole = first_rows(rows, lambda row: _length(encode(row)), most or 0, fewest)
     if not len(texts):
         raise ValueError(BLANK)
     return _MadeWhenRead(texts, encode), whole
