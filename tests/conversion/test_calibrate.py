@@ -206,9 +206,6 @@ def test_refused() -> None:
         fit(model, "bert", fit="full")
     with refused("ridge must be at least 0"):
         fit(model, "bert", ridge=-1.0)
-    for source in ("belief_star", "modern_hopfield"):
-        with refused("has parameters or scores of its own"):
-            fit(model, "bert", source=source)
     with refused("drops the read-out"):
         fit(patch_model(fresh("bert"), "modern_hopfield", alpha=1.0), "bert")
     square = torch.ones(2, 1, 6, 6, dtype=torch.bool)
