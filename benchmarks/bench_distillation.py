@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArg
 
 from hf_attn_swap import convert, patch_model
 from hf_attn_swap.conversion import DistillationTrainer
-from hf_attn_swap.conversion.stages import Calibrate, Distil
+from hf_attn_swap.conversion.stages import Distil
 from hf_attn_swap.conversion.trainable import with_adapters
 from hf_attn_swap.text.table import markdown
 
@@ -136,7 +136,8 @@ def call_convert(model: Any, variant: str, options: Options, *, low_memory: bool
         variant,
         [{"input_ids": row} for row in ids],
         tokens=3 * options.batch * options.length,
-        stages=[Calibrate(fit="gain", rows=16), Distil(rank=options.rank, batch=options.batch)],
+        fit="gain",
+        stages=[Distil(rank=options.rank, batch=options.batch)],
         low_memory=low_memory,
         args=TrainingArguments(output_dir=tempfile.mkdtemp(), report_to="none", use_cpu=options.device == "cpu"),
         progress=False,

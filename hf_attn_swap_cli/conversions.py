@@ -108,8 +108,7 @@ def convert(
     Labels are not read. The folder gets the model, its tokenizer, a card, results.json and conversion.html. The same
     command goes on with a conversion that was interrupted. If the loss is above --max-loss, or recall below
     --min-recall, nothing is saved and the exit code is 1. On several GPUs: accelerate launch --multi_gpu -m
-    hf_attn_swap_cli convert, with the same arguments; a training step of n processes then reads n times the rows. With
-    --use_fsdp --fsdp_version 2 in place of --multi_gpu, the trainings are split over the processes.
+    hf_attn_swap_cli convert, with the same arguments; a training step of n processes then reads n times the rows.
     """
     _convert_or_plan(locals())
 
@@ -152,8 +151,7 @@ def quantize(
 
     Nothing is trained unless --tokens says so. The table has the loss of the stock model in the same 8 bits, and of
     each step. The folder gets the model, its tokenizer, a card, results.json and conversion.html. On several GPUs:
-    accelerate launch --multi_gpu (or --use_fsdp --fsdp_version 2) -m hf_attn_swap_cli quantize, with the same
-    arguments.
+    accelerate launch --multi_gpu -m hf_attn_swap_cli quantize, with the same arguments.
     """
     _convert_or_plan({**locals(), "quantized": True})
 

@@ -34,18 +34,16 @@ from transformers import (
 
 from hf_attn_swap import patch_model, unpatch_model
 from hf_attn_swap.conversion import DistillationTrainer, Losses
-from hf_attn_swap.conversion.losses import Comparison, Loss, register_loss
 from hf_attn_swap.measuring.batches import token_mask
 from hf_attn_swap.quantization.places import is_norm
 
-NAME = "outliers"
 
+class Penalized(DistillationTrainer):
+    """A distillation whose loss has the mean fourth power of what the norms of the student read as one more term."""
 
-class Penalty:
-    """The mean fourth power of what the norms of a model read, as a loss of a distillation."""
-
-    def __init__(self, model: nn.Module, scale: float) -> None:
-        self.scale = scale
+    def __init__(self, model: nn.Module, *args: Any, weight: float, scale: float, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        self.weight, self.scale = weight, scale
         self.read: list[Tensor] = []
         model.register_forward_pre_hook(lambda *_: self.read.clear())
         for module in model.modules():
@@ -56,10 +54,14 @@ class Penalty:
         if args[0].dim() == 3:  # norms of queries and keys read heads
             self.read.append(args[0])
 
-    def __call__(self, seen: Comparison) -> Tensor:
-        """The penalty of a batch, (), over its real tokens."""
-        real_BL = token_mask(seen.batch, self.read[0])
-        return torch.stack([(each_BLE[real_BL] / self.scale).pow(4).mean() for each_BLE in self.read]).mean()
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The loss of the distillation and the penalty of a batch, (), over its real tokens."""
+        loss = super().compute_loss(model, inputs)
+        if not self.weight:
+            return loss
+        real_BL = token_mask(inputs, self.read[0])
+        penalties = [(read_BLE[real_BL] / self.scale).pow(4).mean() for read_BLE in self.read]
+        return loss + self.weight * torch.stack(penalties).mean()
 
 
 def parse() -> argparse.Namespace:
@@ -89,12 +91,8 @@ def main() -> None:
         tokenizer(text, truncation=True, max_length=arguments.length)
         for text in texts[: arguments.rows][arguments.column]
     ]
-    more = {}
-    if arguments.weight:
-        register_loss(Loss(name=NAME, words="penalty", needs=lambda _: (), value=Penalty(student, arguments.scale)))
-        more[NAME] = arguments.weight
     with tempfile.TemporaryDirectory() as folder:
-        trainer = DistillationTrainer(
+        trainer = Penalized(
             patch_model(student, "softmax"),  # stock attention: only the penalty changes the model
             TrainingArguments(
                 folder,
@@ -109,7 +107,9 @@ def main() -> None:
                 seed=arguments.seed,
             ),
             teacher=teacher,
-            losses=Losses(hidden=1.0, hidden_layers="last", more=more),
+            losses=Losses(hidden=1.0, hidden_layers="last"),
+            weight=arguments.weight,
+            scale=arguments.scale,
             trainable="body",
             train_dataset=rows,
             data_collator=DataCollatorWithPadding(tokenizer),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from hf_attn_swap.conversion.rescalable_edge import Trace, channels_read, is_matrix, is_norm, is_table, owners, tensors
+from hf_attn_swap.conversion.rescalable_edge import Trace, channels_read, is_matrix, is_norm, owners, tensors
 from hf_attn_swap.core.checks import is_whole
 from hf_attn_swap.families import sites
 from hf_attn_swap.layer.smoothing import parts, plain
@@ -594,6 +594,14 @@ def _untie(root: Any, stream: Stream, weights: _Weights) -> bool:
     if untied:
         _own_parameters(root, root.get_output_embeddings(), weights)
     return untied
+
+
+def is_table(module: nn.Module) -> bool:
+    """True for an Embedding with a plain table."""
+    own = dict(module.named_parameters())
+    return (
+        isinstance(module, nn.Embedding) and [*own] == ["weight"] and plain(module.weight) and not module.weight.is_meta
+    )
 
 
 def _own_parameters(root: Any, head: nn.Module, weights: _Weights) -> None:

@@ -3,16 +3,14 @@
     python recipes/transfer_back.py ag_news --variant simpletron_resl --output_dir runs/back
 
 There are three runs per seed, with the same budget: the variant; softmax from the variant's weights with q, k and v
-frozen; and, as the control, softmax from the pretrained weights with q, k and v frozen. `--stages calibrate fine_tune`
-calibrates the conversion to the variant, and the conversion back.
+frozen; and, as the control, softmax from the pretrained weights with q, k and v frozen.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +18,6 @@ import transformers
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_attn_swap import unpatch_model
-from hf_attn_swap.conversion.stages import Calibrate
 from hf_attn_swap.training import About, ConversionArguments, ModelArguments, Outcome, TextDataArguments, parse, run
 from hf_attn_swap.training.publish import publish
 from hf_attn_swap.training.recipes.text_classification import RecipeArguments, build_task
@@ -29,7 +26,7 @@ QKV = ["query", "key", "value"]
 
 
 def unswapped(load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """The trained model with its own attention again, which the swap to softmax then calibrates."""
+    """The trained model with its own attention again."""
     return unpatch_model(load())
 
 
@@ -40,9 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     transformers.utils.logging.set_verbosity_error()
     softmax = replace(model, variant="softmax", options="{}")
     back = replace(softmax, label=f"softmax-from-{model.run_name}")
-    fits = [replace(stage, source=model.variant) for stage in conversion.plan if isinstance(stage, Calibrate)]
-    stages = [json.dumps({"stage": fit.name, **asdict(fit)}) for fit in fits]
-    frozen = ConversionArguments(stages=[*stages, "fine_tune"], freeze=QKV)
+    frozen = ConversionArguments(freeze=QKV)
     outcomes_of: dict[str, list[Outcome]] = {"there": [], "back": [], "control": []}
     try:
         task = build_task(model, data, own)
@@ -51,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
             trained = Path(training.output_dir) / model.run_name / f"seed-{seed}" / "model"
             load = partial(unswapped, build_task(replace(model, model_name_or_path=str(trained)), data, own).load)
             outcomes_of["back"].append(run(replace(task, load=load), back, frozen, training, seed))
-            outcomes_of["control"].append(run(task, softmax, ConversionArguments(freeze=QKV), training, seed))
+            outcomes_of["control"].append(run(task, softmax, frozen, training, seed))
     except (ValueError, OSError) as problem:
         sys.exit(f"error: {' '.join(str(problem).split())}")
     if training.process_index:

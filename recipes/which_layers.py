@@ -28,7 +28,7 @@ from hf_attn_swap.analysis import Lost
 from hf_attn_swap.conversion import calibrate
 from hf_attn_swap.conversion.rows import as_rows
 from hf_attn_swap.conversion.sensitivity import Sensitivity
-from hf_attn_swap.conversion.stages import Calibrate, Distil
+from hf_attn_swap.conversion.stages import Distil
 from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.publish.checkpoint import model_class, processor_of, read_config
 from hf_attn_swap.text.table import Table
@@ -51,10 +51,9 @@ class Options:
     rules: list[str] = field(default_factory=lambda: list(RULES))
     tokens: int = field(default=300_000, metadata={"help": "Tokens of distillation per run (patches, for images)."})
     fit: str = field(default="map", metadata={"help": '"gain" or "map".'})
-    fit_rows: int = 64
+    fit_rows: int = field(default=64, metadata={"help": "Rows of the fit before the layers are measured."})
     rank: int = field(default=32, metadata={"help": "Rank of LoRA; 0 trains every weight but the embeddings."})
     learning_rate: float = 7e-4
-    align_tokens: int = field(default=0, metadata={"help": "Of these tokens, those that align the swapped layers."})
     hidden: float = field(default=0.0, metadata={"help": "Weight of the hidden states in the loss."})
     logits: float = field(default=1.0, metadata={"help": "Weight of the logits in the loss."})
     length: int = field(default=256, metadata={"help": "Tokens of a row to train on."})
@@ -134,13 +133,6 @@ class Study:
             hidden=options.hidden,
             logits=options.logits,
         )
-        first = Distil(
-            rank=options.rank or None,
-            learning_rate=options.learning_rate,
-            layers=1.0,
-            logits=0.0,
-            tokens=options.align_tokens or None,
-        )
         report = convert(
             model,
             options.variant,
@@ -149,11 +141,8 @@ class Study:
             eval_data=self.held_out(model, processor, options.test_rows),
             tokens=options.tokens,
             layers=layers,
-            stages=[
-                Calibrate(fit=options.fit, rows=options.fit_rows),
-                *([first] if options.align_tokens else []),
-                last,
-            ],
+            fit=options.fit,
+            stages=[last],
             length=options.length,
             output_dir=folder,
             args=TrainingArguments(

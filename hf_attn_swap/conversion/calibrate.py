@@ -1,7 +1,7 @@
-"""Fits the heads of a swapped attention to the heads of the attention that its weights were trained with.
+"""Fits the heads of a swapped attention to the heads of softmax attention, with which its weights were trained.
 
-A are the variant's heads at strength 1, and R are the target's heads on the same input. Each head is fitted by least
-squares, in one of two ways:
+A are the variant's heads at strength 1, and R are the heads that it should give on the same input (`target.py`). Each
+head is fitted by least squares, in one of two ways:
 
     gain:  g_h = <A_h, R_h> / <A_h, A_h>
     map:   [M_h; b_h] = argmin ||A_h M_h + b_h - R_h||^2
@@ -18,7 +18,6 @@ leaves out. Axes: B batch, L token, H head, D head width, E model width.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,10 +30,10 @@ from torch import Tensor, nn
 from ..core.call import Call, Geometry
 from ..layer.calibration import FITS, Calibration, check_fit
 from ..layer.fitted import CALL, sentences
-from ..layer.registry import parse, parse_options
+from ..layer.registry import parse
 from ..layer.swap import Phase
-from ..measuring.batches import Batch, as_batches, forward, read_by, refuse_other_tokens, token_mask
-from ..patch import build_swap, need_installation
+from ..measuring.batches import Batch, as_batches, evaluating, forward, read_by, refuse_other_tokens, token_mask
+from ..patch import need_installation, softmax_swaps
 from ..text.bar import bar
 from ..text.table import Table
 from ..variants.softmax import Softmax
@@ -95,14 +94,12 @@ class CalibrationReport:
 
     Attributes:
         fit: "gain" or "map".
-        source: the attention to which the layers were fitted.
         layers: the fit of each layer.
         lengths: the shortest and the longest row of the calibration batches, in real tokens.
         left: the multiple of a layer's input that the swap adds and that no fit can undo; 0 in post-LayerNorm blocks.
     """
 
     fit: str
-    source: str
     layers: tuple[LayerFit, ...]
     lengths: tuple[int, int]
     left: float = 0.0
@@ -127,7 +124,7 @@ class CalibrationReport:
         shortest, longest = self.lengths
         span = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
         sentences = (
-            f"{self.fit} fitted to {self.source} on {self.layers[0].tokens:,} tokens: {self.unexplained:.1%} of the "
+            f"{self.fit} fitted to softmax on {self.layers[0].tokens:,} tokens: {self.unexplained:.1%} of the "
             f"read-out stays unexplained. Rows had {span} tokens; use the model at such lengths.",
             self.skip_words,
         )
@@ -222,12 +219,10 @@ def calibrate(
     *,
     fit: str = "map",
     ridge: float = RIDGE,
-    source: str = "softmax",
     scale: bool = True,
     progress: bool = True,
-    **options: Any,
 ) -> CalibrationReport:
-    """Fit the heads of every swapped layer to the attention that the weights were trained with, in place.
+    """Fit the heads of every swapped layer to softmax attention, with which the weights were trained, in place.
 
     Nothing is trained. A new calibration replaces an earlier calibration. docs/mathematics.md, section Calibration.
 
@@ -243,75 +238,41 @@ def calibrate(
             there is padding, a 2-D attention mask (B,L) marks the real tokens.
         fit: "gain" fits one number per head; "map" fits a (D,D) matrix and a bias (D,) per head.
         ridge: the penalty on large values, as a share of the mean square of the variant's heads.
-        source: the attention that the weights were trained with. It is "simpletron_resl", for example, for a model that
-            was fine-tuned with "simpletron_resl" and is now patched with "softmax". The source must have no parameters.
         scale: first choose the scale of the values of a variant that projects on values (`belief`), as `scale_values`
-            does, on the first batches. If the source is not "softmax", the scales stay as they are.
+            does, on the first batches.
         progress: show a progress bar.
-        options: the options of `source`.
 
     Returns:
         R^2 per layer and head before and after the fit, the fitted gains, and the shortest and longest row in tokens.
 
     Raises:
         ValueError: the model is not patched or was changed by a conversion, there is no batch, there are too few real
-            tokens, the fit or the source is unknown, or activations are not finite. The model is unchanged after an
-            error.
+            tokens, the fit is unknown, or activations are not finite. The model is unchanged after an error.
     """
     check_fit(fit)
     if not ridge >= 0:
         raise ValueError(f"ridge must be at least 0, got {ridge!r}.")
     installation = need_installation(model)
-    targets = _targets(installation, source, options, constant=fit == "map")
-    rows = as_batches(batches)
+    targets = _targets(installation, constant=fit == "map")
+    rows = list(as_batches(batches))
     with _undone_after_an_error(installation):
-        if scale and source == "softmax" and any(target.swap.projects for target in targets):
-            read: list[Batch] = []
-            scale_values(model, _noted(rows, read), progress=progress)
-            rows = itertools.chain(read, rows)
-        return _fit(model, installation, targets, rows, fit=fit, ridge=ridge, source=source, progress=progress)
-
-
-def _fit(
-    model: nn.Module,
-    installation: Installation,
-    targets: Sequence[Target],
-    batches: Iterator[Batch],
-    *,
-    fit: str,
-    ridge: float,
-    source: str,
-    progress: bool,
-) -> CalibrationReport:
-    """Fit every layer to its target, as `calibrate` does."""
-    fittings = [_Fitting(target, Moments(target.swap.geometry, fit)) for target in targets]
-    lengths: list[Tensor] = []
-    with _source_in_place(model, installation, targets):
-        cores = [target.site.core for target in targets]
-        for batch in bar(batches, desc="calibrate", unit="batch", shown=progress):
-            refuse_other_tokens(installation.root, cores, batch)
-            with contextlib.ExitStack() as hooked:
-                for fitting in fittings:
-                    fitting.hook(batch, lengths, hooked)
-                forward(model, batch)
-        solved = [fitting.solve(ridge) for fitting in fittings]
-        layers = tuple(fitting.apply(*solution) for fitting, solution in zip(fittings, solved, strict=True))
+        if scale and any(target.swap.projects for target in targets):
+            scale_values(model, rows, progress=progress)
+        fittings = [_Fitting(target, Moments(target.swap.geometry, fit)) for target in targets]
+        lengths: list[Tensor] = []
+        with _softmax_in_place(model, installation, targets):
+            cores = [target.site.core for target in targets]
+            for batch in bar(rows, desc="calibrate", unit="batch", shown=progress):
+                refuse_other_tokens(installation.root, cores, batch)
+                with contextlib.ExitStack() as hooked:
+                    for fitting in fittings:
+                        fitting.hook(batch, lengths, hooked)
+                    forward(model, batch)
+            solved = [fitting.solve(ridge) for fitting in fittings]
+            layers = tuple(fitting.apply(*solution) for fitting, solution in zip(fittings, solved, strict=True))
     shortest, longest = torch.cat(lengths).aminmax()
     left = max((target.left for target in targets), key=abs)
-    return CalibrationReport(
-        fit=fit,
-        source=source,
-        layers=layers,
-        lengths=(int(shortest), int(longest)),
-        left=left,
-    )
-
-
-def _noted(batches: Iterator[Batch], read: list[Batch]) -> Iterator[Batch]:
-    """The same batches; those that were read are added to a list."""
-    for batch in batches:
-        read.append(batch)
-        yield batch
+    return CalibrationReport(fit=fit, layers=layers, lengths=(int(shortest), int(longest)), left=left)
 
 
 @contextlib.contextmanager
@@ -375,70 +336,49 @@ class _Fitting:
         )
 
 
-def _targets(installation: Installation, source: str, options: dict[str, Any], *, constant: bool) -> list[Target]:
+def _targets(installation: Installation, *, constant: bool) -> list[Target]:
     """Build the target of every swapped layer, in the order of the calls."""
-    classes = parse(source)
-    chosen = parse_options(classes, options)
-    targets = []
     for layer in installation.layers():
-        index, swap = layer.number, layer.swap
         if len(layer.copies) > 1:
             raise ValueError(
                 "PEFT holds copies of the swaps (modules_to_save); call calibrate before you add the adapters."
             )
-        if swap.retrained:
+        if layer.swap.retrained:
             raise ValueError(
-                f"layer {index}: an earlier conversion changed its weights for {'+'.join(swap.names)}, so there is no "
-                "original attention left to fit to; calibrate before the training."
+                f"layer {layer.number}: an earlier conversion changed its weights for {'+'.join(layer.swap.names)}, so "
+                "there is no original attention left to fit to; calibrate before the training."
             )
-        original = build_swap(layer, classes, chosen)
-        if original.carries or any(True for _ in original.parameters()):
-            raise ValueError(
-                f"source={source!r} has parameters or scores of its own, which this model does not hold; choose a "
-                "source without parameters, such as 'softmax'."
-            )
-        targets.append(Target(layer, original, constant))
-    return targets
+    return [Target(layer, swap, constant) for layer, swap in softmax_swaps(installation).items()]
 
 
 @contextlib.contextmanager
-def _source_in_place(model: nn.Module, installation: Installation, targets: Sequence[Target]) -> Iterator[None]:
-    """Inside, the model runs in evaluation mode with the source's attention in place of the swaps.
+def _softmax_in_place(model: nn.Module, installation: Installation, targets: Sequence[Target]) -> Iterator[None]:
+    """Inside, the model runs in evaluation mode with softmax attention in place of the swaps.
 
     The swaps compute at full strength and have no calibration inside, so that hooks can call them. Afterwards the
     training mode and the phases are as before. After an error `_undone_after_an_error` brings the calibrations back.
     """
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        with installation.temporarily({target.layer: target.source for target in targets}):
-            for target in targets:
-                target.swap.drop(Calibration.name)
-                target.swap.phase = Phase.FULL
-            yield
-    finally:
-        for module in training:
-            module.training = True
+    with evaluating(model), installation.temporarily({target.layer: target.source for target in targets}):
+        for target in targets:
+            target.swap.drop(Calibration.name)
+            target.swap.phase = Phase.FULL
+        yield
 
 
 # -- The step of a conversion ------------------------------------------------------------------------------------------
 
 
 def fit_heads(run: Run) -> None:
-    """Fit the swap as a stage or `fit` names it, or by what loses least: none, scaled values, a gain or a map per head.
+    """Fit the swap as `fit` names it, or by what loses least: no fit, scaled values, a gain or a map per head.
 
     Nothing is fitted if the swap alone is within the budget, or is stock attention, or no fit was asked for.
     """
-    config, stage = run.config, run.config.calibrate
-    fit = config.fit if stage is None else stage.fit
-    if fit is None or (fit not in FITS and (run.within or parse(config.variant) == (Softmax,))):
+    config = run.config
+    if config.fit is None or (config.fit not in FITS and (run.within or parse(config.variant) == (Softmax,))):
         return
-    count = _calibration_rows(run.rows) if stage is None else stage.rows
-    batches = _first_batches(run.rows, count, 1 if config.low_memory else ROWS_AT_A_TIME)
-    if fit in FITS:
-        source = Calibrate.source if stage is None else stage.source
-        work = partial(calibrate, run.model, batches, fit=fit, source=source, progress=run.progress)
-        run.apply(f"fit: {fit}", work)
+    batches = _first_batches(run.rows, _calibration_rows(run.rows), 1 if config.low_memory else ROWS_AT_A_TIME)
+    if config.fit in FITS:
+        run.apply(f"fit: {config.fit}", partial(calibrate, run.model, batches, fit=config.fit, progress=run.progress))
         return
     candidates: dict[str, Callable[[], object]] = {}
     projects = any(swap.projects for copies in run.swaps.values() for swap in copies)
@@ -454,7 +394,7 @@ def calibrate_stage(run: Run, stage: Calibrate, name: str) -> None:
 
     def work() -> None:
         batches = _first_batches(run.rows, stage.rows, run.args.train_batch_size)
-        report = calibrate(run.model, batches, fit=stage.fit, source=stage.source, progress=run.progress)
+        report = calibrate(run.model, batches, fit=stage.fit, progress=run.progress)
         first = [copies[0] for copies in run.swaps.values()]
         words = sentences(fit for swap in first for fit in swap.fitted.values() if fit.place == CALL)
         run.say(f"Calibrated: {report.summary()}{f' {words}' if words else ''}")

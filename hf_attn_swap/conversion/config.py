@@ -20,8 +20,8 @@ from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
 from ..variants.sink import Sink
 from ..variants.softmax import Softmax
-from .full_heads import OPTION, by_heads
-from .stages import Calibrate, Distil, FineTune, Stage
+from .sensitivity import OPTION, by_heads
+from .stages import Distil
 
 SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters
 MIDDLE = 500_000_000  # the same for a language model that becomes linear: 24 bytes per parameter while it trains
@@ -36,8 +36,7 @@ HALF = (
 class ConvertConfig:
     """The arguments of `convert`, under the same names, or those of `quantize`.
 
-    `variant` gets its full name, and `layers` is None for all layers. With `stages` None, the model chooses them when
-    the conversion starts.
+    `variant` gets its full name, and `layers` is None for all layers. Without `stages`, `for_model` chooses one.
 
     Attributes:
         quantized: the result is in 8-bit integers, and part of the tokens trains with rounding.
@@ -61,7 +60,7 @@ class ConvertConfig:
     keep: float = 0.0
     fit: str | None = "auto"
     absorb: bool = True
-    stages: Sequence[Stage] | None = None
+    stages: Sequence[Distil] = ()
     low_memory: bool = False
     length: int = 256
     quantized: bool = False
@@ -77,27 +76,23 @@ class ConvertConfig:
             "variant": "+".join(cls.name for cls in parse(self.variant)),
             "processor": own_tokenizer(self.processor),
             "layers": list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers,
-            "stages": None if self.stages is None else tuple(self.stages),
+            "stages": tuple(self.stages or ()),
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
-        if self.stages is not None:
-            self._check_stages(self.stages)
+        if self.stages:
+            self._check_stages()
 
-    @property
-    def calibrate(self) -> Calibrate | None:
-        """The fit that a stage names; None leaves the choice to `fit`."""
-        return next((stage for stage in self.stages or () if isinstance(stage, Calibrate)), None)
-
-    @property
-    def distil(self) -> tuple[Distil, ...]:
-        """The distillations, in order."""
-        return tuple(stage for stage in self.stages or () if isinstance(stage, Distil))
+    def for_model(self, root: PreTrainedModel) -> ConvertConfig:
+        """The same, with the stage that suits a model if none was given."""
+        if self.stages:
+            return self
+        return dataclasses.replace(self, stages=[default_distil(root, self.variant, low_memory=self.low_memory)])
 
     @property
     def last(self) -> Distil:
         """The distillation that takes what is left of the tokens."""
-        return self.distil[-1]
+        return self.stages[-1]
 
     @property
     def reserved(self) -> int:
@@ -121,7 +116,7 @@ class ConvertConfig:
             option.name: getattr(self, option.name) for option in dataclasses.fields(self) if option.name != "processor"
         }
         chosen["options"] = canonical_keys(self.options) if "+" in self.variant else self.options
-        return chosen | {"stages": [{"stage": stage.name, **dataclasses.asdict(stage)} for stage in self.stages or ()]}
+        return chosen | {"stages": [dataclasses.asdict(stage) for stage in self.stages]}
 
     def _check_numbers(self) -> None:
         shares: dict[str, tuple[Any, str]] = {
@@ -159,26 +154,20 @@ class ConvertConfig:
         if OPTION in (self.options if len(classes) == 1 else canonical_keys(self.options).get(name, {})):
             raise ValueError(f'heads="auto" chooses {OPTION}; leave one of them out.')
 
-    def _check_stages(self, stages: Sequence[Stage]) -> None:
+    def _check_stages(self) -> None:
         """Refuse stages that one call cannot take."""
-        distil = self.distil
-        if any(isinstance(stage, FineTune) for stage in stages):
-            raise ValueError("convert reads no labels; fine-tune the model before it, or after it with a Trainer.")
-        if len(distil) + isinstance(next(iter(stages), None), Calibrate) != len(stages):
-            raise ValueError("stages are one Calibrate at most, which comes first, and then Distil stages.")
-        if not distil:
-            raise ValueError("stages need a Distil; for a fit without a training, call patch_model and calibrate.")
-        if self.calibrate is not None and self.fit != "auto":
-            raise ValueError("the stage Calibrate names a fit; leave out fit, or this stage.")
-        if len({(stage.rank, stage.trainable) for stage in distil}) > 1:
+        stages = self.stages
+        if not all(isinstance(stage, Distil) for stage in stages):
+            raise ValueError("stages are Distil stages: fit= names the fit, and a Trainer reads labels.")
+        if len({(stage.rank, stage.trainable) for stage in stages}) > 1:
             raise ValueError("all Distil stages train the same weights: give them the same rank and trainable.")
-        if any(stage.tokens is None for stage in distil[:-1]) or distil[-1].tokens is not None:
+        if any(stage.tokens is None for stage in stages[:-1]) or self.last.tokens is not None:
             raise ValueError(
                 "every Distil but the last needs its tokens; the last takes what is left of convert's tokens."
             )
-        if any(stage.epochs != Distil.epochs for stage in distil):
+        if any(stage.epochs != Distil.epochs for stage in stages):
             raise ValueError("convert counts tokens, not epochs: give Distil its tokens, or convert more tokens.")
-        if self.low_memory and distil[-1].rank is None:
+        if self.low_memory and self.last.rank is None:
             raise ValueError("low_memory trains adapters; give the Distil stages a rank, such as 16.")
 
 
@@ -197,7 +186,7 @@ def default_distil(root: PreTrainedModel, variant: str, *, low_memory: bool = Fa
         if linear and size <= MIDDLE and not low_memory:
             if whole:
                 return Distil(learning_rate=3e-4)
-            warnings.warn(HALF.format(dtype=root.dtype), stacklevel=5)
+            warnings.warn(HALF.format(dtype=root.dtype), stacklevel=6)
         return Distil(rank=32, learning_rate=7e-4)
     name = type(root).__name__
     forecasts = root.main_input_name == "past_values"

@@ -5,7 +5,7 @@ The steps, each measured on held-out rows:
     1. swap:           the variant in all layers that may be converted
     2. absorb:         in a causal language model, the keys and values of one token as a sink, if less is lost with it
     3. select_heads:   with heads="auto", what each key/value head alone costs decides which heads keep all keys
-    4. fit_heads:      no fit, a gain or a map per head, whichever loses least (or as `stages` say)
+    4. fit_heads:      no fit, a gain or a map per head, whichever loses least (or as `fit` says)
     5. select_layers:  with a budget or a share to keep, what each layer alone costs decides about the order
     6. distil:         the original model teaches the swapped model, group of layers by group of layers
     7. finish:         adapters merged into the weights, no swap in layers that keep their own attention
@@ -19,7 +19,6 @@ The method is this package's own; docs/mathematics.md, section Conversion.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -31,30 +30,29 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from ..measuring.held_out import HeldOut
+from ..measuring.lm_head import logits_of
 from ..measuring.lost import Lost, predicts_next
 from ..measuring.recall import Passages
 from ..patch import choose_layers, patch_model, swappable, unpatch_model
 from ..quantization.static import check_linears
 from ..variants.softmax import Softmax
-from ..wiring.install import Installation, Record, installation_of, model_root
+from ..wiring.install import Installation, Record, installation_of, model_root, searched_once
 from ..writing import claimed, told_where
 from .calibrate import fit_heads
-from .config import ConvertConfig, default_distil
+from .config import ConvertConfig
 from .distill import distil
-from .distributed import broadcast_from_rank0, how_to_split
+from .distributed import broadcast_from_rank0, is_sharded, refuse_sharding
 from .journal import Journal, fingerprint
-from .losses import refuse_without_logits
-from .passages import passages_beyond, reach_of
 from .preserve_training_state import preserve_training_state
 from .report import ConversionReport
 from .rows import Rows
 from .run import Budget, Run, rows_per_step
 from .selection import LayerSelection, select_heads, select_layers
-from .sensitivity import HeadSensitivity
+from .sensitivity import HeadSensitivity, passages_beyond, reach_of
 from .sink import absorb
 from .split import split, try_longest
-from .stages import Stage
-from .teacher import check_teacher, is_sharded
+from .stages import Distil
+from .teacher import check_teacher
 from .trainable import EVERYTHING, refuse_adapters
 
 
@@ -76,7 +74,7 @@ def convert(
     keep: float = 0.0,
     fit: Literal["auto", "gain", "map"] | None = "auto",
     absorb: bool = True,
-    stages: Sequence[Stage] | None = None,
+    stages: Sequence[Distil] = (),
     low_memory: bool = False,
     teacher: PreTrainedModel | None = None,
     length: int = 256,
@@ -129,10 +127,8 @@ def convert(
         absorb: in a causal language model that is converted in all layers, try the keys and values of one token as a
             `sink` beside the variant, and keep them if less is lost. It needs the tokenizer (`processor`), and the
             report says what was found. See `absorb_sink`.
-        stages: how to convert; None chooses by the kind and size of the model. At most one `Calibrate` comes first
-            and names the fit. One or more `Distil` follow. The last takes what is left of `tokens`; each before it
-            takes its own `tokens`, in each group of layers. `Distil(layers=1.0, logits=0.0, tokens=...)` aligns the
-            swapped layers with the original ones. All train the same weights.
+        stages: how to distil; none chooses by the kind and size of the model. The last takes what is left of `tokens`;
+            each before it takes its own `tokens`, in each group of layers. All train the same weights.
         low_memory: trade time for memory: adapters instead of all weights, one row at a time, and activations that
             are computed again in the backward pass. The steps have the same number of rows.
         teacher: another model that gives the targets, and that losses are compared with; None is the model itself.
@@ -246,26 +242,25 @@ def started(
     root = model_root(model)
     if is_compiled_module(model):
         (model,) = model.children()
-    refuse_converted(model)
-    refuse_adapters(model)
-    refuse_rounded(root)
-    if config.quantized:
-        check_linears(root)
-    if teacher is not None:
-        check_teacher(root, teacher)
-    if config.stages is None:
-        stage = default_distil(root, config.variant, low_memory=config.low_memory)
-        config = dataclasses.replace(config, stages=[stage])
-    control = installation_of(root)
-    choose_layers(swappable(control or Installation(root, Record())), config.layers, config.modules)
-    if control is not None:
-        unpatch_model(model)
     with contextlib.ExitStack() as inside:
+        inside.enter_context(searched_once(root))
+        refuse_converted(model)
+        refuse_adapters(model)
+        refuse_rounded(root)
+        if config.quantized:
+            check_linears(root)
+        if teacher is not None:
+            check_teacher(root, teacher)
+        config = config.for_model(root)
+        control = installation_of(root)
+        choose_layers(swappable(control or Installation(root, Record())), config.layers, config.modules)
+        if control is not None:
+            unpatch_model(model)
         for preserved in (model,) if teacher is None else (model, teacher):
             inside.enter_context(preserve_training_state(preserved))
         folder = Path(inside.enter_context(tempfile.TemporaryDirectory())) if output_dir is None else Path(output_dir)
         args = args or TrainingArguments(output_dir=str(folder), report_to="none")
-        fsdp = how_to_split(args, root)
+        refuse_sharding(args, root)
         if output_dir is not None:
             inside.enter_context(claimed(folder, writes=args.should_save, inside=True))
             inside.enter_context(told_where(folder))
@@ -277,11 +272,10 @@ def started(
             config.length,
             tokens=config.tokens,
             eval_tokens=config.eval_tokens,
-            fewest=0 if config.calibrate is None else config.calibrate.rows,
         )
         output = try_longest(root, train)
-        for stage in config.distil:
-            refuse_without_logits(stage.losses, output)
+        if any(stage.logits for stage in config.stages):
+            logits_of(output)  # refuses a model without logits
         weights = fingerprint(root.parameters())
         settings = config.settings() | {
             "model": type(root).__name__,
@@ -291,13 +285,9 @@ def started(
             "rows": (len(train), len(held), train.length),
             "bf16": args.bf16,
             "processes": args.world_size,
-            "fsdp": None if fsdp is None else fsdp.fsdp_version,
         }
         if broadcast_from_rank0(weights, args) != weights:
-            raise ValueError(
-                "the processes have other weights than the first; each has to load the whole model (for FSDP, with "
-                "--fsdp_cpu_ram_efficient_loading false)."
-            )
+            raise ValueError("the processes have other weights than the first; each has to load the whole model.")
         passages, why_not = _passages(root, config, held)
         run = Run(
             model=model,
@@ -311,7 +301,6 @@ def started(
             teacher=teacher,
             budget=Budget(left=config.tokens, reserved=config.reserved),
             progress=progress,
-            fsdp=fsdp,
         )
         if eval_data is not None and not held.whole:
             run.say(

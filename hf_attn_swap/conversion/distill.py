@@ -6,7 +6,6 @@ layers, the model gets back the weights with which it lost least: before the tra
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -18,21 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from ..patch import set_strength
 from ..text.bar import silent
 from .calibrate import calibrate_stage
-from .distributed import SplitCopy, splitting
+from .journal import Snapshot
 from .preserve_training_state import preserve_training_flags
 from .report import UNDONE, StepRecord, in_words
 from .rows import mean_length, select
 from .run import Run, rows_per_step
 from .selection import LayerSelection
-from .snapshot import Snapshot
 from .stages import Calibrate, Distil
-from .teacher import Teacher, note_retrained, trains_the_original
+from .teacher import Teacher
 from .trainable import adapted_weights, choose_trainable
 from .trainer import DistillationTrainer, quiet
 
@@ -70,13 +67,13 @@ def _distil_group(run: Run, place: int, groups_left: int, *, by_budget: bool) ->
     """
     config = run.config
     best, weights = run.record[-1], None
-    for number, stage in enumerate(itertools.chain(config.distil, itertools.repeat(config.last)), 1):
+    for number, stage in enumerate(itertools.chain(config.stages, itertools.repeat(config.last)), 1):
         if exhausted(run) or run.within:
             break
         if not by_budget and best is run.record[-1]:
             weights = run.snapshot()
-        tokens = _tokens(stage, number - len(config.distil), run.budget.free, groups_left)
-        name = f"{'align' if stage.aligns else 'distil'} {f'{place + 1}.{number}' if by_budget else number}"
+        tokens = _tokens(stage, number - len(config.stages), run.budget.free, groups_left)
+        name = f"distil {f'{place + 1}.{number}' if by_budget else number}"
         run.apply(name, partial(train, run, stage, max(1, tokens), name))
         if _order(run, run.record[-1]) <= _order(run, best):
             best = run.record[-1]
@@ -152,7 +149,7 @@ def distil_stage(run: Run, stage: Distil, name: str) -> None:
         run.original = None  # what trains in the next stage is another part of the model
         run.say(
             f"Distilled without labels from the original model: {training.words}, {trained}, loss "
-            f"{stage.losses.words}, learning rate {stage.learning_rate:g}."
+            f"{stage.words}, learning rate {stage.learning_rate:g}."
         )
 
     run.apply(name, work)
@@ -232,53 +229,26 @@ def fit_to_teacher(
     if stage.rank is not None and run.adapters is None:
         run.adapt(stage.rank)
     choose_trainable(run.student, trainable)
-    _keep_what_trains(run)
-    student, teacher = _student_and_teacher(run, training.args)
+    run.keep(parameter for parameter in run.student.parameters() if parameter.requires_grad)
+    if run.original is None:
+        run.original = Teacher(run.student, run.teacher, run.originals)
     trainer = DistillationTrainer(
-        student,
+        run.student,
         training.args,
-        teacher=teacher,
-        losses=stage.losses,
+        teacher=run.original,
+        losses=stage,
         trainable=trainable,
         train_dataset=training.rows,
         data_collator=run.rows.collate,
         callbacks=[*callbacks],
     )
-    _keep_what_trains(run)
     if silent():
         trainer.remove_callback(PrinterCallback)
     if title is not None:
         quiet(trainer, title, shown=run.progress)
-    try:
-        with contextlib.nullcontext() if run.fsdp is None else splitting(trainer, run.fsdp):
-            trainer.train(resume_from_checkpoint=last_whole_checkpoint(Path(trainer.args.output_dir or ".")))
-            if run.split_copy is not None:
-                run.split_copy.gather()
-                if trains_the_original(run.student):
-                    note_retrained(run.installation)
-    finally:
-        run.split_copy = None
+    trainer.train(resume_from_checkpoint=last_whole_checkpoint(Path(trainer.args.output_dir or ".")))
     run.changed = True
     return int(trainer.state.global_step)
-
-
-def _student_and_teacher(run: Run, args: TrainingArguments) -> tuple[nn.Module, Teacher]:
-    """What trains, and what teaches it."""
-    if run.fsdp is None:
-        if run.original is None:
-            run.original = Teacher(run.student, run.teacher, run.originals)
-        return run.student, run.original
-    run.model.to(args.device)  # as a trainer does with a model that it trains whole
-    teacher = run.original  # the step has chosen another teacher
-    itself = teacher is None and run.teacher is None
-    run.split_copy = SplitCopy(run.student, run.originals, teaches=itself)
-    if teacher is None:
-        teacher = Teacher(run.student, run.teacher, run.split_copy.originals, apart=True)
-    return run.split_copy.model, teacher
-
-
-def _keep_what_trains(run: Run) -> None:
-    run.keep(parameter for parameter in run.student.parameters() if parameter.requires_grad)
 
 
 def exhausted(run: Run, *, whole: bool = False) -> bool:

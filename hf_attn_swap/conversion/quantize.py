@@ -37,7 +37,7 @@ from .report import ConversionReport
 from .rows import TOKENS
 from .run import Run
 from .smooth import smooth as smooth_channels
-from .stages import Stage
+from .stages import Distil
 from .teacher import Teacher
 from .trainable import VECTORS, part_of, vectors_of
 
@@ -62,7 +62,7 @@ def quantize(
     tokens: int = 0,
     max_loss: float | None = None,
     absorb: bool = True,
-    stages: Sequence[Stage] | None = None,
+    stages: Sequence[Distil] = (),
     low_memory: bool = False,
     length: int = 512,
     output_dir: str | Path | None = None,

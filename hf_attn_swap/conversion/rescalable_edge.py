@@ -3,7 +3,8 @@
 If channel c is divided by a number where it is made and multiplied by the number where it is read, the model stays the
 same function, as long as nothing else reads the channel and nothing between the two bends it. No name of a module tells
 this. Autograd's graph of one forward pass shows which outputs of norms and matrices reach the input of which matrix,
-and what else they reach. Then each pair is tried: with powers of two the numbers must be equal to the bit.
+and what else they reach. Then the edges of one kind, one or more in each layer, are tried together: with powers of two
+the model's outputs must be equal to the bit.
 docs/mathematics.md, section Smoothed channels. Axes: C channel.
 """
 
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,19 +104,11 @@ class Trace:
 
 def is_matrix(module: nn.Module) -> bool:
     """True for a Linear or a Conv1D with a plain matrix: no adapter, no quantised or offloaded weight."""
-    return isinstance(module, (nn.Linear, Conv1D)) and _plain_alone(module, {"weight", "bias"})
-
-
-def is_table(module: nn.Module) -> bool:
-    """True for an Embedding with a plain table."""
-    return isinstance(module, nn.Embedding) and _plain_alone(module, {"weight"})
-
-
-def _plain_alone(module: nn.Module, names: set[str]) -> bool:
     own = dict(module.named_parameters())
     return (
-        "weight" in own
-        and own.keys() <= names
+        isinstance(module, (nn.Linear, Conv1D))
+        and "weight" in own
+        and own.keys() <= {"weight", "bias"}
         and not any(True for _ in module.children())
         and all(plain(parameter) and not parameter.is_meta for parameter in own.values())
     )
@@ -162,8 +156,9 @@ def is_norm(module: nn.Module) -> bool:
     )
 
 
-ROUNDED = 0.01  # of fp16: a wrong pair is wrong by a multiple of this
-TRIED = 2  # pairs are tried with powers from -2 to 2
+ROUNDED = 0.01  # of fp16: wrong edges are wrong by a multiple of this
+TRIED = 2  # edges are tried with powers from -2 to 2
+NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")  # of a layer, in a path
 
 
 @dataclass(frozen=True)
@@ -174,13 +169,11 @@ class RescalableEdge:
         source: a norm or a matrix.
         readers: every matrix that reads its output.
         channels: their number.
-        norm: True if the source is a norm.
     """
 
     source: str
     readers: tuple[str, ...]
     channels: int
-    norm: bool
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -201,19 +194,17 @@ def rescalable_edges(root: Any, batch: Batch, places: Mapping[str, nn.Module]) -
     batch = on_device(root, batch)
     trace = Trace(root)
     trace.run(batch)
+    kinds: dict[tuple[str, ...], list[RescalableEdge]] = {}
+    for edge in _candidates(trace, places):
+        if _plain(root, edge):
+            kinds.setdefault(tuple(NUMBER.sub("", path) for path in edge.parts), []).append(edge)
+    edges: list[RescalableEdge] = []
     with torch.no_grad():
-        recorded = _outputs(root, batch, trace.called)
-        edges: list[RescalableEdge] = []
-        waiting = [edge for edge in _candidates(trace, places) if _plain(root, edge)]
-        while waiting:
+        wanted = list(tensors(root(**batch)))
+        for kind in kinds.values():
             taken = {reader for edge in edges for reader in edge.readers}
-            waiting = [edge for edge in waiting if taken.isdisjoint(edge.readers)]
-            tried: list[RescalableEdge] = []
-            for edge in waiting:  # a module may have one part in a pass alone, so that an error has one cause
-                if {part for other in tried for part in other.parts}.isdisjoint(edge.parts):
-                    tried.append(edge)
-            edges += _hold(root, batch, tried, recorded)
-            waiting = [edge for edge in waiting if edge not in tried]
+            free = [edge for edge in kind if taken.isdisjoint(edge.readers)]
+            edges += free if _hold(root, batch, free, wanted) else []
     order = {name: number for number, name in enumerate(trace.called)}
     return sorted(edges, key=lambda edge: order[edge.source])
 
@@ -240,7 +231,7 @@ def _candidates(trace: Trace, places: Mapping[str, nn.Module]) -> Iterator[Resca
         if any(path.split(".")[: len(block)] == block for path in rested):
             continue
         if all(channels_read(modules[reader]) == width for reader in readers):
-            yield RescalableEdge(name, readers, width, is_norm(modules[name]))
+            yield RescalableEdge(name, readers, width)
 
 
 def in_common(*paths: str) -> list[str]:
@@ -258,47 +249,15 @@ def _plain(root: nn.Module, edge: RescalableEdge) -> bool:
     return all(p.dim() > axis and p.shape[axis] == edge.channels for p, axis in own)
 
 
-def _outputs(root: Any, batch: Batch, names: Mapping[str, int]) -> dict[str, Tensor]:
-    """What modules give, by path."""
-    outputs: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                outputs[name] = output.detach().clone()
-
-        return hook
-
-    with contextlib.ExitStack() as hooked:
-        for name in names:
-            hooked.callback(root.get_submodule(name).register_forward_hook(keep(name)).remove)
-        root(**batch)
-    return outputs
-
-
-@dataclass
-class _Tried:
-    """Compares what modules give under a gauge with what they gave before."""
-
-    recorded: Mapping[str, Tensor]
-    source: dict[str, RescalableEdge] = field(default_factory=dict)
-    reader: dict[str, RescalableEdge] = field(default_factory=dict)
-    powers: dict[str, Tensor] = field(default_factory=dict)
-    wrong: set[str] = field(default_factory=set)
-
-    def hook(self, name: str) -> Any:
-        """Make a hook that compares, and hands on what the module must give, so that no error reaches the next one."""
-
-        def compare(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            wanted = self.recorded[name]
-            if name in self.source:
-                wanted = scaled(wanted, wanted.dim() - 1, -self.powers[name])
-            if not _same(output, wanted):
-                concerned = (self.source.get(name), self.reader.get(name))
-                self.wrong.update(edge.source for edge in concerned if edge is not None)
-            return wanted
-
-        return compare
+def _hold(root: Any, batch: Batch, edges: list[RescalableEdge], wanted: list[Tensor]) -> bool:
+    """True if the model gives what it gave, to the bit, with these edges scaled."""
+    generator = torch.Generator().manual_seed(0)
+    with contextlib.ExitStack() as scales:
+        for edge in edges:
+            scales.enter_context(
+                under(root, edge, torch.randint(-TRIED, TRIED + 1, (edge.channels,), generator=generator))
+            )
+        return all(map(_same, tensors(root(**batch)), wanted))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -307,23 +266,6 @@ def _same(one: Tensor, other: Tensor) -> bool:
         return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     wide, wanted = (tensor.float().nan_to_num() for tensor in (one, other))
     return bool((wide - wanted).norm() <= ROUNDED * wanted.norm())
-
-
-def _hold(root: Any, batch: Batch, tried: list[RescalableEdge], recorded: Mapping[str, Tensor]) -> list[RescalableEdge]:
-    """Those gauges under which each module gives what it gave, to the bit. They are tried together in one pass."""
-    check = _Tried(recorded)
-    generator = torch.Generator().manual_seed(0)
-    for edge in tried:
-        check.source[edge.source] = edge
-        check.reader |= dict.fromkeys(edge.readers, edge)
-        check.powers[edge.source] = torch.randint(-TRIED, TRIED + 1, (edge.channels,), generator=generator)
-    with contextlib.ExitStack() as hooked:
-        for edge in tried:
-            hooked.enter_context(under(root, edge, check.powers[edge.source]))
-        for name in {*check.source, *check.reader}:
-            hooked.callback(root.get_submodule(name).register_forward_hook(check.hook(name)).remove)
-        root(**batch)
-    return [edge for edge in tried if edge.source not in check.wrong]
 
 
 @contextlib.contextmanager

@@ -1,5 +1,8 @@
 """Turns what a user has (texts, images, or rows that are ready) into rows for a conversion, and rows into batches.
 
+No more is read than is needed. Data that can be counted (a list, a `Dataset`) are read in random places. Other data,
+such as an `IterableDataset`, are a stream: they are read from the first row on, and may have no end.
+
 Axes: L token.
 """
 
@@ -8,6 +11,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,10 +29,12 @@ from ..measuring.batches import LABELS, Batch, gives_numbers, is_label
 from ..measuring.lost import predicts_next
 from ..text.tokenizer import own_tokenizer
 from ..wiring.install import model_root
-from .reading import MOST_ROWS, countable, first_rows, parts_of, runs, sample, shuffled
 
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 _Reader = Callable[[Any, Any, int, float | None, int], tuple[Any, bool]]  # texts to rows, and True if these are all
+SAMPLE = 256  # rows whose length tells how long the rows are
+MOST_ROWS = 2**18  # of data that can be counted
+LONG = 2**20  # letters: a longer text is read in parts
 RUN = 4  # blocks of text that are read in one place
 LETTERS = 4  # of a token, roughly
 NEIGHBOURS = 64  # texts that are read in one place, if each is a row
@@ -196,10 +202,9 @@ def as_rows(
         need = "images need an image processor; pass it as processor=AutoImageProcessor.from_pretrained(...)."
         _check_input(root, "pixel_values", processor, need)
         if isinstance(data, (list, tuple)):  # a column of a `Dataset` would decode all of its images
-            for index, image in enumerate(data):
-                _check_image(index, image)
+            _check_images(data)
         pixels = partial(_pixels, processor=processor)
-        patches = 0 if countable(data) else _patches(root, collate([pixels(0, first)]))
+        patches = 0 if countable(data) else _patches(root, collate([pixels(first)]))
         images, whole = _at_most(data, lambda _: patches or 1, most if patches else most_rows, fewest)
         rows = _MadeWhenRead(images, pixels)
     else:
@@ -289,30 +294,30 @@ class _Collate:
 
 @dataclass(frozen=True)
 class _MadeWhenRead:
-    """Rows that are made of items when they are read: `make` takes the place of an item, and the item."""
+    """Rows that are made of items when they are read."""
 
     items: Any
-    make: Callable[[int, Any], dict[str, Any]]
+    make: Callable[[Any], dict[str, Any]]
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.make(index, self.items[index])
+        return self.make(self.items[index])
 
 
-def _encoded(_: int, texts: Any, *, tokenizer: Any, length: int) -> dict[str, Any]:
+def _encoded(texts: Any, *, tokenizer: Any, length: int) -> dict[str, Any]:
     """The tokens of one text, or of two."""
     return dict(tokenizer(*([texts] if isinstance(texts, str) else texts), truncation=True, max_length=length))
 
 
-def _block(_: int, ids_L: Tensor) -> dict[str, Any]:
+def _block(ids_L: Tensor) -> dict[str, Any]:
     return {"input_ids": ids_L.tolist()}
 
 
-def _pixels(index: int, image: Any, *, processor: Any) -> dict[str, Any]:
+def _pixels(image: Any, *, processor: Any) -> dict[str, Any]:
     """The pixels (3,S,S) of an image."""
-    _check_image(index, image)
+    _check_images([image])
     return {"pixel_values": processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]}
 
 
@@ -350,9 +355,10 @@ def _check_input(root: PreTrainedModel, name: str, processor: Any, need: str) ->
         raise ValueError(need)
 
 
-def _check_image(index: int, image: Any) -> None:
-    if not hasattr(image, "convert"):
-        raise ValueError(f"row {index} is no image, as other rows are, but {image!r:.60}.")
+def _check_images(images: Iterable[Any]) -> None:
+    for index, image in enumerate(images):
+        if not hasattr(image, "convert"):
+            raise ValueError(f"row {index} is no image, as other rows are, but {image!r:.60}.")
 
 
 def _is_pair(row: Any) -> bool:
@@ -388,7 +394,7 @@ def _texts(
         texts, whole = Subset(data, numbers), len(data) <= MOST_ROWS
     else:
         rows = (row for *_, row in filled)
-        texts, whole = first_rows(rows, lambda row: _length(encode(0, row)), most or 0, fewest)
+        texts, whole = first_rows(rows, lambda row: _length(encode(row)), most or 0, fewest)
     if not len(texts):
         raise ValueError(BLANK)
     return _MadeWhenRead(texts, encode), whole
@@ -426,3 +432,68 @@ def _tokens(data: Any, tokenizer: Any, length: int) -> Iterator[tuple[int, list[
     for start, _, text in _numbered(data, size, paired=False):
         for ids in token_ids(text, tokenizer):
             yield start, ids
+
+
+# -- Reading -----------------------------------------------------------------------------------------------------------
+
+
+def countable(data: Any) -> bool:
+    """True for data with a length and numbered rows; False for a stream."""
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
+
+
+def sample(count: int) -> range:
+    """The numbers of some rows, spread evenly over `count` rows."""
+    return range(0, count, max(1, count // SAMPLE))
+
+
+def shuffled(count: int) -> Iterator[int]:
+    """All numbers below `count`, each once, in a random order that is always the same.
+
+    What it takes grows with the numbers that are asked for, and not with `count`.
+    """
+    draw = random.Random(0)
+    moved: dict[int, int] = {}  # the numbers at the places that are left, as in the shuffle of Fisher and Yates
+    for place in range(count):
+        drawn = draw.randrange(place, count)
+        number = moved.pop(place, place)
+        if drawn != place:
+            number, moved[drawn] = moved.get(drawn, drawn), number
+        yield number
+
+
+def runs(data: Any, size: int) -> Iterator[tuple[int, Sequence[Any]]]:
+    """Rows as they are needed, each time with the number of the first: runs of neighbours in random places.
+
+    A stream comes row by row, in its order.
+    """
+    if not countable(data):
+        yield from ((number, [row]) for number, row in enumerate(data))
+        return
+    for place in shuffled(-(-len(data) // size)):
+        start, stop = place * size, min((place + 1) * size, len(data))
+        yield start, data[start:stop] if isinstance(data, Sequence) else [data[i] for i in range(start, stop)]
+
+
+def first_rows(
+    stream: Iterable[Any], size_of: Callable[[Any], float], most: float, fewest: int
+) -> tuple[list[Any], bool]:
+    """The first rows of a stream: of the size `most` together, and not fewer than `fewest`; True if these are all."""
+    rows, size = [], 0.0
+    for row in stream:
+        rows.append(row)
+        size += size_of(row)
+        if size >= most and len(rows) >= fewest:
+            return rows, False
+    return rows, True
+
+
+def parts_of(text: str) -> Iterator[str]:
+    """The text, or the parts of a very long one, cut between two words."""
+    start = 0
+    while len(text) - start > LONG:
+        stop = max(text.rfind(mark, start + 1, start + LONG) for mark in " \n")
+        stop = start + LONG if stop < 0 else stop
+        yield text[start:stop]
+        start = stop
+    yield text[start:]

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import PeftModel
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -28,13 +27,12 @@ from ..measuring.lost import Lost
 from ..patch import need_installation
 from ..wiring.install import Installation, installation_of, model_root
 from .config import ConvertConfig
-from .distributed import SplitCopy, broadcast_from_rank0
-from .journal import Journal
+from .distributed import broadcast_from_rank0
+from .journal import Journal, Snapshot, copied, given_back, put, taken
 from .preserve_training_state import own_precision
 from .report import ConversionReport, StepRecord, in_words
 from .rows import Rows
 from .sensitivity import HeadSensitivity, Sensitivity
-from .snapshot import Snapshot, copied, given_back, put, taken
 from .stages import Distil
 from .teacher import Teacher
 from .trainable import with_adapters
@@ -98,7 +96,6 @@ class Run:
         teacher: another model that gives the targets.
         budget: what may still be read.
         progress: show progress bars.
-        fsdp: how FSDP2 splits a copy of the student while it trains; None if the student itself trains.
         record: what each step did, a row of the report each.
         sentences: what steps say of what they did, for the report.
         kept: why a layer kept its own attention, by the layer's number.
@@ -107,7 +104,6 @@ class Run:
         adapters: PEFT's wrapper around the model, while adapters train.
         original: the teacher of the trainings, once there is one.
         originals: the values, before any step, of the parameters that steps have changed, on the CPU.
-        split_copy: the copy that FSDP2 splits, during a training.
     """
 
     model: nn.Module
@@ -121,7 +117,6 @@ class Run:
     teacher: PreTrainedModel | None = None
     budget: Budget = field(default_factory=Budget)
     progress: bool = True
-    fsdp: FullyShardedDataParallelPlugin | None = None
     record: list[StepRecord] = field(default_factory=list)
     sentences: list[str] = field(default_factory=list)
     kept: dict[int, str] = field(default_factory=dict)
@@ -130,7 +125,6 @@ class Run:
     adapters: PeftModel | None = None
     original: Teacher | None = None
     originals: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    split_copy: SplitCopy | None = None
     _names: set[str] = field(default_factory=set)
     _row: tuple[str, Lost] | None = None
 
@@ -240,9 +234,8 @@ class Run:
         processes, stage = self.args.world_size, self.config.last
         sentences = list(self.sentences)
         if processes > 1 and any(step.tokens for step in self.record):
-            split = "" if self.fsdp is None else " FSDP2 split the trainings over them."
             count = f"{processes} x {rows_per_step(stage, self.rows)} rows"
-            sentences.append(f"{processes} processes trained together, so a training step read {count}.{split}")
+            sentences.append(f"{processes} processes trained together, so a training step read {count}.")
         return ConversionReport(
             model=type(model_root(self.model)).__name__,
             variant=self.variant,
@@ -295,8 +288,7 @@ class Run:
     def lost(self) -> Lost:
         """What the model loses on the held-out rows, as it is; of several processes, what the first has measured."""
         assert self.held is not None
-        learnt = contextlib.nullcontext() if self.split_copy is None else self.split_copy.learnt()
-        with learnt, own_precision(self.student):
+        with own_precision(self.student):
             lost = self.held.lost(self.student, progress=self.progress)
         return broadcast_from_rank0(lost, self.args)
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .full_heads import set_full_heads
 from .rows import TOKENS
 from .run import Run
-from .sensitivity import HeadSensitivity, Sensitivity, head_sensitivity, layer_sensitivity
+from .sensitivity import HeadSensitivity, Sensitivity, head_sensitivity, layer_sensitivity, set_full_heads
 from .split import FEWEST_HELD
 
 HEAD_TOKENS = 512  # of rows, for each head: there are several times as many heads as layers

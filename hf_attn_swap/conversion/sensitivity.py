@@ -3,35 +3,37 @@
 Layers whose swap costs little are good candidates for a conversion; the costliest layers are best kept as they are.
 Where a variant hides keys of a causal language model, recall counts as much as KL: perplexity hardly shows its loss.
 The method is this package's own, after the published hybrids that keep a part of the softmax layers;
-docs/mathematics.md, section Which layers.
+docs/mathematics.md, section Which layers. A head runs its variant alone where all others keep all keys, by the option
+`full_heads`, which each forward pass reads: nothing is wired anew. DuoAttention (Xiao et al., 2024), section 2.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from ..layer.registry import canonical_name
+from ..layer.registry import build_options, canonical_name, parse, parse_options
 from ..measuring.held_out import HeldOut
 from ..measuring.lost import Lost
+from ..measuring.recall import LENGTH, Passages
 from ..patch import need_installation
 from ..text.bar import bar
 from ..text.table import Table
+from ..variants.base import Variant
 from ..wiring.install import Installation
 from ..wiring.layers import Layer
-from .full_heads import check_full_heads, one_head
-from .passages import least, passages_beyond
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+OPTION = "full_heads"
+DISTANCE = 200  # tokens between the two readings of a passage, unless a window is wider
 SIZE = (7.0, 3.2)  # of the picture, in inches
-COLOUR = "#4c72b0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +84,22 @@ class _Costs:
 
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()
-        self._draw(axes)
+        heads: dict[int | None, dict[int, float]] = {}
+        for unit, lost in self.alone.items():
+            layer, head = unit if isinstance(unit, tuple) else (unit, None)
+            heads.setdefault(head, {})[layer] = lost.degradation
+        width = 0.9 / len(heads)
+        for place, (head, costs) in enumerate(heads.items()):
+            places = [layer + place * width for layer in costs]
+            axes.bar(places, list(costs.values()), width, label=None if head is None else f"head {head}")
+        if None not in heads:
+            axes.legend(ncols=4, fontsize="small")
         axes.set(
             xlabel="layer",
             ylabel=self.together.measure,
             title=f"{self.variant}: what each {self.unit} alone costs",
         )
         return figure
-
-    def _draw(self, axes: Axes) -> None:
-        raise NotImplementedError
 
     def name_of(self, unit: Any) -> str:
         """A unit in the table."""
@@ -131,10 +139,6 @@ class Sensitivity(_Costs):
         """The figures from their plain data, also after JSON."""
         return cls(**_of_both(values), layers=_by_number(values["layers"]))
 
-    def _draw(self, axes: Axes) -> None:
-        layers = sorted(self.layers)
-        axes.bar(list(map(str, layers)), [self.layers[layer].degradation for layer in layers], color=COLOUR)
-
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSensitivity(_Costs):
@@ -163,13 +167,6 @@ class HeadSensitivity(_Costs):
         """The figures from their plain data, also after JSON."""
         heads = {int(layer): _by_number(heads) for layer, heads in values["heads"].items()}
         return cls(**_of_both(values), heads=heads)
-
-    def _draw(self, axes: Axes) -> None:
-        width = 0.9 / max(map(len, self.heads.values()))
-        for head in sorted({head for heads in self.heads.values() for head in heads}):
-            shown = {layer: heads[head].degradation for layer, heads in self.heads.items() if head in heads}
-            axes.bar([layer + head * width for layer in shown], list(shown.values()), width, label=f"head {head}")
-        axes.legend(ncols=4, fontsize="small")
 
 
 def _of_both(values: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +240,7 @@ def head_sensitivity(
     """
     installation, chosen = _swapped(model, layers)
     for layer in chosen:
-        check_full_heads(layer)
+        _check_full_heads(layer)
     held = _held_out(model, installation, batches, progress)
     units = [(layer, head) for layer in chosen for head in range(layer.swap.geometry.kv_heads)]
     alone, together = _measured(model, installation, chosen, units, held, progress)
@@ -296,7 +293,7 @@ def _measured(
     with installation.strengths_kept():
         for layer, head in bar(units, desc="sensitivity", shown=progress):
             installation.set_strength(dict.fromkeys(swapped, 0.0) | {layer: 1.0})
-            with contextlib.nullcontext() if head is None else one_head(layer, head):
+            with contextlib.nullcontext() if head is None else _one_head(layer, head):
                 alone[layer.number, head] = held.lost(model)
         installation.set_strength(dict.fromkeys(swapped, 0.0) | dict.fromkeys(layers, 1.0))
         return alone, held.lost(model)
@@ -310,10 +307,113 @@ def _held_out(
         return batches
     rows: list[Any] = [batches] if isinstance(batches, Mapping) else list(batches)
     swaps = [layer.swap for layer in installation.layers()]
-    reach = least(variant.reach(variant.options) for swap in swaps for variant in swap.variants)
+    reach = _least(variant.reach(variant.options) for swap in swaps for variant in swap.variants)
     passages = None
     if reach is not None:
         with contextlib.suppress(ValueError):
             passages = passages_beyond(model, rows, reach)
     with installation.stock():
         return HeldOut(model, rows, as_it_is=True, passages=passages, progress=progress)
+
+
+# -- Heads that keep all keys ------------------------------------------------------------------------------------------
+
+
+def by_heads(classes: Iterable[type[Variant]]) -> str:
+    """The name of the variant among these that can leave heads as they are.
+
+    Raises:
+        ValueError: none can.
+    """
+    classes = tuple(classes)
+    for cls in classes:
+        if OPTION in {field.name for field in dataclasses.fields(cls.Options)}:
+            return cls.name
+    names = "+".join(cls.name for cls in classes)
+    raise ValueError(f"{names} changes all heads of a layer; heads are chosen for a variant with {OPTION}: window.")
+
+
+def _check_full_heads(layer: Layer) -> str:
+    """The name of the variant of a swapped layer that can leave heads as they are.
+
+    Raises:
+        ValueError: no variant can, or the layer has a fit.
+    """
+    if layer.swap.fitted:
+        raise ValueError(
+            f"layer {layer.number} has a fit ({', '.join(layer.swap.fitted)}), which is that of other heads; choose "
+            "the heads before the fit."
+        )
+    return by_heads(type(variant) for variant in layer.swap.variants)
+
+
+def set_full_heads(layer: Layer, heads: Iterable[int]) -> None:
+    """Let exactly these key/value heads of a swapped layer keep all keys. `Installation.refresh` has to follow.
+
+    Args:
+        layer: the layer.
+        heads: the numbers of the heads, from 0.
+
+    Raises:
+        ValueError: as in `_check_full_heads`.
+    """
+    name, heads = _check_full_heads(layer), sorted(heads)
+    for swap in layer.copies:
+        swap.set_options({**swap.options, name: {**swap.options[name], OPTION: heads}})
+
+
+@contextlib.contextmanager
+def _one_head(layer: Layer, head: int) -> Iterator[None]:
+    """Inside the `with` block, all other key/value heads of a swapped layer keep all keys.
+
+    Raises:
+        ValueError: as in `_check_full_heads`.
+    """
+    before = [(swap, swap.options) for swap in layer.copies]
+    set_full_heads(layer, set(range(layer.swap.geometry.kv_heads)) - {head})
+    try:
+        yield
+    finally:
+        for swap, options in before:
+            swap.set_options(options)
+
+
+# -- Passages beyond the keys that a query sees ------------------------------------------------------------------------
+
+
+def reach_of(variant: str, options: Mapping[str, Any]) -> int | None:
+    """How many of the last keys a query sees with a variant or a composition; None if no key is hidden.
+
+    Args:
+        variant: the name.
+        options: as `patch_model` takes them.
+    """
+    classes = parse(variant)
+    by_variant = parse_options(classes, options)
+    return _least(cls.reach(build_options(cls, by_variant[cls.name])) for cls in classes)
+
+
+def _least(reaches: Iterable[int | None]) -> int | None:
+    """The smallest of some numbers, or None."""
+    return min((reach for reach in reaches if reach is not None), default=None)
+
+
+def passages_beyond(model: nn.Module, rows: Iterable[Any], reach: int | None, distance: int | None = None) -> Passages:
+    """Passages that are read again where a query no longer sees them.
+
+    Args:
+        model: a causal language model.
+        rows: token ids, as `recall` takes them.
+        reach: how many of the last keys a query sees; None for all.
+        distance: the tokens between the two readings; None is `DISTANCE`, or the reach of a wider window.
+
+    Raises:
+        ValueError: as `recall`: the model is no causal language model, or the rows or the model are too short. Or a
+            query still sees the whole passage after this distance.
+    """
+    if distance is not None and reach is not None and distance + LENGTH <= reach:
+        raise ValueError(
+            f"a query sees the last {reach:,} keys, and so the whole passage of {LENGTH} tokens after {distance:,} "
+            f"tokens; take at least {reach - LENGTH + 1:,}."
+        )
+    return Passages.of(model, rows, (distance or max(DISTANCE, reach or 0),))

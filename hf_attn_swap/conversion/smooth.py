@@ -108,18 +108,15 @@ class _Place:
 
     Args:
         root: the model.
-        gauge: the source and its readers.
+        edge: the source and its readers.
         layer: the layer that keeps the powers.
     """
 
-    def __init__(self, root: nn.Module, rescalable_edge: RescalableEdge, layer: Layer) -> None:
-        self.rescalable_edge = rescalable_edge
+    def __init__(self, root: nn.Module, edge: RescalableEdge, layer: Layer) -> None:
+        self.edge = edge
         self.layer = layer
-        self.pair = Pair(
-            relative(rescalable_edge.source, layer.path),
-            tuple(relative(reader, layer.path) for reader in rescalable_edge.readers),
-            rescalable_edge.channels,
-        )
+        source, *readers = (relative(path, layer.path) for path in edge.parts)
+        self.pair = Pair(source, tuple(readers), edge.channels)
         self.weights = axes(root, layer.path, self.pair)
         self.matrices = [  # (outputs,C)
             weight.detach() if axis == 1 else weight.detach().T for weight, axis, sign in self.weights if sign > 0
@@ -130,7 +127,7 @@ class _Place:
         self.high = torch.zeros_like(self.columns)
         self.errors = dict.fromkeys(ALPHAS, 0.0)
         self.alpha = 0.0
-        self.powers = torch.zeros(rescalable_edge.channels, dtype=torch.int8, device=self.columns.device)
+        self.powers = torch.zeros(edge.channels, dtype=torch.int8, device=self.columns.device)
         self.kept = 0
 
     @property
@@ -146,9 +143,7 @@ class _Place:
         """
         low, high = torch.aminmax(x_NC.float(), dim=0)
         if not torch.isfinite(low + high).all():
-            raise ValueError(
-                f"what {self.rescalable_edge.source} gives is not finite; check the weights, inputs and dtype."
-            )
+            raise ValueError(f"what {self.edge.source} gives is not finite; check the weights, inputs and dtype.")
         self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
 
     def compare(self, x_NC: Tensor) -> None:
@@ -268,7 +263,7 @@ def _places(installation: Installation, batch: Batch) -> dict[str, _Place]:
 
 
 def _nearest(installation: Installation, edge: RescalableEdge) -> Layer | None:
-    """The layer in whose block all modules of a gauge lie; None if it is not one layer's, or serves several layers."""
+    """The layer in whose block all modules of an edge lie; None if it is not one layer's, or serves several layers."""
     layers = installation.numbered()
     shared = {layer: len(in_common(layer.path, *edge.parts)) for layer in layers}
     most = max(shared.values())
@@ -288,7 +283,7 @@ def _run(root: Any, batch: Batch, calls: Mapping[str, Callable[[Tensor], None]],
 
     with contextlib.ExitStack() as hooked:
         for name in calls:
-            reader = root.get_submodule(places[name].rescalable_edge.readers[0])
+            reader = root.get_submodule(places[name].edge.readers[0])
             hooked.callback(reader.register_forward_pre_hook(reads(name)).remove)
         forward(root, batch)
 

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from ..measuring.batches import evaluating, forward, without_labels
 from ..measuring.positions import max_positions
-from .reading import countable
-from .rows import ROWS, Rows, as_rows
+from .rows import ROWS, Rows, as_rows, countable
 
 FEWEST_HELD = 8  # rows that the loss is measured on
 HELD_TOKENS = 8192  # tokens or patches that the loss is measured on, if there are many rows
@@ -30,7 +29,6 @@ def split(
     *,
     tokens: int,
     eval_tokens: int | None = None,
-    fewest: int = 0,
 ) -> tuple[Rows, Rows]:
     """The training rows and the held-out rows. Without held-out data, a twentieth of the data is held out.
 
@@ -45,13 +43,12 @@ def split(
         tokens: the budget of the training, in tokens (patches of images).
         eval_tokens: what is read of `eval_data` at most, in tokens (patches of images, rows of other data); None is
             32,768 tokens or patches, or 256 rows.
-        fewest: at least so many training rows are read of a stream, or of a text.
 
     Raises:
         ValueError: there are no rows to hold out.
     """
     most = HELD_TOKENS + max(tokens, POOL if countable(data) else FEWEST_TOKENS)
-    rows = as_rows(root, data, processor, length=length, most=most, fewest=HELD_ROWS + max(fewest, FEWEST_ROWS))
+    rows = as_rows(root, data, processor, length=length, most=most, fewest=HELD_ROWS + FEWEST_ROWS)
     if eval_data is not None:
         return rows, _measured_on(root, eval_data, processor, length, eval_tokens)
     enough = round(HELD_TOKENS / rows.length) if rows.length else HELD_ROWS

@@ -33,7 +33,6 @@ class Calibrate:
     Attributes:
         fit: "gain" or "map".
         rows: the number of training rows.
-        source: the attention that the weights were trained with.
 
     Raises:
         ValueError: a value is out of range.
@@ -42,7 +41,6 @@ class Calibrate:
     name: ClassVar[str] = "calibrate"
     fit: str = "map"
     rows: int = 512
-    source: str = "softmax"
 
     def __post_init__(self) -> None:
         check_fit(self.fit)
@@ -56,7 +54,7 @@ class Calibrate:
 
 @dataclass(frozen=True, kw_only=True)
 class Distil(Losses):
-    """Distillation without labels; the teacher is the original model.
+    """Distillation without labels, by these losses; the teacher is the original model.
 
     Attributes:
         epochs: passes over the training rows, in a recipe.
@@ -91,16 +89,6 @@ class Distil(Losses):
     def recorded(self) -> str:
         """The name of this stage in the record of a run."""
         return "distil"
-
-    @property
-    def aligns(self) -> bool:
-        """True if only the swapped layers are compared, each with the original attention."""
-        return [loss.name for _, loss in self.used] == ["layers"]
-
-    @property
-    def losses(self) -> Losses:
-        """The weights of the losses."""
-        return Losses(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Losses)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,12 @@
 """The target of a calibration: the heads with which a swapped block gives what its weights were trained to give.
 
 A layer with input x gives c x + m Z, where Z is W_o(heads), or the heads themselves if the variant does not use W_o.
-c', m' and Z' are those of the source, the attention that the weights were trained with. The wanted Z is f Z':
+Z' = W_o(Y) is what the weights were trained for, with the heads Y of softmax attention. The wanted Z is f Z':
 
-    pre-LayerNorm:   m Z = m' Z', so f = m' / m
-    post-LayerNorm:  LN(x + c x + m Z) = LN(x + c' x + m' Z'), so f = (1 + c) / (1 + c') m' / m
+    pre-LayerNorm:   m Z = Z', so f = 1 / m
+    post-LayerNorm:  LN(x + c x + m Z) = LN(x + Z'), so f = (1 + c) / m
 
-Z and Z' both contain the bias b_o. So Z = f Z' holds for the heads R = f Y + (f - 1) W_o^-1 b_o, Y the source's heads.
+Z and Z' both contain the bias b_o. So Z = f Z' holds for the heads R = f Y + (f - 1) W_o^-1 b_o.
 W_o^-1 may be damped, see `Target.offset`. The method is this package's own; docs/mathematics.md, section Calibration.
 Axes: B batch, L token, H head, D head width, E model width.
 """
@@ -35,7 +35,7 @@ class Target:
 
     Attributes:
         layer: the swapped layer, whose heads are fitted.
-        source: the attention that the weights were trained with.
+        source: softmax attention, with which the weights were trained.
         constant: True if the fit has a bias (a map), False if it has none (a gain).
 
     Raises:
@@ -78,30 +78,20 @@ class Target:
     def factor(self) -> float:
         """f: the multiple of the source's Z' that the swapped layer should give."""
         skip, share = _shares(self.swap)
-        source_skip, source_share = _shares(self.source)
-        scale = (1 + skip) / (1 + source_skip) if self.site.family.post_norm else 1.0
-        return scale * source_share / share
+        return (1 + skip if self.site.family.post_norm else 1.0) / share
 
     @property
     def left(self) -> float:
         """The multiple of the input that the swap adds and that no fit can undo; 0 in a post-LayerNorm block."""
-        if self.site.family.post_norm:
-            return 0.0
-        return _shares(self.swap)[0] - _shares(self.source)[0]
+        return 0.0 if self.site.family.post_norm else _shares(self.swap)[0]
 
     def wanted(self, heads_BLHD: Tensor) -> Tensor:
         """Return the wanted heads R (B,L,H,D) of the swapped layer, from the heads (B,L,H,D) of the source."""
-        ours, theirs = self.swap.keeps_projection, self.source.keeps_projection
         flat = heads_BLHD.flatten(2)
-        if ours and theirs:
-            flat = self.factor * flat + self.offset
-        elif ours:
-            flat = self.factor * self._back(flat) + self.offset
-        elif theirs:
-            flat = self.factor * self._through(flat)
-        else:
-            flat = self.factor * flat
-        return flat.view_as(heads_BLHD)
+        if self.swap.keeps_projection:
+            return (self.factor * flat + self.offset).view_as(heads_BLHD)
+        through: Tensor = self.projection(flat)
+        return (self.factor * through).view_as(heads_BLHD)
 
     @cached_property
     def offset(self) -> Tensor | float:
@@ -113,39 +103,20 @@ class Target:
         """
         if not self.constant or self.factor == 1:
             return 0.0
-        bias = self._matrix[1]
+        width = self.swap.geometry.heads * self.swap.geometry.head_dim
+        readable = is_matrix(self.projection)
+        weight, bias = (
+            output_matrix(self.projection) if readable else _probed(self.projection, width, self.device_and_dtype)
+        )
         if bias is None:
             return 0.0
-        weight = self._matrix[0].detach().cpu().double().T
+        weight = weight.detach().cpu().double().T
         left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
         damping = DAMPING * sizes[0] if sizes[0] > WELL_CONDITIONED * sizes[-1] else 0.0
         damped = sizes / (sizes.square() + damping**2)
         constant = right.T @ (damped * (left.T @ bias.detach().cpu().double()))
         offset: Tensor = (self.factor - 1) * constant.to(bias)
         return offset
-
-    def _through(self, heads_BLE: Tensor) -> Tensor:
-        out: Tensor = self.projection(heads_BLE)
-        return out
-
-    def _back(self, out_BLE: Tensor) -> Tensor:
-        """Return the heads that W_o turns into this output, by least squares in fp64."""
-        bias = self._matrix[1]
-        return self._heads_for(out_BLE if bias is None else out_BLE - bias)
-
-    @cached_property
-    def _matrix(self) -> tuple[Tensor, Tensor | None]:
-        """W_o as a matrix (H D,E), and b_o (E,) or None."""
-        if is_matrix(self.projection):
-            return output_matrix(self.projection)
-        return _probed(self.projection, self.swap.geometry.heads * self.swap.geometry.head_dim, self.device_and_dtype)
-
-    def _heads_for(self, out_E: Tensor) -> Tensor:
-        """Return the heads (...,H D) that the matrix of W_o turns into an output (...,E), without the bias."""
-        weight = self._matrix[0].detach().cpu().double().T
-        flat = out_E.detach().cpu().double().reshape(-1, out_E.shape[-1])
-        solved: Tensor = torch.linalg.lstsq(weight, flat.T, driver="gelsd").solution.T
-        return solved.reshape(*out_E.shape[:-1], -1).to(out_E.dtype).to(out_E.device)
 
 
 def is_matrix(projection: nn.Module) -> bool:

@@ -16,7 +16,6 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
@@ -24,6 +23,7 @@ from ..layer.swap import Swap
 from ..measuring.batches import evaluating
 from ..patch import need_installation
 from ..wiring.install import Installation
+from .distributed import is_sharded
 
 
 class Teacher:
@@ -34,7 +34,6 @@ class Teacher:
         model: another model as the teacher; None makes the student its own teacher.
         originals: the values, before any training, of parameters that earlier trainings have changed. With them the
             teacher is the model from before these trainings.
-        apart: True if a copy of the student trains in its place (`SplitCopy`), and the student keeps its first values.
 
     Raises:
         ValueError: the student is no longer the original at strength 0, or the other model does not fit the student.
@@ -45,14 +44,11 @@ class Teacher:
         student: nn.Module,
         model: PreTrainedModel | None = None,
         originals: Mapping[nn.Parameter, torch.Tensor] | None = None,
-        *,
-        apart: bool = False,
     ) -> None:
         installation = need_installation(student)
         self.root = installation.root
         self.model = model
         self.originals = dict(originals or {})
-        self.apart = student if apart and model is None else None
         self.frozen: dict[str, torch.Tensor] = {}
         if model is not None:
             check_teacher(self.root, model)
@@ -64,8 +60,6 @@ class Teacher:
                     f"layer {layer.number}: an earlier conversion changed its weights, so strength 0 is no longer the "
                     "original; pass the original model as teacher."
                 )
-        if apart:
-            return
         unused = _unused_at_strength_0(student)
         self.frozen = {
             name: self.originals.get(parameter, parameter).detach().to(parameter.device, copy=True)
@@ -88,8 +82,6 @@ class Teacher:
         if self.model is not None:
             self.model.to(device=next(unwrapped.parameters()).device)  # type: ignore[call-arg]  # torch's own argument
             return self.model(**batch)
-        if self.apart is not None:
-            student = unwrapped = self.apart
         with need_installation(self.root).stock(), evaluating(unwrapped), _without_adapters(unwrapped):
             if self.frozen:
                 refuse_frozen_copies(is_sharded(unwrapped))
@@ -115,16 +107,6 @@ def note_retrained(installation: Installation, retrained: bool = True) -> bool:
         swap.retrained = retrained
     installation.refresh()
     return before
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """True if the weights are split over processes. Classes tell it too: FSDP gathers some weights between passes.
-
-    DeepSpeed ZeRO-3 marks the parameters that it has split.
-    """
-    classes = {base.__name__ for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
-    split = any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters())
-    return split or not classes.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
 
 
 def refuse_frozen_copies(sharded: bool) -> None:

@@ -1,6 +1,6 @@
 """Distillation: trains a swapped model to give what the model gave before the swap, without labels.
 
-The loss is a weighted sum of the losses in the table of `losses.py`. The loss of a row does not depend on the other
+The loss is a weighted sum of the losses of `losses.py`. The loss of a row does not depend on the other
 rows of its batch, so two processes with half a batch each train like one process. The teacher is by default the same
 model at strength 0, with its adapters off.
 The method is this package's own, after Hinton et al. (2015) and the published conversions (LoLCATs, MOHAWK, RADLADS);
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import time
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -34,10 +33,10 @@ from ..measuring.lm_head import can_skip_logits, first_of, head_alone, last_hidd
 from ..patch import need_installation
 from ..text.bar import visible
 from ..wiring.install import Installation
-from .distributed import zero_3
-from .losses import LAYERS, LOGITS, SPLIT, STATES, Comparison, LayerErrors, Losses, Pass
+from .distributed import is_sharded, zero_3
+from .losses import Comparison, LayerErrors, Losses, Pass
 from .preserve_training_state import configs_of
-from .teacher import Teacher, is_sharded, note_retrained, refuse_frozen_copies, trains_the_original
+from .teacher import Teacher, note_retrained, refuse_frozen_copies, trains_the_original
 from .trainable import choose_trainable
 
 
@@ -51,26 +50,19 @@ class Bar(ProgressCallback):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.start = self.seen = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draw the empty bar."""
         super().on_train_begin(args, state, control, **kwargs)  # type: ignore[no-untyped-call]  # transformers' own
-        self.start, self.seen = time.perf_counter(), float(state.num_input_tokens_seen or 0)
         bar: Any = self.training_bar  # transformers types it as None
         if bar is not None:
             bar.set_description(self.name)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Write the loss and the speed beside the bar."""
+        """Write the loss beside the bar."""
         bar: Any = self.training_bar
-        if bar is None or "loss" not in (logs or {}):
-            return
-        words = f"loss {float(logs['loss']):.3g}"
-        seconds = time.perf_counter() - self.start
-        if state.num_input_tokens_seen and seconds > 0:
-            words += f", {(float(state.num_input_tokens_seen) - self.seen) / seconds:,.0f} tokens/s"
-        bar.set_postfix_str(words)
+        if bar is not None and "loss" in (logs or {}):
+            bar.set_postfix_str(f"loss {float(logs['loss']):.3g}")
 
 
 def quiet(trainer: Trainer, name: str, *, shown: bool) -> None:
@@ -165,11 +157,8 @@ class DistillationTrainer(Trainer):
             raise ValueError("the model is at strength 0, the teacher itself; call set_strength(model, 1.0) first.")
         choose_trainable(model, trainable)
         self.teacher = teacher if isinstance(teacher, Teacher) else Teacher(model, teacher)
-        self.needs = self.losses.needs
-        self.errors = LayerErrors(installation, self.teacher.originals) if LAYERS in self.needs else None
+        self.errors = LayerErrors(installation, self.teacher.originals) if self.losses.layers else None
         args = copy.copy(args) if args is not None else TrainingArguments()
-        if args.include_num_input_tokens_seen == "no" and installation.root.main_input_name == "input_ids":
-            args.include_num_input_tokens_seen = "all"
         if args.n_gpu > 1:  # DataParallel's copies of the model share the swaps' state
             raise ValueError(
                 f"this process sees {args.n_gpu} GPUs; start one process per GPU with accelerate launch, or set "
@@ -183,12 +172,13 @@ class DistillationTrainer(Trainer):
         self.model_accepts_loss_kwargs = False  # the loss is a mean, which Trainer divides by the accumulation steps
         self.can_return_loss = True  # without labels there is still a loss to evaluate
         self.label_names: list[str] = []
+        if getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "fsdp_version", None) == 1:
+            raise ValueError("version 1 of FSDP keeps what trains in flat tensors; take version 2 (fsdp_version: 2).")
         refuse_frozen_copies(bool(self.teacher.frozen) and (self.is_fsdp_enabled or zero_3(args)))
         self.split_head: bool | None = None  # True once the logits are known to be the head's output on hidden states
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`. The swaps note if strength 0 is no longer the original model, in checkpoints too."""
-        self._refuse_flat_parameters()
         if not trains_the_original(cast(nn.Module, self.model)):
             return self._train(*args, **kwargs)
         before = note_retrained(need_installation(self.root))
@@ -202,19 +192,6 @@ class DistillationTrainer(Trainer):
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         with checkpointed_layers_without_dropout(cast(nn.Module, self.model)):
             return super().train(*args, **kwargs)
-
-    def _refuse_flat_parameters(self) -> None:
-        """Refuse version 1 of FSDP where adapters and other parameters train: it keeps them in one flat tensor.
-
-        Raises:
-            ValueError: it is on.
-        """
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if getattr(plugin, "fsdp_version", None) == 1 and self._beside_adapters():
-            raise ValueError(
-                "checkpoints of adapters under version 1 of FSDP lack what trains beside them, such as gates; take "
-                "version 2 (fsdp_version: 2)."
-            )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in `Trainer`, with what trains beside adapters: PEFT saves its adapters alone."""
@@ -290,7 +267,7 @@ class DistillationTrainer(Trainer):
         with without_cache(unwrapped), without_cache(self.teacher.root):
             comparison = self._compared(model, unwrapped, batch)
         with self.accelerator.autocast():
-            loss = sum(weight * term.value(comparison) for weight, term in self.losses.used)
+            loss = comparison.loss(self.losses)
         if return_outputs:
             return loss, {"loss": loss, "logits": first_of(comparison.student.output).detach()}
         return loss
@@ -298,7 +275,7 @@ class DistillationTrainer(Trainer):
     def _compared(self, model: nn.Module, unwrapped: nn.Module, batch: dict[str, Any]) -> Comparison:
         """Run the teacher and the student."""
         wanted = dict(batch)
-        if STATES in self.needs:
+        if self.losses.all_states:
             wanted["output_hidden_states"] = True
         root = self.root
         teaching = self.teacher.model or self.teacher.root
@@ -317,12 +294,12 @@ class DistillationTrainer(Trainer):
                 self.split_head = _split(teaching, teacher) and _split(root, student)
             if not self.split_head:  # something follows the head, such as a soft cap: take all logits from now on
                 return self._compared(model, unwrapped, batch)
-        return Comparison(student, teacher, batch, self.losses, root, teaching, split)
+        return Comparison(student, teacher, batch, root, teaching, split)
 
     def _can_split(self, root: PreTrainedModel, model: nn.Module) -> bool:
         """True if the logits can be computed from the last hidden states, a chunk at a time."""
         models = [root] if self.teacher.model is None else [root, self.teacher.model]
-        if SPLIT not in self.needs or LOGITS in self.needs or not all(map(can_skip_logits, models)):
+        if not self.losses.logits or not all(map(can_skip_logits, models)):
             return False
         if any(parameter.requires_grad for parameter in root.get_output_embeddings().parameters()):
             return False

@@ -1,10 +1,10 @@
 """How far a student's distributions are from a teacher's, without holding both over a whole vocabulary.
 
-    loss = sum_n w_n T^2 KL(p*_n || p_n),   p = softmax(z / T),   d loss / d z_n = w_n T (p_n - p*_n)
+    loss = sum_n w_n KL(p*_n || p_n),   p = softmax(z),   d loss / d z_n = w_n (p_n - p*_n)
 
 The gradient has a closed form, so it is computed together with the loss, a chunk of tokens at a time. If the output
 head is given, the logits of a chunk are computed from the hidden states, and forgotten after the chunk.
-Hinton et al. (2015) for the temperature. Axes: N token, E model width, V vocabulary (or class).
+Axes: N token, E model width, V vocabulary (or class).
 """
 
 from __future__ import annotations
@@ -24,40 +24,37 @@ def divergence(
     teacher: Tensor,
     weight_N: Tensor,
     *,
-    temperature: float = 1.0,
     head: nn.Module | None = None,
     teacher_head: nn.Module | None = None,
 ) -> Tensor:
-    """The sum over tokens of weight * T^2 KL(teacher || student), () in fp32.
+    """The sum over tokens of weight * KL(teacher || student), () in fp32.
 
     Args:
         student: logits (N,V); or hidden states (N,E), whose logits `head` computes.
         teacher: logits (N,V); or hidden states (N,E), whose logits `teacher_head` computes.
         weight_N: the weight of every token; 0 leaves a token out.
-        temperature: T, which divides the logits.
         head: from hidden states to logits; no parameter of this module may train.
         teacher_head: the same for the teacher.
     """
     loss: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        student, teacher, weight_N, temperature, head, teacher_head
+        student, teacher, weight_N, head, teacher_head
     )
     return loss
 
 
-def divergence_of_numbers(root: PreTrainedModel, student_BN: Tensor, teacher_BN: Tensor, temperature: float) -> Tensor:
+def divergence_of_numbers(root: PreTrainedModel, student_BN: Tensor, teacher_BN: Tensor) -> Tensor:
     """The mean over rows of KL(teacher || student), () in fp32, for outputs that are no logits of classes.
 
     The outputs of a regression count as means of normal distributions of variance 1, so KL is half the squared error.
-    Labels that do not exclude each other are one yes or no each, with logits / T; KL is summed over them, times T^2.
+    Labels that do not exclude each other are one yes or no each; KL is summed over them.
     """
     ours, theirs = student_BN.float(), teacher_BN.float()
     if getattr(root.config, "problem_type", None) != "multi_label_classification":
         return (ours - theirs).square().sum(-1).mean() / 2
-    ours, theirs = ours / temperature, theirs / temperature
     target = theirs.sigmoid()
     cross_entropy = binary_cross_entropy_with_logits(ours, target, reduction="none")
     entropy = binary_cross_entropy_with_logits(theirs, target, reduction="none")
-    return (cross_entropy - entropy).sum(-1).mean() * temperature**2
+    return (cross_entropy - entropy).sum(-1).mean()
 
 
 class _Divergence(torch.autograd.Function):
@@ -67,7 +64,6 @@ class _Divergence(torch.autograd.Function):
         student: Tensor,
         teacher: Tensor,
         weight_N: Tensor,
-        temperature: float,
         head: nn.Module | None,
         teacher_head: nn.Module | None,
     ) -> Tensor:
@@ -82,12 +78,12 @@ class _Divergence(torch.autograd.Function):
             if teacher_head is not None:
                 theirs = teacher_head(theirs)
             if head is None:
-                error, slope = _chunk(ours, theirs, weight, temperature, wanted)
+                error, slope = _chunk(ours, theirs, weight, wanted)
             else:
                 with torch.set_grad_enabled(wanted):
                     leaf = ours.detach().requires_grad_(wanted)
                     logits = head(leaf)
-                error, slope = _chunk(logits.detach(), theirs, weight, temperature, wanted)
+                error, slope = _chunk(logits.detach(), theirs, weight, wanted)
                 if wanted:
                     (slope,) = torch.autograd.grad(logits, leaf, slope)
             total += error
@@ -97,25 +93,23 @@ class _Divergence(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         if torch.is_grad_enabled():  # the gradient was computed in the forward pass, and is a constant to autograd
             raise ValueError("the distillation loss has no second derivative; leave out create_graph=True.")
         (gradient,) = ctx.saved_tensors
-        return outer.to(gradient.dtype) * gradient, None, None, None, None, None
+        return outer.to(gradient.dtype) * gradient, None, None, None, None
 
 
-def _chunk(
-    ours_NV: Tensor, theirs_NV: Tensor, weight_N: Tensor, temperature: float, wanted: bool
-) -> tuple[Tensor, Tensor]:
+def _chunk(ours_NV: Tensor, theirs_NV: Tensor, weight_N: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
     """The loss of some tokens, and its gradient to their logits (the logits themselves if no gradient is wanted)."""
-    log_p = (ours_NV.float() / temperature).log_softmax(-1)
-    log_target = (theirs_NV.float() / temperature).log_softmax(-1)
+    log_p = ours_NV.float().log_softmax(-1)
+    log_target = theirs_NV.float().log_softmax(-1)
     target = log_target.exp()
     kl_N = (target * log_target.sub_(log_p)).sum(-1)
-    error = (kl_N * weight_N).sum() * temperature**2
+    error = (kl_N * weight_N).sum()
     if not wanted:
         return error, ours_NV
-    slope = log_p.exp_().sub_(target).mul_(weight_N[:, None] * temperature)
+    slope = log_p.exp_().sub_(target).mul_(weight_N[:, None])
     return error, slope.to(ours_NV.dtype)
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from accelerate.utils import disable_fsdp_ram_efficient_loading
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils.import_utils import is_compressed_tensors_available
 
 from ..conversion.convert import convert, refuse_converted
-from ..conversion.distributed import how_to_split
+from ..conversion.distributed import refuse_sharding
 from ..conversion.journal import NAME
 from ..conversion.quantize import quantize
 from ..conversion.report import ConversionReport
@@ -123,8 +122,7 @@ def convert_checkpoint(
     auto = model_class(read_config(source, **hub), task)
     work = sibling(out, WORK)
     training = _training(work, on_cpu=where == "cpu", bf16=bf16)
-    if how_to_split(training) is not None:
-        disable_fsdp_ram_efficient_loading()  # which would give weights to the first process alone
+    refuse_sharding(training)
     if training.world_size > 1:
         notify(f"{training.world_size} processes: a training step reads {training.world_size} times the rows of one")
     with claimed(out, writes=training.should_save):

@@ -8,7 +8,8 @@ record and its model; a function that needs both makes a new `Installation`.
 To find the attention modules of a model, the source of their classes is read. This takes 25 times as long as a walk
 over all modules, so an `Installation` does it once, for one call of the package. It is not kept in the model: layers
 can be removed, appended or moved between two calls, and only the same search would show it. What lives longer than a
-call, such as a trainer or a teacher, keeps the model and makes a new `Installation` for each use.
+call, such as a trainer or a teacher, keeps the model and makes a new `Installation` for each use. A call that makes
+many of them, such as `convert`, searches once for all (`searched_once`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .positions import FromFirstSeen
 
 ATTRIBUTE = "attn_swap_installation"
 CONFIGS = "attn_swap_configs"  # an attribute of each module with a config: the config from before patching, and ours
+SITES = "attn_swap_sites"  # an attribute of a root: the modules found, during a call that moves none
 VERSION = 1
 OF_A_SWAP = ("attn_swap", "attn_implementation", "_attn_implementation_internal", seam.MASKS, "auto_map")
 OF_A_SAVE = (*OF_A_SWAP, "architectures", "dtype", "transformers_version", "_name_or_path")
@@ -102,6 +104,16 @@ def installation_of(root: PreTrainedModel) -> Installation | None:
     return None
 
 
+@contextlib.contextmanager
+def searched_once(root: PreTrainedModel) -> Iterator[None]:
+    """Inside, the attention modules of this model are those found now. Nothing inside may add or move a layer."""
+    root.__dict__[SITES] = tuple(sites(root))
+    try:
+        yield
+    finally:
+        root.__dict__.pop(SITES, None)
+
+
 @dataclass
 class Record:
     """The changes to one model that unpatching takes back.
@@ -136,7 +148,7 @@ class Installation:
     @cached_property
     def sites(self) -> tuple[Site, ...]:
         """Every attention module of the model, swapped or not, cross-attention too. They are found once."""
-        return tuple(sites(self.root))
+        return self.root.__dict__.get(SITES) or tuple(sites(self.root))
 
     def numbered(self) -> tuple[Layer, ...]:
         """Every layer that can be swapped, swapped or not, in module order. The option `layers` counts these."""

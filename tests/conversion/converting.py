@@ -32,6 +32,21 @@ def rows(name: str, count: int = 24, first: int = 0) -> list[dict[str, Any]]:
     return made[:count]
 
 
+WINDOW = {"window": 4, "sinks": 1}
+GAIN = 3.0  # what the stock model recalls, instead of a measured number
+
+
+def long() -> Any:
+    """A language model with room for passages."""
+    return stock("llama", max_position_embeddings=512)
+
+
+def text(count: int = 24, length: int = 64) -> list[dict[str, Any]]:
+    """Rows of random tokens for it."""
+    generator = torch.Generator().manual_seed(5)
+    return [{"input_ids": torch.randint(4, 64, (length,), generator=generator)} for _ in range(count)]
+
+
 def converted(model: Any, variant: str, data: Any, **more: Any) -> ConversionReport:
     """A conversion of a few steps."""
     how = HOW.get(model.config.model_type)

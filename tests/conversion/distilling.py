@@ -16,7 +16,7 @@ from tests.contract.harness import batch_of
 from tests.harness.adapters import lora
 
 HIDDEN = Losses(logits=0.0, hidden=1.0)
-EVERY = Losses(logits=1.0, hidden=0.5, layers=0.25, temperature=2.0)
+EVERY = Losses(logits=1.0, hidden=0.5, layers=0.25)
 
 
 def rows_of(batch: dict[str, Any], times: int = 8) -> list[dict[str, Any]]:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.analysis import lost
 from hf_attn_swap.conversion import Losses, calibrate
-from hf_attn_swap.measuring.batches import is_label, read_by, read_by_decoder, read_by_encoder, token_mask
+from hf_attn_swap.measuring.batches import read_by, read_by_decoder, read_by_encoder, token_mask
 from tests import zoo
 from tests.generic.harness import behind_the_interface
 
@@ -49,21 +48,6 @@ def test_each_stack_reads_its_own_mask() -> None:
     assert token_mask(read_by_decoder(without), torch.zeros(2, 7, 3)).all(), "of another length than the encoder's"
 
 
-def test_a_decoder_that_says_only_that_it_is_causal() -> None:
-    given = batch(decoder=True)
-    for causal, wanted in ((True, "decoder_attention_mask"), (False, "attention_mask")):
-        module = torch.nn.Module()
-        module.is_causal = causal
-        assert [name for name in read_by(module, given) if "mask" in name] == [wanted]
-
-
-def test_without_a_decoder_of_its_own() -> None:
-    """One stack, or a decoder that reads the encoder's tokens once more."""
-    given = {"input_ids": torch.ones(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])}
-    assert read_by_decoder(given) == given
-    assert token_mask(read_by_decoder(given), torch.zeros(1, 3, 2)).tolist() == [[True, True, False]]
-
-
 @SWAPPED
 @pytest.mark.parametrize("losses", LOSSES, ids=["logits", "hidden", "last"])
 def test_padding_of_the_decoder_costs_nothing(losses: Losses, tmp_path: Path) -> None:
@@ -94,22 +78,3 @@ def test_layers_and_fits_read_the_mask_of_their_stack(tmp_path: Path) -> None:
         found.append((error, [value for layer in fit.layers for value in layer.after]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
-
-
-@SWAPPED
-def test_all_tokens_of_the_decoder_are_counted() -> None:
-    model = patch_model(stock("t5"), "outeffhop")
-    assert lost(model, [batch(decoder=False)]).tokens == 10
-    assert lost(model, [batch(decoder=True)]).tokens == 10 - BESIDE
-
-
-@pytest.mark.parametrize(
-    "name", ["labels", "label_ids", "start_positions", "end_positions", "next_sentence_label", "mc_labels"]
-)
-def test_names_of_labels(name: str) -> None:
-    assert is_label(name)
-
-
-@pytest.mark.parametrize("name", ["input_ids", "input_labels", "token_type_ids", "decoder_input_ids"])
-def test_names_of_inputs(name: str) -> None:
-    assert not is_label(name)

@@ -32,7 +32,6 @@ from tests.contract.harness import (
 )
 
 from .batches import batches
-from .dropout import dropping
 
 
 def fit(model: Any, name: str, **arguments: Any) -> Any:
@@ -111,30 +110,6 @@ def test_is_least_squares(name: str, variant: str, ridge: float) -> None:
         assert np.abs(features @ (got - solution)).max() < 1e-7
 
 
-@pytest.mark.parametrize("ridge", [0.0, 0.5])
-def test_a_gain_is_least_squares(ridge: float) -> None:
-    model = patch_model(fresh("bert"), "belief")
-    ours, wanted = _record(model, "bert")
-    fit(model, "bert", fit="gain", ridge=ridge, scale=False)
-    gains = (ours * wanted).sum((0, 2)) / ((1 + ridge) * np.square(ours).sum((0, 2)))
-    assert swaps(model)[-1].calibration.weight.detach().numpy() == pytest.approx(gains, rel=1e-9)
-
-
-@pytest.mark.parametrize("ridge", [0.0, 0.5])
-def test_explained_share_is_that_of_the_fit(ridge: float) -> None:
-    """R^2 = 1 - SSE / SST per head, SST about the mean, from heads that this test records by itself."""
-    model = patch_model(fresh("bert"), "belief")
-    ours, wanted = _record(model, "bert")
-    for kind in FITS:
-        report = fit(model, "bert", fit=kind, ridge=ridge, scale=False)
-        calibration = swaps(model)[-1].calibration
-        fitted = calibration(torch.from_numpy(ours)[:, None])[:, 0].detach().numpy()
-        total = np.square(wanted - wanted.mean(0)).sum((0, 2))
-        for got, heads in ((report.layers[-1].before, ours), (report.layers[-1].after, fitted)):
-            assert got == pytest.approx(1 - np.square(wanted - heads).sum((0, 2)) / total, abs=1e-9)
-        assert report.unexplained == pytest.approx(1 - np.mean([layer.after for layer in report.layers]))
-
-
 def _record(model: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
     """The variant's and the ordinary heads of the last layer, (N,H,D), every layer handing the ordinary ones on."""
     ours, theirs = [], []
@@ -205,22 +180,6 @@ def test_a_fit_is_applied_head_by_head(variant: str, strength: float) -> None:
     assert distance(first_heads(model), wanted) < 1e-11
 
 
-@pytest.mark.parametrize("source", [name for name in SINGLES if VARIANTS[name].replaces])
-def test_back_to_softmax(source: str) -> None:
-    """From the attention that the weights were trained with; fitted to itself it needs nothing."""
-    model = patch_model(fresh("bert"), "softmax")
-    report = fit(model, "bert", fit="map", source=source, ridge=0.0)
-    assert all(
-        after > before for layer in report.layers for before, after in zip(layer.before, layer.after, strict=True)
-    )
-    for name in ("bert", "gpt2"):  # LayerNorm behind the block, where the skip of both is a factor, and before it
-        same = patch_model(fresh(name), source)
-        report = fit(same, name, fit="gain", source=source, ridge=0.0)
-        assert report.unexplained < 1e-12
-        assert all(gain == pytest.approx(1) for layer in report.layers for gain in layer.gains)
-        assert report.left == 0
-
-
 def test_labels_are_not_read_and_modes_stay() -> None:
     model = patch_model(fresh("bert"), "modern_hopfield").train()
     model.bert.encoder.layer[1].eval()
@@ -231,44 +190,6 @@ def test_labels_are_not_read_and_modes_stay() -> None:
     assert "R2 after" in str(report)
     assert "<table>" in report._repr_html_()
     assert report.to_dict()["layers"][0]["tokens"] == 12 * 12
-
-
-@pytest.mark.parametrize(("rows", "wanted"), [((6, 3, 5, 4), (3, 6)), ((6, 6), (6, 6)), ((1, 2, 6), (1, 6))])
-def test_lengths_are_those_of_the_rows_without_padding(rows: tuple[int, ...], wanted: tuple[int, int]) -> None:
-    """The shortest and the longest row in real tokens, over all batches; padded to 6, one row to a batch or two."""
-    mask = torch.stack([torch.arange(6) < row for row in rows]).long()
-    ids = torch.randint(4, 60, mask.shape, generator=torch.Generator().manual_seed(3))
-    for size in (1, 2):
-        given = [
-            {"input_ids": ids[start : start + size], "attention_mask": mask[start : start + size]}
-            for start in range(0, len(rows), size)
-        ]
-        report = calibrate(patch_model(fresh("bert"), "modern_hopfield"), given, fit="gain", progress=False)
-        assert report.lengths == wanted
-        assert report.layers[0].tokens == sum(rows)
-        words = "Rows had 6 tokens" if wanted == (6, 6) else f"Rows had {wanted[0]} to {wanted[1]} tokens"
-        assert words in report.summary()
-
-
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", ["outeffhop", "modern_hopfield", "simpletron_resl"])
-def test_a_model_in_training_is_fitted_without_its_dropout(name: str, variant: str) -> None:
-    stock, found = fresh(name, **dropping(name)).train(), []
-    assert not torch.equal(*(forward(stock, batch_of(name)) for _ in range(2))), "there is dropout in this model"
-    for train in (False, True):
-        model = patch_model(fresh(name, **dropping(name)), variant, **tiny_options(variant)).train(train)
-        torch.manual_seed(4)
-        fit(model, name)
-        found.append(torch.cat([parameter.flatten() for swap in swaps(model) for parameter in swap.parameters()]))
-        assert model.training == train
-    assert torch.equal(*found)
-
-
-def test_negative_gains_are_named() -> None:
-    model = patch_model(fresh("bert"), "simpletron_resl")
-    report = fit(model, "bert", fit="gain")
-    negative = [head for layer in report.layers for head, gain in enumerate(layer.gains) if gain < 0]
-    assert negative == [head for layer in report.layers for head in layer.negative]
 
 
 def test_refused() -> None:
@@ -285,9 +206,6 @@ def test_refused() -> None:
         fit(model, "bert", fit="full")
     with refused("ridge must be at least 0"):
         fit(model, "bert", ridge=-1.0)
-    for source in ("belief_star", "modern_hopfield"):
-        with refused("has parameters or scores of its own"):
-            fit(model, "bert", source=source)
     with refused("drops the read-out"):
         fit(patch_model(fresh("bert"), "modern_hopfield", alpha=1.0), "bert")
     square = torch.ones(2, 1, 6, 6, dtype=torch.bool)

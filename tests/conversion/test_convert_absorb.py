@@ -13,7 +13,7 @@ from hf_attn_swap import convert, patch_model
 from hf_attn_swap.conversion import sink as module
 from hf_attn_swap.conversion.run import Run
 from hf_attn_swap.variants.sink import Sink
-from tests.contract.harness import batch_of, distance, forward, fresh, refused, swaps
+from tests.contract.harness import batch_of, distance, forward, fresh, swaps
 
 from .converting import Killed, names
 from .letters import Letters
@@ -128,13 +128,6 @@ def test_a_model_that_takes_no_sink_says_why(helps: list[float]) -> None:
     assert any("positions do not count relatively" in line for line in report.notes())
 
 
-@pytest.mark.parametrize("family", ["bert", "albert"])
-def test_other_models_are_not_asked(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "absorb_rows", lambda *_, **__: pytest.fail("a sink was tried"))
-    report = converted(fresh(family, torch.float32, head="lm"), "belief")
-    assert report.said == ()
-
-
 def test_a_killed_conversion_goes_on_with_its_sink(
     tmp_path: Path, helps: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,9 +157,3 @@ def test_a_killed_conversion_goes_on_with_its_sink(
     assert again.said == whole.said
     batch = batch_of("llama", torch.float32)
     assert distance(forward(one, batch), forward(other, batch)) == 0
-
-
-def test_another_choice_is_another_conversion(tmp_path: Path) -> None:
-    converted(llama(), "belief", output_dir=tmp_path)
-    with refused("another conversion"):
-        converted(llama(), "belief", output_dir=tmp_path, absorb=False)

@@ -10,9 +10,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from benchmarks.bench_caches import cache_of
 from hf_attn_swap.conversion.distill import StopWithin
-from hf_attn_swap.conversion.preserve_training_state import preserve_training_flags
 from hf_attn_swap.conversion.run import Run
 from hf_attn_swap.conversion.trainer import DistillationTrainer
 from tests import zoo
@@ -63,31 +61,6 @@ def test_checkpointing_of_the_user_ends_with_the_training(seen: list[bool], tmp_
     assert not model(**batch_of("bert", torch.float32)).logits.requires_grad
 
 
-def test_a_stage_gives_the_flags_back() -> None:
-    """Also after an error; what trains in one stage of a recipe does not train in the next."""
-    model = stock("bert")
-    first, *others = model.parameters()
-    first.requires_grad_(False)
-
-    @preserve_training_flags(model)
-    def turned() -> None:
-        for parameter in model.parameters():
-            parameter.requires_grad_(not parameter.requires_grad)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        turned()
-    assert not first.requires_grad
-    assert all(parameter.requires_grad for parameter in others)
-
-
-def test_the_cache_is_used_as_before() -> None:
-    model = stock("llama")
-    converted(model, "belief", rows("llama"))
-    assert model.config.use_cache
-    assert cache_of(model(**batch_of("llama", torch.float32))) is not None
-
-
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_an_interrupted_training_leaves_no_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def stops(*args: Any, **more: Any) -> None:
@@ -99,13 +72,6 @@ def test_an_interrupted_training_leaves_no_gradients(name: str, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         converted(model, "belief", rows(name))
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_another_teacher_is_as_before() -> None:
-    teacher = stock("bert").train()
-    converted(stock("bert"), "belief", rows("bert"), teacher=teacher)
-    assert all(each.training for each in teacher.modules())
-    assert all(parameter.requires_grad for parameter in teacher.parameters())
 
 
 def test_an_interruption_after_the_merge_leaves_the_converted_model(monkeypatch: pytest.MonkeyPatch) -> None:

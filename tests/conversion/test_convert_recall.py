@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hf_attn_swap import layer_sensitivity, patch_model
-from hf_attn_swap.conversion.journal import NAME
-from hf_attn_swap.conversion.passages import reach_of
 from hf_attn_swap.conversion.report import ConversionReport
-from hf_attn_swap.conversion.sensitivity import Sensitivity
+from hf_attn_swap.conversion.sensitivity import Sensitivity, reach_of
 from hf_attn_swap.layer.registry import list_variants
 from hf_attn_swap.measuring.lost import Lost
 from hf_attn_swap.measuring.recall import Passages, Recall
 from hf_attn_swap.wiring.install import installation_of, model_root
 from tests.contract.harness import refused, swaps
 
-from .converting import converted, names, rows, same, stock, timeless, weights
+from .converting import GAIN, WINDOW, converted, long, rows, same, stock, text, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
-WINDOW = {"window": 4, "sinks": 1}
-GAIN = 3.0  # of the stock model, instead of a measured one
-
-
-def long() -> Any:
-    return stock("llama", max_position_embeddings=512)
-
-
-def text(count: int = 24, length: int = 64) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(5)
-    return [{"input_ids": torch.randint(4, 64, (length,), generator=generator)} for _ in range(count)]
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, place: int) -> list[int]:
@@ -115,17 +101,6 @@ def test_where_recall_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert converted(long(), "belief", text(), min_recall=0.1, tokens=1).lost.recall_distance == 200
 
 
-def test_recall_after_a_distance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It decides which layers stay, and is measured where no key is hidden, too."""
-    asked = planted(monkeypatch, 0)
-    report = converted(long(), "window", text(), recall_distance=120, keep=0.34, tokens=1, **WINDOW)
-    assert report.lost.recall_distance == 120
-    assert set(asked) == {120}
-    assert report.kept.keys() == {0}
-    assert converted(long(), "belief", text(), recall_distance=70, tokens=1).lost.recall_distance == 70
-    assert converted(long(), "window", text(), recall_distance=105, tokens=1, window=200).lost.recall_distance == 105
-
-
 def test_texts_that_are_too_short_are_said() -> None:
     report = converted(stock("llama"), "window", rows("llama"), tokens=1, **WINDOW)
     assert report.lost.recall is None
@@ -146,57 +121,6 @@ def test_a_budget_for_recall(monkeypatch: pytest.MonkeyPatch, cheapest: int, lay
         assert report.summary.endswith("(NOT within the budget of 97% of recall).")
         assert report.advice() == ["To convert more layers, or to lose less, allow more tokens or a looser budget."]
     assert converted(long(), "window", text(), min_recall=0.05, tokens=1, **WINDOW).met
-
-
-def test_both_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch, 0)
-    both = {"min_recall": 0.05, "max_loss": 1.0}
-    report = converted(long(), "window", text(), **both, tokens=1, **WINDOW)
-    assert (names(report), report.met) == (["swap"], True)
-    assert "(within the budget of 100.00% and 5% of recall)" in report.summary
-    strict = converted(long(), "window", text(), **(both | {"max_loss": 1e-12}), tokens=1, **WINDOW)
-    assert (strict.met, strict.layers) == (False, ())
-    assert "no layer could run window within the budget of 0.00% and 5% of recall" in strict.summary
-
-
-def test_a_training_stops_within_the_budget_for_recall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recall comes back while a training runs: from its third measurement on, it is enough."""
-    seen: list[bool] = []
-
-    def measure(self: Passages, model: Any, *, progress: bool = False) -> Recall:
-        seen.append(model.training)
-        (distance,) = self.texts
-        return Recall(gains={distance: (GAIN if len(seen) in (1, *range(6, 99)) else 0.0,)})
-
-    monkeypatch.setattr(Passages, "measure", measure)
-    report = converted(long(), "window", text(), min_recall=0.9, layers=[0, 1, 2], tokens=4096, **WINDOW)
-    assert report.met
-    assert 0 < sum(step.tokens for step in report.steps) < 4096
-
-
-def test_a_conversion_goes_on_after_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(folder: Path | None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        model = long()
-        report = converted(model, "window", text(), keep=0.34, min_recall=0.01, output_dir=folder, tokens=1, **WINDOW)
-        return timeless(report), weights(model)
-
-    asked = planted(monkeypatch, 0)
-    wanted = run(tmp_path)
-    path = tmp_path / NAME
-    journal = json.loads(path.read_text())
-    keys = [entry["key"] for entry in journal["entries"]]
-    cut = keys.index("choose: work") + 1
-    assert cut < len(keys)
-    path.write_text(json.dumps(journal | {"entries": journal["entries"][:cut]}))
-    asked.clear()
-    found = run(tmp_path)
-    assert len(asked) == len(journal["entries"]) - cut + 1, "once for the stock model, and once after each step"
-    assert found[0] == wanted[0]
-    assert found[0]["sensitivity"]["together"]["recall"] is not None
-    assert same(found[1], wanted[1])
-    assert json.loads(path.read_text())["entries"][:cut] == journal["entries"][:cut]
-    with refused("holds another conversion (min_recall differ)"):
-        converted(long(), "window", text(), keep=0.34, min_recall=0.02, output_dir=tmp_path, tokens=1, **WINDOW)
 
 
 def test_how_far_a_variant_reaches() -> None:

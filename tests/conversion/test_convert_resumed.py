@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 
 from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion.distill import StopWithin
-from hf_attn_swap.conversion.journal import NAME, Journal
-from hf_attn_swap.conversion.stages import Calibrate
+from hf_attn_swap.conversion.journal import Journal
 
-from .converting import ADAPTERS, CALM, Killed, converted, rows, same, stock, timeless, weights
+from .converting import ADAPTERS, Killed, converted, rows, same, stock, timeless, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 Result = tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any]]
@@ -64,19 +63,18 @@ def killed_at(state: dict[str, Any], place: int | str, after: bool, *given: Any,
     state.update(seen=[], last=0)
 
 
-STAGES = [Calibrate(fit="map", rows=4), ADAPTERS]
 CASES = [  # the last one is how the conversion ends
     ("bert", "simpletron_resl", {"max_loss": 1e-12, "layers": [0, 2]}, "distil 1"),  # all weights train; named layers
     ("bert", "modern_hopfield", {"keep": 0.4}, "distillation taken back"),  # calibration with an order of heads
     ("bert", "belief", {"max_loss": 1e-12, "tokens": 150}, "last group taken back"),  # several groups
     ("llama", "outeffhop+gated", {}, "adapters merged"),  # and parameters of the variant beside the adapters
-    ("llama", "simpletron_resl", {"stages": STAGES}, "adapters merged"),  # a fit that the user named
+    ("llama", "simpletron_resl", {"fit": "map"}, "adapters merged"),  # a fit that the user named
     ("bert", "simpletron_resl", {"stages": [replace(ADAPTERS, learning_rate=1.0)]}, "distillation taken back"),
 ]
 
 
 def test_killed_after_a_fit_that_the_user_named(writes: dict[str, Any], tmp_path: Path) -> None:
-    more = {"tokens": 100, "stages": STAGES}
+    more = {"tokens": 100, "fit": "map"}
     wanted = run("llama", "simpletron_resl", None, **more)
     killed_at(writes, "fit: map: work", True, "llama", "simpletron_resl", tmp_path, **more)
     assert_equal(run("llama", "simpletron_resl", tmp_path, **more), wanted)
@@ -104,16 +102,6 @@ def test_killed_at_every_write(
     writes["seen"].clear()
     assert_equal(run(name, variant, tmp_path / "whole", **more), wanted)
     assert not writes["seen"], "a finished conversion is read, and nothing is computed again"
-
-
-@pytest.mark.slow
-def test_killed_after_a_training(writes: dict[str, Any], tmp_path: Path) -> None:
-    """What was trained comes from the folder, with the note that strength 0 is no longer the original."""
-    more = {"tokens": 100, "stages": [CALM]}
-    wanted = run("bert", "simpletron_resl", None, **more)
-    assert wanted[2]["swaps"][0]["retrained"]
-    killed_at(writes, "distil 1: work", True, "bert", "simpletron_resl", tmp_path, **more)
-    assert_equal(run("bert", "simpletron_resl", tmp_path, **more), wanted)
 
 
 @pytest.mark.parametrize(
@@ -165,16 +153,6 @@ def test_stopped_at_a_step_that_would_be_saved(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(Killed):
             run("bert", "simpletron_resl", tmp_path, **given)
     assert_equal(run("bert", "simpletron_resl", tmp_path, **given), wanted)
-
-
-@pytest.mark.slow
-def test_a_journal_whose_last_entries_are_lost(tmp_path: Path) -> None:
-    """Newer tensors without an entry are written again."""
-    wanted = run("bert", "simpletron_resl", tmp_path, tokens=100)
-    journal = json.loads((tmp_path / NAME).read_text())
-    for count in range(len(journal["entries"])):
-        (tmp_path / NAME).write_text(json.dumps(journal | {"entries": journal["entries"][:count]}))
-        assert_equal(run("bert", "simpletron_resl", tmp_path, tokens=100), wanted)
 
 
 def child(folder: Path, result: Path, batch: int, last: int = 0, launch: tuple[str, ...] = ()) -> int:

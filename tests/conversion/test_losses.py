@@ -1,8 +1,7 @@
-"""The table of losses: a new loss is one entry; a loss that cannot be used is refused with a sentence."""
+"""The losses: those that cannot be used are refused, and that of the layers compares with the original attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,92 +12,30 @@ from transformers import DynamicCache
 
 from benchmarks.bench_caches import with_cache
 from hf_attn_swap import patch_model, set_strength
-from hf_attn_swap.conversion.losses import LOGITS, LOSSES, STATES, Comparison, LayerErrors, Loss, Losses, register_loss
-from hf_attn_swap.conversion.stages import Distil, read_stages
+from hf_attn_swap.conversion.losses import LayerErrors, Losses
+from hf_attn_swap.conversion.stages import Distil
 from tests import zoo
 from tests.contract.harness import batch_of, distance, refused
 from tests.harness.checkpointing import enable
 
-from .converting import ADAPTERS, BODY, converted, rows, stock, timeless
-from .distilling import distiller, loss_of, rows_of
+from .converting import ADAPTERS, BODY, converted, rows, stock
+from .distilling import distiller, loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 LAYERS_ALONE = Losses(logits=0.0, layers=1.0)
 
 
-@pytest.fixture
-def fourth() -> Iterator[list[Comparison]]:
-    """A toy loss: the mean fourth power of what differs in the middle of the model. The list has what it saw."""
-    seen: list[Comparison] = []
-
-    def value(comparison: Comparison) -> torch.Tensor:
-        seen.append(comparison)
-        ours, theirs = (each.output.hidden_states[1] for each in (comparison.student, comparison.teacher))
-        return (ours - theirs).pow(4).mean()
-
-    register_loss(Loss(name="fourth", words="fourth powers", needs=lambda _: (STATES,), value=value))
-    yield seen
-    del LOSSES["fourth"]
-
-
-def test_a_distillation_uses_a_toy_loss(fourth: list[Comparison], tmp_path: Path) -> None:
-    model, batch = patch_model(zoo.build("bert"), "simpletron_resl"), batch_of("bert", torch.float32)
-    alone = distiller(model, tmp_path, losses=Losses(logits=0.0, more={"fourth": 2.0}), trainable="body")
-    found = loss_of(alone, batch)
-    difference = fourth[-1].student.output.hidden_states[1] - fourth[-1].teacher.output.hidden_states[1]
-    assert found == pytest.approx(2 * float(difference.pow(4).mean()))
-    assert found > 0
-    both = distiller(model, tmp_path, losses=Losses(more={"fourth": 2.0}), trainable="body")
-    logits = distiller(model, tmp_path, losses=Losses(), trainable="body")
-    assert loss_of(both, batch) == pytest.approx(found + loss_of(logits, batch))
-
-
-def test_convert_and_a_list_of_stages_use_a_toy_loss(fourth: list[Comparison]) -> None:
-    stage = replace(BODY, more={"fourth": 1.0})
-    report = converted(stock("bert"), "simpletron_resl", rows("bert"), stages=[stage])
-    assert fourth
-    assert timeless(report) != timeless(converted(stock("bert"), "simpletron_resl", rows("bert")))
-    (read,) = read_stages(['{"stage": "distil", "more": {"fourth": 0.5}}'])
-    assert read.losses.words == "1 x logits + 0.5 x fourth powers"
-    with refused("there is a loss 'fourth' already"):
-        register_loss(LOSSES["fourth"])
-
-
-def test_a_loss_that_needs_whole_logits_has_them(tmp_path: Path) -> None:
-    """The logits of a language model are otherwise computed a chunk at a time, and the output has those of a token."""
-    shapes = []
-
-    def value(comparison: Comparison) -> torch.Tensor:
-        shapes.append(tuple(comparison.student.output.logits.shape[:2]))
-        return comparison.student.output.logits.square().mean()
-
-    register_loss(Loss(name="whole", words="squares", needs=lambda _: (LOGITS,), value=value))
-    try:
-        model, batch = patch_model(zoo.build("llama"), "belief"), batch_of("llama", torch.float32)
-        trainer = distiller(
-            model,
-            tmp_path,
-            "llama",
-            losses=Losses(more={"whole": 1.0}),
-            trainable=("query",),
-            train_dataset=rows_of(batch),
-        )
-        loss_of(trainer, batch)
-    finally:
-        del LOSSES["whole"]
-    assert shapes == [tuple(batch["input_ids"].shape)]
-
-
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"more": {"fifth": 1.0}}, "unknown losses in more: fifth; added are none."),
-        ({"more": {"hidden": 1.0}}, "unknown losses in more: hidden"),
-        ({"logits": 0.0, "hidden": 1.0, "temperature": 2.0}, "temperature belongs to the loss 'logits'"),
-        ({"hidden_layers": "last"}, "hidden_layers belongs to the loss 'hidden'"),
+        ({"logits": 0.0}, "one must be above 0"),
+        ({"hidden": -1.0}, "must be at least 0"),
+        ({"logits": float("nan")}, "must be at least 0"),
+        ({"hidden_layers": "first"}, "must be 'all' or 'last'"),
+        ({"hidden_layers": "last"}, "belongs to the loss 'hidden'"),
     ],
 )
-def test_values_without_effect_are_refused(given: dict[str, Any], reason: str) -> None:
+def test_values_are_refused(given: dict[str, Any], reason: str) -> None:
     for kind in (Losses, Distil):
         with refused(reason):
             kind(**given)
@@ -131,15 +68,6 @@ def test_layers_at_strength_0_have_no_error(tmp_path: Path) -> None:
     trainer = distiller(model, tmp_path, losses=Losses(logits=0.0, layers=1.0), trainable="body")
     assert trainer.errors is not None
     assert len(trainer.errors.swapped) == 1
-    report = converted(
-        stock("llama"),
-        "simpletron_resl",
-        rows("llama", 40),
-        max_loss=0.02,
-        tokens=400,
-        stages=[replace(ADAPTERS, tokens=96, layers=1.0, logits=0.0), ADAPTERS],
-    )
-    assert "align 1.1" in [step.name for step in report.steps]
 
 
 @pytest.mark.parametrize("stage", [BODY, ADAPTERS], ids=["weights", "adapters"])

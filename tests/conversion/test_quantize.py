@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from hf_attn_swap import quantize
-from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion import quantize as module
-from hf_attn_swap.conversion.distill import StopWithin
 from hf_attn_swap.quantization import Int8Linear
 from tests.contract.harness import batch_of, forward, fresh, refused, swaps
 
-from .converting import CALM, HOW, Killed, names, rows, stock, timeless, weights
+from .converting import CALM, HOW, names, rows, stock, timeless, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
 
@@ -69,12 +67,6 @@ def test_without_a_sink_the_result_is_a_stock_model(monkeypatch: pytest.MonkeyPa
     assert getattr(model.config, "attn_swap", None) is None
     assert any(isinstance(module, Int8Linear) for module in model.modules())
     assert torch.equal(forward(model, batch), *before)
-
-
-@pytest.mark.parametrize("slow", [True, False])
-def test_the_report_says_that_this_processor_is_slow(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "kernel_dtype", lambda: None if slow else torch.uint8)
-    assert any("VNNI" in line for line in quantized(stock("bert"), name="bert").notes()) is slow
 
 
 def test_smoothing_that_loses_more_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,13 +155,6 @@ def test_the_model_in_full_precision_teaches_the_rounded_model() -> None:
     assert not any("parametrizations" in name for name, _ in model.named_modules())
 
 
-def test_little_memory() -> None:
-    """Adapters are for the variant; what trains with rounding needs none, and activations are computed again."""
-    report = taught(model := stock("bert"), low_memory=True, stages=None)
-    assert "distilled in 8 bits" in names(report)
-    assert not any("parametrizations" in name or "lora" in name for name, _ in model.named_modules())
-
-
 def test_a_variant_gets_half_of_the_tokens() -> None:
     report = taught(stock("bert"), variant="belief", tokens=400)
     tokens = {row.name: row.tokens for row in report.steps if row.tokens}
@@ -192,27 +177,6 @@ def test_a_training_that_does_not_help_is_taken_back(monkeypatch: pytest.MonkeyP
     assert names(taught(model, tokens=200))[-2] == "distilled in 8 bits, taken back"
     batch = batch_of("bert", torch.float32)
     assert torch.equal(forward(model, batch), forward(untrained, batch))
-
-
-def test_a_training_with_rounding_that_is_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill, "SAVE_EVERY", 2)
-    whole = stock("bert")
-    told = taught(whole, tokens=300, output_dir=tmp_path / "whole")
-    with monkeypatch.context() as inside:
-
-        def ends(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 3:
-                raise Killed
-
-        inside.setattr(StopWithin, "on_step_end", ends)
-        with pytest.raises(Killed):
-            taught(stock("bert"), tokens=300, output_dir=tmp_path / "killed")
-    folder = tmp_path / "killed" / "distilled-in-8-bits"
-    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
-    again = taught(model := stock("bert"), tokens=300, output_dir=tmp_path / "killed")
-    assert timeless(again) == timeless(told)
-    batch = batch_of("bert", torch.float32)
-    assert torch.equal(forward(model, batch), forward(whole, batch))
 
 
 def test_a_model_that_integers_cannot_hold_is_refused_before_the_work() -> None:

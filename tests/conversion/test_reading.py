@@ -12,19 +12,15 @@ import torch
 from datasets import IterableDataset
 from PIL import Image
 
-from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import distill
 from hf_attn_swap.conversion import rows as rows_module
 from hf_attn_swap.conversion import split as split_module
 from hf_attn_swap.conversion.distill import StopWithin
-from hf_attn_swap.conversion.reading import first_rows, parts_of, runs, shuffled
-from hf_attn_swap.conversion.rows import Rows, as_rows
+from hf_attn_swap.conversion.rows import Rows, as_rows, parts_of, shuffled
 from hf_attn_swap.conversion.split import split
-from hf_attn_swap.conversion.stages import Calibrate
-from tests.contract.harness import batch_of, refused
+from tests.contract.harness import refused
 
 from .converting import CALM, Killed, converted, rows, same, stock, timeless, weights
-from .distilling import distiller
 from .letters import Words
 from .pixels import Pixels
 
@@ -65,26 +61,8 @@ def test_all_places_once_in_a_random_order(count: int) -> None:
         assert sum(abs(after - before) for before, after in itertools.pairwise(order)) / 999 > 300
 
 
-def test_few_of_very_many_places() -> None:
-    order = list(itertools.islice(shuffled(10**15), 1000))
-    assert len(set(order)) == 1000
-    assert 0.4e15 < sum(order) / 1000 < 0.6e15
-
-
-def test_runs_are_neighbours() -> None:
-    found = list(runs(list("abcdefgh"), 3))
-    assert sorted(found) == [(0, ["a", "b", "c"]), (3, ["d", "e", "f"]), (6, ["g", "h"])]
-    assert list(runs(iter("abc"), 3)) == [(0, ["a"]), (1, ["b"]), (2, ["c"])]
-
-
-def test_the_first_rows_of_a_stream() -> None:
-    assert first_rows(iter([3, 3, 3]), float, 5, 0) == ([3, 3], False)
-    assert first_rows(iter([3, 3, 3]), float, 5, 3) == ([3, 3, 3], False)
-    assert first_rows(iter([3, 3, 3]), float, 10, 0) == ([3, 3, 3], True)
-
-
 def test_a_long_text_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_attn_swap.conversion.reading.LONG", 10)
+    monkeypatch.setattr("hf_attn_swap.conversion.rows.LONG", 10)
     for text in ("", "a b", "one two three\nfour five", "a" * 35, " " * 25):
         assert "".join(parts_of(text)) == text
         assert all(len(part) <= 10 for part in parts_of(text))
@@ -143,16 +121,6 @@ def test_a_long_text_is_read_in_places_that_are_spread() -> None:
     assert not found.whole
 
 
-def test_no_text_is_tokenised_before_it_is_read() -> None:
-    """Where each text is a row, as in a classifier; the rows are those of before."""
-    texts = [f"{number:06d}" for number in range(1000)]
-    words = Counted()
-    found = as_rows(stock("bert"), texts, words)
-    assert (len(found), found.whole) == (1000, True)
-    assert words.texts < 400, "a sample"
-    assert found.rows[417] == Words()(texts[417])
-
-
 def test_very_many_rows_are_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "MOST_ROWS", 10)
     for name, data, processor in (
@@ -163,16 +131,6 @@ def test_very_many_rows_are_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None
         found = as_rows(stock(name), data, processor)
         assert (len(found), found.whole) == (10, False)
         assert next(found.batches(10))
-
-
-class Counted(Words):
-    """Counts the texts that it reads."""
-
-    texts = 0
-
-    def __call__(self, text: str, pair: str = "", **options: Any) -> Any:
-        self.texts += 1
-        return super().__call__(text, pair, **options)
 
 
 # -- Training rows and held-out rows -----------------------------------------------------------------------------------
@@ -222,31 +180,6 @@ def test_held_out_data_are_read_as_far_as_they_are_measured() -> None:
     assert len(held) == 1000, "20,000 tokens are below the usual bound"
 
 
-def test_held_out_rows_without_tokens_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, train = stock("whisper"), rows("whisper", 20)
-    stream = Endless(lambda _: train[0])
-    _, held = split(model, train, stream, None, 5, tokens=1, eval_tokens=3)
-    assert (len(held), stream.given, held.whole) == (3, 3, False)
-    _, held = split(model, train, train, None, 5, tokens=1, eval_tokens=3)
-    assert (len(held), held.whole) == (3, False)
-    monkeypatch.setattr(split_module, "EVAL_ROWS", 4)
-    _, held = split(model, train, train, None, 5, tokens=1)
-    assert (len(held), held.whole) == (4, False)
-
-
-@pytest.mark.parametrize(("fewest", "usual", "read"), [(20, 0, 28), (0, 20, 28), (20, 30, 38)])
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_rows_enough_for_a_calibration(
-    name: str, fewest: int, usual: int, read: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside those that are held out, however small the budget is."""
-    for constant, value in (("HELD_TOKENS", 10), ("HELD_ROWS", 8), ("FEWEST_TOKENS", 0), ("FEWEST_ROWS", usual)):
-        monkeypatch.setattr(split_module, constant, value)
-    train, held = split(stock(name), Endless(lambda _: "abcde"), None, Words(), 5, tokens=1, fewest=fewest)
-    assert len(train) + len(held) == read
-    assert len(train) >= fewest
-
-
 # -- Conversions -------------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +193,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("little")
 def test_convert_reads_what_its_budget_needs() -> None:
     """And a generator, which can be read once, gives the same as an `IterableDataset`."""
-    stages = [Calibrate(rows=8), CALM]
+    stages = [CALM]
     reports, models = [], [stock("llama"), stock("llama")]
     for budget, (model, make) in zip((400, 400), zip(models, (iter, column), strict=True), strict=True):
         stream = Endless()
@@ -295,7 +228,7 @@ def test_convert_says_that_it_measured_on_a_part() -> None:
 
 @pytest.mark.usefixtures("little")
 def test_a_conversion_of_a_stream_goes_on_at_the_same_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"processor": Words(), "length": 10, "tokens": 640, "stages": [Calibrate(rows=8), CALM]}
+    given: dict[str, Any] = {"processor": Words(), "length": 10, "tokens": 640, "stages": [CALM]}
     whole, again = stock("llama"), stock("llama")
     wanted = converted(whole, "belief", Endless(), **given)
     monkeypatch.setattr(distill, "SAVE_EVERY", 4)
@@ -312,26 +245,3 @@ def test_a_conversion_of_a_stream_goes_on_at_the_same_row(monkeypatch: pytest.Mo
     found = converted(again, "belief", Endless(), output_dir=tmp_path, **given)
     assert timeless(found) == timeless(wanted)
     assert same(weights(again), weights(whole))
-
-
-def test_a_trainer_reads_a_stream_and_goes_on_at_the_same_row(tmp_path: Path) -> None:
-    """That `Trainer` does itself; a distillation leaves it as it is."""
-    ids = batch_of("bert", torch.float32)["input_ids"][0]
-    found = []
-    for resume in (None, str(tmp_path / "checkpoint-3")):
-        stream = Endless(lambda number: {"input_ids": ids.roll(number)})
-
-        def generated(stream: Endless = stream) -> Iterator[dict[str, Any]]:
-            yield from stream
-
-        model = patch_model(stock("bert"), "belief")
-        trainer = distiller(
-            model,
-            tmp_path,
-            args={"max_steps": 6, "save_strategy": "steps", "save_steps": 3},
-            train_dataset=IterableDataset.from_generator(generated),
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        found.append(weights(model))
-        assert 24 <= stream.given < 40
-    assert same(*found)

@@ -11,13 +11,12 @@ from typing import Any
 import pandas
 import pytest
 import torch
-from datasets import Dataset
 from PIL import Image
 
 from hf_attn_swap.conversion.rows import as_rows
 from tests.contract.harness import refused
 
-from .converting import rows, stock
+from .converting import stock
 from .letters import Words
 from .pixels import Pixels
 
@@ -77,13 +76,6 @@ def test_all_rows_are_read_before_any_is_read_again() -> None:
         assert shorter[-1] < longer[0]
 
 
-def test_rows_of_one_length_are_read_in_a_random_order() -> None:
-    found = as_rows(stock("llama"), ["abcdefghijklmnopqrstuvwxyz"], Words(), length=5)
-    order = list(itertools.islice(found.order(2), 10))
-    assert order[:5] == order[5:] != sorted(order[:5])
-    assert sorted(order[:5]) == [0, 1, 2, 3, 4]
-
-
 def test_images_are_read_when_a_batch_needs_them() -> None:
     """A data set of images can be larger than the memory."""
     found: list[int] = []
@@ -109,12 +101,6 @@ def test_images() -> None:
     assert (found.length, found.unit) == (4, "patches"), "16 pixels in patches of 8, in two directions"
 
 
-def test_rows_without_tokens_or_patches() -> None:
-    found = as_rows(stock("whisper"), rows("whisper", 4))
-    assert (found.length, found.unit) == (0, "rows")
-    assert next(found.batches(4))["input_features"].shape == (4, 8, 20)
-
-
 def test_a_column_of_pandas() -> None:
     """Its index may lack numbers, as after a filter."""
     column = pandas.Series(["ab", "cd", "ef", "gh"])
@@ -122,13 +108,6 @@ def test_a_column_of_pandas() -> None:
     assert [row["input_ids"] for row in found.rows] == [[4 + ord(a) % 50, 4 + ord(b) % 50] for a, b in ("ef", "gh")]
     with refused("data must be a sequence of texts, images or rows that are ready, got DataFrame"):
         as_rows(stock("bert"), column.to_frame("text"), Words())
-
-
-def test_some_rows_of_a_dataset_and_of_a_list() -> None:
-    data = [{"input_ids": [4 + place, 5]} for place in range(6)]
-    for given in (data, Dataset.from_list(data)):
-        some = as_rows(stock("bert"), given).some([4, 1])
-        assert [row["input_ids"][0] for row in some.rows] == [8, 5]
 
 
 def test_rows_of_unequal_length_are_padded_wherever_they_lie() -> None:
@@ -157,12 +136,6 @@ def test_a_label_that_is_no_class_is_left_out(label: Any) -> None:
     found = as_rows(stock("bert"), data)
     assert list(found.collate(data)) == ["input_ids"]
     assert found.collate(data[:1])["labels"].tolist() == [1]
-
-
-@pytest.mark.parametrize("name", ["label", "labels", "label_ids"])
-def test_a_class_is_kept_for_the_accuracy(name: str) -> None:
-    data = [{"input_ids": [4, 5], name: torch.tensor(place)} for place in range(3)]
-    assert as_rows(stock("bert"), data).collate(data)["labels"].tolist() == [0, 1, 2]
 
 
 def generated() -> Iterator[int]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from hf_attn_swap import unpatch_model
 from hf_attn_swap.conversion import convert as module
 from hf_attn_swap.conversion.journal import Journal
 from hf_attn_swap.conversion.run import Run
@@ -185,11 +184,3 @@ def test_the_best_of_some_changes_stays(monkeypatch: pytest.MonkeyPatch) -> None
     report = converted(model, "outeffhop", rows("bert"), tokens=0)
     assert report.steps[-1].name == "factor: 3"
     assert torch.equal(embedding(model)[ROW], first[ROW] * 6), "each begins where the one before it ended"
-
-
-def test_what_is_taken_back_leaves_nothing() -> None:
-    """After a whole conversion and `unpatch_model`, a model whose training was taken back is the stock model."""
-    model, before = stock("bert"), weights(stock("bert"))
-    report = converted(model, "simpletron_resl", rows("bert"), max_loss=1e-12)
-    assert report.steps[-1].name == "last group taken back"
-    assert same(weights(unpatch_model(model) if swaps(model) else model), before)

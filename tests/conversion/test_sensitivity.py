@@ -58,15 +58,6 @@ def test_against_strengths_by_hand(name: str, variant: str) -> None:
     assert len(set(costs)) == count, "the layers differ, or the test shows nothing"
 
 
-def test_some_layers_and_held_out_rows() -> None:
-    model = patch_model(stock("llama"), "belief")
-    held = HeldOut(model, batches("llama"), progress=False)
-    whole, some = (layer_sensitivity(model, held, layers=which, progress=False) for which in (None, [0, 2]))
-    assert some.layers == {index: whole.layers[index] for index in (0, 2)}
-    set_strength(model, 0.0, layers=[1])
-    assert some.together == held.lost(model)
-
-
 def test_after_an_error_the_strengths_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch_model(stock("llama"), "belief")
     held = HeldOut(model, batches("llama"), progress=False)

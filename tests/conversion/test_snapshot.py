@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.conversion.snapshot import Snapshot, given_back, taken
+from hf_attn_swap.conversion.journal import Snapshot, given_back, taken
 from hf_attn_swap.layer.calibration import Calibration
 from hf_attn_swap.layer.swap import Swap
 from hf_attn_swap.layer.value_scale import ValueScale
@@ -55,12 +55,3 @@ def test_given_back(written: bool) -> None:
     given_back(snapshot, held(model))
     assert same(weights(model), before)
     assert [swap.spec() for swap in swaps(model)] == specs
-
-
-def test_a_snapshot_is_a_copy() -> None:
-    model = perturb(patch_model(stock("bert"), "gated"))
-    weight = model.get_input_embeddings().weight
-    snapshot = taken(held(model), [weight])
-    wanted = {name: value.clone() for name, value in snapshot.named(model).items()}
-    changed(model)
-    assert same(snapshot.named(model), wanted)

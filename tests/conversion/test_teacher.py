@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_attn_swap import patch_model, set_strength, unpatch_model
-from hf_attn_swap.conversion import Losses, calibrate, merge_calibration
+from hf_attn_swap.conversion import Losses, calibrate
 from hf_attn_swap.conversion.trainable import with_adapters
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, distance, forward, fresh, perturb, refused, swaps
@@ -94,25 +94,6 @@ def test_adapters(name: str, more: dict[str, Any], tmp_path: Path) -> None:
     assert torch.equal(teacher_of(trainer, batch), wanted)
 
 
-@pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
-def test_a_head_that_peft_saves(name: str, tmp_path: Path) -> None:
-    """The classifier trains as a copy in `modules_to_save`, and the teacher has the original."""
-    batch = batch_of(name, torch.float32)
-    stock = fresh(name, torch.float32, head="classification")
-    ending = "score" if hasattr(stock, "score") else "classifier"
-    model = adapted(patch_model(fresh(name, torch.float32, head="classification"), "simpletron_resl"), name)
-    model = peft.get_peft_model(model.unload(), lora(name, task_type="SEQ_CLS", modules_to_save=[ending]))
-    trainer = distiller(model, tmp_path, name, losses=Losses(hidden=0.5))
-    assert trainer.teacher.frozen == {}
-    first, before = loss_of(trainer, batch), weights_of(model)
-    trainer.train()
-    assert any(f"{ending}.modules_to_save" in key for key in moved(model, before))
-    assert loss_of(trainer, batch) < first
-    assert torch.equal(teacher_of(trainer, batch), forward(stock, batch))
-    student = forward(model, batch)
-    assert distance(forward(trainer.merge_and_unload(), batch), student) < 1e-5
-
-
 @pytest.mark.parametrize("wrapped", [True, False], ids=["get_peft_model", "inject_adapter_in_model"])
 def test_adapters_that_trained_before(wrapped: bool, tmp_path: Path) -> None:
     """Adapters with an effect are off in the teacher, in PEFT's wrapper and inside the model, and on again after it."""
@@ -138,33 +119,6 @@ def test_adapters_that_trained_before(wrapped: bool, tmp_path: Path) -> None:
     assert not torch.equal(forward(model.eval(), batch), student)
 
 
-def test_frozen_adapters_stay_frozen(tmp_path: Path) -> None:
-    """PEFT switches every adapter's gradients on where it switches adapters on; the user's choice is kept."""
-    model = adapted(patch_model(fresh("bert", torch.float32), "simpletron_resl"))
-    for key, parameter in model.named_parameters():
-        if "layer.0." in key or "lora_A" in key:
-            parameter.requires_grad_(False)
-    flags = {key: parameter.requires_grad for key, parameter in model.named_parameters()}
-    assert 0 < sum(flags.values()) < sum("lora_" in key for key in flags)
-    trainer, before = distiller(model, tmp_path), weights_of(model)
-    trainer.train()
-    assert {key: parameter.requires_grad for key, parameter in model.named_parameters()} == flags
-    assert {key for key, flag in flags.items() if flag} >= moved(model, before) != set()
-
-
-def test_no_second_copy_of_the_weights(tmp_path: Path) -> None:
-    """With adapters, the trainer holds no copy of a weight; the layers' error copies the adapters alone."""
-    model = adapted(patch_model(fresh("bert", torch.float32), "simpletron_resl"))
-    trainer = distiller(model, tmp_path, losses=EVERY)
-    assert sum(value.nbytes for value in trainer.teacher.frozen.values()) == 0
-    assert trainer.teacher.model is None
-    copies = [each for frozen in trainer.errors.frozen for each in frozen.values()]
-    adapters = [p for key, p in model.named_parameters() if "lora_" in key]
-    assert sum(each.nbytes for each in copies) == sum(each.nbytes for each in adapters)
-    assert 5 * sum(each.nbytes for each in copies) < sum(each.nbytes for each in model.parameters())
-    assert distiller(model, tmp_path).errors is None
-
-
 @pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=pytest.mark.slow), "vit"])
 @pytest.mark.parametrize("losses", [Losses(), EVERY], ids=["logits", "every"])
 def test_another_model(name: str, losses: Losses, tmp_path: Path) -> None:
@@ -187,28 +141,6 @@ def test_another_model(name: str, losses: Losses, tmp_path: Path) -> None:
     assert not any(module.training for module in teacher.modules())
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
     assert torch.equal(teacher_of(trainer, batch), wanted)
-
-
-def test_another_model_can_teach_merged_layers(tmp_path: Path) -> None:
-    batch = batch_of("bert", torch.float32)
-    model = patch_model(fresh("bert", torch.float32), "simpletron_resl")
-    calibrate(model, [batch_of("bert", torch.float32, seed=seed) for seed in range(12)], progress=False)
-    merge_calibration(model)
-    with refused("so strength 0 is no longer the original; pass the original model"):
-        distiller(model, tmp_path, trainable="body")
-    trainer = distiller(model, tmp_path, trainable="body", teacher=fresh("bert", torch.float32))
-    first = loss_of(trainer, batch)
-    trainer.train()
-    assert loss_of(trainer, batch) < first
-
-
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_a_calibration_does_not_change_it(name: str, tmp_path: Path) -> None:
-    model = patch_model(fresh(name, torch.float32), "simpletron_resl")
-    calibrate(model, [batch_of(name, torch.float32, seed=seed) for seed in range(12)], progress=False)
-    trainer, batch = distiller(model, tmp_path, name, trainable=("swap",)), batch_of(name, torch.float32)
-    assert trainer.teacher.frozen == {}
-    assert torch.equal(teacher_of(trainer, batch), forward(fresh(name, torch.float32), batch))
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -310,32 +242,7 @@ def test_adapters_leave_the_original_until_they_are_merged(tmp_path: Path) -> No
     assert retrained(trainer.merge_and_unload())
 
 
-def test_only_a_training_of_the_original_weights_is_noted(tmp_path: Path) -> None:
-    for trainable, changes in (("query", True), ("swap", False)):
-        model = patch_model(fresh("bert", torch.float32), "gated")
-        distiller(model, tmp_path, trainable=trainable, args={"num_train_epochs": 1}).train()
-        assert retrained(model) is changes
-
-
 # -- Wrong inputs, each in one line ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("losses", "reason"),
-    [
-        ({"logits": 0.0}, "one must be above 0"),
-        ({"hidden": -1.0}, "the weights of the losses must be at least 0"),
-        ({"layers": -0.1, "hidden": 1.0}, "the weights of the losses must be at least 0"),
-        ({"logits": float("nan")}, "the weights of the losses must be"),
-        ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
-        ({"temperature": -1.0}, "temperature must be above 0"),
-        ({"temperature": float("inf")}, "temperature must be"),
-        ({"hidden_layers": "first"}, "hidden_layers must be 'all' or 'last', got 'first'"),
-    ],
-)
-def test_losses_refused(losses: dict[str, Any], reason: str) -> None:
-    with refused(reason):
-        Losses(**losses)
 
 
 def patched(**more: Any) -> Any:
@@ -376,34 +283,3 @@ def test_a_model_without_logits(tmp_path: Path) -> None:
     with refused("the model gives no logits; set the loss 'logits' to 0 and 'hidden' above 0"):
         loss_of(distiller(model, tmp_path, trainable="body"), batch)
     assert loss_of(distiller(model, tmp_path, trainable="body", losses=HIDDEN), batch) > 0
-
-
-@pytest.mark.parametrize(
-    ("more", "which"),
-    [({"hidden_size": 16}, "all"), ({"hidden_size": 16}, "last"), ({"num_hidden_layers": 2}, "all")],
-    ids=["width", "last width", "depth"],
-)
-def test_hidden_states_of_another_size(more: dict[str, Any], which: Any, tmp_path: Path) -> None:
-    """A narrower or shallower teacher can give logits, but no hidden states for every layer."""
-    trainer = distiller(patched(), tmp_path, trainable="body", teacher=fresh("bert", torch.float32, **more))
-    assert loss_of(trainer, batch_of("bert")) > 0
-    losses = Losses(hidden=1.0, hidden_layers=which)
-    trainer = distiller(patched(), tmp_path, trainable="body", losses=losses, teacher=trainer.teacher.model)
-    with refused("the teacher's hidden states"):
-        loss_of(trainer, batch_of("bert"))
-
-
-def test_labels_alone(tmp_path: Path) -> None:
-    rows = [{"labels": torch.tensor(1)}] * 4
-    trainer = distiller(patched(), tmp_path, trainable="body", train_dataset=rows)
-    with refused("the batch holds no inputs of the model, only ['labels']; keep input_ids (or images)"):
-        trainer.train()
-
-
-@pytest.mark.parametrize("name", ["bert", "llama"])  # OPT takes no such mask
-def test_a_mask_that_does_not_tell_padding(name: str, tmp_path: Path) -> None:
-    trainer = distiller(patch_model(fresh(name, torch.float32), "belief"), tmp_path, name, trainable="body")
-    batch = batch_of(name, torch.float32)
-    square = torch.ones(2, 1, 6, 6, dtype=torch.bool)
-    with refused("does not say which of (2, 6) tokens are real"):
-        loss_of(trainer, {**batch, "attention_mask": square})

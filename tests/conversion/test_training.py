@@ -13,15 +13,12 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_attn_swap.conversion.distill import (
-    Training,
     epochs_of,
-    exhausted,
     last_whole_checkpoint,
-    rows_read,
     share_of_budget,
 )
 from hf_attn_swap.conversion.rows import Rows
-from hf_attn_swap.conversion.run import Budget, rows_per_step
+from hf_attn_swap.conversion.run import Budget
 from hf_attn_swap.conversion.stages import Distil
 from tests.contract.harness import refused
 
@@ -44,19 +41,6 @@ def state(length: int, folder: Path, **budget: int) -> Any:
     )
 
 
-@pytest.mark.parametrize(("length", "wanted"), [(64, 4), (100, 3), (256, 1), (4096, 1), (0, 1)])
-def test_a_step_reads_some_256_tokens(length: int, wanted: int) -> None:
-    assert rows_per_step(Distil(), rows_of(length)) == wanted
-    assert rows_per_step(Distil(batch=16), rows_of(length)) == 16
-
-
-def test_a_budget_below_one_step_is_exhausted(tmp_path: Path) -> None:
-    assert exhausted(state(3, tmp_path, left=5))
-    assert not exhausted(state(3, tmp_path, left=6))
-    assert exhausted(state(0, tmp_path, left=1)), "rows count where they hold no tokens"
-    assert not exhausted(state(0, tmp_path, left=2))
-
-
 @pytest.mark.parametrize(("tokens", "left", "count"), [(100, 12, 4), (7, 100, 2), (1, 100, 1)])
 def test_a_share_of_the_budget_goes_on_in_the_order(tokens: int, left: int, count: int, tmp_path: Path) -> None:
     found = state(3, tmp_path, left=left, read=3)
@@ -65,35 +49,6 @@ def test_a_share_of_the_budget_goes_on_in_the_order(tokens: int, left: int, coun
     assert [row["input_ids"][0] for row in training.rows] == order
     assert (training.args.train_batch_size, training.args.num_train_epochs) == (2, 1)
     assert Path(str(training.args.output_dir)) == tmp_path / "distil-1.2"
-
-
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("progress", [False, True])
-def test_arguments_that_decide_about_a_training(kept: bool, progress: bool, tmp_path: Path) -> None:
-    """The budget decides how long it is, and the journal whether it is saved, whatever the user's arguments say."""
-    found = state(3, tmp_path, left=100)
-    found.args = TrainingArguments(output_dir=str(tmp_path), max_steps=1, num_train_epochs=7, weight_decay=0.5)
-    found.journal.folder, found.progress = tmp_path if kept else None, progress
-    args = share_of_budget(found, DISTIL, 100, "x").args
-    assert (args.max_steps, args.num_train_epochs, args.weight_decay) == (-1, 1, 0.0)
-    assert (args.learning_rate, args.lr_scheduler_type, args.get_warmup_steps(200)) == (1e-4, "cosine", 10)
-    assert (args.save_strategy == "no") != kept
-    assert args.disable_tqdm != progress
-    assert (args.logging_strategy, args.logging_steps) == ("steps", 10), "progress differs between processes"
-
-
-def test_low_memory_reads_one_row_at_a_time(tmp_path: Path) -> None:
-    found = state(3, tmp_path, left=100)
-    found.config.low_memory = True
-    args = share_of_budget(found, DISTIL, 100, "x").args
-    assert (args.train_batch_size, args.gradient_accumulation_steps) == (1, 2)
-    assert getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing
-
-
-def test_rows_that_were_read() -> None:
-    args: Any = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=3, world_size=2)
-    training = Training(range(30), args)
-    assert [rows_read(training, steps) for steps in (0, 1, 2, 3)] == [0, 12, 24, 30]
 
 
 def test_epochs_of_a_stage(tmp_path: Path) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-import itertools
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -21,26 +18,19 @@ from hf_attn_swap.families import sites
 from hf_attn_swap.functional import belief_projection
 from hf_attn_swap.layer.registry import parse
 from hf_attn_swap.layer.value_scale import ValueScale
-from tests.contract.cells import COMPOSITIONS, FAMILY_NAMES, SINGLES
+from tests.contract.cells import FAMILY_NAMES, SINGLES
 from tests.contract.harness import (
-    CAUSAL_FAMILIES,
     assert_identical,
-    assert_same,
     batch_of,
     distance,
     forward,
     fresh,
     padding_side,
-    perturb,
     real,
     refused,
     run,
-    run_all,
     swaps,
 )
-from tests.generic import harness as generic
-from tests.harness.checkpointing import ABLE, enable
-from tests.harness.generation import assert_equal_generation, prompt_of
 from tests.slow import slow_belief_projection
 
 from .batches import padded_batches
@@ -56,8 +46,6 @@ def projects(name: str) -> bool:
 
 
 PROJECTING = [name for name in SINGLES if projects(name)]
-COMPOSED = [name for name in COMPOSITIONS if projects(name)]
-OTHERS = [name for name in SINGLES if not projects(name)]
 
 
 def drawn(like: Tensor, seed: int) -> Tensor:
@@ -120,20 +108,6 @@ def test_the_same_model_with_scaled_weights(name: str, variant: str, strength: f
     plain = forward(model, batch)
     assert distance(forward(put(model), batch), wanted) <= TOLERANCE
     assert distance(plain, wanted) > 1e-6
-
-
-@pytest.mark.parametrize("name", ["bert", "llama"])
-@pytest.mark.parametrize("variant", [name for name in PROJECTING if parse(name)[0].projections])
-def test_a_second_output_projection(name: str, variant: str) -> None:
-    batch = batch_of(name)
-    wanted = patch_model(by_hand(fresh(name)), variant)
-    model = put(perturb(patch_model(fresh(name), variant)))
-    for theirs, ours, seed in zip(swaps(wanted), swaps(model), itertools.count(), strict=False):
-        scale = drawn(ours.value_scale.squares, seed).repeat_interleave(ours.value_scale.group, 0).flatten()
-        for left, right in zip(theirs.variants, ours.variants, strict=True):
-            for each in left.projections:
-                left.get_submodule(each).weight.data = right.get_submodule(each).weight.data / scale
-    assert distance(forward(model, batch), forward(wanted, batch)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -212,26 +186,6 @@ def test_padding_does_not_count() -> None:
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_the_first_batches_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = batch_of("llama")
-    monkeypatch.setattr(value_scale, "TOKENS", batch["input_ids"].numel() + 1)
-    read = []
-    stream = (read.append(number) or batch for number in range(9))
-    scale_values(patch_model(fresh("llama"), "belief"), stream, progress=False)
-    assert read == [0, 1]
-
-
-def test_wide_models_read_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = []
-    solve = value_scale.solve
-    monkeypatch.setattr(value_scale, "NUMBERS", 32 * 5)
-    monkeypatch.setattr(value_scale, "solve", lambda *args: shapes.append(args[0].shape) or solve(*args))
-    model = patch_model(fresh("bert"), "belief")
-    scale_values(model, batch_of("bert"), progress=False)
-    assert all(rows <= 5 and width == 32 for rows, width in shapes)
-    assert len(shapes) == len(swaps(model))
-
-
 def test_scales_that_do_not_help_are_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(value_scale, "STEPS", 0)
     model = patch_model(fresh("bert"), "belief")
@@ -258,69 +212,6 @@ def test_the_stock_model_stays(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(model.state_dict()[key], value), key
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", [*PROJECTING, COMPOSED[0]])
-def test_fused_equals_reference(name: str, variant: str) -> None:
-    model, batch = put(patch_model(fresh(name), variant)), batch_of(name, padded=padding_side(name))
-    assert_same(run_all(model, batch), run_all(model, batch, output_attentions=True))
-
-
-@pytest.mark.parametrize("name", CAUSAL_FAMILIES)
-@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
-def test_generation(name: str, cache: dict[str, Any]) -> None:
-    model = put(patch_model(fresh(name), PROJECTING[0]))
-    model.generation_config.eos_token_id = None
-    assert_equal_generation(model, prompt_of(name, "left"), cache)
-
-
-@pytest.mark.parametrize("name", ABLE)
-def test_activation_checkpointing(name: str) -> None:
-    model = put(patch_model(fresh(name), PROJECTING[0])).train()
-    batch = batch_of(name) | ({"use_cache": False} if name in CAUSAL_FAMILIES else {})
-    torch.manual_seed(0)
-    wanted = run_all(model, batch)
-    enable(model, activation_checkpointing_kwargs={"use_reentrant": False})
-    torch.manual_seed(0)
-    assert_same(run_all(model, batch), wanted)
-
-
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_saved_and_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """In another precision too, the scales are the same."""
-    model, batch = put(patch_model(fresh(name, torch.float32), PROJECTING[0])), batch_of(name, torch.float32)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
-    assert in_config(loaded) == [True] * len(swaps(model))
-    for ours, theirs in zip(squares(model), squares(loaded), strict=True):
-        assert ours is not None
-        assert theirs is not None
-        assert torch.equal(ours, theirs.float())
-    if dtype == torch.float32:
-        assert torch.equal(forward(loaded, batch), forward(model, batch))
-    assert torch.equal(forward(copy.deepcopy(model), batch), forward(model, batch))
-
-
-def test_missing_scales_are_an_error(tmp_path: Path) -> None:
-    model = patch_model(fresh("llama", torch.float32), PROJECTING[0])
-    model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["attn_swap"]["swaps"][0]["value_scale"] = True
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with refused("missing weights of the swapped attention"):
-        type(model).from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("name", sorted(generic.SUBJECTS)[:6])
-def test_other_architectures(name: str) -> None:
-    if not generic.behind_the_interface(name) or generic.refusal(name, PROJECTING[0]) is not None:
-        pytest.skip("this transformers does not let belief into this architecture")
-    dtype = generic.dtype_of(name)
-    model = patch_model(generic.build(name), PROJECTING[0])
-    report = scale_values(model, generic.batch_of(name, dtype), progress=False)
-    assert all(report.after[index] <= report.before[index] for index in report.before)
-
-
 # ---- In calibrate and convert
 
 
@@ -337,12 +228,6 @@ def test_calibrate_scales_first(scale: bool, monkeypatch: pytest.MonkeyPatch) ->
     scale_values(other, batches, progress=False)
     if scale:
         assert all(torch.equal(*pair) for pair in zip(squares(model), squares(other), strict=True))
-
-
-def test_another_source_keeps_the_scales() -> None:
-    model = patch_model(fresh("llama"), PROJECTING[0])
-    calibrate(model, padded_batches("llama"), fit="gain", source="outeffhop", progress=False)
-    assert in_config(model) == [False] * len(swaps(model))
 
 
 def test_a_calibration_that_fails_leaves_no_scales() -> None:
@@ -363,19 +248,6 @@ def test_convert_takes_scales_without_a_fit(monkeypatch: pytest.MonkeyPatch) -> 
     assert in_config(model) == [True] * len(swaps(model))
 
 
-@pytest.mark.parametrize("fits", [("gain",), ("gain", "map")])
-def test_convert_scales_once(fits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many fits of the heads follow."""
-    monkeypatch.setattr(importlib.import_module("hf_attn_swap.conversion.calibrate"), "FITS", fits)
-    solved = []
-    solve = value_scale.solve
-    monkeypatch.setattr(value_scale, "solve", lambda *args: solved.append(args) or solve(*args))
-    model = fresh("gpt2", torch.float32)
-    rows = [{"input_ids": row} for each in padded_batches("gpt2", torch.float32) for row in each["input_ids"]]
-    convert(model, PROJECTING[0], rows, tokens=64, progress=False)
-    assert len(solved) == len(swaps(model))
-
-
 def test_copies_of_peft_are_scaled_too() -> None:
     """PEFT computes with its copy of a swap, and keeps the original beside the copy."""
     model = patch_model(fresh("bert"), PROJECTING[0])
@@ -387,12 +259,6 @@ def test_copies_of_peft_are_scaled_too() -> None:
 
 
 # ---- Refused
-
-
-@pytest.mark.parametrize("variant", OTHERS)
-def test_a_variant_that_does_not_project(variant: str) -> None:
-    with refused("no swapped layer projects on values"):
-        scale_values(patch_model(fresh("bert"), variant), batch_of("bert"), progress=False)
 
 
 def test_weights_that_fit_their_scales() -> None:

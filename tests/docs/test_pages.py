@@ -22,7 +22,6 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 
 import hf_attn_swap
 from hf_attn_swap import analysis, configurations, conversion, dynamics, functional, memory, quantization
-from hf_attn_swap.conversion.losses import LOSSES
 from hf_attn_swap.conversion.stages import read_stages
 from hf_attn_swap.layer.fitted import FITTED
 from hf_attn_swap.variants.base import VARIANTS
@@ -71,8 +70,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def without_new_names() -> Iterator[None]:
-    """Forget the variants, the fits and the losses that an example registers."""
-    before = [(table, dict(table)) for table in (VARIANTS, FITTED, LOSSES)]
+    """Forget the variants and the fits that an example registers."""
+    before = [(table, dict(table)) for table in (VARIANTS, FITTED)]
     try:
         yield
     finally:

@@ -112,5 +112,5 @@ def test_weights_that_wait_are_not_merged(family: str) -> None:
     model = perturb(patch_model(fresh(family), "belief"))
     cpu_offload(model, torch.device("cpu"))
     calibrate(model, [batch_of(family)], fit="gain", progress=False)
-    with refused("is not here", "without offloading"):
+    with refused("holds no plain matrix"):
         merge_calibration(model)

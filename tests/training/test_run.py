@@ -75,7 +75,7 @@ def test_transfer_back(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Queries, keys and values stay those that the variant learned."""
     recipe(
         "transfer_back.py",
-        options(tiny, tmp_path, "--variant", "simpletron_resl", "--stages", "calibrate", "fine_tune", *NO_SAVING),
+        options(tiny, tmp_path, "--variant", "simpletron_resl", *NO_SAVING),
         monkeypatch,
     )
     found = {}
