@@ -80,6 +80,9 @@ def convert(
         bool, typer.Option("--absorb/--no-absorb", help="Try one token as a sink, in a causal language model.")
     ] = True,
     option: Options = None,
+    target: Annotated[
+        str | None, typer.Option(help="engine: the form that `export` writes for vLLM and llama.cpp.")
+    ] = None,
     length: Length = LENGTH,
     low_memory: Annotated[
         bool, typer.Option("--low-memory", help="Slower, with less memory: adapters, and one row at a time.")

@@ -20,6 +20,7 @@ from ..text.tokenizer import own_tokenizer
 from ..text.typed import refuse_name
 from ..variants.sink import Sink
 from ..variants.softmax import Softmax
+from .engine_form import ENGINE, engine_form
 from .sensitivity import OPTION, by_heads
 from .stages import Distil
 
@@ -63,11 +64,13 @@ class ConvertConfig:
     stages: Sequence[Distil] = ()
     low_memory: bool = False
     length: int = 256
+    target: str | None = None
     quantized: bool = False
 
     def __post_init__(self) -> None:
         refuse_name(self.processor, "processor")
         self._check_numbers()
+        self._check_target()
         self._check_heads()
         if self.fit not in ("auto", None, *FITS):
             raise ValueError(f'fit is "auto", None or one of {", ".join(FITS)}, got {self.fit!r}.')
@@ -137,6 +140,20 @@ class ConvertConfig:
         for name, (value, least, example) in counts.items():
             if value is not None and not (isinstance(value, Integral) and int(value) >= least):
                 raise ValueError(f"{name} must be a whole number, {least} or more, such as {example}, got {value!r}.")
+
+    def _check_target(self) -> None:
+        """Take the form of the variant that other programs run, if the result is for them."""
+        if self.target is None:
+            return
+        if self.target != ENGINE:
+            raise ValueError(f"target is {ENGINE!r} or None, got {self.target!r}.")
+        if self.heads is not None:
+            raise ValueError(
+                f"target={ENGINE!r} converts whole layers; leave heads out (keep= leaves layers as they are)."
+            )
+        variant, options = engine_form(self.variant, self.options)
+        object.__setattr__(self, "variant", variant)
+        object.__setattr__(self, "options", options)
 
     def _check_heads(self) -> None:
         """Refuse a choice of heads that has nothing to choose."""

@@ -78,6 +78,7 @@ def convert(
     low_memory: bool = False,
     teacher: PreTrainedModel | None = None,
     length: int = 256,
+    target: Literal["engine"] | None = None,
     output_dir: str | Path | None = None,
     args: TrainingArguments | None = None,
     progress: bool = True,
@@ -133,6 +134,8 @@ def convert(
             are computed again in the backward pass. The steps have the same number of rows.
         teacher: another model that gives the targets, and that losses are compared with; None is the model itself.
         length: the number of tokens of a row, when `data` are texts.
+        target: "engine" converts to the form that `export` can write for vLLM and llama.cpp: a window in whole layers
+            and without first tokens, with a `sink` of a learned score and value in their place.
         output_dir: a folder for checkpoints. The same call with the same folder goes on where the last one ended. None
             keeps nothing.
         args: more arguments of the training, such as `bf16=True` (without a GPU, transformers wants `use_cpu=True`
@@ -172,6 +175,7 @@ def convert(
         stages=stages,
         low_memory=low_memory,
         length=length,
+        target=target,
     )
     with started(model, config, data, eval_data, teacher, output_dir, args, progress) as run:
         selection, heads_alone = convert_steps(run)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..core.kind import Kind
 from ..layer.registry import canonical_keys, parse, parse_options
+from ..layer.swap import Swap
 from ..measuring.batches import evaluating
 from ..measuring.lost import Lost
 from ..patch import build_swap, need_installation, replace_swaps, softmax_swaps, swappable
@@ -41,6 +42,13 @@ SHORT = 16  # tokens on which positions and pairs are tried
 ROUNDING = 1e-3  # the largest relative difference of outputs that is rounding, in fp32,
 MOVED = 0.05  # in half precision: by other positions,
 SHARE = 0.15  # and by pairs instead of tokens, as a share of what the tokens change
+
+KINDS = ("key_value", "score_value")  # of `sink`, which can stand for a token
+NOT_STOCK = (
+    "with these pairs the model is not the stock model that reads the tokens first: its positions are not relative in "
+    f"all layers, something else than attention carries tokens on, or a sliding window is shorter than {SHORT} tokens; "
+    "train the sink instead."
+)
 
 Pair = tuple[Tensor, Tensor]  # keys and values of a layer, (G,n,D) each
 
@@ -98,7 +106,8 @@ def absorb_sink(
 
     Args:
         model: a causal language model that is patched in all layers with `sink`, alone or in a composition, with
-            kind="key_value". Its positions must count relatively, as rotary embeddings do.
+            kind="key_value"; or with "score_value", which gets the mean score of the key over the texts in its place.
+            Its positions must count relatively, as rotary embeddings do.
         processor: its tokenizer.
         texts: a few texts; the first eight are read, 512 tokens of each.
         tokens: the numbers of the tokens to take, instead of a search.
@@ -139,10 +148,15 @@ def absorb_rows(
             chosen = _search(model, processor, rows, count) if tokens is None else tuple(map(int, tokens))
             after = _measure(model, rows, chosen)
         pairs = _pairs(model, installation, chosen)
-        _check_pairs(model, installation, pairs, chosen, rows[0][:, :SHORT])
+        tried = _with_pairs(installation, pairs, chosen)
+        short = rows[0][:, :SHORT]
+        with installation.temporarily(tried):
+            got = _output(model, short)
+            scores = _mean_scores(model, tried, rows) if _constant(sinks) else {}
+        _check_pairs(model, installation, chosen, short, got)
         for layer, copies in sinks.items():
             for sink in copies:
-                _write(sink, pairs[layer])
+                _write(sink, pairs[layer], scores.get(layer))
     return Absorbed(
         tokens=chosen,
         words=tuple(processor.decode([token]) for token in chosen),
@@ -168,12 +182,12 @@ def _sinks(installation: Installation) -> dict[Layer, list[Sink]]:
     by_layer: dict[Layer, list[Sink]] = {}
     for layer in every:
         at = [swap.at("keys") for swap in layer.copies]
-        sinks = [sink for sink in at if isinstance(sink, Sink) and sink.options.kind == "key_value"]
+        sinks = [sink for sink in at if isinstance(sink, Sink) and sink.options.kind in KINDS]
         if sinks and len(sinks) == len(layer.copies):
             by_layer[layer] = sinks
     if missing := len(every) - len(by_layer):
         raise ValueError(
-            f"{missing} of {len(every)} attention layers have no sink with kind='key_value', so the model could not "
+            f"{missing} of {len(every)} attention layers have no sink of keys and values, so the model could not "
             "be the stock model on a token and the text; patch all layers with sink first."
         )
     sinks = [sink for copies in by_layer.values() for sink in copies]
@@ -297,35 +311,62 @@ def _pairs(model: Any, installation: Installation, tokens: tuple[int, ...]) -> d
     return pairs
 
 
-def _check_pairs(
-    model: Any, installation: Installation, pairs: dict[Layer, Pair], tokens: tuple[int, ...], row: Tensor
-) -> None:
-    """Compare the model with these pairs on a short text with the stock model on the tokens and the text.
+def _with_pairs(installation: Installation, pairs: dict[Layer, Pair], tokens: tuple[int, ...]) -> dict[Layer, Swap]:
+    """A swap with these pairs alone for every layer.
 
     Raises:
-        ValueError: the outputs differ by more than rounding, or a layer has no such pairs.
+        ValueError: a layer has no such pairs.
     """
     classes = parse("sink")
     options = parse_options(classes, {"tokens": len(tokens)})
     tried = {layer: build_swap(layer, classes, options) for layer in installation.layers()}
-    sinks = {layer: swap.at("keys") for layer, swap in tried.items()}
-    if all(layer in pairs and _fits(sink, pairs[layer]) for layer, sink in sinks.items()):
-        for layer, sink in sinks.items():
-            assert isinstance(sink, Sink)
-            _write(sink, pairs[layer])
-        with installation.temporarily(tried):
-            got = _output(model, row)
-        with installation.stock():
-            wanted = _output(model, _behind(tokens, row))[:, len(tokens) :]
-            without = _output(model, row)
-        bound = SHARE * (without - wanted).norm() if _half(got) else ROUNDING * wanted.norm()
-        if (got - wanted).norm() <= bound:
-            return
-    raise ValueError(
-        "with these pairs the model is not the stock model that reads the tokens first: its positions are not relative "
-        f"in all layers, something else than attention carries tokens on, or a sliding window is shorter than {SHORT} "
-        "tokens; train the sink instead."
-    )
+    for layer, swap in tried.items():
+        sink = swap.at("keys")
+        assert isinstance(sink, Sink)
+        if layer not in pairs or not _fits(sink, pairs[layer]):
+            raise ValueError(NOT_STOCK)
+        _write(sink, pairs[layer])
+    return tried
+
+
+def _check_pairs(model: Any, installation: Installation, tokens: tuple[int, ...], row: Tensor, got: Tensor) -> None:
+    """Compare what a model with the pairs gives on a short text with the stock model on the tokens and the text.
+
+    Raises:
+        ValueError: the outputs differ by more than rounding.
+    """
+    with installation.stock():
+        wanted = _output(model, _behind(tokens, row))[:, len(tokens) :]
+        without = _output(model, row)
+    bound = SHARE * (without - wanted).norm() if _half(got) else ROUNDING * wanted.norm()
+    if not (got - wanted).norm() <= bound:
+        raise ValueError(NOT_STOCK)
+
+
+def _mean_scores(model: Any, swaps: dict[Layer, Swap], rows: Sequence[Tensor]) -> dict[Layer, Tensor]:
+    """The mean score of the pair of each layer over the queries of the texts, (H,N); `swaps` are in their layers."""
+    sums: dict[Layer, Tensor] = {}
+    queries = sum(row.shape[1] for row in rows)
+
+    def add(layer: Layer) -> Any:
+        def hook(swap: Any, args: tuple[Any, ...]) -> None:
+            inputs, call = args[:2]
+            scores = swap.at("keys").extra_kv(inputs, call).scores(inputs).sum((0, 2))
+            sums[layer] = sums.get(layer, 0) + scores / queries
+
+        return hook
+
+    with contextlib.ExitStack() as hooked:
+        for layer, swap in swaps.items():
+            hooked.callback(swap.register_forward_pre_hook(add(layer)).remove)
+        for row in rows:
+            _output(model, row)
+    return sums
+
+
+def _constant(sinks: dict[Layer, list[Sink]]) -> bool:
+    """True if the sinks have scores in place of keys."""
+    return any(sink.options.kind != KINDS[0] for copies in sinks.values() for sink in copies)
 
 
 def _fits(sink: Any, pair: Pair) -> bool:
@@ -333,13 +374,17 @@ def _fits(sink: Any, pair: Pair) -> bool:
     return [tensor.shape for tensor in pair] == [sink.learned.key.shape, sink.learned.value.shape]
 
 
-def _write(sink: Sink, pair: Pair) -> None:
-    """Give a sink these keys and values."""
-    key, value, _ = sink.learned()
-    assert key is not None
+def _write(sink: Sink, pair: Pair, score: Tensor | None = None) -> None:
+    """Give a sink these keys and values; or this score in place of the keys."""
+    key, value, own_score = sink.learned()
     assert value is not None
-    key.copy_(pair[0])
     value.copy_(pair[1])
+    if own_score is not None:
+        assert score is not None
+        own_score.copy_(score)
+    else:
+        assert key is not None
+        key.copy_(pair[0])
 
 
 # -- The step of a conversion ------------------------------------------------------------------------------------------
@@ -367,7 +412,8 @@ def _may_have_sink(run: Run) -> bool:
     config = run.config
     if not config.absorb or run.rows.unit != TOKENS or not hasattr(config.processor, "all_special_ids"):
         return False
-    if config.layers is not None or config.modules is not None or config.keep:
+    chosen = config.layers is not None or config.modules is not None
+    if chosen or (config.keep and config.target is None):
         return False
     layers = run.installation.layers()
     return all(layer.site.kind is Kind.DECODER for layer in layers) and _with_sink(config) is not None
@@ -378,6 +424,8 @@ def _with_sink(config: ConvertConfig) -> tuple[str, dict[str, Any]] | None:
     classes = parse(config.variant)
     if Sink in classes:
         return config.variant, config.options
+    if config.target is not None:  # a pair that turns with the query could not leave
+        return None
     if config.quantized and classes == (Softmax,):
         return Sink.name, {}
     name = f"{Sink.name}+{config.variant}"
