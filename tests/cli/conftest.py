@@ -1,4 +1,4 @@
-"""A tiny random BERT and a labelled text set on disk, a small demo on both, and a way to run one command."""
+"""A tiny random BERT and a labelled text set on disk, and a way to run one command."""
 
 import csv
 import os
@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from hf_attn_swap.cli import run
-from hf_attn_swap.demo.options import DemoOptions
 
 GOOD, BAD, NEUTRAL = (
     ("fine", "great", "lovely"),
@@ -100,23 +99,6 @@ def labelled_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 words = [*rng.choices(NEUTRAL, k=rng.randint(2, 9)), rng.choice(GOOD if label == "good" else BAD)]
                 writer.writerow([" ".join(words), label])
     return folder
-
-
-@pytest.fixture(scope="session")
-def options(tiny_bert: Path, labelled_texts: Path) -> DemoOptions:
-    """A demo of two variants on the model and the texts above."""
-    return DemoOptions(
-        variants=("outeffhop+gated", "simpletron_resl"),
-        model=str(tiny_bert),
-        dataset=str(labelled_texts),
-        text_column="sentence",
-        label_column="sentiment",
-        train_size=48,
-        test_size=32,
-        tokens=400,
-        batch_size=8,
-        learning_rate=1e-3,
-    )
 
 
 @pytest.fixture

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
-from typer.main import get_command
 
 import hf_attn_swap
 from hf_attn_swap import cli, list_variants
-from hf_attn_swap.demo.options import DemoOptions
 from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish import checkpoint
 from tests.harness.process import python
@@ -55,7 +53,6 @@ def test_without_arguments_it_shows_help(command: Command) -> None:
         ("patch", "MODEL", "modern_hopfield+clipped_softmax", "out", "-o", "alpha=0.1"),
         ("patch", "MODEL", "simpletron+belief", "out"),
         ("describe", "MODEL", "--task", "bogus"),
-        ("demo", "--max-loss", "0"),
         ("demo", "--variants", "softmax"),
         ("demo", "--variants", "belief,belief"),
         ("demo", "--train-size", "0"),
@@ -181,17 +178,6 @@ def test_patch_saves_in_another_precision(command: Command, tiny_bert: Path, tmp
     assert command("patch", tiny_bert, "gated", tmp_path / "out", "--dtype", "bfloat16").code == 0
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
-
-
-def test_the_demo_has_the_defaults_of_its_options() -> None:
-    """The command repeats them, so that its help need not load the package."""
-    wanted = DemoOptions()
-    for parameter in get_command(cli.app).commands["demo"].params:  # type: ignore[attr-defined]  # a group
-        given = parameter.default
-        assert parameter.name is not None
-        if parameter.name not in ("help", "quiet"):
-            own = getattr(wanted, parameter.name)
-            assert given == (",".join(own) if parameter.name == "variants" else own), parameter.name
 
 
 def test_patch_saves_what_plain_from_pretrained_loads(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
