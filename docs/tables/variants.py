@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_attn_swap.layer.registry import get_variant, list_variants
-from hf_attn_swap.publish.citations import bibtex
+from hf_attn_swap.publish.card import bibtex
 from hf_attn_swap.text.table import markdown
 from hf_attn_swap.variants.base import Variant
 

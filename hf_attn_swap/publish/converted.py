@@ -28,9 +28,9 @@ from .card import RECALL, render
 from .checkpoint import (
     check_dtype,
     copy_preprocessor,
-    damage_named,
     find_device,
     hub_arguments,
+    load_weights,
     model_class,
     other_processor,
     processor_of,
@@ -137,10 +137,9 @@ def convert_checkpoint(
             )
         rows, held = data()
         notify(f"loading {source} as {auto.__name__}")
-        with damage_named(source, **hub):
-            model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
-        refuse_fresh_head(source, auto, info["missing_keys"])
-        if fresh := sorted(info["missing_keys"]):
+        model, fresh = load_weights(auto, source, dtype, **hub)
+        refuse_fresh_head(source, auto, fresh)
+        if fresh:
             notify(f"note: not in the checkpoint, so newly initialised: {', '.join(fresh)}")
         try:
             refuse_converted(model)
@@ -148,10 +147,8 @@ def convert_checkpoint(
             if not quantized:
                 raise ValueError(f"{source} is converted already; convert the stock model.") from None
             raise ValueError(
-                f"{source} is converted already, and this command rounds stock models: give it the stock model and "
-                "--variant. To round a model as it is, with what it has learnt, use Python: model = "
-                "from_pretrained(...); int8_static(model, input_ranges(model, batches)); model.save_pretrained(...). "
-                "These functions are in hf_attn_swap.quantization."
+                f"{source} is converted already; give this command the stock model and --variant. "
+                "hf_attn_swap.quantization.int8_static rounds a model as it is."
             ) from None
         model.to(training.device if device is None else where)
         with told_where(out):

@@ -20,7 +20,6 @@ from ..conversion.stages import FineTune, Stage, read_stages
 from ..layer.registry import parse as parse_variant
 from ..layer.registry import parse_options
 from ..publish.converted import identifier
-from ..publish.results import IDENTIFIER
 from ..text.typed import parse_layers
 from .scratch import json_object
 
@@ -41,8 +40,7 @@ class ModelArguments:
     """The pretrained model, and the variant that replaces its attention.
 
     Raises:
-        ValueError: the variant, an option or the precision is unknown, a seed is named twice, or the licence is not
-            written as on the Hub.
+        ValueError: the variant, an option or the precision is unknown, or a seed is named twice.
     """
 
     model_name_or_path: str = field(metadata={"help": "Name on the Hub, or folder, of the pretrained model."})
@@ -71,8 +69,6 @@ class ModelArguments:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
         if len(set(self.seeds)) != len(self.seeds) or not self.seeds:
             raise ValueError(f"seeds must be one or more, all different, got {self.seeds}.")
-        if self.license is not None and IDENTIFIER.fullmatch(self.license) is None:
-            raise ValueError(f'license must be an identifier of the Hub, such as "apache-2.0", got {self.license!r}.')
         classes = parse_variant(self.variant)
         parse_options(classes, self.option_values)
         self.variant = "+".join(cls.name for cls in classes)

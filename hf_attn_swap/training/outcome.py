@@ -12,13 +12,13 @@ import torch
 from transformers import TrainingArguments
 
 from ..layer.registry import canonical_name
-from ..publish.results import Record, read_record
+from ..publish.results import read
 
 OUTCOME_FILE = "outcome.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome(Record):
+class Outcome:
     """One trained and measured model.
 
     Args:
@@ -65,7 +65,7 @@ class Outcome(Record):
         path = folder / OUTCOME_FILE
         if not path.exists():
             return None
-        outcome = read_record(cls, json.loads(path.read_text(encoding="utf-8")), "")
+        outcome: Outcome = read(cls, json.loads(path.read_text(encoding="utf-8")))
         wanted = {key: str(value) for key, value in settings.items()}
         stored = dict(outcome.settings)
         if "variant" in stored:

@@ -14,7 +14,6 @@ from transformers import TrainingArguments
 from ..publish.card import render
 from ..publish.converted import LONGEST_NAME, identifier
 from ..publish.results import (
-    IDENTIFIER,
     RESULTS_FILE,
     SCRATCH,
     BaseModel,
@@ -139,7 +138,7 @@ def base_license(model: ModelArguments) -> str | None:
         elif model.on_hub:
             card = HfApi().model_info(model.published_name, timeout=HUB_SECONDS).card_data
     stated = None if card is None else card.get("license")
-    return stated if isinstance(stated, str) and IDENTIFIER.fullmatch(stated) else None
+    return stated if isinstance(stated, str) else None
 
 
 def _data(data: DataArguments, first: Outcome) -> DataSet:

@@ -144,7 +144,7 @@ def test_only_debug_shows_a_traceback() -> None:
     ("words", "reason"),
     [
         (("--device", "nothing"), "the device 'nothing' cannot be used here"),
-        (("--device", "meta"), "); this torch can use cpu"),
+        (("--device", "meta"), "the device 'meta' cannot be used here"),
         (("--dtype", "int7"), "--dtype takes auto"),
     ],
 )
