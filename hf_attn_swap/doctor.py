@@ -57,10 +57,7 @@ class Diagnosis(Tabled):
     def table(self) -> Table:
         """The packages, and every cell that is not right."""
         right = sum(result == "right" for _, _, result in self.cells)
-        rows = [
-            *self.packages,
-            *((family, variant, result, "") for family, variant, result in self.cells if result != "right"),
-        ]
+        rows = [*self.packages, *((*cell, "") for cell in self.cells if cell[2] != "right")]
         summary = f"{right} of {len(self.cells)} cells right, {len(self.wrong)} wrong; on {self.device} in fp32"
         return Table(summary=summary, header=("", "installed", "tested with this release", ""), rows=rows)
 
@@ -153,7 +150,7 @@ def output(model: Any, batch: dict[str, Tensor], **words: Any) -> Tensor:
 
 
 def packages() -> tuple[tuple[str, str, str, str], ...]:
-    """Python, and every package of `TESTED` that is installed: its version, the newest tested one, and if it is newer."""
+    """Python, and every package of `TESTED` that is installed: its version, the newest tested one, and what differs."""
     newest = {"python": TESTED_PYTHONS[-1], **TESTED}
     installed = {"python": ".".join(map(str, sys.version_info[:2]))}
     for name in TESTED:
