@@ -69,13 +69,11 @@ def report(
     data: Data,
     variant: Annotated[str | None, typer.Option(help="Variant to swap into a stock model, as for `patch`.")] = None,
     option: Options = None,
-    calibrate: Annotated[str | None, typer.Option(help='"gain" or "map": fit the swap on the rows first.')] = None,
     column: Columns = None,
     config: Config = None,
     split: Split = None,
     stream: Stream = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows, from the first.")] = 64,
-    show: Annotated[int, typer.Option(help="Row whose attention is drawn, from 0.")] = 0,
     length: Length = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Number of rows per batch.")] = 16,
     task: Task = None,
@@ -90,7 +88,7 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder to write report.html and report.json into.")] = Path("report"),
     quiet: Quiet = False,
 ) -> None:
-    """Report what a swap does to a model, beside the unswapped model: outliers, similarity, entropy, attention maps."""
+    """Report what a swap does to a model, beside the unswapped model: outliers, similarity of tokens, entropy."""
     from hf_attn_swap.analysis.comparison import compare
     from hf_attn_swap.analysis.inputs import prepare
     from hf_attn_swap.measuring.lost import predicts_next
@@ -115,7 +113,6 @@ def report(
         limit=rows,
         batch_size=batch_size,
         max_length=length or usual_length([loaded], LENGTH),
-        shown=show,
         hub=hub_arguments(revision if tokenizer is None else None, token),
     )
     longest = longest_row(inputs.batches)
@@ -124,7 +121,7 @@ def report(
     warning = beyond_conversion(model, converted_on, longest)
     stock = None if base is None else load_checkpoint(base, task, device=device, dtype=dtype, token=token)
     notes = [] if warning is None else [warning]
-    made = compare(loaded, inputs, Path(data).name, variant, fit=calibrate, stock=stock, notes=notes, **chosen)
+    made = compare(loaded, inputs, Path(data).name, variant, stock=stock, notes=notes, **chosen)
     if made.lost is not None:
         print(made.lost)
     for note in made.notes:

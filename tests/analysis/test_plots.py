@@ -54,11 +54,3 @@ def test_outliers_and_updates(recordings: dict[str, Recording]) -> None:
     assert [len(line.get_ydata()) for line in figure.axes[1].lines] == [len(modules)] * 2
     norms = plots.updates(recordings).axes[0].lines[0].get_ydata()
     assert norms == pytest.approx([float(recordings["unswapped"].layers[p].update_norm.value) for p in range(3)])
-
-
-def test_maps_are_chosen_evenly() -> None:
-    maps = {"a": [np.full((3, 3), float(layer)) for layer in range(12)], "b": [np.eye(3)] * 12}
-    figure = plots.attention_maps(maps, ["x", "y", "z"])
-    assert [axes.get_title() for axes in figure.axes[:6]] == [f"layer {place}" for place in (0, 2, 4, 7, 9, 11)]
-    assert float(figure.axes[5].images[0].get_array()[0, 0]) == 11
-    assert len(plots.patch_maps(maps, np.zeros((8, 8, 3))).axes) == 12

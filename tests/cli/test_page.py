@@ -48,6 +48,6 @@ def test_it_renders(
     assert not said
     assert asked == [(tmp_path / "report.html").as_uri()]
     assert title == "modern_hopfield in BertForSequenceClassification"
-    assert len(pictures) == 6
+    assert len(pictures) == 5
     assert all(done and natural > 100 and 100 < shown <= width for done, natural, shown in pictures)
     assert scrolled <= width, "the page must not scroll sideways"
