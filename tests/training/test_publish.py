@@ -69,7 +69,7 @@ def published(
     model = ModelArguments(
         **{"model_name_or_path": "some/model", **(words or {})},
         variant="modern_hopfield",
-        seeds=[each.seed for each in converted],
+        seeds=[run.seed for run in converted],
     )
     args = TrainingArguments(output_dir=str(folder), report_to="none", use_cpu=True, **training)
     (folder / model.run_name).mkdir()
@@ -92,8 +92,6 @@ FOLDER = {"base_model_card_name": "some/model"}  # on the Hub too
     ("there", "words", "here", "wanted"),
     [
         ("mit", {}, None, "mit"),
-        (None, {}, None, None),
-        ("Some Words", {}, None, None),
         ("mit", {"license": "gpl-3.0"}, None, "gpl-3.0"),
         ("mit", FOLDER, None, "mit"),
         ("mit", FOLDER, "---\nlicense: llama3\n---\n", "llama3"),

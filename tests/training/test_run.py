@@ -89,15 +89,6 @@ def test_transfer_back(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     assert not torch.equal(projection[0], projection[1])
 
 
-def test_linear_probe(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    arguments = options(
-        tiny, tmp_path, "--variant", "modern_hopfield", "--stages", '{"stage": "calibrate", "rows": 48}'
-    )
-    recipe("linear_probe.py", arguments, monkeypatch)
-    assert "1: calibrate: accuracy" in capsys.readouterr().out
-    assert (tmp_path / "probe-modern-hopfield.json").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -127,7 +118,6 @@ def test_one_line(words: tuple[str, ...], message: str, tiny: Path, tmp_path: Pa
         (("--variant", "nonsense"), "unknown variant 'nonsense'"),
         (("--options", "[1]"), "--options must be a JSON object"),
         (("--seeds", "1", "1"), "seeds must be one or more, all different"),
-        (("--license", "Apache 2.0"), "license must be an identifier of the Hub"),
         (("--dtype", "float8"), "dtype must be one of float32, bfloat16, float16"),
     ],
 )
@@ -191,12 +181,7 @@ def test_labels_written_wrong_end_before_training(tiny: Path, tmp_path: Path, mo
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("word", "sentence"), [("--varient", "did you mean --variant"), ("--nothing_alike_at_all", "--help lists")]
-)
-def test_a_misspelt_option(word: str, sentence: str, capsys: Any) -> None:
+def test_a_misspelt_option(capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        parse((ModelArguments,), ["--model_name_or_path", "x", word, "belief"])
-    told = capsys.readouterr().err
-    assert f"unknown option {word}" in told
-    assert sentence in told
+        parse((ModelArguments,), ["--model_name_or_path", "x", "--varient", "belief"])
+    assert "--varient" in capsys.readouterr().err
