@@ -89,6 +89,15 @@ def test_transfer_back(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     assert not torch.equal(projection[0], projection[1])
 
 
+def test_linear_probe(tiny: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    arguments = options(
+        tiny, tmp_path, "--variant", "modern_hopfield", "--stages", '{"stage": "calibrate", "rows": 48}'
+    )
+    recipe("linear_probe.py", arguments, monkeypatch)
+    assert "1: calibrate: accuracy" in capsys.readouterr().out
+    assert (tmp_path / "probe-modern-hopfield.json").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
