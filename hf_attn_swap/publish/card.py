@@ -231,7 +231,7 @@ def bibtex(paper: str) -> list[str]:
     Raises:
         ValueError: no entry matches the name.
     """
-    entries = re.findall(r"^% (.+)\n(@.*?^\})", PAPERS.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    entries = re.findall(r"^% ([^\n]+)\n(@.*?^\})", PAPERS.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     cited = [entry for words, entry in entries if words in paper]
     if not cited:
         raise ValueError(f"no citation for the paper {paper!r}; known are {', '.join(words for words, _ in entries)}.")

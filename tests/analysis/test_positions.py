@@ -13,12 +13,10 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.measuring.lost import Lost, lost
 from hf_attn_swap.measuring.positions import (
-    Bin,
     beyond_conversion,
     check_length,
     longest_row,
     max_positions,
-    position_table,
 )
 from tests.contract.harness import fresh, refused
 
@@ -70,11 +68,6 @@ def test_against_a_plain_loop() -> None:
     assert [each.loss for each in itself] == [each.stock_loss for each in itself]
 
 
-def test_only_a_causal_language_model_has_it() -> None:
-    model = patch_model(fresh("bert"), "belief")
-    assert lost(model, {"input_ids": torch.arange(4, 24).view(2, 10)}).by_position == ()
-
-
 def test_the_figures_survive_json() -> None:
     model = patch_model(stock(), "window", window=4, sinks=1)
     found = lost(model, batches())
@@ -82,18 +75,6 @@ def test_the_figures_survive_json() -> None:
     assert Lost.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     older = {name: value for name, value in found.to_dict().items() if name != "by_position"}
     assert Lost.from_dict(older).by_position == ()
-
-
-def test_the_table() -> None:
-    bins = (
-        Bin(first=1, last=63, tokens=1260, loss=3.25, stock_loss=3.0),
-        Bin(first=64, last=127, tokens=64, loss=2.0, stock_loss=2.5),
-    )
-    assert position_table(bins, ("one", "other")).text().splitlines()[1:] == [
-        "tokens before  one    other  difference  predicted",
-        "1-63           3.000  3.250  +0.250      1,260",
-        "64-127         2.500  2.000  -0.500      64",
-    ]
 
 
 def test_rows_behind_the_positions_of_a_model() -> None:

@@ -59,14 +59,6 @@ def test_against_a_plain_loop(name: str, variant: str | None) -> None:
         assert all(abs(gain) > 1e-4 for gain in gains)
 
 
-def test_without_a_way_to_leave_out_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = stock()
-    wanted = recall(model, rows(), distances=(DISTANCE,), length=LENGTH)
-    monkeypatch.setattr("hf_attn_swap.measuring.token_log_probs.can_skip_logits", lambda root: False)
-    found = recall(model, rows(), distances=(DISTANCE,), length=LENGTH)
-    assert found.gains[DISTANCE] == pytest.approx(wanted.gains[DISTANCE], abs=1e-6)
-
-
 def test_rows_of_every_kind_are_the_same_text() -> None:
     model, given = stock(), rows()
     tensor = torch.tensor(given)
@@ -86,13 +78,6 @@ def test_rows_of_every_kind_are_the_same_text() -> None:
     ]
     assert all(torch.equal(one, other) for one, other in pairwise(texts))
     assert texts[0].shape == (8, 2 * LENGTH + DISTANCE)
-
-
-def test_the_model_is_as_before_and_runs_without_dropout() -> None:
-    model = stock("gpt2", attn_pdrop=0.5, resid_pdrop=0.5).train()
-    first, second = (recall(model, rows(), distances=(DISTANCE,), length=LENGTH) for _ in range(2))
-    assert first == second
-    assert model.training
 
 
 def test_distances_that_do_not_fit_are_left_out() -> None:

@@ -45,16 +45,6 @@ def test_every_model_and_kind(tmp_path: Path, monkeypatch: Any, capsys: Any) -> 
     assert "| vit 1 x 17-65 | simpletron |" in text
 
 
-def test_lengths_of_different_batches_have_no_slope(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    out = tmp_path / "bench.json"
-    flags = ["--shapes=1x16,1x32,2x64", "--variants=belief", "--kinds=forward", "--memory=false", f"--out={out}"]
-    run(flags, monkeypatch)
-    assert json.loads(out.read_text())["slopes"] == []
-    assert "slope" not in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"unknown t5, sample; models: bert, gpt2, llama, vit; kinds: forward"):
-        run(["--models=t5", "--kinds=sample"], monkeypatch)
-
-
 def test_slope_is_that_of_the_power(monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(str(BENCH.parent))
     slope = runpy.run_path(str(BENCH.parent / "bench_figures.py"))["slope"]
@@ -99,14 +89,3 @@ def test_bench_reports_every_cell(tmp_path: Path) -> None:
         assert row["peak_mb"] >= 0
         assert row["variant"] in done.stdout
     assert all(row["forward"] == 1 for row in rows if row["variant"] == "stock")
-
-
-@pytest.mark.slow
-def test_the_readable_formula_is_a_row_of_its_own(tmp_path: Path, monkeypatch: Any) -> None:
-    out = tmp_path / "bench.json"
-    flags = ["--shapes=1x300", "--variants=sparsemax", "--kinds=train", "--readable=true", f"--out={out}"]
-    run(flags, monkeypatch)
-    rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
-    assert list(rows) == ["stock", "stock again", "sparsemax", "sparsemax, readable"]
-    assert rows["sparsemax"]["peak_mb"] > 0
-    assert rows["sparsemax, readable"]["train_ms"] > rows["sparsemax"]["train_ms"]

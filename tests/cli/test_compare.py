@@ -6,7 +6,6 @@ import json
 import string
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,14 +17,9 @@ from transformers import (
     AutoTokenizer,
     BertTokenizerFast,
 )
-from typer.main import get_command
 
-import hf_attn_swap.analysis.inputs as inputs
 from hf_attn_swap import patch_model
-from hf_attn_swap.measuring.held_out import HeldOut
-from hf_attn_swap.measuring.positions import longest_row
 from hf_attn_swap.measuring.retrieval import key_values, needle
-from hf_attn_swap_cli import app
 from tests import zoo
 from tests.harness.byte_tokenizer import byte_tokenizer
 
@@ -128,17 +122,6 @@ def test_hidden_numbers_and_pairs(command: Command, bytewise: Path, tmp_path: Pa
     assert "needle" not in json.loads(command(*words[:-1], "--json").out)["first"]
 
 
-def test_a_passage_is_no_longer_than_the_positions_of_the_second_model(
-    command: Command, tiny_llama: Path, long_texts: Path, tmp_path: Path
-) -> None:
-    short = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    short.config.max_position_embeddings = 300
-    short.save_pretrained(tmp_path / "short")
-    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "short")
-    words = ("compare", tiny_llama, tmp_path / "short", "--data", long_texts, "--rows", "8", "--recall", "--json")
-    assert list(json.loads(command(*words).out)["second"]["recall"]) == ["64"]  # 2 * 96 + 200 are more than 300
-
-
 def test_models_of_different_vocabularies(
     command: Command, tiny_bert: Path, texts: Path, bytewise: Path, tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -199,48 +182,6 @@ def test_the_tokenizer_of_another_folder(command: Command, tiny_llama: Path, tex
     byte_tokenizer("left").save_pretrained(tmp_path / "bytes")
     large = command("evaluate", bare, *words, "--tokenizer", tmp_path / "bytes")
     assert f"the tokenizer of '{tmp_path / 'bytes'}' has 260 tokens, and the model knows 17; name the" in large.err
-
-
-def test_one_usual_length(
-    command: Command, tiny_llama: Path, long_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of `convert`, `compare`, `evaluate` and `report`; or as many tokens as the model has positions."""
-    seen: dict[str, int] = {}
-    real = HeldOut.__init__
-
-    def noted(self: HeldOut, model: Any, batches: Any, **more: Any) -> None:
-        given = list(batches)
-        seen["held"] = longest_row(given)
-        real(self, model, given, **more)
-
-    monkeypatch.setattr(HeldOut, "__init__", noted)
-    data = ("--data", long_texts, "--rows", "2")
-    for words in (("compare", tiny_llama, tiny_llama), ("evaluate", tiny_llama)):
-        seen.clear()
-        assert command(*words, *data).code == 0
-        assert seen == {"held": 256}
-    for name in ("convert", "compare", "evaluate", "report"):
-        (option,) = (parameter for parameter in get_command(app).commands[name].params if parameter.name == "length")  # type: ignore[attr-defined]
-        assert option.default in (None, 256)
-    monkeypatch.setattr(inputs, "prepare", lambda *_, **given: pytest.fail(f"rows of {given['max_length']}"))
-    with pytest.raises(pytest.fail.Exception, match="rows of 256"):
-        command("report", tiny_llama, *data, "--variant", "belief")
-    short = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    short.config.max_position_embeddings = 100
-    short.save_pretrained(tmp_path / "short")
-    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "short")
-    assert command("compare", tiny_llama, tmp_path / "short", *data).code == 0
-    assert seen == {"held": 100}
-
-
-def test_layers_are_checked_before_anything_is_measured(
-    command: Command, tiny_bert: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HeldOut, "__init__", lambda *_, **__: pytest.fail("measured before"))
-    outcome = command("convert", tiny_bert, "belief", tmp_path / "out", "--data", texts, "--layers", "0-9")
-    assert outcome.code == 2
-    assert "layers" in outcome.err
-    assert "measured before" not in outcome.err
 
 
 def test_what_a_variant_would_do(command: Command, tiny_llama: Path, tmp_path: Path) -> None:

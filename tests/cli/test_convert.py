@@ -26,10 +26,8 @@ from hf_attn_swap import describe, patch_model
 from hf_attn_swap.conversion import rows as rows_module
 from hf_attn_swap.measuring.recall import recall
 from hf_attn_swap.publish import converted
-from hf_attn_swap.publish.converted import auto_class
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.quantization import int8_loaded, machine_w8a8
-from hf_attn_swap.training import data as data_module
 from hf_attn_swap_cli import measures
 from tests.conversion.pixels import Pixels
 from tests.zoo import build
@@ -271,60 +269,6 @@ def test_heads_of_a_window(command: Command, tiny_llama: Path, long_texts: Path,
     assert "got 'some'" in command("convert", tiny_llama, "window", tmp_path / "no", *words, "--heads", "some").err
 
 
-def test_a_budget_for_recall(command: Command, tiny_llama: Path, texts: Path, tmp_path: Path) -> None:
-    """These texts are too short for it."""
-    words = ("convert", tiny_llama, "window", tmp_path / "out", "--data", texts, "--length", "32", "--tokens", "1")
-    outcome = command(*words, "--min-recall", "97%")
-    assert outcome.code != 0
-    assert "min_recall: a passage of 96 tokens" in outcome.err
-    assert "a share such as 2%" in command(*words, "--min-recall", "nearly").err
-    outcome = command(*words, "--recall-distance", "300")
-    assert "recall_distance: a passage of 96 tokens" in outcome.err
-
-
-def test_a_converted_model_is_compared_as_it_is(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
-    """The first model, too: not at strength 0, where it would be the stock model again."""
-    swapped = tmp_path / "swapped"
-    assert command("patch", tiny_bert, "simpletron", swapped, "--task", "AutoModel").code == 0
-    words = ("--data", texts, "--json", "--task", "AutoModel")
-    same, there, back = (
-        json.loads(command("compare", one, other, *words).out)["relative_error"]
-        for one, other in ((swapped, swapped), (tiny_bert, swapped), (swapped, tiny_bert))
-    )
-    assert same == 0
-    assert there > 1e-5
-    assert back == pytest.approx(there, rel=0.2)
-
-
-def test_names_that_the_hub_refuses(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
-    """A folder or a file of any name gives a card; the conversion before it may have taken hours."""
-    data, out = texts.rename(tmp_path / "my -- texts (1).csv"), tmp_path / "My out..(2)"
-    outcome = command("convert", tiny_bert, "belief", out, "--data", data, "--tokens", "200", "--device", "cpu")
-    assert outcome.code == 0
-    record = RunResult.load(out / "results.json")
-    assert (record.name, record.data.name) == ("my-out.2", "my-texts-1")
-    assert record.data.rows == {"train": 28, "held_out": 8}
-    assert record.base.auto_class == "AutoModelForSequenceClassification"
-    assert record.task == "text-classification"
-    assert record.steps[-1] == "distil"
-    assert record.budget.learning_rate == 1e-4
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("GPT2LMHeadModel", "AutoModelForCausalLM"),
-        ("LlamaForCausalLM", "AutoModelForCausalLM"),
-        ("MaskFormerForInstanceSegmentation", "AutoModelForInstanceSegmentation"),
-        ("BertForQuestionAnswering", "AutoModelForQuestionAnswering"),
-        ("InformerForPrediction", "AutoModel"),
-        ("BertModel", "AutoModel"),
-    ],
-)
-def test_the_class_on_the_card(kind: str, name: str) -> None:
-    assert auto_class(kind) == name
-
-
 def test_low_memory_trains_adapters(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
     """This model is small, so without the option its own weights train, and nothing is merged."""
     words = ("--data", texts, "--tokens", "300", "--device", "cpu")
@@ -334,34 +278,6 @@ def test_low_memory_trains_adapters(command: Command, tiny_bert: Path, texts: Pa
     assert usual["steps"][-1]["lost"]["divergence"] < 1e-5
     assert usual["steps"][-1]["name"] == "distil 1"
     assert small["steps"][-1]["name"] == "adapters merged"
-
-
-def test_bf16_trains_the_weights_in_their_own_precision(
-    command: Command, tiny_bert: Path, texts: Path, tmp_path: Path
-) -> None:
-    words = ("--data", texts, "--tokens", "300", "--device", "cpu", "--bf16")
-    assert command("convert", tiny_bert, "belief", tmp_path / "out", *words).code == 0
-    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").dtype == torch.float32
-    assert "Trained under bf16 autocast." in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_a_class_that_the_model_does_not_have(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
-    data = tmp_path / "rows.csv"
-    data.write_text("text,label\nthe film was fine,1\nthe plot was dull,2\n")
-    outcome = command("evaluate", tiny_bert, "--data", data, "--label", "label")
-    assert outcome.code == 2
-    assert "a row has the class 2" in outcome.err
-
-
-def test_models_with_other_outputs_are_not_compared(
-    command: Command, tiny_bert: Path, texts: Path, tmp_path: Path
-) -> None:
-    other = AutoModelForSequenceClassification.from_pretrained(tiny_bert, num_labels=1, ignore_mismatched_sizes=True)
-    other.save_pretrained(tmp_path / "other")
-    AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path / "other")
-    outcome = command("compare", tiny_bert, tmp_path / "other", "--data", texts)
-    assert outcome.code == 2
-    assert "so they cannot be compared." in outcome.err
 
 
 READS = """
@@ -415,38 +331,6 @@ def test_quantize_needs_what_loads_its_result(
     assert outcome.code == 2
     assert 'pip install "hf-attn-swap[quant]"' in outcome.err
     assert not (tmp_path / "out").exists()
-
-
-def test_quantize_says_how_a_converted_model_is_rounded(
-    command: Command, tiny_bert: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(converted, "is_compressed_tensors_available", lambda: True)
-    assert command("patch", tiny_bert, "belief", tmp_path / "belief").code == 0
-    outcome = command("quantize", tmp_path / "belief", tmp_path / "out", "--data", texts)
-    assert outcome.code == 2
-    assert "int8_static" in outcome.err
-
-
-def test_measures_read_the_rows_that_they_need(
-    command: Command, tiny_bert: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many there are; a language model, as many texts as its blocks have tokens of."""
-    data = tmp_path / "many.csv"
-    data.write_text("\n".join(["text,label", *(f"the film was {word},0" for word in WORDS * 500)]) + "\n")
-    read: list[Any] = []
-    monkeypatch.setattr(data_module, "is_blank", lambda value: read.append(value) or False)
-    words = ("--data", data, "--rows", "8", "--device", "cpu")
-    for model, more, most in (
-        (tiny_bert, (), 8),
-        (tiny_bert, ("--label", "label"), 8),
-        (tiny_llama, ("--length", "8"), 64),
-    ):
-        read.clear()
-        assert command("compare", model, model, *words, *more).code == 0
-        assert 8 <= len(read) <= most
-    read.clear()
-    assert command("evaluate", tiny_bert, *words, "--label", "label").code == 0
-    assert len(read) == 8
 
 
 @pytest.mark.parametrize("column", ["text", "image"])

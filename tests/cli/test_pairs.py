@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import spearmanr
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from .conftest import Outcome
 
@@ -65,15 +65,6 @@ def test_a_regression_has_a_rank_correlation(command: Command, tiny_bert: Path, 
     assert (beside["correlation"], beside["loss"]) == (pytest.approx(wanted), 0.0)
 
 
-def test_labels_that_say_nothing_are_refused(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
-    AutoModel.from_pretrained(tiny_bert).save_pretrained(tmp_path / "encoder")
-    AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path / "encoder")
-    words = ("--data", pairs, *BOTH, "--device", "cpu", "--label", "class")
-    outcome = command("compare", tmp_path / "encoder", tmp_path / "encoder", *words)
-    assert outcome.code == 2
-    assert "outputs are not compared with labels" in outcome.err
-
-
 @pytest.mark.parametrize(("classes", "value"), [(2, "good"), (2, 0.5), (2, -1), (1, "good"), (1, -1)])
 def test_labels_of_another_kind_are_refused_before_anything_is_measured(
     command: Command, tiny_bert: Path, tmp_path: Path, classes: int, value: Any
@@ -120,13 +111,6 @@ def test_convert_and_compare(command: Command, tiny_bert: Path, pairs: Path, tmp
     outcome = command("compare", tiny_bert, out, *words, "--json")
     assert outcome.code == 0, outcome.err
     assert json.loads(outcome.out)["divergence"] > 0
-
-
-def test_report_draws_both_texts(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
-    done = command("report", tiny_bert, "--data", pairs, *BOTH, "--variant", "belief", "--out", tmp_path / "out")
-    assert done.code == 0, done.err
-    tokens = json.loads((tmp_path / "out" / "report.json").read_text())["tokens"]
-    assert tokens == ["[CLS]", *FIRST[0].split(), "[SEP]", *SECOND[0].split(), "[SEP]"]
 
 
 @pytest.mark.parametrize(

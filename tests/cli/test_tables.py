@@ -11,11 +11,7 @@ import pytest
 from hf_attn_swap import list_variants
 from hf_attn_swap.describe import HEADER, describe
 from hf_attn_swap.layer.registry import get_variant
-from hf_attn_swap.publish.card import COLUMNS
 from hf_attn_swap.publish.checkpoint import skeleton
-from hf_attn_swap.text.table import Table
-from hf_attn_swap_cli.app import show
-from tests.publish.examples import result
 
 from .conftest import Outcome
 
@@ -53,13 +49,6 @@ def test_describe(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
     assert whole(lines, HEADER, rows)
 
 
-def test_markup_is_text(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [("[red]0[/red] " * 9, "[/x]", "word " * 9)]
-    header = ("layer", "module", "")
-    show(Table(summary="both", header=header[:2], rows=[row[:2] for row in rows]))
-    assert whole(capsys.readouterr().out.splitlines()[1:], header[:2], [row[:2] for row in rows])
-
-
 def test_variants(command: Command) -> None:
     lines = [line for line in command("variants").out.splitlines() if line.startswith("│")]
     shown = ["".join("".join(line.split("│")[place].split()) for line in lines) for place in range(1, 7)]
@@ -78,13 +67,3 @@ def test_variants(command: Command) -> None:
     ]
     assert all(len(line) <= WIDTH for line in lines)
     assert shown == ["".join("".join(cell.split()) for cell in column) for column in wanted]
-
-
-def test_the_markdown_table_keeps_its_lines(command: Command, tmp_path: Path) -> None:
-    """It is for a file, and a line that is broken is no row any more."""
-    run = result()
-    (tmp_path / "run").mkdir()
-    run.save(tmp_path / "run/results.json")
-    lines = command("table", tmp_path).out.splitlines()
-    assert lines[0] == f"| {' | '.join(COLUMNS)} |"
-    assert {line.count(" | ") for line in lines} == {len(COLUMNS) - 1}

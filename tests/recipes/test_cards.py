@@ -84,8 +84,3 @@ def test_the_second_command_publishes_what_the_first_one_made(folder: Path, monk
     assert context.params["folder"] == made / f"seed-{model.seeds[0]}" / TRAINED
     assert context.params["results"] == made / RESULTS_FILE
     assert context.params["repo"] == f"your-name/{folder.name}"
-
-
-def test_every_card_has_its_two_commands() -> None:
-    assert CARDS
-    assert all(len(commands(folder)) == 2 for folder in CARDS)

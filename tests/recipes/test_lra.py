@@ -149,42 +149,6 @@ def test_pairs_are_encoded_alike_and_alone(variant: str, lra: Any) -> None:
     torch.testing.assert_close(found.loss, torch.nn.functional.cross_entropy(found.logits, batch["labels"]))
 
 
-@pytest.mark.parametrize(
-    ("task", "words", "message"),
-    [
-        ("listops", (), r"row 1: unknown token '\[AVG'; known: \[MIN"),
-        (
-            "text",
-            ("--text_column_names", "text", "text2"),
-            "--task text reads 1 of --text_column_names, got text text2",
-        ),
-        ("matching", ("--text_column_names", "text1"), "--task matching reads 2 of --text_column_names, got text1"),
-        ("text", ("--model_name_or_path", "gpt2"), "--model_name_or_path is bert, not gpt2"),
-        ("text", ("--config_overrides", '{"layers": 2}'), "BertConfig has no 'layers'"),
-    ],
-)
-def test_one_line(
-    task: str, words: tuple[str, ...], message: str, data: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    flags = options(data, task, tmp_path / "out", *words)
-    if task == "listops":
-        write(tmp_path / "rows.csv", ["text"], [["[MIN 1 2 ]"], ["[AVG 1 2 ]"]])
-        flags[flags.index("--dataset_name") : flags.index("--dataset_name") + 2] = [
-            "--train_file",
-            str(tmp_path / "rows.csv"),
-        ]
-        flags += ["--test_file", str(tmp_path / "rows.csv")]
-    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-        recipe("lra.py", flags, monkeypatch)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_missing_text_is_no_text(lra: Any) -> None:
-    rows = Dataset.from_dict({"text": ["a", None]})
-    with pytest.raises(ValueError, match="row 1: a text is missing"):
-        lra.encode(rows, "text", TextDataArguments(dataset_name="any"))
-
-
 @pytest.mark.parametrize("name", ["lra_listops", "lra_text", "lra_matching", "lra_listops_small", "lra_text_small"])
 def test_shipped_configs(name: str, lra: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is understood; the paper's have its schedule, with the peak learning rate base / sqrt(warmup)."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -100,16 +99,6 @@ def test_memory(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None
     assert "| size 10 |" in capsys.readouterr().out
 
 
-def test_two_patterns_without_noise_are_recalled(idx: Path, run: Run) -> None:
-    flags = ["--noises", "0.0", "--noise_size=2", "--sizes", "2", "--seeds=3", "--beta=10", "--steps=3"]
-    found = run("memory", *memory_flags(idx), *flags)
-    for row in found["rows"]:
-        if row["sweep"] == "noise" and row["normalizer"] != MEAN:
-            assert row["success"] == [1.0, 1.0, 1.0]
-    found = run("memory", *memory_flags(idx), *flags, "--threshold=-1")
-    assert not any(sum(row["success"]) for row in found["rows"])
-
-
 def test_upper_half_and_the_mean(run: Run) -> None:
     recipe = importlib.import_module("memory")
     images = torch.arange(1.0, 13).view(2, 1, 3, 2)
@@ -128,29 +117,6 @@ def test_parquet(tmp_path: Path, run: Run) -> None:
     torch.testing.assert_close(found, torch.from_numpy(images)[:, None].expand(-1, 3, -1, -1) / 255)
     assert numbers.tolist() == labels.tolist()
     assert len(run("memory", *memory_flags(tmp_path))["rows"]) == 6 * (len(NORMALIZERS) + 1)
-
-
-def test_refusals(idx: Path, tmp_path: Path, run: Run) -> None:
-    with pytest.raises(ValueError, match=r"40 images; choose smaller --sizes"):
-        run("memory", f"--dataset={idx}", "--sizes", "41")
-    with pytest.raises(ValueError, match=r"neither train-images-idx3-ubyte.gz nor train\*.parquet; name their folder"):
-        run("memory", f"--dataset={tmp_path}")
-    with pytest.raises(ValueError, match="choose bits, or mnist with --dataset"):
-        run("multiple_instance", "--tasks", "mnist")
-
-
-def test_what_is_refused_is_one_line(idx: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, flags, message in (
-        (
-            "memory",
-            [f"--dataset={idx}", "--sizes", "5", "--noise_size=5", "--normalizers", "sofmax"],
-            "choose one of out",
-        ),
-        ("multiple_instance", ["--tasks", "mnist"], "choose bits, or mnist with --dataset"),
-    ):
-        monkeypatch.setattr(sys, "argv", [name, *flags])
-        with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-            runpy.run_path(str(RECIPES / f"{name}.py"), run_name="__main__")
 
 
 def test_multiple_instance(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:

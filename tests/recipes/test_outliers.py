@@ -49,9 +49,3 @@ def test_rank_collapse_by_the_skip() -> None:
     assert max(last[0.0, 0.0]["high"], last[0.0, 0.5]["high"]) < 1e-6
     assert min(last[0.5, 0.0]["low"], last[0.5, 0.5]["low"]) > 0.3
     assert study["table"](rows).count("\n") == 13
-
-
-def test_cost_of_a_simulation_checks_its_loop() -> None:
-    row = runpy.run_path(str(RECIPES.parent / "benchmarks" / "dynamics_cost.py"))["measure"](6, 8, 2, 3)
-    assert (row["tokens"], row["width"]) == (6, 8)
-    assert row["seconds"] > 0 < row["loop_seconds"]

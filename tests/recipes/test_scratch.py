@@ -13,7 +13,6 @@ from PIL import Image as Picture
 from transformers import AutoModelForImageClassification
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.training import scratch_config
 from hf_attn_swap.training.recipes import skip_free
 from tests.harness.recipes import NO_SAVING, needs_recipes, recipe
 
@@ -146,53 +145,3 @@ def test_a_layer_without_skips_loses_what_attention_does_not_read() -> None:
     normed = layer.layernorm_before(model.vit.embeddings(pixels))
     expected = model.classifier(model.vit.layernorm(layer.mlp(layer.layernorm_after(normed)))[:, 0])
     torch.testing.assert_close(model(pixels).logits, expected)
-
-
-def test_refusals(pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    words = [
-        "--model_name_or_path",
-        "vit",
-        "--dataset_name",
-        str(pictures),
-        "--image_column_name",
-        "img",
-        "--output_dir",
-        str(tmp_path),
-    ]
-    for more, message in (
-        (("--skip_free", "true"), "--skip_free and --config_overrides need --from_scratch"),
-        (("--from_scratch", "true", "--config_overrides", '{"num_labels": 3}'), "'num_labels' follows from the data"),
-        (("--from_scratch", "true", "--config_overrides", '{"to_dict": 3}'), "ViTConfig has no 'to_dict'"),
-        (
-            ("--from_scratch", "true", "--skip_free", "true", "--model_name_or_path", "deit"),
-            "for the architecture vit, got deit",
-        ),
-        (("--from_scratch", "true", "--config_overrides", "[1]"), "must be a JSON object"),
-        (("--from_scratch", "true", "--config_overrides", "{"), "must be a JSON object"),
-        (("--from_scratch", "true", "--config_overrides", '{"width": 3}'), "ViTConfig has no 'width'"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            recipe("image_classification.py", [*words, *more], monkeypatch)
-        assert message in f"{stopped.value} {capsys.readouterr().err}"
-
-
-def test_bytes_need_random_weights(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Bytes are tokens of every vocabulary, and mean nothing to it."""
-    with pytest.raises(SystemExit):
-        recipe(
-            "language_modeling.py",
-            ["--model_name_or_path", "x", "--dataset_name", "y", "--tokenizer_name", "bytes"],
-            monkeypatch,
-        )
-    assert "--tokenizer_name and --config_overrides need --from_scratch" in capsys.readouterr().err
-
-
-def test_sizes_follow_from_what_is_given(tmp_path: Path) -> None:
-    """Widths that a configuration derives are derived anew."""
-    config = scratch_config("llama", json.dumps(SIZES["llama"]), vocab_size=384)
-    assert (config.head_dim, config.vocab_size) == (8, 384)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="states head_dim = 8; give it beside hidden_size"):
-        scratch_config(str(tmp_path), '{"hidden_size": 32}')
-    wider = scratch_config(str(tmp_path), '{"hidden_size": 32, "head_dim": 16}')
-    assert (wider.hidden_size, wider.head_dim) == (32, 16)

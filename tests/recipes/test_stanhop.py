@@ -116,10 +116,3 @@ def test_the_figures_are_the_models(module: Any, series: Path, tmp_path: Path) -
     assert squared[0] == pytest.approx(missed.square().mean().item(), rel=1e-5)
     assert absolute[0] == pytest.approx(missed.abs().mean().item(), rel=1e-5)
     assert module.run("outeffhop", 1, data)[0]["mse"] == pytest.approx(float(squared.mean()), rel=1e-6)
-
-
-def test_few_windows_have_no_interval(module: Any) -> None:
-    assert module.window_interval([[1.0] * 19], [[0.5] * 19], 2) is None
-    assert module.window_interval([[1.0] * 20], [[0.5] * 20], 2) == [0.5, 0.5, 0.5]
-    with pytest.raises(ValueError, match="--every must divide --horizon"):
-        module.Options(dataset=Path("a.csv"), horizon=24, every=5)

@@ -85,20 +85,6 @@ def test_an_unknown_label(tmp_path: Path) -> None:
         load_splits(files(tmp_path, test_file=str(odd)))
 
 
-def test_a_row_without_a_label(tmp_path: Path) -> None:
-    odd = tmp_path / "odd.csv"
-    odd.write_text("text,label\nx,a\ny,\nz,b\n")
-    with pytest.raises(ValueError, match="row 1 of the training split has the unknown label None"):
-        load_splits(files(tmp_path, train_file=str(odd)))
-
-
-def test_a_single_class(tmp_path: Path) -> None:
-    odd = tmp_path / "odd.csv"
-    odd.write_text("text,label\nx,3\ny,3\n")
-    with pytest.raises(ValueError, match="a single class"):
-        load_splits(files(tmp_path, train_file=str(odd)))
-
-
 def test_a_missing_split_and_folder(tmp_path: Path) -> None:
     write_rows(tmp_path / "train.csv", 4, 1)
     with pytest.raises(ValueError, match="test"):
@@ -222,13 +208,6 @@ def test_a_large_set_on_the_hub_is_a_stream(
         open_rows("me/set", None, "test", "text")
 
 
-@pytest.mark.parametrize("content", ["", '{"other": "x"}\n', "no JSON"])
-def test_a_stream_without_rows_or_columns(content: str, tmp_path: Path) -> None:
-    (tmp_path / "none.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=r"(is empty|holds no rows|has no column 'text')"):
-        open_rows(str(tmp_path / "none.jsonl"), None, None, "text", stream=True)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_values_of_rows(stream: bool, tmp_path: Path) -> None:
     """Pairs, labels, images, and rows with a blank."""
@@ -246,19 +225,6 @@ def test_values_of_rows(stream: bool, tmp_path: Path) -> None:
     pictures_file = str(tmp_path / "train.parquet")
     found = inputs_of(open_rows(pictures_file, None, "train", "image", stream=stream, in_order=True), ["image"])
     assert [image.convert("RGB").getpixel((0, 0))[0] for image in found] == [7, 9]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_images_of_a_column_with_a_mode_and_a_missing_one(stream: bool, tmp_path: Path) -> None:
-    """A stream gives the pixels that the set itself gives."""
-    features = Features({"image": Image(mode="L")})
-    pictures = [PIL.Image.new("RGB", (3, 2), (200, 100, 0)), None]
-    Dataset.from_dict({"image": pictures}, features=features).to_parquet(str(tmp_path / "grey.parquet"))
-    rows = open_rows(str(tmp_path / "grey.parquet"), None, None, "image", stream=stream, in_order=True)
-    image, missing = inputs_of(rows, ["image"])
-    grey = pictures[0].convert("L").getpixel((0, 0))
-    assert image.convert("RGB").getpixel((0, 0)) == (grey, grey, grey)
-    assert missing is None
 
 
 @pytest.mark.parametrize("binary", [pyarrow.binary(), pyarrow.large_binary()], ids=str)

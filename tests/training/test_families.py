@@ -168,13 +168,6 @@ def read(task: str) -> list[dict[str, Any]]:
     return configurations.read(configurations.find(f"glue_{task}"))
 
 
-def test_a_task_is_its_own_on_the_hub() -> None:
-    for task in TASKS:
-        values = {name: value for source in read(task) for name, value in source.items()}
-        assert (values["dataset_config_name"], values["text_column_names"]) == (task, TASKS[task][1])
-        assert values["output_dir"] == f"runs/{task}"
-
-
 def test_padding_is_the_same_for_tokenizer_and_config() -> None:
     tokenizer, config = tokenizer_of("llama"), AutoConfig.for_model("llama", vocab_size=64, pad_token_id=None)
     config.pad_token_id = -1  # as in the first LLaMA

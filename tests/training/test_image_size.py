@@ -64,19 +64,6 @@ def test_outputs_are_those_of_interpolated_positions(name: str, tmp_path: Path) 
     assert model.config.image_size == 16, "the model that was given stays as it is"
 
 
-def test_the_same_size_changes_nothing() -> None:
-    model = made("vit")
-    assert resized(model, 16) is model
-    assert resized(model, None) is model
-
-
-def test_half_precision_and_modes_stay() -> None:
-    model = made("vit").to(torch.bfloat16).train()
-    own = resized(model, 24)
-    assert own.dtype == torch.bfloat16
-    assert own.training
-
-
 def test_weights_that_depend_on_the_size_are_refused() -> None:
     sizes = SIZES | {"num_hidden_layers": 1, "intermediate_size": 32, "use_relative_position_bias": True}
     with refused("BeitModel cannot take images of 24 pixels instead of 16; leave out --image_size."):

@@ -10,22 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, TrainingArguments, default_data_collator
+from transformers import AutoModelForSequenceClassification
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import Losses
-from hf_attn_swap.conversion.config import ConvertConfig
-from hf_attn_swap.conversion.distill import run_stage
-from hf_attn_swap.conversion.journal import Journal
-from hf_attn_swap.conversion.rows import ready_rows
-from hf_attn_swap.conversion.run import Run
-from hf_attn_swap.conversion.stages import KINDS, Calibrate, Distil, FineTune, read_stages
+from hf_attn_swap.conversion.stages import Calibrate, Distil, FineTune, read_stages
 from hf_attn_swap.conversion.teacher import Teacher
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import parse
 from hf_attn_swap.training.arguments import ConversionArguments
-from tests.contract.harness import fresh, swaps
 from tests.harness.recipes import NO_SAVING, needs_recipes, recipe
 
 from .conftest import options
@@ -48,17 +41,6 @@ def refused(words: tuple[str, ...], capsys: Any) -> str:
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     return str(line)
-
-
-def test_every_stage_by_name() -> None:
-    """Each stage that there is can be written with its name alone, in the order of the list."""
-    converting = [name for name in KINDS if name != "fine_tune"]
-    plan = read_stages([json.dumps({"stage": name}) for name in (*converting, "fine_tune")])
-    assert plan == tuple(KINDS[name]() for name in (*converting, "fine_tune"))
-    assert plan == read_stages([*converting, "fine_tune"])
-    assert plan == (Calibrate(), Distil(), FineTune())
-    assert [stage.name for stage in plan] == list(KINDS)
-    assert [stage.recorded for stage in plan] == ["map", "distil", "fine_tune"]
 
 
 def test_values_of_a_stage() -> None:
@@ -140,19 +122,6 @@ def test_from_options(words: tuple[str, ...], plan: tuple[Any, ...], steps: tupl
 )
 def test_a_stage_refused(stage: str, reason: str, capsys: Any) -> None:
     assert reason in refused(("--stages", stage), capsys)
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (
-            ("--stages", '{"stage": "calibrate"}', '{"stage": "fine_tune"}', '{"stage": "distil"}'),
-            "the stage fine_tune must be the first or the last",
-        ),
-    ],
-)
-def test_options_refused(words: tuple[str, ...], reason: str, capsys: Any) -> None:
-    assert reason in refused(words, capsys)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -262,23 +231,3 @@ def test_every_distillation_has_the_original_as_its_teacher(tiny: Path, tmp_path
         assert body <= frozen.keys()
         for name, value in frozen.items():
             assert torch.equal(value, before[name]), name
-
-
-def test_a_calibration_says_that_it_scaled_values(tmp_path: Path) -> None:
-    """The values of belief are scaled for its projection; modern_hopfield has none."""
-    rows = Dataset.from_dict({"input_ids": torch.arange(48).view(4, 12).tolist()})
-    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
-    for variant, words in (("modern_hopfield", False), ("belief", True)):
-        model = patch_model(fresh("llama", torch.float32), variant)
-        run = Run(
-            model=model,
-            config=ConvertConfig(variant=variant),
-            rows=ready_rows(rows, default_data_collator),
-            args=args,
-            folder=tmp_path,
-            journal=Journal(None, {}),
-        )
-        run_stage(run, Calibrate(fit="gain"), 1)
-        (sentence,) = run.sentences
-        count = len(swaps(model))
-        assert (f"The values of {count} layers are scaled" in sentence) is words
