@@ -163,8 +163,8 @@ def test_one_row_is_said(command: Command, tiny_bert: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("rows", "more", "message"),
     [
-        ([], ["--variant", "modern_hopfield"], "holds no rows"),
-        (["", "  "], ["--variant", "modern_hopfield"], "every row is blank"),
+        ([], ["--variant", "modern_hopfield"], "cannot be read"),
+        (["", "  "], ["--variant", "modern_hopfield"], "is blank"),
         (["a film"], ["--variant", "modern_hopfield", "--column", "text"], "no column 'text'"),
         (["a film"], ["--variant", "no_such"], "no_such"),
         (["a film"], [], "name a variant"),
