@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from hf_attn_swap.core.probe import Probe
 from hf_attn_swap.memory import STanHopConfig, STanHopForPrediction
@@ -288,14 +287,10 @@ def test_eight_bits(retrieval: str) -> None:
         for path, probe in probes.items():
             probe.register_forward_hook(lambda module, args, output, path=path: seen.update({path: output}))
         rounded = model(past).prediction_outputs
-        with FlopCounterMode(display=False) as counter:
-            model(past)
-    names = {point.name for point in inside.points}
+    names = {point.name for point in inside}
     assert set(probes) <= names
     assert not any(name.startswith("heads") or "gate" in name for name in names)
     assert all(len(output.unique()) <= 256 for output in seen.values())
-    heads = 3 * 2 * 8 * 3 * 2 * 8 * 4  # three heads, two operations, samples x channels x patches, width x patch
-    assert inside.flops_covered == pytest.approx(1 - heads / counter.get_total_flops(), rel=1e-9)
     assert 0 < (rounded - before).abs().max() < before.abs().max() / 4
     assert torch.equal(model(past).prediction_outputs, before)
 

@@ -33,7 +33,6 @@ def test_outliers_of_two_runs(tiny: Path, tmp_path: Path, monkeypatch: Any, caps
     plain, swapped = found["runs"].values()
     assert plain["entropy"] > swapped["entropy"] > 0, "softmax_1 takes weight away"
     assert plain["fake_cost"][0] == pytest.approx(plain["fake_w8a8"] - plain["accuracy"])
-    assert 0 < plain["flops_covered"] < 1, "the head is not covered"
     assert len(plain["similarity"]) == len(plain["entropy_by_layer"]) == 2
     with pytest.raises(SystemExit, match="there is no model in"):
         recipe("outliers.py", [*arguments, "--runs", "modern_hopfield"], monkeypatch)
