@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import Command, app, notify, show
+from .app import Command, app, notify
 from .options import AsJson
 
 
@@ -29,6 +29,6 @@ def doctor(
     if as_json:
         print(json.dumps(diagnosis.to_dict(), indent=2))
     else:
-        show(diagnosis.table())
+        print(diagnosis.table().text())
     if not diagnosis.ok:
         raise typer.Exit(1)

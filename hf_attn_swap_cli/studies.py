@@ -91,9 +91,8 @@ def report(
     """Report what a swap does to a model, beside the unswapped model: outliers, similarity of tokens, entropy."""
     from hf_attn_swap.analysis.comparison import compare
     from hf_attn_swap.analysis.inputs import prepare
-    from hf_attn_swap.measuring.lost import predicts_next
-    from hf_attn_swap.measuring.positions import beyond_conversion, check_length, longest_row, usual_length
-    from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint, other_processor, row_length
+    from hf_attn_swap.measuring.positions import check_length, longest_row, usual_length
+    from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint, other_processor
     from hf_attn_swap.text.typed import parse_options
     from hf_attn_swap.training.data import open_rows
     from hf_attn_swap.writing import check_writable, told_where
@@ -115,13 +114,9 @@ def report(
         max_length=length or usual_length([loaded], LENGTH),
         hub=hub_arguments(revision if tokenizer is None else None, token),
     )
-    longest = longest_row(inputs.batches)
-    check_length(loaded, longest)
-    converted_on = row_length(loaded, model, hub_arguments(revision, token)) if predicts_next(loaded) else None
-    warning = beyond_conversion(model, converted_on, longest)
+    check_length(loaded, longest_row(inputs.batches))
     stock = None if base is None else load_checkpoint(base, task, device=device, dtype=dtype, token=token)
-    notes = [] if warning is None else [warning]
-    made = compare(loaded, inputs, Path(data).name, variant, stock=stock, notes=notes, **chosen)
+    made = compare(loaded, inputs, Path(data).name, variant, stock=stock, **chosen)
     if made.lost is not None:
         print(made.lost)
     for note in made.notes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ def compare(
     variant: str | None = None,
     *,
     stock: PreTrainedModel | None = None,
-    notes: Sequence[str] = (),
     **options: Any,
 ) -> Report:
     """Record a model without and with its swap.
@@ -43,7 +41,6 @@ def compare(
         variant: the variant for a stock model; None for a swapped model.
         stock: the model from before the swap, for what was lost. None takes the swapped model at strength 0, which is
             the same model as long as no weight was trained.
-        notes: more sentences that a reader of the report should know.
         options: options of the variant.
 
     Raises:
@@ -57,8 +54,7 @@ def compare(
         raise ValueError("this model is not swapped; name a variant to compare it with.")
     if variant is not None:
         parse_options(parse(variant), options)  # checked before the recording, which takes a while
-    recorded, more_notes = _both(model.eval(), inputs, variant, options)
-    sentences = [*notes, *more_notes]
+    recorded, sentences = _both(model.eval(), inputs, variant, options)
     label = list(recorded)[-1]
     if stock is None and (
         BEFORE not in recorded or any(layer.swap.retrained for layer in need_installation(model).layers())

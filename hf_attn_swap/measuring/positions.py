@@ -120,19 +120,3 @@ def check_length(model: nn.Module, longest: int) -> None:
             f"the rows have up to {longest:,} tokens, and {type(model_root(model)).__name__} was made for {limit:,} "
             "positions; what it gives behind them says nothing, so measure shorter rows."
         )
-
-
-def beyond_conversion(name: str, converted_on: int | None, longest: int) -> str | None:
-    """A warning, if texts are longer than the rows that a model was converted with; otherwise None.
-
-    Args:
-        name: of the model.
-        converted_on: the number of tokens of those rows; None if it is not known.
-        longest: the number of tokens of the longest text that is measured.
-    """
-    if converted_on is None or longest <= converted_on:
-        return None
-    return (
-        f"{name} was converted with rows of {converted_on:,} tokens, and texts of up to {longest:,} are measured here: "
-        f"behind {converted_on:,} tokens it may lose more than its record says."
-    )

@@ -22,7 +22,6 @@ from ..measuring.lm_head import names_head
 from ..patch import patch_model
 from ..saved import shim
 from ..writing import claimed, half_replaced, saved_whole, told_where
-from .results import RESULTS_FILE, RunResult
 
 # Files of tokenizers and processors. They are copied unchanged, so no tokenizer or processor class has to load.
 PREPROCESSOR_FILES = (
@@ -41,7 +40,6 @@ PREPROCESSOR_FILES = (
     "vocab.*",
 )
 MODULE_FILES = ("[0-9]*_*/*.json", "[0-9]*_*/*.safetensors")  # the modules of sentence-transformers, such as a pooling
-CONVERSION_FILE = "conversion.json"  # the report of a conversion, beside the weights
 PREFIX = "AutoModelFor"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -215,29 +213,6 @@ def other_processor(model: PreTrainedModel, source: str, hub: Mapping[str, Any])
             "tokenizer that the model was made with."
         )
     return processor
-
-
-def row_length(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) -> int | None:
-    """The number of tokens of the rows that a checkpoint was converted with, as the record beside its weights says.
-
-    Args:
-        model: the loaded checkpoint.
-        source: its name on the Hub, or its folder.
-        hub: `revision` and `token`.
-
-    Returns:
-        None for a stock model, and for a model without a record that can be read.
-    """
-    if getattr(model.config, "attn_swap", None) is None:
-        return None
-    folder = Path(source)
-    with contextlib.suppress(OSError, ValueError):
-        if not folder.is_dir():
-            folder = Path(snapshot_download(source, allow_patterns=[RESULTS_FILE, CONVERSION_FILE], **hub))
-        return RunResult.load(folder / RESULTS_FILE).budget.sequence_length
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return round(json.loads((folder / CONVERSION_FILE).read_text(encoding="utf-8"))["row_length"]) or None
-    return None
 
 
 def hub_arguments(revision: str | None, token: str | None) -> dict[str, Any]:

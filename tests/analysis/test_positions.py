@@ -13,7 +13,6 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.measuring.lost import Lost, lost
 from hf_attn_swap.measuring.positions import (
-    beyond_conversion,
     check_length,
     longest_row,
     max_positions,
@@ -89,12 +88,3 @@ def test_rows_behind_the_positions_of_a_model() -> None:
     endless = fresh("t5")
     assert max_positions(endless) is None
     check_length(endless, 10**6)
-
-
-def test_rows_longer_than_those_of_a_conversion() -> None:
-    assert beyond_conversion("mine", 256, 1024) == (
-        "mine was converted with rows of 256 tokens, and texts of up to 1,024 are measured here: behind 256 tokens it "
-        "may lose more than its record says."
-    )
-    assert beyond_conversion("mine", 256, 256) is None
-    assert beyond_conversion("mine", None, 1024) is None

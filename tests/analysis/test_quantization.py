@@ -64,16 +64,16 @@ def test_close_while_inside_and_gone_afterwards(name: str, variant: str | None) 
     wanted = forward(model, batch)
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    with fake_w8a8(model, [batch, batch]) as points_of:
+    with fake_w8a8(model, [batch, batch]) as tensors:
         inside = forward(model, batch)
     assert not torch.equal(inside, wanted)
     linear = variant is not None and variant.startswith("simpletron")
-    kinds = {point.name.rpartition(".")[2] for point in points_of}
+    kinds = {point.name.rpartition(".")[2] for point in tensors}
     assert {"weight", "output", "input", "context"} <= kinds
     assert ({"scores", "probabilities"} <= kinds) != linear
     assert "normalized" not in kinds, "the weights are rounded once, as they multiply the values"
     assert {"query", "key"} <= kinds or name != "llama"
-    assert all(math.isfinite(point.step) and point.low <= 0 <= point.high for point in points_of)
+    assert all(math.isfinite(point.step) and point.low <= 0 <= point.high for point in tensors)
     assert torch.equal(forward(model, batch), wanted)
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
@@ -123,10 +123,10 @@ def test_as_machines_run_it(name: str, variant: str | None, monkeypatch: pytest.
         perturb(patch_model(model, variant))
     wanted, weights = forward(model, batch), {key: value.clone() for key, value in model.state_dict().items()}
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    with machine_w8a8(model, [batch, batch]) as points_of:
+    with machine_w8a8(model, [batch, batch]) as tensors:
         inside = forward(model, batch)
     assert not torch.equal(inside, wanted)
-    assert {point.name.rpartition(".")[2].partition(",")[0] for point in points_of} == {"weight", "input"}
+    assert {point.name.rpartition(".")[2].partition(",")[0] for point in tensors} == {"weight", "input"}
     monkeypatch.setattr(points, "LEVELS", 2**20 - 1)
     monkeypatch.setattr(points, "HALF", 2**20 - 1)
     with machine_w8a8(model, [batch]):
@@ -142,7 +142,7 @@ def test_a_machine_reads_256_values_and_rows_with_a_step_each(name: str) -> None
     model, batches = fresh(name, torch.float32), [batch_of(name, torch.float32, seed=seed) for seed in (0, 1)]
     base = {id(module) for module in model.base_model.modules()}
     inside, outside = [], []
-    with machine_w8a8(model, batches) as points_of:
+    with machine_w8a8(model, batches) as tensors:
         handles = []
         for module in model.modules():
             if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
@@ -165,7 +165,7 @@ def test_a_machine_reads_256_values_and_rows_with_a_step_each(name: str) -> None
     assert outside
     kept = dict(fresh(name, torch.float32).named_parameters())
     assert all(torch.equal(parameter, kept[key]) for key, parameter in model.named_parameters())
-    assert all(point.low < 0 < point.high for point in points_of if point.name.endswith("weight"))
+    assert all(point.low < 0 < point.high for point in tensors if point.name.endswith("weight"))
 
 
 def test_rows_by_hand() -> None:
@@ -182,8 +182,8 @@ def test_the_head_and_gates_stay_as_they_are(variant: str, own: int) -> None:
     gates = {"gated": {"kind": "all_features"}} if "+" in variant else {}
     perturb(patch_model(model, variant, **gates))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    with fake_w8a8(model, [batch]) as points_of:
-        names = [point.name for point in points_of]
+    with fake_w8a8(model, [batch]) as tensors:
+        names = [point.name for point in tensors]
         assert not torch.equal(head.weight, embedding.weight)
     assert head.weight is embedding.weight
     assert len([name for name in names if ".attn_swap." in name and name.endswith("w_s.weight")]) == own
@@ -196,8 +196,8 @@ def test_the_swap_that_peft_trains_is_the_one_that_is_seen() -> None:
     patch_model(model, "gated")
     config = peft.LoraConfig(target_modules=["query"], modules_to_save=["attn_swap"])
     tuned = peft.get_peft_model(model, config).eval()
-    with fake_w8a8(tuned, [batch]) as points_of:
-        names = [point.name for point in points_of]
+    with fake_w8a8(tuned, [batch]) as tensors:
+        names = [point.name for point in tensors]
     assert len([name for name in names if name.endswith("probabilities")]) == zoo.LAYERS
     with record(tuned) as recording, torch.no_grad():
         tuned(**batch)

@@ -13,17 +13,17 @@ import torch
 from hf_attn_swap import patch_model
 from hf_attn_swap.measuring.retrieval import (
     DEPTHS,
-    Haystacks,
     KeyValues,
     Needle,
-    PairTexts,
     Prompt,
     Prompts,
     Retrieved,
+    haystacks,
     key_value_table,
     key_values,
     needle,
     needle_table,
+    pair_texts,
 )
 from tests.contract.harness import fresh, refused
 from tests.harness.byte_tokenizer import byte_tokenizer
@@ -77,7 +77,7 @@ def is_mean(retrieved: Retrieved, count: int, log_p: list[float], first: list[bo
 
 def test_texts_with_numbers() -> None:
     """Each depth has a sentence at its place, all are asked for at the end, and one of them was not hidden."""
-    (length, texts), *others = Haystacks.of(stock(), ROWS, TOKENIZER, (LENGTH,)).texts.items()
+    (length, texts), *others = haystacks(stock(), ROWS, TOKENIZER, (LENGTH,)).texts.items()
     assert (length, len(texts), others) == (LENGTH, 4, [])
     seen, orders = set(), set()
     for text in texts:
@@ -108,7 +108,7 @@ def test_texts_with_numbers() -> None:
 
 def test_texts_of_pairs() -> None:
     """Pairs of different tokens of the rows, once in one order and once in another; each value is asked for again."""
-    made = PairTexts.of(short(), IDS, lines, (8, 16, 64), texts=3)
+    made = pair_texts(short(), IDS, lines, (8, 16, 64), texts=3)
     assert {pairs: [len(text.ids) for text in texts] for pairs, texts in made.texts.items()} == {
         8: [48] * 3,
         16: [96] * 3,
@@ -130,7 +130,7 @@ def test_texts_of_pairs() -> None:
 
 def test_numbers_against_a_plain_loop() -> None:
     model = patch_model(stock(), "window", window=8, sinks=1).eval()
-    texts = Haystacks.of(model, ROWS, TOKENIZER, (LENGTH,), texts=2)
+    texts = haystacks(model, ROWS, TOKENIZER, (LENGTH,), texts=2)
     found, read = texts.measure(model), by_a_loop(model, texts.texts[LENGTH])
     assert is_mean(found.chance[LENGTH], 2, *read.pop(None))
     assert set(found.cells[LENGTH]) == set(read) == set(DEPTHS)
@@ -142,7 +142,7 @@ def test_numbers_against_a_plain_loop() -> None:
 @pytest.mark.parametrize("tokenizer", [lines, unbroken])
 def test_values_against_a_plain_loop(tokenizer: Any) -> None:
     model = patch_model(short(), "window", window=4, sinks=1).eval()
-    texts = PairTexts.of(model, IDS, tokenizer, (8, 16))
+    texts = pair_texts(model, IDS, tokenizer, (8, 16))
     found = texts.measure(model).by_pairs
     for pairs, prompts in texts.texts.items():
         log_p, first = (list(chain(*values)) for values in zip(*by_a_loop(model, prompts).values(), strict=True))
@@ -157,15 +157,15 @@ def test_an_answer_is_given_if_all_of_its_tokens_are() -> None:
 
 
 def test_lengths_and_pairs_that_do_not_fit_are_left_out() -> None:
-    def sizes(texts: Prompts) -> list[int]:
+    def sizes(texts: Prompts[Any]) -> list[int]:
         return list(texts.texts)
 
     lengths = (64, LENGTH, 1024, 4096)
-    assert sizes(Haystacks.of(stock(), ROWS, TOKENIZER, lengths)) == [LENGTH, 1024]
-    bounded = Haystacks.of(stock(max_position_embeddings=1000), ROWS, TOKENIZER, lengths)
+    assert sizes(haystacks(stock(), ROWS, TOKENIZER, lengths)) == [LENGTH, 1024]
+    bounded = haystacks(stock(max_position_embeddings=1000), ROWS, TOKENIZER, lengths)
     assert (sizes(bounded), bounded.longest) == ([LENGTH], LENGTH)
-    assert sizes(Haystacks.of(stock(), [ROWS[0][:700]], TOKENIZER, lengths)) == [LENGTH]
-    assert sizes(PairTexts.of(short(max_position_embeddings=95), IDS, lines, (8, 16))) == [8]
+    assert sizes(haystacks(stock(), [ROWS[0][:700]], TOKENIZER, lengths)) == [LENGTH]
+    assert sizes(pair_texts(short(max_position_embeddings=95), IDS, lines, (8, 16))) == [8]
 
 
 def test_refusals_of_numbers() -> None:

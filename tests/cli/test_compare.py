@@ -59,26 +59,6 @@ def test_the_loss_by_position(command: Command, tiny_llama: Path, windowed: Path
     assert "Loss by position" not in command(*words[:-1], "50").out, "one bin says no more than the perplexity"
 
 
-def test_rows_longer_than_those_of_the_conversion(
-    command: Command, tiny_llama: Path, windowed: Path, long_texts: Path
-) -> None:
-    """By the record beside the weights, for every command that measures."""
-    data = ("--data", long_texts, "--rows", "2", "--length")
-    assert "was converted with" not in command("compare", tiny_llama, windowed, *data, "40").err, "nobody knows"
-    (windowed / "conversion.json").write_text('{"row_length": 32.0}')
-    said = f"{windowed} was converted with rows of 32 tokens, and texts of up to 40 are measured here: "
-    assert f"warning: {said}" in command("compare", tiny_llama, windowed, *data, "40").err
-    assert f"warning: {said}" in command("evaluate", windowed, *data, "40").err
-    assert "was converted with" not in command("compare", tiny_llama, windowed, *data, "32").err
-    recalled = command("compare", tiny_llama, windowed, *data, "32", "--rows", "8", "--recall").err
-    assert "texts of up to 256 are measured here" in recalled, "a passage twice, and 64 tokens between"
-    out = windowed.parent / "report"
-    words = ("report", windowed, "--data", long_texts, "--rows", "8", "--max-length", "6", "--out", out)
-    (windowed / "conversion.json").write_text('{"row_length": 4.0}')
-    assert f"note: {windowed} was converted with rows of 4 tokens" in command(*words).err
-    assert "was converted with rows of 4 tokens" in (out / "report.html").read_text()
-
-
 def test_rows_longer_than_the_positions_of_a_model(
     command: Command, tiny_llama: Path, windowed: Path, long_texts: Path
 ) -> None:
