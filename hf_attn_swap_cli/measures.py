@@ -85,14 +85,14 @@ def compare(
     """Compare two saved models, such as a base and the model that was converted from it, on the same rows.
 
     The first model is the one that the second is measured against: KL, equal first choices, and perplexity, accuracy
-    or, for a regression, Spearman's rank correlation with the labels; for a language model, the loss by position. Below
-    stand the time of a pass, the memory, and the outliers in the hidden states of both, on at most eight batches at equal distances. The models take turns on a
-    batch, nine times, and the times are those of the turn with the median ratio. The peak of the memory is told on
-    CUDA alone. The 8-bit ranges of --in-8-bits come from as many more rows of the data, behind the ones that are
-    measured. --recall tells what a passage of the rows gains when it is read again after 64, 200, 512 and 2048 tokens,
-    as far as the rows and the models are long enough. --needle hides numbers in texts of 256, 1024 and 4096 tokens of
-    the rows, at five depths, and asks for their digits; and it asks for the second tokens of 16, 64 and 256 pairs of
-    tokens that were read once.
+    or, for a regression, Spearman's rank correlation with the labels; for a language model, the loss by position.
+    Below stand the time of a pass, the memory, and the outliers in the hidden states of both, on at most eight batches
+    at equal distances. The models take turns on a batch, nine times, and the times are those of the turn with the
+    median ratio. The peak of the memory is told on CUDA alone. The 8-bit ranges of --in-8-bits come from as many more
+    rows of the data, behind the ones that are measured. --recall tells what a passage of the rows gains when it is
+    read again after 64, 200, 512 and 2048 tokens, as far as the rows and the models are long enough. --needle hides
+    numbers in texts of 256, 1024 and 4096 tokens of the rows, at five depths, and asks for their digits; and it asks
+    for the second tokens of 16, 64 and 256 pairs of tokens that were read once.
     """
     from hf_attn_swap.analysis.cost import compare_costs
     from hf_attn_swap.analysis.inputs import words_of
