@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import nn
@@ -22,7 +21,6 @@ from transformers import (
 )
 
 from hf_attn_swap import list_variants, patch_model
-from hf_attn_swap.analysis import record
 from hf_attn_swap.quantization import (
     Point,
     fake_w8a8,
@@ -35,6 +33,8 @@ from hf_attn_swap.quantization import (
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import batch_of, forward, fresh, padding_side, perturb
+
+CELLS = [*((name, None) for name in FAMILY_NAMES), *(("llama", variant) for variant in list_variants())]
 
 
 def point(low: float, high: float) -> Point:
@@ -55,8 +55,7 @@ def test_range_is_a_running_mean_that_holds_zero() -> None:
     assert (seen.low, seen.high) == pytest.approx((0.9 * 0 + 0.1 * -1, 0.9 * 4 + 0.1 * 14))
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", [None, *list_variants()])
+@pytest.mark.parametrize(("name", "variant"), CELLS)
 def test_close_while_inside_and_gone_afterwards(name: str, variant: str | None) -> None:
     model, batch = fresh(name, torch.float32), batch_of(name, torch.float32, padded=padding_side(name))
     if variant is not None:
@@ -114,8 +113,7 @@ def test_everything_lies_on_its_grid(name: str) -> None:
 # ---- What machines run: inputs and weights of linear maps.
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", [None, *list_variants()])
+@pytest.mark.parametrize(("name", "variant"), CELLS)
 def test_as_machines_run_it(name: str, variant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Close while inside, next to nothing with many levels in fp64, and gone afterwards."""
     model, batch = fresh(name, torch.float64), batch_of(name, torch.float64, padded=padding_side(name))
@@ -190,20 +188,6 @@ def test_the_head_and_gates_stay_as_they_are(variant: str, own: int) -> None:
     assert not [name for name in names if "gate" in name or name.startswith("cls")]
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
-def test_the_swap_that_peft_trains_is_the_one_that_is_seen() -> None:
-    model, batch = fresh("bert", torch.float32, head="classification"), batch_of("bert", torch.float32)
-    patch_model(model, "gated")
-    config = peft.LoraConfig(target_modules=["query"], modules_to_save=["attn_swap"])
-    tuned = peft.get_peft_model(model, config).eval()
-    with fake_w8a8(tuned, [batch]) as tensors:
-        names = [point.name for point in tensors]
-    assert len([name for name in names if name.endswith("probabilities")]) == zoo.LAYERS
-    with record(tuned) as recording, torch.no_grad():
-        tuned(**batch)
-    assert all(layer.entropy.known for layer in recording.layers.values())
-
-
 def test_refusals() -> None:
     model, batch = fresh("bert", torch.float32), batch_of("bert", torch.float32)
     with pytest.raises(ValueError, match="no batch"), fake_w8a8(model, []):
@@ -255,26 +239,6 @@ SMALL = {
     "pad_token_id": 1,
 }
 TOKENS = {"input_ids": torch.arange(5, 25)[None]}
-
-
-@pytest.mark.parametrize("protocol", [fake_w8a8, machine_w8a8])
-def test_a_router_that_is_a_linear_stays_wide(protocol: Any) -> None:
-    """It returns its scores and the chosen experts, which are no numbers to round."""
-
-    class Router(nn.Linear):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            scores = super().forward(x)
-            return scores, scores.argmax(-1)
-
-    model = fresh("llama", torch.float32)
-    router, seen = Router(8, 2), []
-    inputs = torch.randn(3, 8)
-    model.base_model.add_module("router", router)
-    model.base_model.register_forward_hook(lambda *_: seen.append(router(inputs)[0]))
-    batch = batch_of("llama", torch.float32)
-    with protocol(model, [batch]), torch.no_grad():
-        forward(model, batch)
-    assert torch.equal(seen[-1], nn.functional.linear(inputs, router.weight, router.bias))
 
 
 def made_static(model: Any, batches: Any) -> None:

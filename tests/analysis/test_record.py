@@ -15,6 +15,8 @@ from hf_attn_swap.families import sites
 from tests.contract.cells import FAMILY_NAMES
 from tests.contract.harness import TEXT_FAMILIES, batch_of, forward, fresh, padding_side, perturb, refused
 
+CELLS = [*((name, None) for name in FAMILY_NAMES), *(("llama", variant) for variant in list_variants())]
+
 
 def state_of(model: Any) -> list[Any]:
     """Everything that a recording might have left behind."""
@@ -24,8 +26,7 @@ def state_of(model: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@pytest.mark.parametrize("variant", [None, *list_variants()])
+@pytest.mark.parametrize(("name", "variant"), CELLS)
 @pytest.mark.parametrize("strength", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_changes_nothing(name: str, variant: str | None, strength: float) -> None:
     model, batch = fresh(name, torch.float32), batch_of(name, torch.float32, padded=padding_side(name))

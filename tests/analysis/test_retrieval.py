@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from itertools import chain
 from typing import Any
@@ -13,16 +12,12 @@ import torch
 from hf_attn_swap import patch_model
 from hf_attn_swap.measuring.retrieval import (
     DEPTHS,
-    KeyValues,
-    Needle,
     Prompt,
     Prompts,
     Retrieved,
     haystacks,
-    key_value_table,
     key_values,
     needle,
-    needle_table,
     pair_texts,
 )
 from tests.contract.harness import fresh, refused
@@ -202,33 +197,3 @@ def test_refusals_of_pairs() -> None:
         key_values(short(), [], lines)
     with refused("got the name 'gpt2'"):
         key_values(short(), IDS, "gpt2")
-
-
-def test_tables_and_plain_data() -> None:
-    def cell(token_accuracy: float, exact_match: float = 0.0, count: int = 4) -> Retrieved:
-        return Retrieved(count=count, exact_match=exact_match, token_accuracy=token_accuracy, log_p=-1.0)
-
-    numbers = Needle(
-        cells={256: {0.0: cell(1.0), 0.5: cell(0.5)}}, together={256: cell(0.75, 0.5, 8)}, chance={256: cell(0.1)}
-    )
-    assert needle_table({"first": numbers, "second": numbers}).text().splitlines()[1:] == [
-        "depth                256 first  256 second",
-        "0%                   100%       100%",
-        "50%                  50%        50%",
-        "all                  75%        75%",
-        "not hidden (chance)  10%        10%",
-        "numbers found        4 of 8     4 of 8",
-    ]
-    assert str(numbers).splitlines()[1] == "depth                256"
-    assert "<td>4 of 8</td>" in numbers._repr_html_()
-    plain = json.loads(json.dumps(numbers.to_dict()))["256"]
-    assert (plain["exact_match"], plain["chance"]["token_accuracy"]) == (0.5, 0.1)
-    assert plain["depths"]["0.5"]["token_accuracy"] == 0.5
-    values = KeyValues(by_pairs={16: cell(0.5, 0.5, 64)})
-    assert key_value_table({"first": values, "second": values}).text().splitlines()[1:] == [
-        "pairs  first  second  a guess",
-        "16     50.0%  50.0%   6.2%",
-    ]
-    assert str(values).splitlines()[1] == "pairs  found  a guess"
-    assert "<td>50.0%</td>" in values._repr_html_()
-    assert json.loads(json.dumps(values.to_dict()))["16"]["exact_match"] == 0.5

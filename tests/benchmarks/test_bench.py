@@ -63,15 +63,6 @@ def test_a_step_of_decoding_starts_from_the_same_cache(monkeypatch: Any) -> None
             assert cache.get_seq_length() == 8
 
 
-def test_shapes_of_the_models(monkeypatch: Any) -> None:
-    monkeypatch.syspath_prepend(str(BENCH.parent))
-    models = runpy.run_path(str(BENCH.parent / "bench_models.py"))
-    llama, vit = (models["build"](name, 197, 1, 768).config for name in ("llama", "vit"))
-    assert (llama.hidden_size, llama.num_attention_heads, llama.num_key_value_heads) == (768, 12, 4)
-    assert (vit.hidden_size, vit.num_attention_heads, vit.image_size) == (384, 6, 224)
-    assert models["tokens"]("vit", 197) == models["tokens"]("llama", 197) == 197
-
-
 @pytest.mark.slow  # a process per model
 def test_bench_reports_every_cell(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from hf_attn_swap import patch_model
+from hf_attn_swap.measuring.recall import recall
 from hf_attn_swap.measuring.retrieval import key_values, needle
 from tests import zoo
 from tests.harness.byte_tokenizer import byte_tokenizer
@@ -85,7 +86,19 @@ def test_hidden_numbers_and_pairs(command: Command, bytewise: Path, tmp_path: Pa
     windowed.save_pretrained(tmp_path / "narrow")
     data = tmp_path / "letters.txt"
     data.write_text(f"{string.ascii_letters} 0123456789 the quick brown fox. " * 20)
-    words = ("compare", bytewise, tmp_path / "narrow", "--data", data, "--rows", "8", "--length", "128", "--needle")
+    words = (
+        "compare",
+        bytewise,
+        tmp_path / "narrow",
+        "--data",
+        data,
+        "--rows",
+        "8",
+        "--length",
+        "128",
+        "--recall",
+        "--needle",
+    )
     report = json.loads(command(*words, "--json").out)
     tokenizer = byte_tokenizer("left")
     ids = tokenizer(data.read_text(), add_special_tokens=False)["input_ids"][: 8 * 128]
@@ -95,8 +108,12 @@ def test_hidden_numbers_and_pairs(command: Command, bytewise: Path, tmp_path: Pa
         assert report[name]["needle"]["1024"]["log_p"] == pytest.approx(wanted.together[1024].log_p, abs=1e-4)
         pairs = key_values(model, [ids], tokenizer, pairs=(16,)).by_pairs[16]
         assert report[name]["key_values"]["16"]["log_p"] == pytest.approx(pairs.log_p, abs=1e-4)
+        gains = recall(model, [ids], distances=(64,))
+        assert list(report[name]["recall"]) == ["64", "200", "512"], "2,048 tokens more would not fit"
+        assert report[name]["recall"]["64"]["gain"] == pytest.approx(gains.mean(64), abs=1e-4)
     assert report["first"]["needle"] != report["second"]["needle"]
     printed = command(*words).out
+    assert "\ntokens between  first" in printed
     assert "\ndepth                1,024 first  1,024 second\n" in printed
     assert "\npairs  first  second  a guess\n16 " in printed
     assert "needle" not in json.loads(command(*words[:-1], "--json").out)["first"]

@@ -22,9 +22,8 @@ from transformers import (
     AutoTokenizer,
 )
 
-from hf_attn_swap import describe, patch_model
+from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import rows as rows_module
-from hf_attn_swap.measuring.recall import recall
 from hf_attn_swap.publish import converted
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.quantization import int8_loaded, machine_w8a8
@@ -188,35 +187,6 @@ def test_compare_in_8_bits(command: Command, tiny_llama: Path, texts: Path, tmp_
     assert "no rows are left" in command(*words[:5], "--rows", "1000", "--in-8-bits").err
 
 
-def test_compare_recall_by_distance(
-    command: Command, tiny_llama: Path, tiny_bert: Path, texts: Path, tmp_path: Path
-) -> None:
-    """Of both models, on the rows that are measured, as far as they reach."""
-    windowed = patch_model(AutoModelForCausalLM.from_pretrained(tiny_llama), "window", window=4, sinks=1)
-    windowed.save_pretrained(tmp_path / "windowed")
-    data = tmp_path / "long.csv"
-    data.write_text(texts.read_text() + "\n".join(texts.read_text().splitlines()[1:] * 40) + "\n")
-    words = ("compare", tiny_llama, tmp_path / "windowed", "--data", data, "--rows", "8", "--length", "64", "--recall")
-    report = json.loads(command(*words, "--json").out)
-    stream = [word for line in data.read_text().splitlines()[1:] for word in line.split(",")[0].split()]
-    ids = AutoTokenizer.from_pretrained(tiny_llama).convert_tokens_to_ids(stream)[: 8 * 64]
-    for name, model in (("first", AutoModelForCausalLM.from_pretrained(tiny_llama)), ("second", windowed)):
-        wanted = recall(model, [ids], distances=(64, 200))
-        assert list(report[name]["recall"]) == ["64", "200"]  # 512 tokens more would not fit
-        for distance, figures in report[name]["recall"].items():
-            assert figures["gain"] == pytest.approx(wanted.mean(int(distance)), abs=1e-4)
-            assert figures["spread"] == pytest.approx(wanted.spread(int(distance)), abs=1e-4)
-            assert figures["passages"] == 8
-    assert report["first"]["recall"]["200"]["gain"] != pytest.approx(
-        report["second"]["recall"]["200"]["gain"], abs=1e-3
-    )
-    printed = command(*words).out
-    assert "tokens between  first" in printed
-    assert f"\n200             {report['first']['recall']['200']['gain']:.3f} ± " in printed
-    assert '"gain"' not in command(*words[:-1], "--json").out
-    assert "is no causal language model" in command("compare", tiny_bert, tiny_bert, "--data", texts, "--recall").err
-
-
 def test_the_card_of_a_folder(command: Command, tiny_llama: Path, long_texts: Path, tmp_path: Path) -> None:
     """It has recall, names no control, and links to no folder; --base-model gives the name on the Hub."""
     words = ("--data", long_texts, "--length", "64", "--tokens", "1", "--no-absorb", "-o", "window=4")
@@ -243,30 +213,6 @@ def test_the_card_of_a_folder(command: Command, tiny_llama: Path, long_texts: Pa
     wrong = command("convert", tiny_llama, "window", tmp_path / "wrong", *words, "--base-model", "no name")
     assert "name must be a name" in wrong.err
     assert "loading" not in wrong.err, "it is refused before the conversion"
-
-
-def test_heads_of_a_window(command: Command, tiny_llama: Path, long_texts: Path, tmp_path: Path) -> None:
-    """The page and the record say which heads keep all keys, and the saved model has them."""
-    words = ("--data", long_texts, "--length", "64", "--tokens", "1", "--max-loss", "100%", "-o", "window=4")
-    outcome = command("convert", tiny_llama, "window", tmp_path / "out", *words, "--heads", "auto", "--keep", "0.5")
-    assert outcome.code == 0
-    sensitivity = json.loads((tmp_path / "out/conversion.json").read_text())["head_sensitivity"]["heads"]
-    count = sum(map(len, sensitivity.values()))
-    sentence = f"{count // 2} of {count} key/value heads keep all keys (layer.head): "
-    assert sentence in outcome.out
-    assert sentence in (tmp_path / "out/conversion.html").read_text()
-    named = set(outcome.out.partition(sentence)[2].partition(".\n")[0].split(", "))
-    assert len(named) == count // 2
-    every = {int(layer): {"full_heads": range(len(heads))} for layer, heads in sensitivity.items()}
-    rows = describe(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).rows
-    full = {row.layer: row.options.get("window", every[row.layer])["full_heads"] for row in rows}  # all, without a swap
-    assert named == {f"{layer}.{head}" for layer, heads in full.items() for head in heads}
-    record = RunResult.load(tmp_path / "out/results.json")
-    assert (record.budget.steps, record.budget.learning_rate, record.budget.optimizer) == (0, None, None)
-    assert "learning rate" not in (tmp_path / "out/README.md").read_text()
-    for swap in record.swaps:
-        assert {tuple(full[layer]) for layer in swap.layers} == {tuple(swap.components[0].options["full_heads"])}
-    assert "got 'some'" in command("convert", tiny_llama, "window", tmp_path / "no", *words, "--heads", "some").err
 
 
 def test_low_memory_trains_adapters(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:

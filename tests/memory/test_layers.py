@@ -89,18 +89,6 @@ def test_fixed_points() -> None:
     close(retrieval()(unit[0], unit)[0, 0], tensor(math.e / (math.e + 2))[0])
 
 
-def test_the_extra_dimension_is_the_one_of_softmax_1() -> None:
-    """Eq. 2.5 to 2.8 word by word: outliers become one vector that only has the new dimension, where states are 0."""
-    state, stored = normal(1, 4, 6), normal(2, 5, 6)
-    outlier = torch.tensor([False, True, False, False, True])
-    extended = torch.cat([stored[~outlier], torch.zeros(3, 1).double()], 1)
-    extended = torch.cat([extended, tensor([0.0] * 6 + [1.7])])
-    longer = torch.cat([state, torch.zeros(4, 1).double()], 1)
-    wanted = retrieval(normalizer="softmax")(longer, extended)[:, :6]
-    close(retrieval()(state, stored, no_op=outlier), wanted)
-    close(retrieval()(state, stored[~outlier]), wanted)
-
-
 def test_no_op_by_threshold() -> None:
     stored = tensor([1.0, 0.1, 0.0], [1.0, 0.0, 0.1], [0.9, 0.1, 0.1], [0.0, -3.0, 4.0])
     outliers = no_op_patterns(stored, 0.5)

@@ -147,31 +147,6 @@ def forecast(model: STanHopForPrediction, past_TC: Tensor, length: int) -> Tenso
 
 
 @every_retrieval
-def test_hopfield_by_its_formula(retrieval: str) -> None:
-    layer = built(Hopfield, retrieval=retrieval)
-    state, stored = 2 * normal(1, 3, 4, 8), 2 * normal(2, 3, 6, 8)
-    keep = torch.arange(6) >= torch.tensor([0, 2, 5])[:, None]
-    got = layer(state, stored, keep)
-    for row in range(3):
-        close(got[row], read(layer, retrieval, state[row], stored[row][keep[row]]), 1e-11)
-    close(layer(state, stored), layer(state, stored, torch.ones_like(keep)))
-
-
-def test_merge_by_its_formula() -> None:
-    layer, x = built(Merge), normal(1, 2, 3, 5, 8)
-    keep = torch.tensor([[True] * 5, [False, False, False, True, True]])
-    got, kept = layer(x, keep)
-    for row in range(2):
-        wanted, left = merged(layer, x[row], keep[row])
-        close(got[row], wanted)
-        assert torch.equal(kept[row], left)
-    assert kept.tolist() == [[True] * 3, [False, True, True]]
-    wider = built(Merge, merge_size=4)
-    three, _ = wider(x[:, :, :1], keep[:, :1])
-    close(three[0, :, 0], linear(wider.linear, norm(wider.norm, x[0, :, [0, 0, 0, 0]].flatten(1))))
-
-
-@every_retrieval
 def test_different_lengths_in_one_batch(retrieval: str) -> None:
     """By the formula, as each alone, and whatever stands in the padding; the loss is the mean squared error."""
     model, past, future = built(STanHopForPrediction, retrieval=retrieval), normal(1, 4, 20, 3), normal(2, 4, 7, 3)
@@ -184,14 +159,6 @@ def test_different_lengths_in_one_batch(retrieval: str) -> None:
         close(model(past[row : row + 1, -length:]).prediction_outputs[0], got.prediction_outputs[row])
     close(got.loss, (got.prediction_outputs - future).square().mean())
     assert model(noisy, past_observed_mask=observed, return_dict=False)[0].shape == (4, 7, 3)
-
-
-def test_baseline_adds_the_mean_of_what_was_observed() -> None:
-    plain = built(STanHopForPrediction)
-    with_mean = built(STanHopForPrediction, baseline=True)
-    past, observed = normal(1, 1, 20, 3), torch.arange(20)[None] >= 9
-    difference = [m(past, past_observed_mask=observed).prediction_outputs for m in (with_mean, plain)]
-    close(difference[0] - difference[1], past[:, 9:].mean(1, keepdim=True).expand(1, 7, 3))
 
 
 @pytest.mark.parametrize("retrieval", ["softmax", "outeffhop", "sparsemax", "generalized_sparse"])

@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from datasets import Dataset, Image
-from PIL import Image as Picture
-from transformers import ViTImageProcessor
+from datasets import Dataset
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import smooth
@@ -142,30 +139,6 @@ def test_a_classifier_of_texts(tmp_path: Path, monkeypatch: Any, capsys: Any) ->
         recipe("eight_bits.py", [*where, "--tokens", "8"], monkeypatch)
     with pytest.raises(ValueError, match="has 9 rows, but 10 are needed"):
         recipe("eight_bits.py", [*where[:-5], "--rows", "10"], monkeypatch)
-
-
-def test_a_classifier_of_images(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    model = zoo.build("vit", head="classification", num_labels=2)
-    model.save_pretrained(tmp_path / "model")
-    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "model")
-    try:
-        transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
-    except ImportError as problem:
-        pytest.skip(f"transformers {transformers.__version__} reads images with torchvision alone: {str(problem)[:60]}")
-    pictures = [Picture.effect_noise((16, 16), 60 + 20 * index).convert("RGB") for index in range(4)]
-    data = Dataset.from_dict({"img": pictures, "label": [0, 0, 0, 0]}).cast_column("img", Image())
-    data.to_parquet(tmp_path / "test.parquet")
-    where = [str(tmp_path / "test.parquet")] * 2
-    options = ["--texts", where[0], "--ranges", where[1], "--column", "img", "--rows", "4", "--batch", "2"]
-    recipe("eight_bits.py", [str(tmp_path / "model"), *options], monkeypatch)
-    captured = capsys.readouterr()
-    found = rows(captured.out)
-    assert tuple(found) == ROWS[:3]
-    pixels = ViTImageProcessor(size={"height": 16, "width": 16})(pictures, return_tensors="pt")["pixel_values"]
-    with torch.no_grad():
-        right = float((model(pixel_values=pixels).logits.argmax(-1) == 0).float().mean())
-    assert found[ROWS[0]][0].startswith(f"{100 * right:.1f}, ")
-    assert "this model reads none" in captured.err
 
 
 def test_token_ids_need_no_tokenizer(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.harness.byte_tokenizer import byte_tokenizer
 from tests.harness.recipes import NO_SAVING, needs_recipes, recipe
 
 pytestmark = needs_recipes
@@ -73,33 +72,6 @@ def test_curve(tiny_lm: Path, samples: Path, tmp_path: Path, monkeypatch: Any) -
     assert json.loads(out.read_text())["runs"] == json.loads(before)["runs"], "what is there is not run again"
     with pytest.raises(SystemExit, match="made with another rows"):
         recipe("distil_curve.py", [*words[:-1], str(out), "--rows", "4", "--variants", "belief"], monkeypatch)
-
-
-def test_curve_of_texts(tiny_lm: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Texts are joined and cut into rows; the test texts may lie in another folder."""
-    byte_tokenizer("left").save_pretrained(tiny_lm)
-    model = LlamaForCausalLM.from_pretrained(tiny_lm)
-    model.resize_token_embeddings(300)
-    model.save_pretrained(tiny_lm)
-    texts = Dataset.from_dict({"text": ["a film of three hours", "and a short one"] * 8})
-    for folder, part in (("data", "train"), ("other", "test")):
-        (tmp_path / folder).mkdir()
-        texts.to_parquet(tmp_path / folder / f"{part}.parquet")
-    out = tmp_path / "curve.json"
-    words = ["--model", str(tiny_lm), "--data", str(tmp_path / "data"), "--test_data", str(tmp_path / "other")]
-    sizes = ["--length", "16", "--rows", "2", "--tokens", "64", "--out", str(out)]
-    recipe("distil_curve.py", [*words, *sizes, "--variants", "simpletron_resl"], monkeypatch)
-    points = json.loads(out.read_text())["runs"]["simpletron_resl"]
-    assert [point["tokens"] for point in points] == [0, 64]
-    kl = {}
-    for kind in ("constant_with_warmup", "inverse_sqrt"):
-        sizes = ["--length", "16", "--rows", "1", "--tokens", "128", "--out", str(tmp_path / f"{kind}.json")]
-        rates = ["--lr_scheduler_type", kind, "--warmup_steps", "1", "--learning_rate", "1e-2"]
-        recipe("distil_curve.py", [*words, *sizes, *rates, "--variants", "simpletron_resl"], monkeypatch)
-        record = json.loads((tmp_path / f"{kind}.json").read_text())
-        assert record["options"]["warmup_steps"] == 1
-        kl[kind] = record["runs"]["simpletron_resl"][-1]["kl"]
-    assert kl["constant_with_warmup"] != pytest.approx(kl["inverse_sqrt"], rel=1e-3)
 
 
 def reading(model: Path, samples: Path) -> list[str]:

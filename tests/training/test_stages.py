@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 from pathlib import Path
@@ -12,10 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import Losses
 from hf_attn_swap.conversion.stages import Calibrate, Distil, FineTune, read_stages
-from hf_attn_swap.conversion.teacher import Teacher
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training import parse
 from hf_attn_swap.training.arguments import ConversionArguments
@@ -194,40 +191,3 @@ def test_all_stages_in_one_run(tiny: Path, tmp_path: Path, monkeypatch: Any) -> 
     assert "60 tokens, query, swap trained, loss 1 x logits + 1 x hidden states" in result.conversion[3]
     assert not list((tmp_path / "simpletron-resl" / "seed-0").glob("stage-*"))
     assert not (tmp_path / "simpletron-resl" / "seed-0" / "converted").exists()
-
-
-@needs_recipes
-def test_every_distillation_has_the_original_as_its_teacher(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Each distillation changes weights; the teacher of a later stage computes with those from before them."""
-    before: dict[str, torch.Tensor] = {}
-    teachers: list[dict[str, torch.Tensor]] = []
-    made = Teacher.__init__
-
-    def watched(self: Teacher, student: Any, *others: Any) -> None:
-        made(self, student, *others)
-        teachers.append(
-            {
-                name.replace("base_model.model.", "").replace("base_layer.", ""): value
-                for name, value in self.frozen.items()
-            }
-        )
-
-    def put(model: Any, *others: Any, **more: Any) -> Any:
-        before.update({name: value.clone() for name, value in model.state_dict().items()})
-        return patch_model(model, *others, **more)
-
-    monkeypatch.setattr(Teacher, "__init__", watched)
-    monkeypatch.setattr(importlib.import_module("hf_attn_swap.training.run"), "patch_model", put)
-    stages = [
-        '{"stage": "distil", "layers": 1, "logits": 0}',
-        '{"stage": "distil", "learning_rate": 1e-2}',
-        '{"stage": "distil", "rank": 2}',
-    ]
-    words = options(tiny, tmp_path, "--variant", "belief", "--stages", *stages, *NO_SAVING)
-    recipe("text_classification.py", words, monkeypatch)
-    assert len(teachers) == 3
-    body = {name for name in before if "embeddings" not in name and not name.startswith("classifier")}
-    for frozen in teachers:
-        assert body <= frozen.keys()
-        for name, value in frozen.items():
-            assert torch.equal(value, before[name]), name
