@@ -61,7 +61,7 @@ def seconds(call: Any, rounds: int) -> float:
 def measure(count: int, width: int, heads: int, steps: int) -> dict[str, float]:
     """One row of the table."""
     matrices, tokens = random_heads(heads, width), random_tokens(count, width)
-    whole = seconds(lambda: simulate(tokens, matrices, time=0.1 * steps, step=0.1, record=steps), 2)
+    whole = seconds(lambda: simulate(tokens, matrices, time=0.1 * steps, step=0.1), 2)
     trajectory = simulate(tokens, matrices, time=0.1, step=0.1)
     at = torch.tensor(0.1, dtype=torch.float64)
     slow = particle_loop(trajectory.z[-1], matrices, math.exp(2 * heads * 0.1))

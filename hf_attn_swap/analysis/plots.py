@@ -5,9 +5,7 @@ Axes: L layer, H head, T token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,22 +20,11 @@ Recordings = Mapping[str, Recording]
 
 
 def similarity(recordings: Recordings) -> Figure:
-    """Violins over pairs of tokens of their cosine, per layer; a peak at 1 is a collapse to one token."""
+    """Mean cosine of two tokens per layer; 1 is a collapse to one token."""
     figure, axes = _figure("layer", "cosine of two tokens")
-    for label, recording, colour, shift in _styled(recordings):
-        samples = [[cosine for cosine in layer.pairs if math.isfinite(cosine)] for layer in recording.in_order]
-        at = [place + shift for place in sorted(recording.layers)]
-        spread = [(x, sample) for x, sample in zip(at, samples, strict=True) if len(set(sample)) > 1]
-        if spread:
-            places, drawn = zip(*spread, strict=True)
-            bodies: Any = axes.violinplot(list(drawn), list(places), widths=0.8 / len(recordings))
-            for body in bodies["bodies"]:
-                body.set_facecolor(colour)
-            for line in ("cbars", "cmins", "cmaxes"):
-                bodies[line].set_color(colour)
-                bodies[line].set_linewidth(0.8)
-        middle = [float(np.median(sample)) if sample else math.nan for sample in samples]
-        axes.plot(at, middle, ".", color=colour, label=label)
+    for label, recording, colour, _ in _styled(recordings):
+        values = [mean(layer.similarity) for layer in recording.in_order]
+        axes.plot(sorted(recording.layers), values, ".-", color=colour, label=label)
     _finish(axes, recordings)
     return figure
 

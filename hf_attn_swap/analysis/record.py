@@ -145,7 +145,6 @@ class _Recorder:
             if several.any():
                 chosen = states[several].detach()
                 layer.similarity += metrics.token_similarity(chosen, real[several]).tolist()
-                layer.pairs += metrics.pair_cosines(chosen, real[several]).tolist()
                 layer.residual += metrics.residual_ratio(chosen, real[several]).tolist()
 
         return hook

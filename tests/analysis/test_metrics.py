@@ -31,18 +31,6 @@ def test_largest_value_by_hand() -> None:
     assert metrics.max_inf_norm(sample, real).tolist() == [7.0, 0.5]
 
 
-def test_pairs_show_a_collapse_that_means_hide() -> None:
-    """Half of the tokens are one vector, the others are orthogonal to it and to each other: pairs have 1 and 0."""
-    tokens = torch.cat([torch.eye(8)[:1].expand(8, -1), torch.eye(8)[1:]])[None]
-    cosines = metrics.pair_cosines(tokens, count=4000)
-    assert set(cosines.round(decimals=5).tolist()) == {0.0, 1.0}
-    assert cosines.mean().item() == pytest.approx(metrics.token_similarity(tokens).item(), abs=0.03)
-    real = torch.tensor([[True] * 8 + [False] * 7])
-    assert metrics.pair_cosines(tokens, real).tolist() == pytest.approx([1.0] * 64)
-    with pytest.raises(ValueError, match="one token"):
-        metrics.pair_cosines(tokens[:, :1])
-
-
 def test_similarity_by_hand() -> None:
     """Tokens at 0, 60 and 120 degrees: cosines 1/2, 1/2 and -1/2."""
     angles = torch.tensor([0.0, math.pi / 3, 2 * math.pi / 3])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.dynamics import HeadMatrices, embedded_tokens, head_matrices, random_tokens, simulate, spectra
+from hf_attn_swap.dynamics import HeadMatrices, embedded_tokens, head_matrices, simulate, spectra
 from hf_attn_swap.families import sites
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
@@ -96,18 +96,6 @@ def test_a_transposed_matrix_would_show() -> None:
     token = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
     moved = simulate(token, heads, time=1, step=0.1, value="head", rescale=False).z[-1]
     assert moved.tolist() == [[pytest.approx(1.0), 1.0]]
-
-
-def test_a_batch_is_its_members() -> None:
-    heads = head_matrices(fresh("gpt2"), 1)
-    batch = random_tokens(7, heads.width, batch=3, low=-0.5, high=0.5)
-    together = simulate(batch, heads, time=1, step=0.25, value="head", record=2)
-    assert together.z.shape == (3, 3, 7, heads.width)
-    assert together.times.tolist() == [0.0, 0.5, 1.0]
-    for row in range(3):
-        alone = simulate(batch[row], heads, time=1, step=0.25, value="head", record=2)
-        assert torch.allclose(together.z[:, row], alone.z)
-        assert torch.allclose(together.attention(-1)[row], alone.attention(-1))
 
 
 def test_embedded_tokens_are_what_the_first_layer_reads() -> None:
