@@ -31,11 +31,10 @@ from tqdm import tqdm
 from transformers import Trainer, TrainingArguments
 
 from hf_attn_swap.analysis import record
-from hf_attn_swap.publish.results import versions
+from hf_attn_swap.publish.results import hardware, versions
 from hf_attn_swap.quantization import fake_w8a8, int8_dynamic
 from hf_attn_swap.training import ImageDataArguments, ModelArguments, Task, TextDataArguments, parse
 from hf_attn_swap.training.metrics import paired_interval, scores
-from hf_attn_swap.training.outcome import hardware
 
 
 @dataclass(kw_only=True)

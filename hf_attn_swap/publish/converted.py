@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 from collections.abc import Callable
@@ -38,7 +37,18 @@ from .checkpoint import (
     refuse_fresh_head,
     refuse_full,
 )
-from .results import RESULTS_FILE, BaseModel, Budget, DataSet, Measured, Metric, RunResult, read_swaps, versions
+from .results import (
+    RESULTS_FILE,
+    BaseModel,
+    Budget,
+    DataSet,
+    Measured,
+    Metric,
+    RunResult,
+    hardware,
+    read_swaps,
+    versions,
+)
 
 TASKS = {
     "AutoModelForCausalLM": "text-generation",
@@ -250,7 +260,7 @@ def results(
             optimizer=str(getattr(training.optim, "value", training.optim)) if report.trained else None,
         ),
         versions=versions(),
-        hardware=_hardware(training),
+        hardware=hardware(training),
         wall_seconds=seconds,
         intended_use="As the base model." if block is plain else "As the base model; the attention is another one.",
         limits=("The loss was measured on a few held-out rows of the same data; other data can lose more.",),
@@ -287,12 +297,6 @@ def _training(work: Path, *, on_cpu: bool, bf16: bool) -> TrainingArguments:
     """The arguments of the training. They also connect the processes, if there are several."""
     backend = "gloo" if on_cpu and "WORLD_SIZE" in os.environ else None
     return TrainingArguments(output_dir=str(work), report_to="none", use_cpu=on_cpu, bf16=bf16, ddp_backend=backend)
-
-
-def _hardware(training: TrainingArguments) -> str:
-    """The kind of the machine, and the number of processes if there are several."""
-    one = f"{training.device.type} {platform.machine()}"
-    return one if training.world_size == 1 else f"{training.world_size} x {one}"
 
 
 def auto_class(kind: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import statistics
 import types
 import typing
@@ -11,7 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, but not in its __all__
+from transformers import TrainingArguments
 
 from ..layer.registry import canonical_keys, canonical_name, parse
 from ..variants.softmax import Softmax
@@ -332,6 +335,13 @@ def read_swaps(block: dict[str, Any]) -> tuple[int, tuple[AppliedSwap, ...]]:
 def versions() -> dict[str, str]:
     """The installed versions of `REPORTED_VERSIONS`, without local parts such as "+cpu"."""
     return {name: str(import_module(name).__version__).partition("+")[0] for name in REPORTED_VERSIONS}
+
+
+def hardware(args: TrainingArguments) -> str:
+    """The number and name of the devices, as text."""
+    device = args.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+    return f"{args.world_size} x {name}, {torch.get_num_threads()} threads each"
 
 
 def _kinds(measured: Measured) -> list[list[tuple[str, bool]]]:

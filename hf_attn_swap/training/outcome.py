@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from transformers import TrainingArguments
 
 from ..layer.registry import canonical_name
 from ..publish.results import read
@@ -77,10 +73,3 @@ class Outcome:
                     "--output_dir."
                 )
         return outcome
-
-
-def hardware(args: TrainingArguments) -> str:
-    """The number and name of the devices, as text."""
-    device = args.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
-    return f"{args.world_size} x {name}, {torch.get_num_threads()} threads each"

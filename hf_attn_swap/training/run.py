@@ -36,13 +36,13 @@ from ..conversion.stages import FineTune
 from ..conversion.trainable import part_of
 from ..patch import unpatch_model
 from ..publish.checkpoint import damage_named
-from ..publish.results import versions
+from ..publish.results import hardware, versions
 from ..text.bar import silent, visible
 from ..text.typed import parse_layers
 from ..writing import claimed, saved_whole, told_where
 from .arguments import CONTROL, DTYPES, ConversionArguments, ModelArguments
 from .metrics import scores
-from .outcome import Outcome, hardware
+from .outcome import Outcome
 
 CONVERTED, STAGE, TRAINED = "converted", "stage-", "model"
 

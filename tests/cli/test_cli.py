@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_attn_swap
-from hf_attn_swap import cli, list_variants
+import hf_attn_swap_cli as cli
+from hf_attn_swap import list_variants
 from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish import checkpoint
 from tests.harness.process import python
@@ -94,7 +95,7 @@ def test_only_debug_shows_a_traceback() -> None:
     environment = dict.fromkeys(names, "1")
     words = ["describe", "./nowhere", "--token", "hf_secret"]
     quiet, loud = (
-        python("-m", "hf_attn_swap.cli", *more, *words, env=environment, check=False) for more in ([], ["--debug"])
+        python("-m", "hf_attn_swap_cli", *more, *words, env=environment, check=False) for more in ([], ["--debug"])
     )
     assert quiet.returncode == 2
     assert quiet.stderr.splitlines()[-1] == "error: There is no folder './nowhere'."

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 REPO = "me/closed"
 SCRIPT = """
 import contextlib, io, json, sys
-from hf_attn_swap.cli import run
+from hf_attn_swap_cli import run
 for words in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

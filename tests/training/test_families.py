@@ -25,10 +25,10 @@ from transformers import (
 )
 
 from hf_attn_swap import configurations
-from hf_attn_swap.cli import run
 from hf_attn_swap.families import FAMILIES
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.training.recipes.text_classification import pad_alike
+from hf_attn_swap_cli import run
 
 from .conftest import FILLER, WORDS, options, tiny, write_rows  # noqa: F401  # the fixture
 
