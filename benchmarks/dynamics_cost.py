@@ -50,12 +50,12 @@ def particle_loop(z: Tensor, heads: HeadMatrices, growth: float) -> Tensor:
 
 def seconds(call: Any, rounds: int) -> float:
     """Seconds of the fastest of `rounds` calls."""
-    found = []
+    results = []
     for _ in range(rounds):
         start = time.perf_counter()
         call()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        results.append(time.perf_counter() - start)
+    return min(results)
 
 
 def measure(count: int, width: int, heads: int, steps: int) -> dict[str, float]:

@@ -91,12 +91,12 @@ def test_accuracy_by_hand(name: str) -> None:
     logits = [torch.cat([one(**batch).logits.detach() for batch in plain]) for one in (model, stock("vit"))]
     truth = torch.tensor([0, 1, 2] * 4)
     labelled = [batch | {name: truth[2 * place : 2 * place + 2]} for place, batch in enumerate(plain)]
-    found = HeldOut(model, labelled, progress=False).lost(model)
-    ours, theirs = ((each.argmax(-1) == truth).float().mean().item() for each in logits)
-    assert (found.accuracy, found.stock_accuracy) == (pytest.approx(ours), pytest.approx(theirs))
+    loss = HeldOut(model, labelled, progress=False).lost(model)
+    ours, theirs = ((logit.argmax(-1) == truth).float().mean().item() for logit in logits)
+    assert (loss.accuracy, loss.stock_accuracy) == (pytest.approx(ours), pytest.approx(theirs))
     assert ours != theirs
-    assert (found.degradation, found.measure) == (pytest.approx(theirs - ours), "accuracy lost")
-    assert (found.tokens, found.per_token) == (12, False)
+    assert (loss.degradation, loss.measure) == (pytest.approx(theirs - ours), "accuracy lost")
+    assert (loss.tokens, loss.per_token) == (12, False)
     unlabelled = HeldOut(model, plain, progress=False).lost(model)
     assert unlabelled.degradation == 1 - unlabelled.agreement
     assert unlabelled.accuracy_margin is None
@@ -113,15 +113,15 @@ def test_the_margin_of_the_accuracy_is_that_of_a_bootstrap() -> None:
     sums = Sums(causal=False, numbers=False)
     for some in (slice(0, 700), slice(700, 2000)):
         sums.add_logits(ours[some], theirs[some], {}, truth[some])
-    found = sums.result()
-    assert found.accuracy is not None
-    assert found.stock_accuracy is not None
-    assert found.accuracy_margin is not None
+    result = sums.result()
+    assert result.accuracy is not None
+    assert result.stock_accuracy is not None
+    assert result.accuracy_margin is not None
     guesses = [ours.argmax(-1).tolist()], [theirs.argmax(-1).tolist()]
     mean, low, high = paired_interval("accuracy", *guesses, truth.tolist(), samples=4000)
-    assert mean == pytest.approx(found.accuracy - found.stock_accuracy)
-    assert (high - low) / 2 == pytest.approx(found.accuracy_margin, rel=0.05)
-    assert "± " in str(found)
+    assert mean == pytest.approx(result.accuracy - result.stock_accuracy)
+    assert (high - low) / 2 == pytest.approx(result.accuracy_margin, rel=0.05)
+    assert "± " in str(result)
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
@@ -130,11 +130,11 @@ def test_outputs_that_are_numbers(kind: str) -> None:
     model = patch_model(zoo.build("bert", head="classification", **NUMBERS[kind]), "simpletron_resl")
     other = zoo.build("bert", head="classification", **NUMBERS[kind])
     given = batches("bert")
-    found = HeldOut(model, [batch | {"labels": torch.tensor([1, 3])} for batch in given], progress=False).lost(model)
+    loss = HeldOut(model, [batch | {"labels": torch.tensor([1, 3])} for batch in given], progress=False).lost(model)
     ours, theirs = (torch.cat([one(**batch).logits.detach() for batch in given]) for one in (model, other))
     wanted = float((ours - theirs).square().sum() / theirs.square().sum())
-    assert found.relative_error == pytest.approx(wanted, rel=1e-5)
-    assert (found.divergence, found.accuracy, found.tokens) == (None, None, 2 * len(given))
+    assert loss.relative_error == pytest.approx(wanted, rel=1e-5)
+    assert (loss.divergence, loss.accuracy, loss.tokens) == (None, None, 2 * len(given))
     assert lost(model, given, stock=other).relative_error == pytest.approx(wanted, rel=1e-5)
 
 

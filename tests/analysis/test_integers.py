@@ -56,14 +56,14 @@ def test_every_way_gives_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torch.
     torch.manual_seed(0)
     x, weight = torch.randn(5, 24, dtype=dtype), torch.randn(7, 24, dtype=dtype)
     made = Int8Linear.rounded(weight, None, -4.0, 5.0, symmetric=symmetric)
-    found = []
+    results = []
     for kind in KINDS:
         monkeypatch.setattr(linear, "integers", lambda kind=kind: kind)
-        found.append(made(x))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        results.append(made(x))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
     stock = F.linear(x.float(), weight.float())
-    assert (found[0].float() - stock).norm() < 0.05 * stock.norm()
+    assert (results[0].float() - stock).norm() < 0.05 * stock.norm()
 
 
 def test_an_inexact_product_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,10 +122,10 @@ def test_ranges_are_running_means_of_passes() -> None:
             module.register_forward_pre_hook(
                 lambda m, args, path=path: ends.setdefault(path, []).extend(map(float, (args[0].min(), args[0].max())))
             )
-    found = input_ranges(model, batches)
-    assert found
-    assert any(len(ends[path]) > 4 for path in found)
-    for path, (low, high) in found.items():
+    result = input_ranges(model, batches)
+    assert result
+    assert any(len(ends[path]) > 4 for path in result)
+    for path, (low, high) in result.items():
         half = len(ends[path]) // 2
         first, second = ends[path][:half], ends[path][half:]
         assert low == pytest.approx(0.9 * min(0.0, *first) + 0.1 * min(0.0, *second), rel=1e-6)

@@ -14,13 +14,13 @@ from tests.contract.harness import batch_of, forward, fresh, perturb
 @pytest.fixture(scope="module")
 def recordings() -> dict[str, Recording]:
     model, batch = fresh("bert", torch.float32), batch_of("bert", torch.float32, padded="right")
-    found = {}
+    by_name = {}
     for label in ("unswapped", "simpletron_resl"):
         if label != "unswapped":
             perturb(patch_model(model, label))
-        with record(model) as found[label]:
+        with record(model) as by_name[label]:
             forward(model, batch)
-    return found
+    return by_name
 
 
 def labels(figure: plots.Figure) -> list[str]:

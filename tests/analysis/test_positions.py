@@ -37,7 +37,7 @@ def batches() -> list[dict[str, Any]]:
 
 def by_a_loop(model: Any, given: list[dict[str, Any]]) -> dict[int, list[float]]:
     """The loss of every token behind the first of its row, by the bin that it belongs to."""
-    found = defaultdict(list)
+    result = defaultdict(list)
     for batch in given:
         for row, ids in enumerate(batch["input_ids"]):
             real = batch["attention_mask"][row].bool() if "attention_mask" in batch else torch.ones_like(ids).bool()
@@ -46,8 +46,8 @@ def by_a_loop(model: Any, given: list[dict[str, Any]]) -> dict[int, list[float]]
                 log_p = model(input_ids=tokens[None]).logits[0].log_softmax(-1)
             for before in range(1, len(tokens)):
                 place = next(place for place, (first, last) in PLACES.items() if first <= before <= last)
-                found[place].append(-float(log_p[before - 1, tokens[before]]))
-    return found
+                result[place].append(-float(log_p[before - 1, tokens[before]]))
+    return result
 
 
 def test_against_a_plain_loop() -> None:
@@ -56,9 +56,9 @@ def test_against_a_plain_loop() -> None:
     held = HeldOut(model, given, progress=False)
     patch_model(model, "window", window=4, sinks=1)
     ours = by_a_loop(model, given)
-    for found in (held.lost(model), lost(model, given)):
-        assert [(each.first, each.last) for each in found.by_position] == list(PLACES.values())
-        for place, each in enumerate(found.by_position):
+    for result in (held.lost(model), lost(model, given)):
+        assert [(each.first, each.last) for each in result.by_position] == list(PLACES.values())
+        for place, each in enumerate(result.by_position):
             assert each.tokens == len(ours[place])
             assert each.loss == pytest.approx(sum(ours[place]) / len(ours[place]), rel=1e-5)
             assert each.stock_loss == pytest.approx(sum(theirs[place]) / len(theirs[place]), rel=1e-5)
@@ -69,10 +69,10 @@ def test_against_a_plain_loop() -> None:
 
 def test_the_figures_survive_json() -> None:
     model = patch_model(stock(), "window", window=4, sinks=1)
-    found = lost(model, batches())
-    assert len(found.by_position) == 3
-    assert Lost.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    older = {name: value for name, value in found.to_dict().items() if name != "by_position"}
+    loss = lost(model, batches())
+    assert len(loss.by_position) == 3
+    assert Lost.from_dict(json.loads(json.dumps(loss.to_dict()))) == loss
+    older = {name: value for name, value in loss.to_dict().items() if name != "by_position"}
     assert Lost.from_dict(older).by_position == ()
 
 

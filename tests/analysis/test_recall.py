@@ -50,10 +50,10 @@ def test_against_a_plain_loop(name: str, variant: str | None) -> None:
     if variant is not None:
         patch_model(model, variant, **tiny_options(variant))
     given = rows()
-    found = recall(model, given, distances=(DISTANCE, 40), passages=3, length=LENGTH)
+    recalled = recall(model, given, distances=(DISTANCE, 40), passages=3, length=LENGTH)
     stream = list(chain(*given))
-    assert list(found.gains) == [DISTANCE, 40]
-    for distance, gains in found.gains.items():
+    assert list(recalled.gains) == [DISTANCE, 40]
+    for distance, gains in recalled.gains.items():
         wanted = [by_a_loop(model.eval(), stream, place, LENGTH, distance) for place in (0, 48, 96)]
         assert gains == pytest.approx(wanted, abs=1e-5)
         assert all(abs(gain) > 1e-4 for gain in gains)
@@ -107,14 +107,14 @@ def test_refusals() -> None:
 
 
 def test_mean_spread_and_plain_data() -> None:
-    found = Recall(gains={64: (1.0, 3.0), 2048: (2.0,)})
-    assert (found.mean(64), found.spread(64), found.spread(2048)) == (2.0, pytest.approx(2**0.5), 0.0)
-    assert json.loads(json.dumps(found.to_dict()))["64"] == {"gain": 2.0, "spread": 2**0.5, "passages": 2}
-    assert str(found).splitlines()[2:] == [
+    result = Recall(gains={64: (1.0, 3.0), 2048: (2.0,)})
+    assert (result.mean(64), result.spread(64), result.spread(2048)) == (2.0, pytest.approx(2**0.5), 0.0)
+    assert json.loads(json.dumps(result.to_dict()))["64"] == {"gain": 2.0, "spread": 2**0.5, "passages": 2}
+    assert str(result).splitlines()[2:] == [
         "64              2.000  1.414",
         "2,048           2.000  0.000",
     ]
-    assert "<td>2,048</td>" in found._repr_html_()
+    assert "<td>2,048</td>" in result._repr_html_()
 
 
 def test_held_out_rows_measure_recall() -> None:
@@ -124,13 +124,13 @@ def test_held_out_rows_measure_recall() -> None:
     held = HeldOut(model, {"input_ids": torch.tensor(given)}, passages=passages, progress=False)
     patch_model(model, "window", window=4, sinks=1)
     for each in (held, held.subset(1)):
-        found = each.lost(model)
-        assert found.recall == passages.measure(model).mean(DISTANCE) != own
-        assert (found.stock_recall, found.recall_distance) == (own, DISTANCE)
+        loss = each.lost(model)
+        assert loss.recall == passages.measure(model).mean(DISTANCE) != own
+        assert (loss.stock_recall, loss.recall_distance) == (own, DISTANCE)
     assert held.baseline().recall == own
     late = HeldOut(model, {"input_ids": torch.tensor(given)}, passages=passages, progress=False)
     assert late.stock_recall == own, "a patched model counts at strength 0"
-    assert f"Recall after {DISTANCE} tokens, nats per token (the stock model's): " in str(found)
+    assert f"Recall after {DISTANCE} tokens, nats per token (the stock model's): " in str(loss)
 
 
 def test_a_budget_for_recall() -> None:

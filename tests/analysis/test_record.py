@@ -89,15 +89,15 @@ def test_the_largest_activation_and_its_token(name: str, side: str) -> None:
                 tops = states[row][mask].abs().amax(-1)
                 own = int(tops.argmax())
                 best = max(best, (float(tops[own]), own, int(batch["input_ids"][row][mask][own])))
-        found = recording.layers[place].largest
-        assert (found.place, found.token) == best[1:]
-        assert found.value == pytest.approx(best[0], rel=1e-9)
+        result = recording.layers[place].largest
+        assert (result.place, result.token) == best[1:]
+        assert result.value == pytest.approx(best[0], rel=1e-9)
 
 
 @pytest.mark.parametrize("name", TEXT_FAMILIES)
 def test_padding_does_not_count(name: str) -> None:
     padded = batch_of(name, padded="right")
-    found = []
+    results = []
     for batches in (
         [padded],
         [{k: v[row : row + 1][:, padded["attention_mask"][row].bool()] for k, v in padded.items()} for row in (0, 1)],
@@ -106,8 +106,8 @@ def test_padding_does_not_count(name: str) -> None:
         with record(model) as recording:
             for batch in batches:
                 forward(model, batch)
-        found.append(recording)
-    one, two = found
+        results.append(recording)
+    one, two = results
     assert one.kurtosis == pytest.approx(two.kurtosis, rel=1e-9)
     assert one.max_inf_norm == pytest.approx(two.max_inf_norm, rel=1e-9)
     for place, layer in one.layers.items():
@@ -123,10 +123,10 @@ def test_outliers_by_hand() -> None:
     recording.activations["b"] = Activation(kurtosis=[2.0, 2.0], max_inf_norm=[6.0, 5.0])
     assert recording.max_inf_norm == pytest.approx(6.0)
     assert recording.kurtosis == pytest.approx((3.0 + 2.0) / 2)
-    found = recording.to_dict()
-    assert (found["max_inf_norm"], found["kurtosis"]) == (pytest.approx(6.0), pytest.approx(2.5))
-    assert found["modules"]["a"] == {"kurtosis": pytest.approx(3.0), "max_inf_norm": pytest.approx(6.0)}
-    assert found["modules"]["b"] == {"kurtosis": pytest.approx(2.0), "max_inf_norm": pytest.approx(5.5)}
+    result = recording.to_dict()
+    assert (result["max_inf_norm"], result["kurtosis"]) == (pytest.approx(6.0), pytest.approx(2.5))
+    assert result["modules"]["a"] == {"kurtosis": pytest.approx(3.0), "max_inf_norm": pytest.approx(6.0)}
+    assert result["modules"]["b"] == {"kurtosis": pytest.approx(2.0), "max_inf_norm": pytest.approx(5.5)}
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

@@ -126,29 +126,29 @@ def test_texts_of_pairs() -> None:
 def test_numbers_against_a_plain_loop() -> None:
     model = patch_model(stock(), "window", window=8, sinks=1).eval()
     texts = haystacks(model, ROWS, TOKENIZER, (LENGTH,), texts=2)
-    found, read = texts.measure(model), by_a_loop(model, texts.texts[LENGTH])
-    assert is_mean(found.chance[LENGTH], 2, *read.pop(None))
-    assert set(found.cells[LENGTH]) == set(read) == set(DEPTHS)
-    assert all(is_mean(found.cells[LENGTH][depth], 2, *read[depth]) for depth in DEPTHS)
+    result, read = texts.measure(model), by_a_loop(model, texts.texts[LENGTH])
+    assert is_mean(result.chance[LENGTH], 2, *read.pop(None))
+    assert set(result.cells[LENGTH]) == set(read) == set(DEPTHS)
+    assert all(is_mean(result.cells[LENGTH][depth], 2, *read[depth]) for depth in DEPTHS)
     log_p, first = (list(chain(*values)) for values in zip(*read.values(), strict=True))
-    assert is_mean(found.together[LENGTH], 2 * len(DEPTHS), log_p, first)
+    assert is_mean(result.together[LENGTH], 2 * len(DEPTHS), log_p, first)
 
 
 @pytest.mark.parametrize("tokenizer", [lines, unbroken])
 def test_values_against_a_plain_loop(tokenizer: Any) -> None:
     model = patch_model(short(), "window", window=4, sinks=1).eval()
     texts = pair_texts(model, IDS, tokenizer, (8, 16))
-    found = texts.measure(model).by_pairs
+    result = texts.measure(model).by_pairs
     for pairs, prompts in texts.texts.items():
         log_p, first = (list(chain(*values)) for values in zip(*by_a_loop(model, prompts).values(), strict=True))
-        assert is_mean(found[pairs], 4 * pairs, log_p, first)
-        assert found[pairs].exact_match == found[pairs].token_accuracy
+        assert is_mean(result[pairs], 4 * pairs, log_p, first)
+        assert result[pairs].exact_match == result[pairs].token_accuracy
 
 
 def test_an_answer_is_given_if_all_of_its_tokens_are() -> None:
     whole, partly = torch.ones(5).bool(), torch.tensor([True, True, True, True, False])
-    found = Retrieved.of([(torch.full((5,), -1.0), whole), (torch.full((5,), -2.0), partly)])
-    assert found == Retrieved(count=2, exact_match=0.5, token_accuracy=0.9, log_p=-1.5)
+    result = Retrieved.of([(torch.full((5,), -1.0), whole), (torch.full((5,), -2.0), partly)])
+    assert result == Retrieved(count=2, exact_match=0.5, token_accuracy=0.9, log_p=-1.5)
 
 
 def test_lengths_and_pairs_that_do_not_fit_are_left_out() -> None:

@@ -31,8 +31,8 @@ def test_it_computes_as_the_integers_do(name: str) -> None:
     with torch.no_grad():
         stock, wanted = model(**batch)[0], integers(**batch)[0]
         with straight_through(model, ranges):
-            found = model(**batch)[0]
-    assert (found - wanted).norm() < 1e-2 * (stock - wanted).norm()
+            result = model(**batch)[0]
+    assert (result - wanted).norm() < 1e-2 * (stock - wanted).norm()
 
 
 def test_gradients_are_those_of_the_rounded_numbers() -> None:
@@ -90,9 +90,9 @@ def test_the_papers_protocol_trains(name: str) -> None:
         wanted = model(**batch)[0]
     with fake_w8a8(model, [batch], gradients=True) as rounded:
         assert [(p.name, p.low, p.high) for p in rounded] == [(p.name, p.low, p.high) for p in plain]
-        found = model(**batch)[0]
-        assert torch.allclose(found, wanted, atol=1e-4)
-        found.square().sum().backward()
+        result = model(**batch)[0]
+        assert torch.allclose(result, wanted, atol=1e-4)
+        result.square().sum().backward()
         trained = [
             parameter
             for parameter in model.parameters()

@@ -28,17 +28,17 @@ def test_every_model_and_kind(tmp_path: Path, monkeypatch: Any, capsys: Any) -> 
     out = tmp_path / "bench.json"
     flags = ["--models=bert,gpt2,llama,vit", f"--kinds={','.join(sorted(KINDS))}", "--shapes=1x16,1x32,1x64"]
     run([*flags, "--variants=simpletron", "--memory=false", f"--out={out}"], monkeypatch)
-    found, text = json.loads(out.read_text()), capsys.readouterr().out
-    assert len(found["rows"]) == 4 * 3 * 3
-    assert len(found["slopes"]) == 4 * 3
-    for row in (*found["rows"], *found["slopes"]):
+    result, text = json.loads(out.read_text()), capsys.readouterr().out
+    assert len(result["rows"]) == 4 * 3 * 3
+    assert len(result["slopes"]) == 4 * 3
+    for row in (*result["rows"], *result["slopes"]):
         assert KINDS & set(row) == (KINDS if row["model"] in ("gpt2", "llama") else {"forward", "train"})
-    for row in found["rows"]:
+    for row in result["rows"]:
         for kind in KINDS & set(row):
             assert row[f"{kind}_95"][0] <= row[kind] <= row[f"{kind}_95"][1]
             assert min(row[kind], row[f"{kind}_ms"]) > 0
             assert row["variant"] != "stock" or row[kind] == 1
-    for fit in found["slopes"]:
+    for fit in result["slopes"]:
         assert fit["lengths"] == ([17, 37, 65] if fit["model"] == "vit" else [16, 32, 64])
         assert all(math.isfinite(fit[kind]) for kind in KINDS & set(fit))
     assert "| llama 1x64 | stock again |" in text

@@ -31,19 +31,19 @@ def test_every_operator(causal: str, tmp_path: Path, monkeypatch: Any, capsys: A
     monkeypatch.setattr(sys, "argv", ["bench_operator.py", *flags, f"--out={out}"])
     monkeypatch.syspath_prepend(str(BENCH.parent))
     runpy.run_path(str(BENCH), run_name="__main__")
-    found, text = json.loads(out.read_text()), capsys.readouterr().out
-    seen = {(row["operator"], row["length"]) for row in found["rows"]}
+    result, text = json.loads(out.read_text()), capsys.readouterr().out
+    seen = {(row["operator"], row["length"]) for row in result["rows"]}
     assert {(name, length) for name in OWN for length in (16, 32, 64)} <= seen
     assert ("softmax_1", 128) in seen
     assert ("eager", 128) not in seen
     assert ("softmax_1 published", 128) not in seen
-    for row in found["rows"]:
+    for row in result["rows"]:
         for kind in ("forward", "train"):
             assert row[f"{kind}_95"][0] <= row[kind] <= row[f"{kind}_95"][1]
             assert min(row[kind], row[f"{kind}_ms"]) > 0
             assert row["operator"] != "sdpa" or row[kind] == 1
-    assert {fit["operator"] for fit in found["slopes"]} >= set(OWN)
-    assert all(math.isfinite(fit[kind]) for fit in found["slopes"] for kind in ("forward", "train"))
+    assert {fit["operator"] for fit in result["slopes"]} >= set(OWN)
+    assert all(math.isfinite(fit[kind]) for fit in result["slopes"] for kind in ("forward", "train"))
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "| 128 | simple |" in text
     assert "| slope |" in text

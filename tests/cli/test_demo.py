@@ -18,11 +18,11 @@ from .conftest import Outcome
 @pytest.fixture(scope="session")
 def rows(labelled_texts: Path) -> demo.Rows:
     """96 short sentences; 48 to fine-tune on, 32 held out, and 16 more."""
-    found: demo.Rows = []
+    results: demo.Rows = []
     for name in ("train", "test"):
         with (labelled_texts / f"{name}.csv").open(encoding="utf-8", newline="") as file:
-            found += [(row["sentence"], int(row["sentiment"] == "good")) for row in csv.DictReader(file)]
-    return found
+            results += [(row["sentence"], int(row["sentiment"] == "good")) for row in csv.DictReader(file)]
+    return results
 
 
 def run(model: Path, rows: demo.Rows, out: Path, variants: tuple[str, ...] = ("outeffhop",), **changes: Any) -> Any:

@@ -40,16 +40,16 @@ def test_card_is_valid_and_its_metadata_survive_a_round_trip(run: RunResult) -> 
 
 
 def test_metadata() -> None:
-    found = metadata(render(result()))
-    assert found["library_name"] == "transformers"
-    assert found["tags"] == ["hf-attn-swap", "attn-swap:belief", "attn-swap:outeffhop+gated"]
-    assert found["base_model"] == "sentence-transformers/all-MiniLM-L6-v2"
-    assert found["base_model_relation"] == "finetune"
-    assert found["datasets"] == ["cornell-movie-review-data/rotten_tomatoes"]
-    assert found["metrics"] == ["accuracy", "loss"]
+    data = metadata(render(result()))
+    assert data["library_name"] == "transformers"
+    assert data["tags"] == ["hf-attn-swap", "attn-swap:belief", "attn-swap:outeffhop+gated"]
+    assert data["base_model"] == "sentence-transformers/all-MiniLM-L6-v2"
+    assert data["base_model_relation"] == "finetune"
+    assert data["datasets"] == ["cornell-movie-review-data/rotten_tomatoes"]
+    assert data["metrics"] == ["accuracy", "loss"]
     assert "license" not in metadata(render(result(license=None)))
-    assert (found["license"], found["language"], found["pipeline_tag"]) == ("apache-2.0", ["en"], "text-classification")
-    index = found["model-index"][0]["results"][0]
+    assert (data["license"], data["language"], data["pipeline_tag"]) == ("apache-2.0", ["en"], "text-classification")
+    index = data["model-index"][0]["results"][0]
     assert index["dataset"]["split"] == "test"
     assert index["metrics"][0] == {"type": "accuracy", "value": 0.82, "name": "accuracy (mean of 3 seeds)"}
     assert "language" not in metadata(render(SPARSE))
@@ -57,10 +57,10 @@ def test_metadata() -> None:
 
 def test_a_model_from_scratch_has_no_base_model() -> None:
     run = result(base={**result().base.__dict__, "relation": "scratch"}, language=[])
-    found, text = metadata(render(run)), render(run)
-    assert "base_model" not in found
-    assert "base_model_relation" not in found
-    assert "from-scratch" in found["tags"]
+    outcome, text = metadata(render(run)), render(run)
+    assert "base_model" not in outcome
+    assert "base_model_relation" not in outcome
+    assert "from-scratch" in outcome["tags"]
     assert "Tokenizer" not in text
     assert "random weights" in text
 
@@ -69,9 +69,9 @@ def test_a_folder_is_no_name_on_the_hub() -> None:
     """The card names it without a link, and the metadata leave it out: the Hub would look for another model."""
     run = result(base={**result().base.__dict__, "name": "checkpoint-400", "on_hub": False})
     text = render(run)
-    found = metadata(text)
-    assert "base_model" not in found
-    assert "base_model_relation" not in found
+    data = metadata(text)
+    assert "base_model" not in data
+    assert "base_model_relation" not in data
     assert "\n`checkpoint-400` with its softmax attention replaced" in text
     assert "huggingface.co/checkpoint-400" not in text
     assert "huggingface.co/sentence-transformers/all-MiniLM-L6-v2)" in render(result())

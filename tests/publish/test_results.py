@@ -19,10 +19,10 @@ from .examples import FULL, full, sparse
 
 
 def test_versions_are_those_that_a_run_reports() -> None:
-    found = versions()
-    assert found["hf_attn_swap"] == __version__
-    assert not any("+" in number for number in found.values())
-    assert RunResult.from_dict({**full(), "versions": found}).versions == found
+    result = versions()
+    assert result["hf_attn_swap"] == __version__
+    assert not any("+" in number for number in result.values())
+    assert RunResult.from_dict({**full(), "versions": result}).versions == result
 
 
 STOCK = full(control=None, difference=None, stock=FULL["control"])

@@ -37,9 +37,9 @@ def asked(command: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...
     monkeypatch.setattr(import_module("hf_attn_swap.training.compare"), "compare", stop)
     python, script, *arguments = command
     assert (python, Path(script).parent) == ("python", Path("recipes"))
-    with pytest.raises(ConvertConfig) as found:
+    with pytest.raises(ConvertConfig) as result:
         recipe(Path(script).name, arguments, monkeypatch)
-    return found.value.args
+    return result.value.args
 
 
 def commands(folder: Path) -> list[list[str]]:

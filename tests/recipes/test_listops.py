@@ -52,8 +52,8 @@ def test_the_grammar(listops: Any) -> None:
     names, counts = Counter(words[0] for words in operations), Counter(len(words) - 2 for words in operations)
     assert set(names) == set(listops.OPERATORS)
     assert set(counts) == {2, 3, 4}
-    for found in (names, counts):
-        assert min(found.values()) / max(found.values()) > 0.85
+    for result in (names, counts):
+        assert min(result.values()) / max(result.values()) > 0.85
     digits = Counter(word for words in operations for word in words[1:-1])
     assert set(digits) == set("0123456789")
     assert {len(listops.draw(generator, 100, 1, 4)) for _ in range(100)} == {1}
@@ -84,11 +84,11 @@ def test_files(tmp_path: Path, listops: Any, monkeypatch: pytest.MonkeyPatch, ca
         return {name: datasets.Dataset.from_parquet(str(tmp_path / f"{name}.parquet")) for name in ("train", "test")}
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    found = make("--train", "40")
-    texts = {name: split["text"][:] for name, split in found.items()}
+    result = make("--train", "40")
+    texts = {name: split["text"][:] for name, split in result.items()}
     assert (len(set(texts["train"])), len(set(texts["test"]))) == (40, 12)
     assert not set(texts["train"]) & set(texts["test"])
-    for split in found.values():
+    for split in result.values():
         assert split.column_names == ["text", "label"]
         assert split.features["label"].names == list("0123456789")
         assert split["label"][:] == [listops.value(text) for text in split["text"]]

@@ -140,13 +140,13 @@ def test_pairs_are_encoded_alike_and_alone(variant: str, lra: Any) -> None:
     model.head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     with torch.no_grad():
         batch = lra.collate([{"input_ids": pair, "labels": index} for index, pair in enumerate(texts)])
-        found = model(**batch)
+        result = model(**batch)
         for pair, features in zip(texts, seen[0], strict=True):
             a, b = (model.bert(torch.tensor([text])).last_hidden_state[0, 0] for text in pair)
             torch.testing.assert_close(features, torch.cat([a, b, a * b, a - b]))
     assert seen[0][1, -16:].abs().max() < 1e-6, "equal texts"
-    assert found.logits.shape == (2, 2)
-    torch.testing.assert_close(found.loss, torch.nn.functional.cross_entropy(found.logits, batch["labels"]))
+    assert result.logits.shape == (2, 2)
+    torch.testing.assert_close(result.loss, torch.nn.functional.cross_entropy(result.logits, batch["labels"]))
 
 
 @pytest.mark.parametrize("name", ["lra_listops", "lra_text", "lra_matching", "lra_listops_small", "lra_text_small"])

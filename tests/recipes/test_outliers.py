@@ -28,9 +28,9 @@ def test_outliers_of_two_runs(tiny: Path, tmp_path: Path, monkeypatch: Any, caps
     own = ("--runs", "softmax", "outeffhop", "--record_rows", "8", "--range_rows", "16", "--integer", "false")
     arguments = ["text_classification", *options(tiny, tmp_path, *own, "--figures", str(figures))]
     recipe("outliers.py", arguments, monkeypatch)
-    found = json.loads(figures.read_text("utf-8"))
-    assert list(found["runs"]) == ["softmax", "outeffhop"]
-    plain, swapped = found["runs"].values()
+    result = json.loads(figures.read_text("utf-8"))
+    assert list(result["runs"]) == ["softmax", "outeffhop"]
+    plain, swapped = result["runs"].values()
     assert plain["entropy"] > swapped["entropy"] > 0, "softmax_1 takes weight away"
     assert plain["fake_cost"][0] == pytest.approx(plain["fake_w8a8"] - plain["accuracy"])
     assert len(plain["similarity"]) == len(plain["entropy_by_layer"]) == 2

@@ -66,18 +66,18 @@ def test_language_models_of_bytes(model: str, tmp_path: Path, monkeypatch: Any) 
         *("--train_file", str(text), "--test_file", str(text), "--max_steps", "30", "--variant", "modern_hopfield"),
     )
     recipe("language_modeling.py", [*words, *USUAL, "--output_dir", str(tmp_path)], monkeypatch)
-    found = json.loads((tmp_path / "modern-hopfield" / "results.json").read_text("utf-8"))
-    assert found["base"]["relation"] == "scratch"
-    assert found["base"]["name"] == model
-    for measured in (found["converted"], found["control"]):
+    result = json.loads((tmp_path / "modern-hopfield" / "results.json").read_text("utf-8"))
+    assert result["base"]["relation"] == "scratch"
+    assert result["base"]["name"] == model
+    for measured in (result["converted"], result["control"]):
         (metric,) = measured["metrics"]
         assert metric["name"] == "perplexity", "before the training there is nothing to convert"
         assert metric["values"][0] < 20, "five bytes that repeat are soon learnt; chance is 384"
     card = (tmp_path / "modern-hopfield" / "README.md").read_text("utf-8")
     assert "from random weights" in card
-    assert "16" in found["conversion"][0]
-    assert "bytes as tokens" in found["conversion"][0]
-    assert found["conversion"][1].startswith("Trained for 30 steps on ")
+    assert "16" in result["conversion"][0]
+    assert "bytes as tokens" in result["conversion"][0]
+    assert result["conversion"][1].startswith("Trained for 30 steps on ")
     assert "base_model" not in card
 
 
@@ -117,10 +117,10 @@ def test_small_vits(skip_free: bool, pictures: Path, tmp_path: Path, monkeypatch
         ),
     )
     recipe("image_classification.py", [*words, *USUAL, "--output_dir", str(tmp_path)], monkeypatch)
-    found = json.loads((tmp_path / "modern-hopfield" / "results.json").read_text("utf-8"))
-    assert found["modules"] == 2
-    assert found["control"]["metrics"][0]["values"][0] == 1.0
-    assert ("without residual connections" in found["conversion"][0]) is skip_free
+    result = json.loads((tmp_path / "modern-hopfield" / "results.json").read_text("utf-8"))
+    assert result["modules"] == 2
+    assert result["control"]["metrics"][0]["values"][0] == 1.0
+    assert ("without residual connections" in result["conversion"][0]) is skip_free
     trained = tmp_path / "modern-hopfield" / "seed-0" / "model"
     if skip_free:
         with pytest.raises(ValueError, match="skip_free_vit"):

@@ -34,9 +34,9 @@ def test_expand(sweep: Any) -> None:
         "label": "{variant}-{index}",
         "grid": {"layers": ["0", "1"], "stages": ["calibrate", "fine_tune"]},
     }
-    found = list(sweep.expand(run))
-    assert [each["label"] for each in found] == [f"modern_hopfield-{index}" for index in range(4)]
-    assert [(each["layers"], each["stages"]) for each in found][1] == ("0", "fine_tune")
+    result = list(sweep.expand(run))
+    assert [each["label"] for each in result] == [f"modern_hopfield-{index}" for index in range(4)]
+    assert [(each["layers"], each["stages"]) for each in result][1] == ("0", "fine_tune")
     assert sweep.words({"seeds": [0, 1], "variant": "modern_hopfield"}) == [
         "--seeds",
         "0",

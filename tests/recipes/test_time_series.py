@@ -64,14 +64,14 @@ def test_parts_do_not_leak(module: Any, tmp_path: Path) -> None:
 
 def test_z_scores_are_of_the_training_rows(module: Any, tmp_path: Path) -> None:
     rows = table()
-    found = arguments(module, write(tmp_path / "a.csv", rows)).read()
+    result = arguments(module, write(tmp_path / "a.csv", rows)).read()
     raw = torch.tensor([row[1:] for row in rows], dtype=torch.float64)
     wanted = (raw - raw[:120].mean(0)) / raw[:120].std(0, correction=0)
-    torch.testing.assert_close(found, wanted.float())
+    torch.testing.assert_close(result, wanted.float())
     changed = [[date, *(value * 3 + 1 for value in values)] for date, *values in rows[120:]]
     later = arguments(module, write(tmp_path / "b.csv", rows[:120] + changed)).read()
-    assert torch.equal(later[:120], found[:120]), "later rows change nothing before them"
-    assert not torch.equal(later[120:], found[120:])
+    assert torch.equal(later[:120], result[:120]), "later rows change nothing before them"
+    assert not torch.equal(later[120:], result[120:])
 
 
 @pytest.mark.parametrize("rows", [44, 40])
@@ -103,9 +103,9 @@ def test_a_variant_beside_its_control(rows: int, module: Any, tmp_path: Path, ca
     assert not few
     for measured in (result.converted, result.control):
         assert measured.outliers is not None
-        found = [*measured.metrics, *measured.outliers]
-        assert [metric.name for metric in found] == ["mse", "mae", "kurtosis", "max_inf_norm"]
-        assert all(metric.mean > 0 and not metric.higher_is_better for metric in found)
+        results = [*measured.metrics, *measured.outliers]
+        assert [metric.name for metric in results] == ["mse", "mae", "kurtosis", "max_inf_norm"]
+        assert all(metric.mean > 0 and not metric.higher_is_better for metric in results)
     assert result.difference.mean == pytest.approx(result.converted.metrics[0].mean - result.control.metrics[0].mean)
     assert result.base.relation == "scratch"
     assert (result.data.rows, result.budget.steps) == ({"train": 101, "test": 41}, 3)

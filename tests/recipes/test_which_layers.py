@@ -42,12 +42,12 @@ def test_rules_are_compared(words: list[str], tmp_path: Path, monkeypatch: pytes
     out = tmp_path / "found.json"
     recipe("which_layers.py", [*words, "--counts", "2", "--rules", "auto", "last", "--out", str(out)], monkeypatch)
     record = json.loads(out.read_text())
-    found = {(run["rule"], run["count"]): run for run in record["runs"]}
-    assert set(found) == {("auto", 2), ("last", 2)}
-    assert found["last", 2]["layers"] == [2, 3]
+    by_name = {(run["rule"], run["count"]): run for run in record["runs"]}
+    assert set(by_name) == {("auto", 2), ("last", 2)}
+    assert by_name["last", 2]["layers"] == [2, 3]
     costs = {int(index): lost["divergence"] for index, lost in record["sensitivity"]["layers"].items()}
-    assert found["auto", 2]["layers"] == sorted(sorted(costs, key=lambda index: costs[index])[:2])
-    assert all(run["tokens"] == 512 and run["of"] == 4 for run in found.values())
+    assert by_name["auto", 2]["layers"] == sorted(sorted(costs, key=lambda index: costs[index])[:2])
+    assert all(run["tokens"] == 512 and run["of"] == 4 for run in by_name.values())
     assert out.with_suffix(".png").stat().st_size > 5_000
     said = capsys.readouterr().out
     assert "last, 2 layers" in said

@@ -139,8 +139,8 @@ def test_a_path_is_never_a_pattern(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"{name}\n")
     for name in ("a [1].txt", "b*.txt", "c?.txt"):
         for stream in (False, True):
-            found = open_rows(str(tmp_path / name), None, None, "text", stream=stream)
-            assert [row["text"] for row in found] == [name]
+            result = open_rows(str(tmp_path / name), None, None, "text", stream=stream)
+            assert [row["text"] for row in result] == [name]
 
 
 def hundred(tmp_path: Path) -> Path:
@@ -223,8 +223,8 @@ def test_values_of_rows(stream: bool, tmp_path: Path) -> None:
     pictures = {"image": [PIL.Image.new("RGB", (3, 2), (shade, 0, 0)) for shade in (7, 9)], "label": [0, 1]}
     Dataset.from_dict(pictures, features=features).to_parquet(str(tmp_path / "train.parquet"))
     pictures_file = str(tmp_path / "train.parquet")
-    found = inputs_of(open_rows(pictures_file, None, "train", "image", stream=stream, in_order=True), ["image"])
-    assert [image.convert("RGB").getpixel((0, 0))[0] for image in found] == [7, 9]
+    result = inputs_of(open_rows(pictures_file, None, "train", "image", stream=stream, in_order=True), ["image"])
+    assert [image.convert("RGB").getpixel((0, 0))[0] for image in result] == [7, 9]
 
 
 @pytest.mark.parametrize("binary", [pyarrow.binary(), pyarrow.large_binary()], ids=str)
@@ -237,8 +237,8 @@ def test_images_as_bytes_without_the_metadata_of_datasets(stream: bool, binary: 
         files.append({"bytes": file.getvalue(), "path": None})
     column = pyarrow.array(files, pyarrow.struct({"bytes": binary, "path": pyarrow.string()}))
     pyarrow.parquet.write_table(pyarrow.table({"image": column, "label": [0, 1]}), path)
-    found = inputs_of(open_rows(path, None, None, "image", stream=stream, in_order=True), ["image"])
-    assert [image.convert("RGB").getpixel((0, 0))[0] for image in found] == [7, 9]
+    result = inputs_of(open_rows(path, None, None, "image", stream=stream, in_order=True), ["image"])
+    assert [image.convert("RGB").getpixel((0, 0))[0] for image in result] == [7, 9]
     for split in load_splits(ImageDataArguments(train_file=path, test_file=path))[:2]:
         assert sorted(row["image"].convert("RGB").getpixel((0, 0))[0] for row in split) == [7, 9]
 

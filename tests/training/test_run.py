@@ -78,12 +78,12 @@ def test_transfer_back(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
         options(tiny, tmp_path, "--variant", "simpletron_resl", "--stages", "calibrate", "fine_tune", *NO_SAVING),
         monkeypatch,
     )
-    found = {}
+    by_name = {}
     for name in ("simpletron-resl", "softmax-from-simpletron-resl", "softmax"):
         model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "seed-0" / "model")
         core = model.bert.encoder.layer[0].attention
-        found[name] = (core.self.key.weight, core.output.dense.weight)
-    key, projection = zip(*found.values(), strict=True)
+        by_name[name] = (core.self.key.weight, core.output.dense.weight)
+    key, projection = zip(*by_name.values(), strict=True)
     assert torch.equal(key[0], key[1])
     assert not torch.equal(key[1], key[2])
     assert not torch.equal(projection[0], projection[1])

@@ -26,9 +26,9 @@ DISTIL = {"stage": "distil", "tokens": 300000, "rank": 32, "learning_rate": 5e-4
 
 
 def conversion(*words: str) -> ConversionArguments:
-    (found,) = parse((ConversionArguments,), words)
-    assert isinstance(found, ConversionArguments)
-    return found
+    (result,) = parse((ConversionArguments,), words)
+    assert isinstance(result, ConversionArguments)
+    return result
 
 
 def refused(words: tuple[str, ...], capsys: Any) -> str:
@@ -62,13 +62,13 @@ def test_from_yaml(tmp_path: Path) -> None:
         "  - {stage: distil, tokens: 300000, learning_rate: 5.0e-4, trainable: [query, value]}\n"
         "  - fine_tune\n"
     )
-    found = conversion(str(file))
+    result = conversion(str(file))
     last = Distil(tokens=300000, learning_rate=5e-4, trainable=("query", "value"))
-    assert found.plan == (Calibrate(fit="gain"), last, FineTune())
-    assert found.steps == ("gain", "distil")
-    found = conversion(str(file), "--stages", "fine_tune", '{"stage": "distil"}')
-    assert found.plan == (FineTune(), Distil())
-    assert found.steps == ("fine_tune", "distil")
+    assert result.plan == (Calibrate(fit="gain"), last, FineTune())
+    assert result.steps == ("gain", "distil")
+    result = conversion(str(file), "--stages", "fine_tune", '{"stage": "distil"}')
+    assert result.plan == (FineTune(), Distil())
+    assert result.steps == ("fine_tune", "distil")
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_from_yaml(tmp_path: Path) -> None:
     ],
 )
 def test_from_options(words: tuple[str, ...], plan: tuple[Any, ...], steps: tuple[str, ...]) -> None:
-    found = conversion(*words)
-    assert found.plan == plan
-    assert found.steps == steps
+    result = conversion(*words)
+    assert result.plan == plan
+    assert result.steps == steps
 
 
 @pytest.mark.parametrize(

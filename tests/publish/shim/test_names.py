@@ -18,8 +18,8 @@ from tests.contract.harness import fresh, swaps
 
 
 def content(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return result
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

@@ -116,10 +116,10 @@ def leave_a_mark(folder: Path, mark: Path) -> None:
 def test_without_trust_nothing_runs(plain: Path, tmp_path: Path) -> None:
     for name, trust in (("none", None), ("no", False), ("yes", True)):
         leave_a_mark(case(plain, tmp_path / "cases" / name, trust), tmp_path / name)
-    found = fresh_processes(tmp_path / "cases")
-    assert found.pop("yes") == "AssertionError: the second save is another one"  # the mark is not saved again
+    result = fresh_processes(tmp_path / "cases")
+    assert result.pop("yes") == "AssertionError: the second save is another one"  # the mark is not saved again
     assert (tmp_path / "yes").exists(), "the test could not fail otherwise"
-    for name, outcome in found.items():
+    for name, outcome in result.items():
         assert "hf_attn_swap" in outcome
         assert not (tmp_path / name).exists()
 
@@ -154,9 +154,9 @@ def test_hostile_block(plain: Path, tmp_path: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         DAMAGE[name][0](config)
         (folder / "config.json").write_text(json.dumps(config))
-    found = fresh_processes(tmp_path / "cases")
-    assert set(found) == set(chosen)
-    for name, outcome in found.items():
+    result = fresh_processes(tmp_path / "cases")
+    assert set(result) == set(chosen)
+    for name, outcome in result.items():
         assert outcome.startswith("ValueError")
         assert DAMAGE[name][1] in outcome
 
