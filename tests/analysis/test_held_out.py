@@ -60,20 +60,6 @@ def test_equals_lost(name: str, variant: str, few: int, monkeypatch: pytest.Monk
     assert held.lost(model).divergence_or_error == 0
 
 
-@pytest.mark.parametrize("few", [1024, 8])
-def test_the_logits_are_those_of_the_other_model(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second model with another head keeps its own head."""
-    monkeypatch.setattr(module, "FEW", few)
-    other = stock("llama")
-    with torch.no_grad():
-        other.lm_head.weight.mul_(-0.5)
-    model = patch_model(stock("llama"), "belief")
-    held = HeldOut(other, batches("llama"), progress=False)
-    assert (held.kept[0].hidden is None) == (few > 64)
-    assert held.lost(model) == lost(model, batches("llama"), stock=other)
-    assert held.lost(model) != lost(model, batches("llama"))
-
-
 def test_a_head_that_trains_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FEW", 8)
     model = patch_model(stock("llama"), "belief")

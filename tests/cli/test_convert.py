@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, Features, Value
-from datasets import Image as ImageColumn
-from PIL import Image
+from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -28,8 +26,6 @@ from hf_attn_swap.publish import converted
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.quantization import int8_loaded, machine_w8a8
 from hf_attn_swap_cli import measures
-from tests.conversion.pixels import Pixels
-from tests.zoo import build
 
 from .conftest import WORDS, Outcome
 
@@ -215,17 +211,6 @@ def test_the_card_of_a_folder(command: Command, tiny_llama: Path, long_texts: Pa
     assert "loading" not in wrong.err, "it is refused before the conversion"
 
 
-def test_low_memory_trains_adapters(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
-    """This model is small, so without the option its own weights train, and nothing is merged."""
-    words = ("--data", texts, "--tokens", "300", "--device", "cpu")
-    for name, more in (("usual", ()), ("small", ("--low-memory",))):
-        assert command("convert", tiny_bert, "belief", tmp_path / name, *words, *more).code == 0
-    usual, small = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("usual", "small"))
-    assert usual["steps"][-1]["lost"]["divergence"] < 1e-5
-    assert usual["steps"][-1]["name"] == "distil 1"
-    assert small["steps"][-1]["name"] == "adapters merged"
-
-
 READS = """
 import sys, torch
 from transformers import AutoModelForSequenceClassification
@@ -279,31 +264,24 @@ def test_quantize_needs_what_loads_its_result(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("column", ["text", "image"])
 def test_measures_read_the_first_rows_with_their_labels(
-    column: str, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many are asked for: of as long data, a conversion takes rows at random places."""
     monkeypatch.setattr(rows_module, "MOST_ROWS", 10)
     places = range(60)
     data = tmp_path / "rows.parquet"
-    if column == "text":
-        model: Any = AutoModelForSequenceClassification.from_pretrained(tiny_bert)
-        processor: Any = AutoTokenizer.from_pretrained(tiny_bert)
-        values: list[Any] = ["film " * (place + 1) for place in places]
-    else:
-        model, processor = build("vit", torch.float32), Pixels()  # whose pixels tell how wide an image is
-        values = [Image.new("RGB", (place + 1, 1)) for place in places]
-    features = Features({column: Value("string") if column == "text" else ImageColumn(), "label": Value("int64")})
-    held = {column: values, "label": [place % 2 for place in places]}
-    Dataset.from_dict(held, features=features).to_parquet(str(data))
+    model: Any = AutoModelForSequenceClassification.from_pretrained(tiny_bert)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_bert)
+    held = {"text": ["film " * (place + 1) for place in places], "label": [place % 2 for place in places]}
+    Dataset.from_dict(held).to_parquet(str(data))
 
     def read(label: str | None, skipped: int) -> list[dict[str, Any]]:
-        more = (label, None, None, None, 30, 3 if column == "image" else 100)
-        return measures._batches(model, processor, str(data), [column], *more, skipped=skipped)
+        more = (label, None, None, None, 30, 100)
+        return measures._batches(model, tokenizer, str(data), ["text"], *more, skipped=skipped)
 
     def sizes(batch: dict[str, Any]) -> torch.Tensor:
-        return batch["attention_mask"].sum(1) - 2 if column == "text" else batch["pixel_values"][:, 0, 0, 0]
+        return batch["attention_mask"].sum(1) - 2
 
     labelled = read("label", 0)
     assert sorted(torch.cat(list(map(sizes, labelled))).tolist()) == list(range(1, 31))

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import BertForSequenceClassification, TrainingArguments
 
 import hf_attn_swap
 from hf_attn_swap.publish.results import RunResult
-from hf_attn_swap.training import TextDataArguments, parse
+from hf_attn_swap.training import parse
 from tests.harness.recipes import RECIPES, needs_recipes, recipe
 
 pytestmark = needs_recipes
@@ -104,29 +103,6 @@ def test_a_task_beside_its_control(task: str, data: Path, tmp_path: Path, lra: A
     assert [name for name, _ in swapped.named_parameters() if "attn_swap" not in name] == names
     outcome = json.loads(next((tmp_path / "simpletron" / "seed-0").glob("*.json")).read_text(encoding="utf-8"))
     assert outcome["settings"]["task"] == task
-
-
-def test_what_is_read(lra: Any) -> None:
-    """[CLS] is 1; tokens count from 2 in the order of TOKENS; bytes are two more than they are."""
-    assert lra.read("listops", "( [MIN 0 9 ] )") == [2, 6, 15, 16]
-    assert lra.read("text", "Aé") == [ord("A") + 2, 0xC3 + 2, 0xA9 + 2]
-    rows = Dataset.from_dict({"a": ["abc", "x"], "b": ["de", ""], "labels": [0, 1]})
-    single = lra.encode(rows, "text", TextDataArguments(dataset_name="x", text_column_names=["a"], max_seq_length=3))
-    assert single["input_ids"][:] == [[1, 99, 100], [1, 122]]
-    assert single["labels"][:] == [0, 1]
-    pairs = lra.encode(
-        rows, "matching", TextDataArguments(dataset_name="x", text_column_names=["a", "b"], max_seq_length=4)
-    )
-    assert pairs["input_ids"][:] == [[[1, 99, 100, 101], [1, 102, 103]], [[1, 122], [1]]]
-    batch = lra.collate([pairs[0], pairs[1]])
-    assert batch["input_ids"].tolist()[1] == [[1, 122, 0, 0], [1, 0, 0, 0]]
-    assert batch["attention_mask"].tolist() == [[[1, 1, 1, 1], [1, 1, 1, 0]], [[1, 1, 0, 0], [1, 0, 0, 0]]]
-    assert batch["labels"].tolist() == [0, 1]
-    unlabelled = lra.collate([{"input_ids": [1, 5]}, {"input_ids": [1, 5, 6]}])
-    assert {name: values.shape for name, values in unlabelled.items()} == {
-        "input_ids": (2, 3),
-        "attention_mask": (2, 3),
-    }
 
 
 @pytest.mark.parametrize("variant", ["softmax", "simpletron_resl", "outeffhop", "modern_hopfield"])

@@ -107,18 +107,6 @@ def test_upper_half_and_the_mean(run: Run) -> None:
     assert means.tolist() == [[[[4, 5], [6, 7], [8, 9]]]] * 2
 
 
-def test_parquet(tmp_path: Path, run: Run) -> None:
-    datasets = importlib.import_module("datasets")
-    images, labels = pictures(24)
-    rows = {"img": [Image.fromarray(np.stack([image] * 3, -1)) for image in images], "label": labels.tolist()}
-    features = datasets.Features({"img": datasets.Image(), "label": datasets.Value("int64")})
-    datasets.Dataset.from_dict(rows, features).to_parquet(str(tmp_path / "train_24.parquet"))
-    result, numbers = importlib.import_module("images").read_images(tmp_path, "train")
-    torch.testing.assert_close(result, torch.from_numpy(images)[:, None].expand(-1, 3, -1, -1) / 255)
-    assert numbers.tolist() == labels.tolist()
-    assert len(run("memory", *memory_flags(tmp_path))["rows"]) == 6 * (len(NORMALIZERS) + 1)
-
-
 def test_multiple_instance(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--bags=64", "--bag_sizes", "3", "--epochs=8", "--seeds=2", "--bits=4", "--signals=2", "--digit=3"]
     result = run("multiple_instance", f"--dataset={idx}", *sizes, "--learning_rate=0.02")

@@ -100,22 +100,3 @@ def test_language_model_recipe_reads_token_ids(tiny_lm: Path, samples: Path, tmp
     assert 0 < measured["agreement"] < 1
     assert result["steps"] == ["distil"]
     assert any("320 tokens, LoRA of rank 4" in sentence for sentence in result["conversion"])
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
-def test_shorter_rows_to_train_on_and_another_precision(
-    tiny_lm: Path, samples: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    words = [
-        *reading(tiny_lm, samples),
-        *("--train_length", "8", "--dtype", "bfloat16", "--variant", "softmax", "--num_train_epochs", "0"),
-        *("--report_to", "none", "--use_cpu", "true", "--dataloader_pin_memory", "false", "--disable_tqdm", "true"),
-        *("--train_tokens", "80", "--output_dir", str(tmp_path / "run"), *NO_SAVING),
-    ]
-    recipe("language_modeling.py", words, monkeypatch)
-    outcome = json.loads((tmp_path / "run/softmax/seed-0/outcome.json").read_text())
-    assert outcome["rows"]["train"] == 10  # 80 tokens in rows of 8
-    assert outcome["settings"]["dtype"] == "bfloat16"
-    assert outcome["conversion"][0] == "Attention replaced by softmax, weights kept, in bfloat16."
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "run/softmax/seed-0/model", dtype="auto")
-    assert model.dtype == torch.bfloat16

@@ -10,7 +10,6 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as Picture
-from transformers import AutoModelForImageClassification
 
 from hf_attn_swap import patch_model
 from hf_attn_swap.training.recipes import skip_free
@@ -90,46 +89,6 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
         features = Features({"img": Image(), "label": ClassLabel(names=["dark", "bright"])})
         Dataset.from_list(rows, features=features).to_parquet(folder / f"{split}.parquet")
     return folder
-
-
-@pytest.mark.parametrize("skip_free", [False, True])
-def test_small_vits(skip_free: bool, pictures: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    words = (
-        *(
-            "--model_name_or_path",
-            "vit",
-            "--config_overrides",
-            json.dumps(VIT),
-            "--image_size",
-            "8",
-            "--image_column_name",
-            "img",
-        ),
-        *(
-            "--dataset_name",
-            str(pictures),
-            "--max_steps",
-            "12",
-            "--variant",
-            "modern_hopfield",
-            "--skip_free",
-            str(skip_free),
-        ),
-    )
-    recipe("image_classification.py", [*words, *USUAL, "--output_dir", str(tmp_path)], monkeypatch)
-    result = json.loads((tmp_path / "modern-hopfield" / "results.json").read_text("utf-8"))
-    assert result["modules"] == 2
-    assert result["control"]["metrics"][0]["values"][0] == 1.0
-    assert ("without residual connections" in result["conversion"][0]) is skip_free
-    trained = tmp_path / "modern-hopfield" / "seed-0" / "model"
-    if skip_free:
-        with pytest.raises(ValueError, match="skip_free_vit"):
-            AutoModelForImageClassification.from_pretrained(trained)
-    else:
-        assert (
-            AutoModelForImageClassification.from_pretrained(trained).config.attn_swap["swaps"][0]["variant"]
-            == "modern_hopfield"
-        )
 
 
 def test_a_layer_without_skips_loses_what_attention_does_not_read() -> None:
