@@ -99,7 +99,7 @@ def compare(
     from hf_attn_swap.analysis.outliers import outliers
     from hf_attn_swap.conversion.report import in_words
     from hf_attn_swap.measuring.held_out import HeldOut
-    from hf_attn_swap.measuring.positions import check_length, longest_row, position_table, usual_length
+    from hf_attn_swap.measuring.positions import check_length, position_table, usual_length
     from hf_attn_swap.quantization import lost_in_8_bits
     from hf_attn_swap.text.finite import finite
 
@@ -113,7 +113,7 @@ def compare(
     if bits and not ranges:
         raise ValueError("--in-8-bits: no rows are left for the 8-bit ranges; measure fewer with --rows.")
     for model in models:
-        check_length(model, longest_row(batches))
+        check_length(model, batches)
     context = _context(models, processor, batches, recalled=recalled, hidden=hidden)  # refused now, if at all
     held = HeldOut(models[0], batches, as_it_is=True)
     loss = held.lost(models[1], progress=True)
@@ -174,7 +174,7 @@ def evaluate(
     """Measure one saved model: perplexity, a classifier's accuracy, or a regression's rank correlation (Spearman)."""
     from hf_attn_swap.measuring.held_out import HeldOut
     from hf_attn_swap.measuring.lm_head import names_head
-    from hf_attn_swap.measuring.positions import check_length, longest_row, usual_length
+    from hf_attn_swap.measuring.positions import check_length, usual_length
     from hf_attn_swap.text.finite import finite
 
     loaded = _load(model, task, quiet, device=device, dtype=dtype, revision=revision, token=token)
@@ -187,7 +187,7 @@ def evaluate(
     processor = _processor(loaded, model, tokenizer, revision, token)
     size = length or usual_length([loaded], LENGTH)
     batches = _batches(loaded, processor, data, columns(column), label, config, split, stream, rows, size)
-    check_length(loaded, longest_row(batches))
+    check_length(loaded, batches)
     loss = HeldOut(loaded, batches, as_it_is=True).baseline()
     figures = {"perplexity": loss.perplexity, "accuracy": loss.accuracy, "spearmanr": loss.correlation}
     known = {name: value for name, value in figures.items() if value is not None}

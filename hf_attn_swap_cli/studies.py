@@ -91,7 +91,7 @@ def report(
     """Report what a swap does to a model, beside the unswapped model: outliers, similarity of tokens, entropy."""
     from hf_attn_swap.analysis.comparison import compare
     from hf_attn_swap.analysis.inputs import prepare
-    from hf_attn_swap.measuring.positions import check_length, longest_row, usual_length
+    from hf_attn_swap.measuring.positions import check_length, usual_length
     from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint, other_processor
     from hf_attn_swap.text.typed import parse_options
     from hf_attn_swap.training.data import open_rows
@@ -114,7 +114,7 @@ def report(
         max_length=length or usual_length([loaded], LENGTH),
         hub=hub_arguments(revision if tokenizer is None else None, token),
     )
-    check_length(loaded, longest_row(inputs.batches))
+    check_length(loaded, inputs.batches)
     stock = None if base is None else load_checkpoint(base, task, device=device, dtype=dtype, token=token)
     made = compare(loaded, inputs, Path(data).name, variant, stock=stock, **chosen)
     if made.lost is not None:

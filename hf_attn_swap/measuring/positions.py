@@ -9,7 +9,6 @@ Axes: N predicted token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -103,19 +102,15 @@ def usual_length(models: Iterable[nn.Module], length: int) -> int:
     return min([length, *limits])
 
 
-def longest_row(batches: Iterable[Batch]) -> int:
-    """The number of tokens of the longest row; 0 if the batches hold no token ids."""
-    return max((batch["input_ids"].shape[-1] for batch in batches if "input_ids" in batch), default=0)
-
-
-def check_length(model: nn.Module, longest: int) -> None:
+def check_length(model: nn.Module, batches: Iterable[Batch]) -> None:
     """Refuse rows that are longer than the model's positions: what a model gives behind them says nothing.
 
     Raises:
         ValueError: they are.
     """
+    longest = max((batch["input_ids"].shape[-1] for batch in batches if "input_ids" in batch), default=0)
     limit = max_positions(model)
-    if longest > (math.inf if limit is None else limit):
+    if limit is not None and longest > limit:
         raise ValueError(
             f"the rows have up to {longest:,} tokens, and {type(model_root(model)).__name__} was made for {limit:,} "
             "positions; what it gives behind them says nothing, so measure shorter rows."

@@ -214,11 +214,6 @@ class Prompts(Generic[R]):
     texts: dict[int, tuple[Prompt, ...]]
     figures: Callable[[Answers], R]
 
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest text."""
-        return max(len(text.ids) for text in chain(*self.texts.values()))
-
     def measure(self, model: nn.Module, *, progress: bool = False) -> R:
         """Let a model read the texts, in evaluation mode."""
         answers: Answers = {}
