@@ -225,21 +225,6 @@ def test_every_parameter_learns(retrieval: str) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
-@torch.no_grad()
-def test_the_start() -> None:
-    """A gate starts at 1; positions, prototypes and alpha's logits are drawn; linear maps are PyTorch's."""
-    torch.manual_seed(0)
-    model, plain = STanHopForPrediction(config(retrieval="gated")), STanHopForPrediction(config(retrieval="softmax"))
-    plain.load_state_dict({name: value for name, value in model.state_dict().items() if not name.endswith("gate")})
-    past = torch.randn(2, 20, 3)
-    close(model.eval()(past).prediction_outputs, plain.eval()(past).prediction_outputs, 1e-6)
-    wide = STanHopForPrediction(config(d_model=64, num_prototypes=50))
-    assert float(wide.model.encoder[0].prototypes.std()) == pytest.approx(1, abs=0.1)
-    assert float(wide.model.embed.weight.abs().max()) <= 1 / math.sqrt(4)
-    logits = [module.alpha_logit for module in wide.modules() if isinstance(module, Hopfield)]
-    assert float(torch.cat(logits).std()) > 0.3
-
-
 @pytest.mark.parametrize("retrieval", ["softmax", "outeffhop+gated"])
 def test_eight_bits(retrieval: str) -> None:
     """Scores, weights and what is read have 256 values, the heads of the forecast are left out, and all comes back."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib
 import random
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from tests.harness.recipes import RECIPES, needs_recipes
@@ -74,27 +71,3 @@ def test_depth_and_arguments_are_bounded(listops: Any) -> None:
                 arguments.append(0)
         assert depth == 0
         assert deepest <= 3, "the fourth level holds digits only"
-
-
-def test_files(tmp_path: Path, listops: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def make(*flags: str) -> dict[str, Any]:
-        bounds = ("--min_length", "5", "--max_length", "30", "--max_depth", "5", "--max_args", "6")
-        monkeypatch.setattr(sys, "argv", ["listops.py", str(tmp_path), *bounds, "--test", "12", *flags])
-        listops.main()
-        return {name: datasets.Dataset.from_parquet(str(tmp_path / f"{name}.parquet")) for name in ("train", "test")}
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    result = make("--train", "40")
-    texts = {name: split["text"][:] for name, split in result.items()}
-    assert (len(set(texts["train"])), len(set(texts["test"]))) == (40, 12)
-    assert not set(texts["train"]) & set(texts["test"])
-    for split in result.values():
-        assert split.column_names == ["text", "label"]
-        assert split.features["label"].names == list("0123456789")
-        assert split["label"][:] == [listops.value(text) for text in split["text"]]
-    assert make("--train", "20")["test"]["text"][:] == texts["test"], "the held-out rows do not depend on --train"
-    assert "test.parquet: 12 rows" in capsys.readouterr().out
-    for flags, message in ((("--train", "0"), "must be at least 1, got 0 and 12"), (("--max_args", "1"), "max_args")):
-        with pytest.raises(SystemExit):
-            make(*flags)
-        assert message in capsys.readouterr().err

@@ -99,14 +99,6 @@ def test_memory(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None
     assert "| size 10 |" in capsys.readouterr().out
 
 
-def test_upper_half_and_the_mean(run: Run) -> None:
-    recipe = importlib.import_module("memory")
-    images = torch.arange(1.0, 13).view(2, 1, 3, 2)
-    assert recipe.upper_half(images).tolist() == [[[[1, 2], [3, 4], [0, 0]]], [[[7, 8], [9, 10], [0, 0]]]]
-    means = recipe.retrieve(MEAN, images, images, 1.0, 1)
-    assert means.tolist() == [[[[4, 5], [6, 7], [8, 9]]]] * 2
-
-
 def test_multiple_instance(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--bags=64", "--bag_sizes", "3", "--epochs=8", "--seeds=2", "--bits=4", "--signals=2", "--digit=3"]
     result = run("multiple_instance", f"--dataset={idx}", *sizes, "--learning_rate=0.02")
