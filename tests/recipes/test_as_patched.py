@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from datasets import Dataset
+from datasets import Dataset, Image
+from PIL import Image as Picture
+from transformers import ViTImageProcessor
 
 from hf_attn_swap import patch_model, unpatch_model
 from hf_attn_swap.conversion import scale_values
@@ -85,3 +87,27 @@ def test_an_absorbed_sink(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None
     assert "keys and values of '\\n' stand before every text" in shown.err
     recipe("as_patched.py", [*where, "--try", sink], monkeypatch)
     assert "stand before every text" in capsys.readouterr().err
+
+
+def test_relative_error_of_images(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    model = zoo.build("vit", head="base")
+    model.save_pretrained(tmp_path / "model")
+    processor = ViTImageProcessor(size={"height": 16, "width": 16})
+    processor.save_pretrained(tmp_path / "model")
+    try:
+        transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
+    except ImportError as problem:
+        pytest.skip(f"transformers {transformers.__version__} reads images with torchvision alone: {str(problem)[:60]}")
+    pictures = [Picture.effect_noise((16, 16), 60 + 20 * index).convert("RGB") for index in range(2)]
+    data = Dataset.from_dict({"img": pictures}).cast_column("img", Image())
+    data.to_parquet(tmp_path / "test.parquet")
+    where = [str(tmp_path / "model"), str(tmp_path / "test.parquet"), "--column", "img", "--rows", "2"]
+    recipe("as_patched.py", [*where, "--try", *CHOICES[:2]], monkeypatch)
+    found = rows(capsys.readouterr().out)
+    pixels = processor(pictures, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        wanted = model(pixel_values=pixels)[0]
+        got = patch_model(model, "clipped_softmax", gamma=-0.2)(pixel_values=pixels)[0]
+    assert found["stock"][-1] == "0"
+    assert float(found[CHOICES[1]][-1]) == pytest.approx(float((got - wanted).norm() / wanted.norm()), rel=1e-3)
+    assert 0 < float(found[CHOICES[0]][-1]) < 0.01 < float(found[CHOICES[1]][-1])
