@@ -41,8 +41,9 @@ def test_the_same_function(name: str, tmp_path: Path) -> None:
     turned = [key for key in before if key.endswith(("_proj.weight", "embed_tokens.weight"))]
     assert not any(torch.equal(before[key], model.state_dict()[key]) for key in turned)
     model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()
-    assert error(forward(loaded, other), wanted) <= EXACT
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    weights = loaded.state_dict()
+    assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
     assert loaded.config.tie_word_embeddings is False
 
 
