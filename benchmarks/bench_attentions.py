@@ -28,9 +28,9 @@ Operator = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # q, k, v (B,H,L,D)
 
 def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """The scaled scores (B,H,L,L), masked if causal."""
-    found = q @ k.mT * q.shape[-1] ** -0.5
-    unseen = torch.ones(found.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return found.masked_fill(unseen, -torch.inf) if causal else found
+    result = q @ k.mT * q.shape[-1] ** -0.5
+    unseen = torch.ones(result.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return result.masked_fill(unseen, -torch.inf) if causal else result
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -93,18 +93,20 @@ def no_triton() -> Iterator[None]:
 
 def peers() -> dict[str, Operator]:
     """Published softmax_1 attentions that can be imported. Without CUDA, triton is hidden from the first package."""
-    found: dict[str, Operator] = {}
+    by_name: dict[str, Operator] = {}
     with suppress(ImportError), nullcontext() if torch.cuda.is_available() else no_triton():
         core: Any = importlib.import_module("flash_attention_softmax_n")
-        found[SLOW] = lambda q, k, v, causal: core.slow_attention_n(q, k, v, is_causal=causal, softmax_n_param=1.0)
-        found[FLASH] = lambda q, k, v, causal: core.flash_attention_n(q, k, v, is_causal=causal, softmax_n_param=1)
+        by_name[SLOW] = lambda q, k, v, causal: core.slow_attention_n(q, k, v, is_causal=causal, softmax_n_param=1.0)
+        by_name[FLASH] = lambda q, k, v, causal: core.flash_attention_n(q, k, v, is_causal=causal, softmax_n_param=1)
         warnings.filterwarnings("ignore", ".*sdp_kernel.*", FutureWarning)
     with suppress(ImportError):
         normalizers: Any = importlib.import_module("hf_attention_normalizers")
         normalizers.register_softmax1_attention_backends()
         forward, module = ALL_ATTENTION_FUNCTIONS["softmax1_sdpa"], torch.nn.Module()
-        found[NORMALIZERS] = lambda q, k, v, causal: forward(module, q, k, v, None, is_causal=causal)[0].transpose(1, 2)
-    return found
+        by_name[NORMALIZERS] = lambda q, k, v, causal: forward(module, q, k, v, None, is_causal=causal)[0].transpose(
+            1, 2
+        )
+    return by_name
 
 
 def quadratic(name: str, causal: bool) -> bool:
@@ -135,8 +137,8 @@ def check(name: str, operator: Operator, shape: Sequence[int], causal: bool, dev
     given = tensors(shape, device, dtype)
     exact = [each.detach().double().requires_grad_(each.requires_grad) for each in given]
     (q, k, v, grad), (exact_q, exact_k, exact_v, exact_grad) = given, exact
-    found, wanted = operator(q, k, v, causal), reference(name, exact_q, exact_k, exact_v, causal)
-    computed = (found, *torch.autograd.grad(found, given[:3], grad))
+    result, wanted = operator(q, k, v, causal), reference(name, exact_q, exact_k, exact_v, causal)
+    computed = (result, *torch.autograd.grad(result, given[:3], grad))
     right = (wanted, *torch.autograd.grad(wanted, exact[:3], exact_grad))
     for each, other in zip(computed, right, strict=True):
         torch.testing.assert_close(each.double(), other, atol=near, rtol=near, msg=lambda why: f"{name}: {why}")

@@ -19,13 +19,13 @@ def cache_of(output: ModelOutput) -> Cache:
     Raises:
         ValueError: the output has no cache.
     """
-    found = [value for value in output.values() if isinstance(value, Cache)]
-    if not found:
+    results = [value for value in output.values() if isinstance(value, Cache)]
+    if not results:
         raise ValueError(
             f"{type(output).__name__} has no cache, only {', '.join(output)}; call the model with use_cache=True, and "
             "in eval mode if it checkpoints its activations."
         )
-    return found[0]
+    return results[0]
 
 
 def with_cache(model: nn.Module, cache: Cache | None) -> dict[str, Cache | None]:

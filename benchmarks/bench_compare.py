@@ -170,7 +170,7 @@ def main() -> None:
     with ExitStack() as stack:
         trees = {NOW: ROOT, AGAIN: ROOT, THEN: stack.enter_context(tree_of(ref))}
         workers = {name: stack.enter_context(Worker(tree, sys.argv[1:])) for name, tree in trees.items()}
-        shared = set.intersection(*(each.variants for each in workers.values()))
+        shared = set.intersection(*(worker.variants for worker in workers.values()))
         asked = given.variants.split(",")
         wanted = [name for name in asked if set(name.split("+")) <= shared]
         if left := [name for name in asked if name not in wanted]:

@@ -177,10 +177,10 @@ def main() -> None:
     if options.child:
         print_peak(options)
         return
-    found = [measure(variant, options) for variant in options.variants.split(",")]
-    write(options.out, options, rows=[row for rows in found for row in rows])
+    results = [measure(variant, options) for variant in options.variants.split(",")]
+    write(options.out, options, rows=[row for rows in results for row in rows])
     lines = [
-        [row["variant"], row["step"], _time(row, rows[0]), megabytes(row, rows[0])] for rows in found for row in rows
+        [row["variant"], row["step"], _time(row, rows[0]), megabytes(row, rows[0])] for rows in results for row in rows
     ]
     print(markdown(["variant", "step with LoRA", "time", "peak memory"], lines))
 

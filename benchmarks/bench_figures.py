@@ -39,7 +39,7 @@ def slopes(
     groups: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in same), {})[row[length]] = row
-    found = []
+    results = []
     for values, group in groups.items():
         if len(group) < 3:
             continue
@@ -47,8 +47,8 @@ def slopes(
         for kind in kinds:
             if all(kind in row for row in group.values()):
                 fits[kind] = slope(group, [row[f"{kind}_ms"] for row in group.values()])
-        found.append({**dict(zip(same, values, strict=True)), "lengths": list(group), **fits})
-    return found
+        results.append({**dict(zip(same, values, strict=True)), "lengths": list(group), **fits})
+    return results
 
 
 def summary(kind: str, own: Sequence[float], first: Sequence[float]) -> dict[str, Any]:

@@ -51,9 +51,9 @@ def built(name: str, length: int, options: Options) -> Any:
     """A stock model whose matrices are large enough that the weights of keys differ much."""
     model = bench_models.build(name, length, options.layers, options.width).to(options.device)
     with torch.no_grad():
-        for each in model.parameters():
-            if each.dim() == 2:
-                each.mul_(1.5 * each.shape[1] ** -0.5 / each.std())
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(1.5 * parameter.shape[1] ** -0.5 / parameter.std())
     return model
 
 
@@ -61,21 +61,21 @@ def given_to(model: str, shape: str, device: str, padded: bool) -> dict[str, Ten
     """Inputs of the check. With `padded`, the first row has fewer tokens: on the left for models that generate."""
     batch, length = map(int, shape.split("x"))
     torch.manual_seed(0)
-    found = bench_models.inputs(model, batch, length, device, torch.float32)
+    result = bench_models.inputs(model, batch, length, device, torch.float32)
     if padded:
         mask = torch.ones(batch, length, dtype=torch.long, device=device)
         places = slice(length // 3) if model in bench_models.CAUSAL else slice(length - length // 3, None)
         mask[0, places] = 0
-        found["attention_mask"] = mask
-    return found
+        result["attention_mask"] = mask
+    return result
 
 
 def hidden_states(model: Any, given: dict[str, Any], **words: Any) -> Tensor:
     """The last hidden states of all tokens (B,L,E), with zeros at padding. Images are given in the model's dtype."""
     given = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in given.items()}
-    found: Tensor = model(**given, **words).last_hidden_state
+    result: Tensor = model(**given, **words).last_hidden_state
     mask = given.get("attention_mask")
-    return found if mask is None else found * mask[..., None]
+    return result if mask is None else result * mask[..., None]
 
 
 def passes(model: Any, name: str, given: dict[str, Any], readable: bool) -> dict[str, Tensor]:
@@ -85,12 +85,14 @@ def passes(model: Any, name: str, given: dict[str, Any], readable: bool) -> dict
     heads = hidden_states(model, given, **words)
     weights = torch.randn(heads.shape, generator=torch.Generator().manual_seed(0)).to(heads)
     (heads * weights).sum().backward()
-    matrices = [each.grad for each in model.parameters() if each.dim() >= 2 and each.grad is not None]
-    gradients = torch.cat([each.double().flatten() for each in matrices])
-    found = {"forward": heads.detach().double(), "gradients": gradients}
+    matrices = [
+        parameter.grad for parameter in model.parameters() if parameter.dim() >= 2 and parameter.grad is not None
+    ]
+    gradients = torch.cat([matrix.double().flatten() for matrix in matrices])
+    by_name = {"forward": heads.detach().double(), "gradients": gradients}
     if name in bench_models.CAUSAL:
-        found["decoding"] = decoded(model, given, heads.detach(), readable)
-    return found
+        by_name["decoding"] = decoded(model, given, heads.detach(), readable)
+    return by_name
 
 
 @torch.no_grad()
@@ -98,26 +100,26 @@ def decoded(model: Any, given: dict[str, Any], heads: Tensor, readable: bool) ->
     """The hidden states of the last tokens, decoded one by one; the readable formula reads all tokens at once."""
     if readable:
         return heads[:, -DECODED:].double()
-    tokens, found = given["input_ids"].shape[1], []
+    tokens, result = given["input_ids"].shape[1], []
     mask, cache, start = given.get("attention_mask"), None, 0
     for stop in range(tokens - DECODED, tokens + 1):
         words = {} if mask is None else {"attention_mask": mask[:, :stop]}
         out = model(given["input_ids"][:, start:stop], **with_cache(model, cache), use_cache=True, **words)
         cache, start = cache_of(out), stop
-        found.append(out.last_hidden_state[:, -1:].double())
-    return torch.cat(found[1:], 1)
+        result.append(out.last_hidden_state[:, -1:].double())
+    return torch.cat(result[1:], 1)
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
     """The norm of the difference, relative to the norm of `wanted`; infinite if a number is not finite."""
-    found = float((got - wanted).norm() / wanted.norm().clamp_min(torch.finfo(wanted.dtype).tiny))
-    return found if torch.isfinite(got).all() else float("inf")
+    result = float((got - wanted).norm() / wanted.norm().clamp_min(torch.finfo(wanted.dtype).tiny))
+    return result if torch.isfinite(got).all() else float("inf")
 
 
 def errors(model: Any, name: str, given: dict[str, Any], readable: bool, exact: dict[str, Tensor]) -> dict[str, float]:
     """The error of the model in each kind of pass."""
-    found = passes(model, name, given, readable)
-    return {kind: error(found[kind], exact[kind]) for kind in exact}
+    result = passes(model, name, given, readable)
+    return {kind: error(result[kind], exact[kind]) for kind in exact}
 
 
 def check(name: str, shape: str, dtype: str, padded: bool, options: Options) -> list[dict[str, Any]]:
@@ -135,7 +137,7 @@ def check(name: str, shape: str, dtype: str, padded: bool, options: Options) -> 
         times = {kind: own[kind] / max(plain[kind], sdpa[kind]) for kind in own}
         forms = sorted({row.runs for row in describe(model).rows})
         row = {"model": name, "shape": shape, "dtype": dtype, "padded": padded, "variant": variant}
-        row |= {"form": ", ".join(forms), "times": times, "equal": all(each <= TWICE for each in times.values())}
+        row |= {"form": ", ".join(forms), "times": times, "equal": all(time <= TWICE for time in times.values())}
         rows.append(row)
     return rows
 
@@ -156,15 +158,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         where = f"{row['model']} {row['shape']}, {row['dtype']}{', padded' if row['padded'] else ''}"
-        found = [f"{row['times'][kind]:.2f}" if kind in row["times"] else "" for kind in PASSES]
-        lines.append([where, row["variant"], row["form"], *found, "yes" if row["equal"] else "NO"])
+        results = [f"{row['times'][kind]:.2f}" if kind in row["times"] else "" for kind in PASSES]
+        lines.append([where, row["variant"], row["form"], *results, "yes" if row["equal"] else "NO"])
     text = markdown(["model, batch x length", "attention", "form", *PASSES, "equal"], lines)
     return f"Errors, as multiples of those of stock SDPA or of the readable formula in the same dtype:\n\n{text}"
 
 
 def measured(options: Options, dtype: str) -> bench.Options:
     """The options of `bench.py` for one dtype."""
-    taken = {each.name: getattr(options, each.name) for each in fields(bench.Options)}
+    taken = {field.name: getattr(options, field.name) for field in fields(bench.Options)}
     return bench.Options(**{**taken, "dtype": dtype})
 
 

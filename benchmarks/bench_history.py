@@ -70,8 +70,10 @@ def keep(folder: str, options: Any, rows: Iterable[Mapping[str, Any]]) -> Path:
     new = line(options, rows)
     file = Path(folder) / f"{re.sub(r'[^A-Za-z0-9]+', '-', new['machine']).strip('-').lower()}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(each) for each in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    lines = [each for each in lines if any(each[name] != new[name] for name in SAME)]
+    lines = (
+        [json.loads(splitline) for splitline in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    )
+    lines = [line for line in lines if any(line[name] != new[name] for name in SAME)]
     file.write_text("".join(f"{json.dumps(each)}\n" for each in [*lines, new]), encoding="utf-8")
     return file
 

@@ -159,8 +159,8 @@ def main() -> None:
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
     }
     if options.sink:
-        found = [absorb_sink(patch_model(model, "sink"), tokenizer, [text]) for model in models.values()]
-        print(found[0])
+        results = [absorb_sink(patch_model(model, "sink"), tokenizer, [text]) for model in models.values()]
+        print(results[0])
     ids = torch.tensor(tokenizer(text).input_ids)
     longest = min(max(options.lengths), options.calibration)
     rows_to_fit, rest = ids[: options.calibration], ids[options.calibration :]

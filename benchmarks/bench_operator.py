@@ -57,7 +57,7 @@ def shape(length: int, options: Options) -> tuple[int, ...]:
 
 def usable(length: int, options: Options, left_out: list[dict[str, Any]]) -> dict[str, Operator]:
     """The operators that run at this length and are correct. Peers that are not are added to `left_out`."""
-    where, found = (options.device, getattr(torch, options.dtype)), {}
+    where, result = (options.device, getattr(torch, options.dtype)), {}
     given = tensors(shape(length, options), *where)
     for name, operator in {**OWN, **peers()}.items():
         if length > options.eager_up_to and quadratic(name, options.causal):
@@ -71,8 +71,8 @@ def usable(length: int, options: Options, left_out: list[dict[str, Any]]) -> dic
                 raise
             left_out.append({"operator": name, "length": length, "why": str(why)})
             continue
-        found[name] = operator
-    return found
+        result[name] = operator
+    return result
 
 
 def measure(length: int, operators: dict[str, Operator], options: Options, bar: Any) -> list[dict[str, Any]]:

@@ -85,7 +85,7 @@ def read(model: Any, ids: Tensor, batch: int) -> DynamicCache:
 
 def weights(model: Any) -> float:
     """The memory of the weights in MB."""
-    return sum(each.numel() * each.element_size() for each in model.parameters()) / 2**20
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / 2**20
 
 
 @torch.no_grad()

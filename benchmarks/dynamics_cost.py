@@ -50,18 +50,18 @@ def particle_loop(z: Tensor, heads: HeadMatrices, growth: float) -> Tensor:
 
 def seconds(call: Any, rounds: int) -> float:
     """Seconds of the fastest of `rounds` calls."""
-    found = []
+    results = []
     for _ in range(rounds):
         start = time.perf_counter()
         call()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        results.append(time.perf_counter() - start)
+    return min(results)
 
 
 def measure(count: int, width: int, heads: int, steps: int) -> dict[str, float]:
     """One row of the table."""
     matrices, tokens = random_heads(heads, width), random_tokens(count, width)
-    whole = seconds(lambda: simulate(tokens, matrices, time=0.1 * steps, step=0.1, record=steps), 2)
+    whole = seconds(lambda: simulate(tokens, matrices, time=0.1 * steps, step=0.1), 2)
     trajectory = simulate(tokens, matrices, time=0.1, step=0.1)
     at = torch.tensor(0.1, dtype=torch.float64)
     slow = particle_loop(trajectory.z[-1], matrices, math.exp(2 * heads * 0.1))

@@ -30,10 +30,10 @@ def badge() -> str:
         ValueError: `pyproject.toml` names no repository on GitHub, where Colab reads notebooks from.
     """
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.search(r'^Repository = "https://github\.com/([^"]+)"', text, flags=re.MULTILINE)
-    if found is None:
+    result = re.search(r'^Repository = "https://github\.com/([^"]+)"', text, flags=re.MULTILINE)
+    if result is None:
         raise ValueError('pyproject.toml needs a line Repository = "https://github.com/owner/name" in [project.urls].')
-    page = f"https://colab.research.google.com/github/{found[1]}/blob/main/{NOTEBOOK.relative_to(ROOT).as_posix()}"
+    page = f"https://colab.research.google.com/github/{result[1]}/blob/main/{NOTEBOOK.relative_to(ROOT).as_posix()}"
     return f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({page})"
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import logging
-import platform
-import time
+import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -21,8 +19,9 @@ from .families.base import Family
 from .layer.registry import list_variants, tiny_options
 from .layer.swap import Swap
 from .patch import patch_model, set_strength
-from .tested import LOGGER, NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS, TESTED, TESTED_PYTHONS, is_newer
-from .text.table import Table
+from .publish.checkpoint import find_device
+from .tested import LOGGER, TESTED, TESTED_PYTHONS, is_newer
+from .text.table import Table, Tabled
 
 SCALE = 8.0  # fresh weights have a deviation of 0.02, at which the residual stream hides what attention adds
 FIRST_ID = 4  # smaller numbers may be special tokens
@@ -32,20 +31,18 @@ SAME = 5e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(Tabled):
     """What is installed, and which attention is right on which family here.
 
     Attributes:
-        packages: name, installed version, tested versions, and how the two differ, of every package.
+        packages: name, installed version, tested versions, and "newer than tested" where it is, of every package.
         cells: family, variant, and the result: "right", "refused: ..." as `patch_model` says, or "WRONG: ..." .
         device: the device of the check.
-        seconds: how long the check took.
     """
 
     packages: tuple[tuple[str, str, str, str], ...]
     cells: tuple[tuple[str, str, str], ...]
     device: str
-    seconds: float
 
     @property
     def wrong(self) -> tuple[tuple[str, str, str], ...]:
@@ -57,25 +54,12 @@ class Diagnosis:
         """True if no cell is wrong and at least one is right."""
         return not self.wrong and any(result == "right" for _, _, result in self.cells)
 
-    def tables(self) -> tuple[Table, Table]:
+    def table(self) -> Table:
         """The packages, and every cell that is not right."""
         right = sum(result == "right" for _, _, result in self.cells)
-        summary = f"{right} of {len(self.cells)} cells right, {len(self.wrong)} wrong; on {self.device} in fp32, "
-        return (
-            Table(
-                summary="Installed, and tested with this release",
-                header=("", "installed", "tested", ""),
-                rows=list(self.packages),
-            ),
-            Table(
-                summary=f"{summary}{self.seconds:.0f} s",
-                header=("family", "variant", "result"),
-                rows=[cell for cell in self.cells if cell[2] != "right"],
-            ),
-        )
-
-    def __str__(self) -> str:
-        return "\n\n".join(table.text() for table in self.tables())
+        rows = [*self.packages, *((*cell, "") for cell in self.cells if cell[2] != "right")]
+        summary = f"{right} of {len(self.cells)} cells right, {len(self.wrong)} wrong; on {self.device} in fp32"
+        return Table(summary=summary, header=("", "installed", "tested with this release", ""), rows=rows)
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data."""
@@ -89,40 +73,31 @@ def doctor(*, device: str | None = None) -> Diagnosis:
     give what the readable form of the formula gives, and something else than the stock model (the control: the same).
 
     Args:
-        device: the device, such as "cpu" or "cuda:1"; None means CUDA, else MPS, else the CPU.
+        device: the device, such as "cpu" or "cuda:1"; None means CUDA, or the CPU without CUDA.
 
     Raises:
         ValueError: PyTorch has no such device here.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        torch.zeros((), device=device)
-    except (RuntimeError, AssertionError) as problem:  # torch asserts that it was built with CUDA
-        raise ValueError(f"PyTorch cannot use the device {device!r} here: {str(problem).splitlines()[0]}") from None
-    start, level = time.perf_counter(), LOGGER.level
+    where, level = find_device(device), LOGGER.level
     LOGGER.setLevel(logging.ERROR)  # the line that a newer transformers gives would send the user here
     try:
-        cells = []
-        for family in sorted(FAMILIES.values(), key=lambda family: family.name):
-            try:
-                stock, batch = tiny(family, device)
-            except Exception as error:  # noqa: BLE001  # the result of the check, which says so
-                cells += [(family.name, variant, _broken(error)) for variant in list_variants()]
-                continue
-            cells += [(family.name, variant, check(stock, batch, variant)) for variant in list_variants()]
+        cells = tuple(
+            (family.name, variant, check(family, where, variant))
+            for family in sorted(FAMILIES.values(), key=lambda family: family.name)
+            for variant in list_variants()
+        )
     finally:
         LOGGER.setLevel(level)
-    seconds = time.perf_counter() - start
-    return Diagnosis(packages=packages(), cells=tuple(cells), device=device, seconds=seconds)
+    return Diagnosis(packages=packages(), cells=cells, device=where)
 
 
-def check(stock: Any, batch: dict[str, Tensor], variant: str) -> str:
+def check(family: Family, device: str, variant: str) -> str:
     """The result of one cell, in words. An error is a wrong result, and is not raised."""
     try:
-        wanted = output(stock, batch)
+        model, batch = tiny(family, device)
+        wanted = output(model, batch)
         try:
-            model = patch_model(copy.deepcopy(stock), variant, strength=0.0, **tiny_options(variant))
+            patch_model(model, variant, strength=0.0, **tiny_options(variant))
         except ValueError as refusal:
             return f"refused: {' '.join(str(refusal).split())}"
         if not torch.equal(output(model, batch), wanted):
@@ -134,13 +109,8 @@ def check(stock: Any, batch: dict[str, Tensor], variant: str) -> str:
         if (_distance(fast, wanted) <= SAME) is not (variant == "softmax"):
             return f"WRONG: at strength 1, the outputs differ from the stock model's by {_distance(fast, wanted):.2g}"
     except Exception as error:  # noqa: BLE001  # the result of the check, which says so
-        return _broken(error)
+        return f"WRONG: {type(error).__name__}: {' '.join(str(error).split())}"
     return "right"
-
-
-def _broken(error: Exception) -> str:
-    """An error as the result of a cell."""
-    return f"WRONG: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def tiny(family: Family, device: str) -> tuple[Any, dict[str, Tensor]]:
@@ -180,27 +150,18 @@ def output(model: Any, batch: dict[str, Tensor], **words: Any) -> Tensor:
 
 
 def packages() -> tuple[tuple[str, str, str, str], ...]:
-    """Python, and every package of `TESTED` that is installed: its version, the tested ones, and how they differ."""
-    python = (TESTED_PYTHONS[0], TESTED_PYTHONS[-1])
-    rows = [("python", platform.python_version(), " to ".join(python), _note(platform.python_version()[:4], *python))]
-    for name, newest in TESTED.items():
-        try:
-            here = version(name)
-        except PackageNotFoundError:
-            continue
-        oldest = OLDEST_TRANSFORMERS if name == "transformers" else None
-        tested = f"{oldest} to {NEWEST_TRANSFORMERS}" if oldest else newest or "-"
-        rows.append((name, here, tested, "not tested" if newest is None else _note(here, oldest, newest)))
+    """Python, and every package of `TESTED` that is installed: its version, the newest tested one, and what differs."""
+    newest = {"python": TESTED_PYTHONS[-1], **TESTED}
+    installed = {"python": ".".join(map(str, sys.version_info[:2]))}
+    for name in TESTED:
+        with contextlib.suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    rows = []
+    for name, here in installed.items():
+        tested = newest[name]
+        note = "not tested" if tested is None else "newer than tested" if is_newer(here, tested) else ""
+        rows.append((name, here, tested or "-", note))
     return tuple(rows)
-
-
-def _note(here: str, oldest: str | None, newest: str) -> str:
-    """Whether a version was tested, or is older or newer than those that were, in words."""
-    if is_newer(here, newest):
-        return "newer than tested"
-    if is_newer(oldest or newest, Version(here).public):
-        return "older" if oldest is None else "older than tested"
-    return "as tested"
 
 
 def _distance(got: Tensor, wanted: Tensor) -> float:

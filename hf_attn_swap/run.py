@@ -66,8 +66,8 @@ def _with_saved_names(program: Callable[[], object]) -> None:
 
 def _script(name: str) -> EntryPoint:
     """The entry point of a console script."""
-    for found in entry_points(group="console_scripts", name=name):
-        return found
+    for result in entry_points(group="console_scripts", name=name):
+        return result
     raise ValueError(f"no Python package here installs a program {name!r}; {USAGE}.")
 
 
@@ -81,10 +81,10 @@ def _module(name: str) -> Callable[[], object]:
     if "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found = importlib.util.find_spec(name)
+        result = importlib.util.find_spec(name)
     except ModuleNotFoundError:  # a part of a dotted name
-        found = None
-    if found is None:
+        result = None
+    if result is None:
         raise ValueError(f"there is no module {name!r} here; {USAGE}.")
     return functools.partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
 

@@ -142,7 +142,7 @@ def _put(part: Path, out: Path) -> None:
         for old in out.glob(pattern):
             old.unlink()
     files = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
-    for path in sorted(files, key=lambda each: each == Path(CONFIG)):
+    for path in sorted(files, key=lambda path: path == Path(CONFIG)):
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.move(whole / path, out / path)
     shutil.rmtree(whole)

@@ -18,8 +18,6 @@ from typer.core import TyperCommand
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hf_attn_swap.text.table import Table
-
 WIDE = 160  # columns of a table of Rich that is written to a file or a pipe
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -115,36 +113,12 @@ def told(quiet: bool) -> Callable[[str], None]:
     return (lambda message: None) if quiet else notify
 
 
-def columns() -> int | None:
-    """The width of the terminal, or of the variable COLUMNS; None for a file or a pipe."""
-    if "COLUMNS" not in os.environ and not sys.stdout.isatty():
-        return None
-    return shutil.get_terminal_size().columns
-
-
 def console() -> Console:
-    """A console as wide as the terminal, or 160 columns wide for a file or a pipe."""
+    """A console as wide as the terminal or the variable COLUMNS, or 160 columns wide for a file or a pipe."""
     from rich.console import Console
 
-    return Console(width=columns() or WIDE)
-
-
-def show(table: Table) -> None:
-    """Print a table; if it is wider than the terminal, long cells go on in the next line."""
-    text, width = table.text(), columns()
-    if width is None or all(len(line) <= width for line in text.split("\n")[1:]):
-        print(text)
-        return
-    from rich.table import Table as Folded
-    from rich.text import Text
-
-    folded = Folded(box=None, pad_edge=False, header_style=None)
-    for name in table.header:
-        folded.add_column(name, overflow="fold")
-    for row in table.rows:
-        folded.add_row(*map(Text, row))  # as text: a cell such as "[0]" would be read as markup
-    print(table.summary)
-    console().print(folded)
+    known = "COLUMNS" in os.environ or sys.stdout.isatty()
+    return Console(width=shutil.get_terminal_size().columns if known else WIDE)
 
 
 def quieten(*, bars: bool) -> None:

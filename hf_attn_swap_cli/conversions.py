@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .app import Command, app, first_process, notify, show, told
+from .app import Command, app, first_process, notify, told
 from .options import (
     LENGTH,
     Columns,
@@ -166,7 +166,7 @@ def _convert_or_plan(parameters: dict[str, Any]) -> None:
         return
     from .dry_run import dry_run
 
-    show(dry_run(**parameters))
+    print(dry_run(**parameters).text())
 
 
 def run_conversion(
@@ -235,7 +235,7 @@ def run_conversion(
     )
     if not first_process():
         return
-    show(report.table())
+    print(report.table().text())
     for line in report.notes():
         print(line)
     if not saved:

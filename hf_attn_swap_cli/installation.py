@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from .app import Command, app, notify, show
+from .app import Command, app, notify
 from .options import AsJson
 
 
 @app.command(cls=Command)
 def doctor(
     device: Annotated[
-        str | None, typer.Option(help="Such as cpu or cuda:1; CUDA if left out, else MPS, else the CPU.")
+        str | None, typer.Option(help="Such as cpu or cuda:1; CUDA if left out, or the CPU without CUDA.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -29,8 +29,6 @@ def doctor(
     if as_json:
         print(json.dumps(diagnosis.to_dict(), indent=2))
     else:
-        for table in diagnosis.tables():
-            show(table)
-            print()
+        print(diagnosis.table().text())
     if not diagnosis.ok:
         raise typer.Exit(1)

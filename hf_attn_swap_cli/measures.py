@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .app import Command, app, notify, show, told
+from .app import Command, app, told
 from .options import (
     LENGTH,
     AsJson,
@@ -85,23 +85,21 @@ def compare(
     """Compare two saved models, such as a base and the model that was converted from it, on the same rows.
 
     The first model is the one that the second is measured against: KL, equal first choices, and perplexity, accuracy
-    or, for a regression, Spearman's rank correlation with the labels; for a language model, the loss by position. A
-    line warns if the rows are longer than those of the conversion. Below stand the time of a pass, the memory, and
-    the outliers in the hidden states of both, on at most eight batches at equal distances. The models take turns on a
-    batch, nine times, and the times are those of the turn with the median ratio. The peak of the memory is told on
-    CUDA alone. The 8-bit ranges of --in-8-bits come from as many more rows of the data, behind the ones that are
-    measured. --recall tells what a passage of the rows gains when it is read again after 64, 200, 512 and 2048 tokens,
-    as far as the rows and the models are long enough. --needle hides numbers in texts of 256, 1024 and 4096 tokens of
-    the rows, at five depths, and asks for their digits; and it asks for the second tokens of 16, 64 and 256 pairs of
-    tokens that were read once.
+    or, for a regression, Spearman's rank correlation with the labels; for a language model, the loss by position.
+    Below stand the time of a pass, the memory, and the outliers in the hidden states of both, on at most eight batches
+    at equal distances. The models take turns on a batch, nine times, and the times are those of the turn with the
+    median ratio. The peak of the memory is told on CUDA alone. The 8-bit ranges of --in-8-bits come from as many more
+    rows of the data, behind the ones that are measured. --recall tells what a passage of the rows gains when it is
+    read again after 64, 200, 512 and 2048 tokens, as far as the rows and the models are long enough. --needle hides
+    numbers in texts of 256, 1024 and 4096 tokens of the rows, at five depths, and asks for their digits; and it asks
+    for the second tokens of 16, 64 and 256 pairs of tokens that were read once.
     """
     from hf_attn_swap.analysis.cost import compare_costs
     from hf_attn_swap.analysis.inputs import words_of
     from hf_attn_swap.analysis.outliers import outliers
     from hf_attn_swap.conversion.report import in_words
     from hf_attn_swap.measuring.held_out import HeldOut
-    from hf_attn_swap.measuring.positions import check_length, longest_row, position_table, usual_length
-    from hf_attn_swap.publish.checkpoint import hub_arguments
+    from hf_attn_swap.measuring.positions import check_length, position_table, usual_length
     from hf_attn_swap.quantization import lost_in_8_bits
     from hf_attn_swap.text.finite import finite
 
@@ -114,16 +112,13 @@ def compare(
     ranges = _batches(*where, None, config, split, stream, rows, size, skipped=rows) if bits else []
     if bits and not ranges:
         raise ValueError("--in-8-bits: no rows are left for the 8-bit ranges; measure fewer with --rows.")
-    longest = longest_row(batches)
     for model in models:
-        check_length(model, longest)
+        check_length(model, batches)
     context = _context(models, processor, batches, recalled=recalled, hidden=hidden)  # refused now, if at all
     held = HeldOut(models[0], batches, as_it_is=True)
     loss = held.lost(models[1], progress=True)
     if label is not None and loss.accuracy is None and loss.correlation is None:
         raise ValueError(f"--label {label}: this model's outputs are not compared with labels; leave out --label.")
-    read = max([longest, *(texts.longest for texts, _ in context.values())])
-    _warn_of_length(models, (first, second), read, hub_arguments(None, token))
     few = [kept.batch for kept in held.subset(FEW).kept]
     costs, ratio = compare_costs(models[0], models[1], few)
     states = [outliers(model, few) for model in models]
@@ -144,14 +139,14 @@ def compare(
     print(f"{second} beside {first}, {sum(map(_rows, batches))} rows of {data}")
     print(loss)
     if len(loss.by_position) > 1:
-        show(position_table(loss.by_position, NAMES))
-    show(_table(costs, states, ratio))
+        print(position_table(loss.by_position, NAMES).text())
+    print(_table(costs, states, ratio).text())
     _show_largest(states, words_of(processor, few) if models[0].main_input_name == "input_ids" else {})
     if bits:
         own, other = map(in_words, rounded)
         print(f"In 8 bits, beside the first model in full precision: {own} lost by the first, {other} by the second.")
     for name, results in recalled_by.items():
-        show(context[name][1](dict(zip(NAMES, results, strict=True))))
+        print(context[name][1](dict(zip(NAMES, results, strict=True))).text())
     if costs[0].peak_bytes is None:
         print("The memory of a pass is measured on CUDA alone; here it is the parameters' memory.")
 
@@ -179,8 +174,7 @@ def evaluate(
     """Measure one saved model: perplexity, a classifier's accuracy, or a regression's rank correlation (Spearman)."""
     from hf_attn_swap.measuring.held_out import HeldOut
     from hf_attn_swap.measuring.lm_head import names_head
-    from hf_attn_swap.measuring.positions import check_length, longest_row, usual_length
-    from hf_attn_swap.publish.checkpoint import hub_arguments
+    from hf_attn_swap.measuring.positions import check_length, usual_length
     from hf_attn_swap.text.finite import finite
 
     loaded = _load(model, task, quiet, device=device, dtype=dtype, revision=revision, token=token)
@@ -193,9 +187,7 @@ def evaluate(
     processor = _processor(loaded, model, tokenizer, revision, token)
     size = length or usual_length([loaded], LENGTH)
     batches = _batches(loaded, processor, data, columns(column), label, config, split, stream, rows, size)
-    longest = longest_row(batches)
-    check_length(loaded, longest)
-    _warn_of_length([loaded], [model], longest, hub_arguments(revision, token))
+    check_length(loaded, batches)
     loss = HeldOut(loaded, batches, as_it_is=True).baseline()
     figures = {"perplexity": loss.perplexity, "accuracy": loss.accuracy, "spearmanr": loss.correlation}
     known = {name: value for name, value in figures.items() if value is not None}
@@ -324,29 +316,16 @@ def _context(
     """The texts of the measures of long context that were asked for, and how what models find in them is shown."""
     from hf_attn_swap.measuring.positions import max_positions
     from hf_attn_swap.measuring.recall import Passages
-    from hf_attn_swap.measuring.retrieval import Haystacks, PairTexts, key_value_table, needle_table
+    from hf_attn_swap.measuring.retrieval import haystacks, key_value_table, needle_table, pair_texts
 
     shortest = min(models, key=lambda model: max_positions(model) or math.inf)
     context: dict[str, tuple[Any, Callable[[Mapping[str, Any]], Table]]] = {}
     if recalled:
         context["recall"] = (Passages.of(shortest, batches), _recall_table)
     if hidden:
-        context["needle"] = (Haystacks.of(shortest, batches, processor), needle_table)
-        context["key_values"] = (PairTexts.of(shortest, batches, processor), key_value_table)
+        context["needle"] = (haystacks(shortest, batches, processor), needle_table)
+        context["key_values"] = (pair_texts(shortest, batches, processor), key_value_table)
     return context
-
-
-def _warn_of_length(models: Sequence[Any], names: Sequence[str], longest: int, hub: dict[str, Any]) -> None:
-    """Say which language models were converted with shorter rows than these texts."""
-    from hf_attn_swap.measuring.lost import predicts_next
-    from hf_attn_swap.measuring.positions import beyond_conversion
-    from hf_attn_swap.publish.checkpoint import row_length
-
-    for model, name in zip(models, names, strict=True):
-        if predicts_next(model):
-            warning = beyond_conversion(name, row_length(model, name, hub), longest)
-            if warning is not None:
-                notify(f"warning: {warning}")
 
 
 def _rows(batch: dict[str, Any]) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .app import Command, app, console, notify, show, told
+from .app import Command, app, console, notify, told
 from .options import AsJson, Dtype, Model, Options, Overwrite, Quiet, Revision, Task, Token
 
 Layers = Annotated[str | None, typer.Option(help='Self-attention layers to swap, such as "0-5,7"; all if left out.')]
@@ -159,7 +159,7 @@ def describe_command(
     if as_json:
         print(json.dumps(description.to_dict(), indent=2))
         return
-    show(description.table())
+    print(description.table().text())
     numbers = [row.layer for row in description.rows if row.layer is not None]
     if numbers and all(row.strength is None for row in description.rows):
         which = "Layer 0" if numbers[-1] == 0 else f"Layers 0 to {numbers[-1]}"

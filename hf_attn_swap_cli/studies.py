@@ -69,13 +69,11 @@ def report(
     data: Data,
     variant: Annotated[str | None, typer.Option(help="Variant to swap into a stock model, as for `patch`.")] = None,
     option: Options = None,
-    calibrate: Annotated[str | None, typer.Option(help='"gain" or "map": fit the swap on the rows first.')] = None,
     column: Columns = None,
     config: Config = None,
     split: Split = None,
     stream: Stream = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows, from the first.")] = 64,
-    show: Annotated[int, typer.Option(help="Row whose attention is drawn, from 0.")] = 0,
     length: Length = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Number of rows per batch.")] = 16,
     task: Task = None,
@@ -90,12 +88,11 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder to write report.html and report.json into.")] = Path("report"),
     quiet: Quiet = False,
 ) -> None:
-    """Report what a swap does to a model, beside the unswapped model: outliers, similarity, entropy, attention maps."""
+    """Report what a swap does to a model, beside the unswapped model: outliers, similarity of tokens, entropy."""
     from hf_attn_swap.analysis.comparison import compare
     from hf_attn_swap.analysis.inputs import prepare
-    from hf_attn_swap.measuring.lost import predicts_next
-    from hf_attn_swap.measuring.positions import beyond_conversion, check_length, longest_row, usual_length
-    from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint, other_processor, row_length
+    from hf_attn_swap.measuring.positions import check_length, usual_length
+    from hf_attn_swap.publish.checkpoint import hub_arguments, load_checkpoint, other_processor
     from hf_attn_swap.text.typed import parse_options
     from hf_attn_swap.training.data import open_rows
     from hf_attn_swap.writing import check_writable, told_where
@@ -115,16 +112,11 @@ def report(
         limit=rows,
         batch_size=batch_size,
         max_length=length or usual_length([loaded], LENGTH),
-        shown=show,
         hub=hub_arguments(revision if tokenizer is None else None, token),
     )
-    longest = longest_row(inputs.batches)
-    check_length(loaded, longest)
-    converted_on = row_length(loaded, model, hub_arguments(revision, token)) if predicts_next(loaded) else None
-    warning = beyond_conversion(model, converted_on, longest)
+    check_length(loaded, inputs.batches)
     stock = None if base is None else load_checkpoint(base, task, device=device, dtype=dtype, token=token)
-    notes = [] if warning is None else [warning]
-    made = compare(loaded, inputs, Path(data).name, variant, fit=calibrate, stock=stock, notes=notes, **chosen)
+    made = compare(loaded, inputs, Path(data).name, variant, stock=stock, **chosen)
     if made.lost is not None:
         print(made.lost)
     for note in made.notes:

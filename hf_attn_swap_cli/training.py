@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import QUIET, Command, app, show
+from .app import QUIET, Command, app
 
 AS_GIVEN = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
@@ -65,4 +65,4 @@ def _list() -> None:
 
     rows = [(path.parent.name.replace("_", "-"), name, first_line(path)) for name, path in shipped().items()]
     summary = "Configurations that ship: hf-attn-swap train RECIPE CONFIGURATION --variant VARIANT"
-    show(Table(summary=summary, header=("recipe", "configuration", "what it trains"), rows=rows))
+    print(Table(summary=summary, header=("recipe", "configuration", "what it trains"), rows=rows).text())

@@ -291,7 +291,7 @@ def smoothed(model: Any, ranges: list[Batch], arguments: argparse.Namespace) -> 
 def rotated(model: Any, ranges: list[Batch]) -> bool:
     """Rotate the residual stream of a stock model. False, with the reason on stderr, if it cannot be rotated."""
     try:
-        print(rotate(model, ranges), file=sys.stderr)
+        print(f"Rotated; relative error of the outputs: {rotate(model, ranges):.1e}.", file=sys.stderr)
     except ValueError as problem:
         print(f"Nothing is rotated: {problem}", file=sys.stderr)
         return False

@@ -31,11 +31,10 @@ from tqdm import tqdm
 from transformers import Trainer, TrainingArguments
 
 from hf_attn_swap.analysis import record
-from hf_attn_swap.publish.results import versions
+from hf_attn_swap.publish.results import hardware, versions
 from hf_attn_swap.quantization import fake_w8a8, int8_dynamic
 from hf_attn_swap.training import ImageDataArguments, ModelArguments, Task, TextDataArguments, parse
 from hf_attn_swap.training.metrics import paired_interval, scores
-from hf_attn_swap.training.outcome import hardware
 
 
 @dataclass(kw_only=True)
@@ -88,12 +87,10 @@ def measure(task: Task, training: TrainingArguments, own: OutlierArguments) -> d
     metric, (plain, references) = task.metrics[0], task.predict(trainer, task.test)
     figures |= scores([metric], plain, references)
     ranges = batches(task.train.select(range(min(own.range_rows, len(task.train)))), task, 32, training.device)
-    with fake_w8a8(model, ranges) as quantized:
+    with fake_w8a8(model, ranges):
         rounded, _ = task.predict(trainer, task.test)
     figures["fake_w8a8"] = scores([metric], rounded, references)[metric]
     figures["fake_cost"] = paired_interval(metric, [rounded], [plain], references)
-    figures["flops_covered"] = quantized.flops_covered
-    figures["roughest"] = {point.name: point.sqnr for point in sorted(quantized.points, key=lambda p: p.sqnr)[:5]}
     if own.integer and importlib.util.find_spec("torchao"):
         integer, _ = task.predict(Trainer(int8_dynamic(model), training, task.collate), task.test)
         figures["int8_dynamic"] = scores([metric], integer, references)[metric]

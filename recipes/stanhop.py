@@ -168,14 +168,13 @@ def run(retrieval: str, seed: int, data: Data) -> tuple[dict[str, Any], np.ndarr
     plain = errors(model, data)
     ranges = data.train.shuffle(seed=0).select(range(min(512, len(data.train))))
     batches = [{"past_values": batch["past_values"]} for batch in data.batches(ranges, 64)]
-    with torch.no_grad(), fake_w8a8(model, batches) as quantized:
+    with torch.no_grad(), fake_w8a8(model, batches):
         rounded = errors(model, data)[:1]
     table = torch.cat([plain, rounded]).numpy()
     alphas = [float(layer.alpha.detach()) for layer in model.modules() if getattr(layer, "alpha", None) is not None]
     figures = {
         **dict(zip(ERRORS, table.mean(1).tolist(), strict=True)),
         **outliers(model, data.batch, data.test, OUTPUTS),
-        "covered": quantized.flops_covered,
         "losses": losses,
         "seconds": time.process_time() - began,
     }

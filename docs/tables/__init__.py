@@ -84,8 +84,8 @@ def rank_table() -> str:
     cells = sorted({(row["alpha"], row["alpha_prime"]) for row in rows})
     lines = []
     for layer in SHOWN_LAYERS:
-        found = {(row["alpha"], row["alpha_prime"]): row for row in rows if row["layer"] == layer}
-        shown = [f"{found[c]['mean']:.2g} ({found[c]['low']:.2g} to {found[c]['high']:.2g})" for c in cells]
+        by_name = {(row["alpha"], row["alpha_prime"]): row for row in rows if row["layer"] == layer}
+        shown = [f"{by_name[c]['mean']:.2g} ({by_name[c]['low']:.2g} to {by_name[c]['high']:.2g})" for c in cells]
         lines.append((str(layer), *shown))
     return markdown(("layer", *(f"α = {a:g}, α′ = {b:g}" for a, b in cells)), lines)
 

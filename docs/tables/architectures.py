@@ -53,13 +53,13 @@ NAMES = re.compile(
 
 def page(outcomes: list[Outcome], version: str) -> str:
     """The page: what was held against what, the counts, a row per architecture, and each sentence once."""
-    variants = [variant for variant in VARIANTS if any(each.variant == variant for each in outcomes)]
-    by_place = {(each.model_type, each.variant): each for each in outcomes}
-    types = sorted({each.model_type for each in outcomes})
-    counts = Counter((each.result, each.variant) for each in outcomes)
+    variants = [variant for variant in VARIANTS if any(outcome.variant == variant for outcome in outcomes)]
+    by_place = {(outcome.model_type, outcome.variant): outcome for outcome in outcomes}
+    types = sorted({outcome.model_type for outcome in outcomes})
+    counts = Counter((outcome.result, outcome.variant) for outcome in outcomes)
     said = _sentences(outcomes)
-    decoded = len({each.model_type for each in outcomes if each.ways and each.result in (EXACT, PART)})
-    nested = len({each.model_type for each in outcomes if each.nested and each.result in (EXACT, PART)})
+    decoded = len({outcome.model_type for outcome in outcomes if outcome.ways and outcome.result in (EXACT, PART)})
+    nested = len({outcome.model_type for outcome in outcomes if outcome.nested and outcome.result in (EXACT, PART)})
 
     def cell(model_type: str, variant: str) -> str:
         outcome = by_place[model_type, variant]
@@ -87,7 +87,10 @@ def page(outcomes: list[Outcome], version: str) -> str:
         "reach every swapped module, the brackets say how many of them ran.",
         markdown(
             ("result", *(f"`{variant}`" for variant in variants), "meaning"),
-            [(result, *(str(counts[result, each]) for each in variants), words) for result, words in MEANING.items()],
+            [
+                (result, *(str(counts[result, variant]) for variant in variants), words)
+                for result, words in MEANING.items()
+            ],
         ),
         "## Model types",
         '<div class="filter" markdown>',
@@ -113,9 +116,9 @@ def page(outcomes: list[Outcome], version: str) -> str:
 def _sentences(outcomes: list[Outcome]) -> dict[tuple[str, str], tuple[int, list[Outcome]]]:
     """The outcomes by what is said of them: a number, and everything of which this is said."""
     groups: dict[tuple[str, str], list[Outcome]] = {}
-    for each in sorted(outcomes, key=lambda each: each.model_type):
-        if each.sentence:
-            groups.setdefault(_pattern(each), []).append(each)
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.model_type):
+        if outcome.sentence:
+            groups.setdefault(_pattern(outcome), []).append(outcome)
     order = sorted(groups.items(), key=lambda item: (list(MEANING).index(item[0][0]), -len(item[1])))
     return {pattern: (number, group) for number, (pattern, group) in enumerate(order, 1)}
 
@@ -128,8 +131,8 @@ def _pattern(outcome: Outcome) -> tuple[str, str]:
 def _reason(outcome: Outcome) -> str:
     """The sentence of an outcome, for a reader: no error of another library, and no attention where there is none."""
     if outcome.result == NOT_BUILT:
-        found = ((re.search(pattern, outcome.sentence), words) for pattern, words in WHY_NOT_BUILT)
-        return next(words.format(*match.groups()) for match, words in found if match) + "."
+        result = ((re.search(pattern, outcome.sentence), words) for pattern, words in WHY_NOT_BUILT)
+        return next(words.format(*match.groups()) for match, words in result if match) + "."
     if NOTHING in outcome.sentence and not has_attention(outcome.model_type):
         return NO_ATTENTION
     return outcome.sentence

@@ -88,13 +88,13 @@ def compared_table(record: Path) -> str:
     for name in dict.fromkeys(map(_attention, runs)):
         gains = []
         for run in (run for run in runs if _attention(run) == name):
-            found = run["compare"]
-            measure, unit = ("accuracy", "%") if "accuracy" in found else ("correlation", "")
-            figures = (f"{100 * found[which]:.2f}{unit}" for which in (measure, f"stock_{measure}"))
-            gains.append(100 * (found[measure] - found[f"stock_{measure}"]))
-            difference = f"{gains[-1]:+.2f} ± {100 * found[f'{measure}_margin']:.2f}"
+            result = run["compare"]
+            measure, unit = ("accuracy", "%") if "accuracy" in result else ("correlation", "")
+            figures = (f"{100 * result[which]:.2f}{unit}" for which in (measure, f"stock_{measure}"))
+            gains.append(100 * (result[measure] - result[f"stock_{measure}"]))
+            difference = f"{gains[-1]:+.2f} ± {100 * result[f'{measure}_margin']:.2f}"
             how = f"{run['tokens']:,}" + (", --bf16" if run["bf16"] else "")
-            far = f"{found['divergence']:.3f}" if "divergence" in found else "-"
+            far = f"{result['divergence']:.3f}" if "divergence" in result else "-"
             lines.append((name, f"{run['seed']}", difference, *figures, how, far))
         if len(gains) > 1:
             spread = f"{fmean(gains):+.2f}, standard deviation {stdev(gains):.2f}"

@@ -36,7 +36,7 @@ def eight_bits_table(metric: str, paths: Iterable[Path] | None = None) -> str:
             cells = ("–" if run is None else _cost(run["figures"][text], accuracy) for run in runs)
             rows.append((study["name"], text, PROTOCOLS[study["protocol"]], stock, *cells))
     columns = list(zip(("model", "text", "as", "full precision", *STATES, "trained"), *rows, strict=True))
-    header, *kept = zip(*(each for each in columns if set(each[1:]) != {"–"}), strict=True)
+    header, *kept = zip(*(column for column in columns if set(column[1:]) != {"–"}), strict=True)
     return markdown(header, kept)
 
 
@@ -51,8 +51,8 @@ def largest_table(paths: Iterable[Path] | None = None) -> str:
 
 
 def _studies(paths: Iterable[Path] | None) -> list[dict[str, Any]]:
-    found = sorted(RECORDS.glob("eight-bits-*.json")) if paths is None else paths
-    return [json.loads(path.read_text("utf-8")) for path in found]
+    result = sorted(RECORDS.glob("eight-bits-*.json")) if paths is None else paths
+    return [json.loads(path.read_text("utf-8")) for path in result]
 
 
 def _cost(figures: Sequence[float], accuracy: bool) -> str:
@@ -70,9 +70,9 @@ def _ratio(value: float) -> str:
 def _largest(run: dict[str, Any] | None) -> str:
     if run is None:
         return "–"
-    found = run["largest"]
-    value = f"{found['value']:,.0f}" if found["value"] >= 100 else f"{found['value']:.3g}"
-    word = "" if found["word"] is None else f" `{found['word']!r}`"
-    number = re.search(r"\d.*", found["norm"])  # without the names in front of the number of the block
-    norm = found["norm"].rpartition(".")[-1] if number is None else number[0]
-    return f"{value}, token {found['place']}{word}, `{norm}`"
+    result = run["largest"]
+    value = f"{result['value']:,.0f}" if result["value"] >= 100 else f"{result['value']:.3g}"
+    word = "" if result["word"] is None else f" `{result['word']!r}`"
+    number = re.search(r"\d.*", result["norm"])  # without the names in front of the number of the block
+    norm = result["norm"].rpartition(".")[-1] if number is None else number[0]
+    return f"{value}, token {result['place']}{word}, `{norm}`"

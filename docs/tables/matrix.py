@@ -40,15 +40,15 @@ def matrix_table() -> str:
     """A row per variant, a column per family: the tasks that were measured, or what the walk says, or a dash."""
     runs: dict[tuple[str, str], list[RunResult]] = {}
     for run in recorded():
-        for component in {canonical_name(each.name) for swap in run.swaps for each in swap.components}:
+        for component in {canonical_name(component.name) for swap in run.swaps for component in swap.components}:
             runs.setdefault((component, MODEL_TYPES[run.base.name]), []).append(run)
     walked = known()
     families = sorted(set(MODEL_TYPES.values()))
     lines = []
     for variant in list_variants():
-        cells = (_tasks(runs.get((variant, each), [])) or walked.get((each, variant), "–") for each in families)
+        cells = (_tasks(runs.get((variant, family), [])) or walked.get((family, variant), "–") for family in families)
         lines.append((f"[`{variant}`](../variants/{variant}.md)", *cells))
-    return markdown(("variant", *(called(each) for each in families)), lines)
+    return markdown(("variant", *(called(family) for family in families)), lines)
 
 
 def _tasks(runs: list[RunResult]) -> str:

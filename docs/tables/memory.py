@@ -27,8 +27,8 @@ def recall_table() -> str:
         options = study["options"]
         for (sweep, value), asked in SHOWN.items():
             rows = (row for row in study["rows"] if (row["sweep"], row["value"]) == (sweep, value))
-            found = {row["normalizer"]: (row["success"], row["nearest"]) for row in rows}
-            cells = (" / ".join(_figure(each, 0) for each in found[name]) for name in names)
+            by_name = {row["normalizer"]: (row["success"], row["nearest"]) for row in rows}
+            cells = (" / ".join(_figure(each, 0) for each in by_name[name]) for name in names)
             lines.append((options["dataset"], f"{options['beta']:g}", asked, *cells))
     return markdown(("images", "β", "asked for", *names), lines)
 
@@ -38,9 +38,9 @@ def bags_table() -> str:
     study = json.loads((FIGURES / "multiple_instance.json").read_text("utf-8"))
     names = study["options"]["normalizers"]
     lines = []
-    found = {(row["task"], row["bag_size"], row["normalizer"]): row["accuracy"] for row in study["rows"]}
-    for task, size in dict.fromkeys(key[:2] for key in found):
-        lines.append((f"{task}, {size} per bag", *(_figure(found[task, size, name], 1) for name in names)))
+    by_name = {(row["task"], row["bag_size"], row["normalizer"]): row["accuracy"] for row in study["rows"]}
+    for task, size in dict.fromkeys(key[:2] for key in by_name):
+        lines.append((f"{task}, {size} per bag", *(_figure(by_name[task, size, name], 1) for name in names)))
     return markdown(("bags", *names), lines)
 
 

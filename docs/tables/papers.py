@@ -181,12 +181,12 @@ def claims_table(runs: Mapping[str, RunResult], *, mark: str = "") -> str:
             rows.append((claim.paper, claim.says, claim.found(), claim.scale))
             continue
         known = {label: runs[name] for label, name in claim.runs.items() if name in runs}
-        found = "; ".join(
+        result = "; ".join(
             f"{label} {_beside(run)}{_sign(run, known.values())}{_alone(run, mark)}" for label, run in known.items()
         )
         if len(known) < len(claim.runs):
-            found += "; the rest not measured yet" if known else "not measured yet"
-        rows.append((claim.paper, claim.says, found, claim.scale))
+            result += "; the rest not measured yet" if known else "not measured yet"
+        rows.append((claim.paper, claim.says, result, claim.scale))
     return markdown(("paper", "it says", "measured, swapped (softmax)", "scale"), rows)
 
 

@@ -44,17 +44,17 @@ def conversion_table(variant: str | None = None) -> str:
     Args:
         variant: only runs of this variant, alone or in a composition; None means all runs.
     """
-    found = [run for run in recorded(variant) if run.base.relation != SCRATCH]
+    results = [run for run in recorded(variant) if run.base.relation != SCRATCH]
     header = ("run", *SHOWN, "attention", "conversion", SEEDS)
-    rows = [[_link(run), *_figures(run), _attention(run), _steps(run), _seeds(run)] for run in found]
+    rows = [[_link(run), *_figures(run), _attention(run), _steps(run), _seeds(run)] for run in results]
     return markdown(header, rows)
 
 
 def scratch_table(variant: str | None = None) -> str:
     """The same for models from random weights."""
-    found = [run for run in recorded(variant) if run.base.relation == SCRATCH]
+    results = [run for run in recorded(variant) if run.base.relation == SCRATCH]
     header = ("run", SHOWN[0], "swapped", *SHOWN[2:], "attention", SEEDS)
-    return markdown(header, [[_link(run), *_figures(run), _attention(run), _seeds(run)] for run in found])
+    return markdown(header, [[_link(run), *_figures(run), _attention(run), _seeds(run)] for run in results])
 
 
 def tasks_table(model: str) -> str:
@@ -69,9 +69,9 @@ def tasks_table(model: str) -> str:
         if kind == model:
             rows.append([task, _attention(run), *_figures(run), _seeds(run)])
             gains.setdefault(_attention(run), []).append(_gain(run))
-    for attention, found in sorted(gains.items(), key=lambda pair: -fmean(pair[1])):
-        if len(found) > 1:
-            rows.append([f"mean of {len(found)}", attention, f"{100 * fmean(found):+.2f}", "", "", "", ""])
+    for attention, result in sorted(gains.items(), key=lambda pair: -fmean(pair[1])):
+        if len(result) > 1:
+            rows.append([f"mean of {len(result)}", attention, f"{100 * fmean(result):+.2f}", "", "", "", ""])
     return markdown(("task", "attention", *SHOWN, SEEDS), rows)
 
 
@@ -81,8 +81,8 @@ def perplexities_table(*studies: str) -> str:
     for run in recorded():
         if run.study in studies:
             assert run.control is not None
-            found = {metric.name: metric.mean for metric in run.converted.metrics}
-            before, ours, control = found["perplexity_before"], found["perplexity"], run.control.metrics[0].mean
+            by_name = {metric.name: metric.mean for metric in run.converted.metrics}
+            before, ours, control = by_name["perplexity_before"], by_name["perplexity"], run.control.metrics[0].mean
             model = run.study.partition("-")[0]
             ratio = f"{ours / control:.3f}"
             rows.append([model, _attention(run), ratio, f"{ours:.3f}", f"{control:.3f}", f"{before:,.2f}"])

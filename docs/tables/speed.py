@@ -31,10 +31,10 @@ def _whole_models(record: str) -> str:
     titles = [f"{shape.replace('x', ' × ')}, {title}" for shape in shapes for title in kinds.values()]
     lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):
-        found = {row["shape"]: row for row in rows if row["variant"] == name}
+        by_name = {row["shape"]: row for row in rows if row["variant"] == name}
         first = {row["shape"]: row for row in rows if row["variant"] == "stock"}
         cells = [
-            _ratio(found[shape], first[shape], kind) if shape in found else "" for shape in shapes for kind in kinds
+            _ratio(by_name[shape], first[shape], kind) if shape in by_name else "" for shape in shapes for kind in kinds
         ]
         label = canonical_label(name)
         shown = f"`{label}`" if label in list_variants() else label
@@ -76,9 +76,9 @@ def lra_table() -> str:
     lengths = sorted({row["tokens"] for row in rows})
     titles = [f"{length:,} tokens, {title}" for length in lengths for title in ("training step", "peak memory")]
     lines = []
-    found = {(row["variant"], row["tokens"]): row for row in rows}
+    by_name = {(row["variant"], row["tokens"]): row for row in rows}
     for name in dict.fromkeys(row["variant"] for row in rows):
-        pairs = [(found[name, length], found["stock", length]) for length in lengths]
+        pairs = [(by_name[name, length], by_name["stock", length]) for length in lengths]
         cells = [_ratio(row, first, kind) for row, first in pairs for kind in ("train", "peak_mb")]
         lines.append((canonical_label(name), *cells))
     return markdown(("attention", *titles), lines)
@@ -100,10 +100,10 @@ def decode_table() -> str:
     """Decoding one token onto a context: stock's milliseconds, and ratios to stock, from `benchmarks/bench.py`."""
     rows = json.loads((FIGURES / "bench-decode.json").read_text("utf-8"))["rows"]
     lengths = sorted({row["tokens"] for row in rows})
-    found = {(row["variant"], row["tokens"]): row for row in rows}
+    by_name = {(row["variant"], row["tokens"]): row for row in rows}
     lines = []
     for name in dict.fromkeys(row["variant"] for row in rows):
-        cells = (_ratio(found[name, n], found["stock", n], "decode") for n in lengths)
+        cells = (_ratio(by_name[name, n], by_name["stock", n], "decode") for n in lengths)
         lines.append((canonical_label(name), *cells))
     return markdown(("attention", *(f"{n:,} tokens" for n in lengths)), lines)
 
@@ -112,10 +112,10 @@ def window_table() -> str:
     """Prefill, a training step and its memory with attention in a window, as ratios to stock: `benchmarks/bench.py`."""
     study = json.loads((FIGURES / "bench-window.json").read_text("utf-8"))
     kinds = {"prefill": "prefill", "train": "training step", "peak_mb": "peak memory of a training step"}
-    found = {(row["variant"], row["tokens"]): row for row in study["rows"]}
+    by_name = {(row["variant"], row["tokens"]): row for row in study["rows"]}
     lines = []
-    for (name, tokens), row in found.items():
-        cells = (_ratio(row, found["stock", tokens], kind) for kind in kinds)
+    for (name, tokens), row in by_name.items():
+        cells = (_ratio(row, by_name["stock", tokens], kind) for kind in kinds)
         lines.append((f"{tokens:,}", canonical_label(name), *cells))
     for fit in study["slopes"]:
         span = f"slope, {min(fit['lengths']):,} to {max(fit['lengths']):,}"
@@ -138,10 +138,10 @@ def serving_table() -> str:
 def compile_table() -> str:
     """What `torch.compile` brings each attention: the compiled twin over its own, as ratios to stock."""
     rows = json.loads((FIGURES / "bench-compile.json").read_text("utf-8"))["rows"]
-    found = {row["variant"]: row for row in rows}
+    by_name = {row["variant"]: row for row in rows}
     lines = []
-    for name in (name for name in found if f"{name}, compiled" in found):
-        ratios = [found[f"{name}, compiled"][kind] / found[name][kind] for kind in ("forward", "train")]
+    for name in (name for name in by_name if f"{name}, compiled" in by_name):
+        ratios = [by_name[f"{name}, compiled"][kind] / by_name[name][kind] for kind in ("forward", "train")]
         lines.append((canonical_label(name), f"{ratios[0]:.2f}", f"{ratios[1]:.2f}"))
     return markdown(("attention", "forward, compiled / eager", "training step, compiled / eager"), lines)
 

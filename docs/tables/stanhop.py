@@ -17,8 +17,8 @@ OF_TABLE_2 = ("sparsemax", "generalized_sparse", "outeffhop")
 
 def studies() -> list[dict[str, Any]]:
     """The records, by horizon."""
-    found = [json.loads(path.read_text("utf-8")) for path in FIGURES.glob("stanhop-*.json")]
-    return sorted(found, key=lambda study: int(study["options"]["horizon"]))
+    results = [json.loads(path.read_text("utf-8")) for path in FIGURES.glob("stanhop-*.json")]
+    return sorted(results, key=lambda study: int(study["options"]["horizon"]))
 
 
 def stanhop_table() -> str:
@@ -88,17 +88,17 @@ def _mean(study: dict[str, Any], name: str, figure: str) -> float:
 
 def _difference(study: dict[str, Any], name: str, figure: str) -> str:
     """The difference to softmax with its interval, and * if it is clear; empty for softmax."""
-    found = study["compared"].get(name, {}).get(figure, {}).get("difference")
-    if found is None:
+    result = study["compared"].get(name, {}).get(figure, {}).get("difference")
+    if result is None:
         return ""
-    mean, low, high = found
+    mean, low, high = result
     return f" {mean:+.3f} [{low:+.3f}, {high:+.3f}]{' *' if _clear(study, name, figure) else ''}"
 
 
 def _clear(study: dict[str, Any], name: str, figure: str) -> bool:
     """The interval leaves 0 out, and all seeds, of which there are several, agree on the sign."""
-    found = study["compared"].get(name, {}).get(figure)
-    if found is None or found["difference"] is None or len(_runs(study, name)) < 2:
+    result = study["compared"].get(name, {}).get(figure)
+    if result is None or result["difference"] is None or len(_runs(study, name)) < 2:
         return False
-    _, low, high = found["difference"]
-    return bool(found["agree"]) and not low <= 0 <= high
+    _, low, high = result["difference"]
+    return bool(result["agree"]) and not low <= 0 <= high

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_attn_swap.layer.registry import get_variant, list_variants
-from hf_attn_swap.publish.citations import bibtex
+from hf_attn_swap.publish.card import bibtex
 from hf_attn_swap.text.table import markdown
 from hf_attn_swap.variants.base import Variant
 
@@ -151,12 +151,12 @@ def _options(cls: type[Variant]) -> str:
 
 def _meanings(options: type[Any]) -> dict[str, str]:
     """What the docstrings of an options class and its bases say of each option."""
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for cls in reversed(options.__mro__):
         section = (inspect.cleandoc(cls.__doc__ or "")).partition("Attributes:\n")[2].partition("\n\n")[0]
         for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, flags=re.MULTILINE):
-            found[name] = " ".join(text.split())
-    return found
+            by_name[name] = " ".join(text.split())
+    return by_name
 
 
 def _composes(cls: type[Variant]) -> str:

@@ -26,16 +26,13 @@ class Largest:
     place: int = -1
     token: int | None = None
 
-    def or_larger(
-        self, states_BLE: Tensor, real_BL: Tensor, ids_BL: Tensor | None, earlier_B: Tensor | None = None
-    ) -> Largest:
+    def or_larger(self, states_BLE: Tensor, real_BL: Tensor, ids_BL: Tensor | None) -> Largest:
         """The larger of this activation and the largest of a pass.
 
         Args:
             states_BLE: the output of the layer.
             real_BL: True for real tokens.
             ids_BL: the ids of the tokens; they are left out if they do not belong to these states.
-            earlier_B: the number of real tokens that each row had before this pass, as with a cache; None for none.
         """
         tops_BL = states_BLE.detach().abs().amax(-1).masked_fill(~real_BL, 0.0)
         row, column = divmod(int(tops_BL.argmax()), tops_BL.shape[1])
@@ -44,8 +41,7 @@ class Largest:
             return self
         known = ids_BL is not None and ids_BL.shape == tops_BL.shape
         token = int(ids_BL[row, column]) if known and ids_BL is not None else None
-        earlier = 0 if earlier_B is None else int(earlier_B[row])
-        return Largest(value, earlier + int(real_BL[row, :column].sum()), token)
+        return Largest(value, int(real_BL[row, :column].sum()), token)
 
     def of(self, words: Mapping[int, str]) -> str:
         """The value and its token in words: "25,600, token 0 'The'"."""

@@ -55,25 +55,6 @@ def _similarity(sample_TE: Tensor) -> Tensor:
     return pairs / (count * (count - 1)) if count > 1 else pairs.new_tensor(float("nan"))
 
 
-def pair_cosines(states_BTE: Tensor, real_BT: Tensor | None = None, *, count: int = 64) -> Tensor:
-    """(B * count,): the cosines of pairs of different real tokens of each sample, drawn with a fixed seed.
-
-    Modern Hopfield attention, Figures 2 and 6 to 14, draws these pairs; their mean is `token_similarity`.
-
-    Raises:
-        ValueError: a sample has one token alone.
-    """
-    generator = torch.Generator().manual_seed(0)
-    cosines = []
-    for sample in _samples(states_BTE, real_BT):
-        if len(sample) < 2:
-            raise ValueError("a row of one token has no pairs; leave such rows out.")
-        first = torch.randint(len(sample), (count,), generator=generator)
-        second = (first + 1 + torch.randint(len(sample) - 1, (count,), generator=generator)) % len(sample)
-        cosines.append(torch.cosine_similarity(sample[first], sample[second], dim=-1))
-    return torch.cat(cosines)
-
-
 def attention_entropy(weights_BHQK: Tensor) -> Tensor:
     """(B,H,Q): -sum p ln p of each row; 0 for a row on one key, ln K for an even one.
 

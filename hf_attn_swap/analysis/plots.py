@@ -5,9 +5,7 @@ Axes: L layer, H head, T token.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,28 +16,15 @@ from .recording import Recording, mean
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3")
 WIDTH, HEIGHT = 7.0, 3.2  # inches
 UPDATE = ("update_norm", "update_angle")
-SHOWN_MAPS = 6  # layers of attention maps side by side
 Recordings = Mapping[str, Recording]
-Maps = Mapping[str, Sequence[np.ndarray]]
 
 
 def similarity(recordings: Recordings) -> Figure:
-    """Violins over pairs of tokens of their cosine, per layer; a peak at 1 is a collapse to one token."""
+    """Mean cosine of two tokens per layer; 1 is a collapse to one token."""
     figure, axes = _figure("layer", "cosine of two tokens")
-    for label, recording, colour, shift in _styled(recordings):
-        samples = [[cosine for cosine in layer.pairs if math.isfinite(cosine)] for layer in recording.in_order]
-        at = [place + shift for place in sorted(recording.layers)]
-        spread = [(x, sample) for x, sample in zip(at, samples, strict=True) if len(set(sample)) > 1]
-        if spread:
-            places, drawn = zip(*spread, strict=True)
-            bodies: Any = axes.violinplot(list(drawn), list(places), widths=0.8 / len(recordings))
-            for body in bodies["bodies"]:
-                body.set_facecolor(colour)
-            for line in ("cbars", "cmins", "cmaxes"):
-                bodies[line].set_color(colour)
-                bodies[line].set_linewidth(0.8)
-        middle = [float(np.median(sample)) if sample else math.nan for sample in samples]
-        axes.plot(at, middle, ".", color=colour, label=label)
+    for label, recording, colour, _ in _styled(recordings):
+        values = [mean(layer.similarity) for layer in recording.in_order]
+        axes.plot(sorted(recording.layers), values, ".-", color=colour, label=label)
     _finish(axes, recordings)
     return figure
 
@@ -91,46 +76,6 @@ def updates(recordings: Recordings) -> Figure:
     angles.set(xlabel="layer", ylabel="angle with the token (degrees)")
     angles.legend(fontsize="small")
     return figure
-
-
-def attention_maps(maps: Maps, tokens: Sequence[str]) -> Figure:
-    """Attention of one text, mean over heads, (T,T) per layer: a row per model, at most six layers evenly chosen."""
-
-    def draw(axes: Axes, weights: np.ndarray) -> None:
-        axes.imshow(weights, cmap="viridis", vmin=min(0.0, float(weights.min())))
-
-    figure, first_column = _grid(maps, draw)
-    for axes in first_column:
-        axes.set_yticks(range(len(tokens)), tokens, fontsize=min(7, 140 // len(tokens) + 1))
-    return figure
-
-
-def patch_maps(maps: Maps, image: np.ndarray) -> Figure:
-    """Where the first token looks in one image, (rows,columns) of patches per layer over (height,width,3) pixels."""
-    height, width = image.shape[:2]
-
-    def draw(axes: Axes, weights: np.ndarray) -> None:
-        axes.imshow(image)
-        axes.imshow(weights, cmap="inferno", alpha=0.6, extent=(0, width, height, 0), interpolation="bilinear")
-
-    return _grid(maps, draw)[0]
-
-
-def _grid(maps: Maps, draw: Callable[[Axes, np.ndarray], None]) -> tuple[Figure, Sequence[Axes]]:
-    """A row of pictures per model, of layers evenly chosen; and the pictures of the first layer."""
-    depth = min(len(layers) for layers in maps.values())
-    count = min(depth, SHOWN_MAPS)
-    figure = Figure(figsize=(1.7 * count + 1, 1.9 * len(maps)), layout="constrained")
-    grid = figure.subplots(len(maps), count, squeeze=False)
-    for row, (label, layers) in zip(grid, maps.items(), strict=True):
-        for column, axes in enumerate(row):
-            place = round(column * (depth - 1) / max(count - 1, 1))
-            draw(axes, layers[place])
-            axes.set(xticks=[], yticks=[])
-            if label == next(iter(maps)):
-                axes.set_title(f"layer {place}", fontsize="small")
-        row[0].set_ylabel(label)
-    return figure, list(grid[:, 0])
 
 
 def _figure(x: str, y: str) -> tuple[Figure, Axes]:

@@ -116,13 +116,6 @@ class _Recorder:
             return torch.ones(batch, length, dtype=torch.bool, device=tokens_BT.device)
         return self.mask[:, -length:].to(tokens_BT.device).bool()
 
-    def _earlier(self, tokens_BT: Tensor) -> Tensor | None:
-        """The number of real tokens (B,) that a cache holds already: the mask counts them too."""
-        batch, length = tokens_BT.shape[:2]
-        if self.mask is None or self.mask.shape[0] != batch or self.mask.shape[1] <= length:
-            return None
-        return self.mask[:, :-length].sum(1)
-
     def _activation(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             value = output[0] if isinstance(output, tuple) else output
@@ -148,11 +141,10 @@ class _Recorder:
             if name in ("0", "") and self.calls.get("states", 0) == 0:
                 self.recording.samples += len(states)
             ids = None if self.root.config.is_encoder_decoder else self.ids
-            layer.largest = layer.largest.or_larger(states, real, ids, self._earlier(states))
+            layer.largest = layer.largest.or_larger(states, real, ids)
             if several.any():
                 chosen = states[several].detach()
                 layer.similarity += metrics.token_similarity(chosen, real[several]).tolist()
-                layer.pairs += metrics.pair_cosines(chosen, real[several]).tolist()
                 layer.residual += metrics.residual_ratio(chosen, real[several]).tolist()
 
         return hook

@@ -60,14 +60,12 @@ class Layer:
     Attributes:
         similarity, residual: token similarity and residual ratio of the block's output, one number per sample with more
             than one token.
-        pairs: cosines of pairs of tokens, as many of each sample; for pictures, and not in `to_dict`.
         entropy, sinks: (H,), attention entropy and sink mass, as means over the rows of real queries.
         update_norm, update_angle: norm of W_o's output, and its angle with the layer's input: means over real tokens.
         largest: the largest activation of the block's output, and its token.
     """
 
     similarity: list[float] = field(default_factory=list)
-    pairs: list[float] = field(default_factory=list)
     residual: list[float] = field(default_factory=list)
     entropy: Mean = field(default_factory=Mean)
     sinks: Mean = field(default_factory=Mean)
@@ -78,9 +76,7 @@ class Layer:
     def to_dict(self) -> dict[str, Any]:
         """The measurements as lists and numbers for JSON. None stands for a number that is missing or not defined."""
         values = {
-            name: value.value.tolist() if isinstance(value, Mean) else value
-            for name, value in vars(self).items()
-            if name != "pairs"
+            name: value.value.tolist() if isinstance(value, Mean) else value for name, value in vars(self).items()
         }
         values["largest"] = asdict(self.largest)
         return {name: finite(value) for name, value in values.items()}

@@ -1,27 +1,22 @@
-"""A report that compares a model with and without its swap on the same rows, as an HTML page and as JSON.
-
-Axes: T token.
-"""
+"""A report that compares a model with and without its swap on the same rows, as an HTML page and as JSON."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 from matplotlib.figure import Figure
 
 from ..describe import Description
 from ..measuring.lost import Lost
 from ..measuring.positions import position_table
 from ..publish.results import versions
-from ..text.finite import finite
 from ..text.table import Table
 from . import plots
 from .inputs import Inputs
@@ -42,7 +37,7 @@ SUMMARY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The recordings of both attentions on the same rows, and the attention maps of one sample.
+    """The recordings of both attentions on the same rows.
 
     Attributes:
         title: the names of the variant and the model.
@@ -51,8 +46,7 @@ class Report:
         description: which layers run which variant.
         recordings: recordings by label, the unswapped model first. The unswapped model is missing if a calibration was
             merged into its weights.
-        maps: by label, the sample's attention in each layer as a mean over heads: (T,T), or (rows,columns) of patches.
-        inputs: the rows and the sample.
+        inputs: the rows.
         notes: sentences that a reader of the report should know.
     """
 
@@ -61,7 +55,6 @@ class Report:
     lost: Lost | None
     description: Description
     recordings: dict[str, Recording]
-    maps: dict[str, list[np.ndarray]]
     inputs: Inputs
     notes: tuple[str, ...]
 
@@ -77,27 +70,21 @@ class Report:
             "lost": None if self.lost is None else self.lost.to_dict(),
             "summary": {label: recording.summary() for label, recording in self.recordings.items()},
             "recordings": {label: recording.to_dict() for label, recording in self.recordings.items()},
-            "tokens": list(self.inputs.tokens),
-            "attention": {label: [finite(weights.tolist()) for weights in maps] for label, maps in self.maps.items()},
         }
 
     def figures(self) -> Iterator[tuple[str, str, Figure]]:
         """For each picture: the heading, a sentence that says how to read the picture, and the picture."""
-        drawings: list[tuple[str, Callable[..., Figure], tuple[Any, ...]]] = [
-            ("Token similarity", plots.similarity, (self.recordings,)),
-            ("Attention entropy", plots.entropy, (self.recordings,)),
-            ("Sink tokens", plots.sinks, (self.recordings,)),
-            ("Outliers", plots.outliers, (self.recordings,)),
-        ]
+        drawings = {
+            "Token similarity": plots.similarity,
+            "Attention entropy": plots.entropy,
+            "Sink tokens": plots.sinks,
+            "Outliers": plots.outliers,
+        }
         layers = [layer for recording in self.recordings.values() for layer in recording.layers.values()]
         if any(layer.update_norm.total is not None for layer in layers):
-            drawings.append(("The update", plots.updates, (self.recordings,)))
-        if self.maps and self.inputs.image is not None:
-            drawings.append(("Attention maps", plots.patch_maps, (self.maps, self.inputs.image)))
-        elif self.maps:
-            drawings.append(("Attention maps", plots.attention_maps, (self.maps, self.inputs.tokens)))
-        for heading, draw, values in drawings:
-            yield heading, draw.__doc__ or "", draw(*values)
+            drawings["The update"] = plots.updates
+        for heading, draw in drawings.items():
+            yield heading, draw.__doc__ or "", draw(self.recordings)
 
     def html(self) -> str:
         """The report as one HTML page that needs no network and no other file."""

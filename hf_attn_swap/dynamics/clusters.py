@@ -54,14 +54,11 @@ def clusters(trajectory: Trajectory, tolerance: float = 0.05) -> Clusters:
     """Group the tokens at each time: two tokens share a cluster if a chain of short steps between tokens joins them.
 
     Args:
-        trajectory: of one initial condition, (T,N,E).
+        trajectory: the tokens (T,N,E).
         tolerance: the longest step of a chain, as a share of the tokens' root-mean-square distance from their mean at
             the first time.
-
-    Raises:
-        ValueError: the trajectory holds a batch of initial conditions.
     """
-    z = _single(trajectory)
+    z = trajectory.z
     spread = float((z[0] - z[0].mean(0)).square().sum(-1).mean().sqrt()) or 1.0
     labels, centres = [], []
     for points in z:
@@ -131,22 +128,16 @@ def hyperplane_coordinates(trajectory: Trajectory, value: Tensor) -> Tensor:
     The hyperplane theorem says that these coordinates end at three values or fewer.
 
     Args:
-        trajectory: of one initial condition.
+        trajectory: the tokens (T,N,E).
         value: V (E,E). Its leading eigenvalue is the eigenvalue with the largest real part, and must be real.
 
     Raises:
-        ValueError: the leading eigenvalue is complex, or the trajectory holds a batch of initial conditions.
+        ValueError: the leading eigenvalue is complex.
     """
     eigenvalues, vectors = torch.linalg.eig(value.double().T)
     first = int(eigenvalues.real.argmax())
     if eigenvalues[first].imag != 0:
         raise ValueError("the leading eigenvalue of V is complex: there is no hyperplane to project on.")
     left = vectors[:, first].real
-    coordinates: Tensor = _single(trajectory) @ (left / left.norm()).to(trajectory.z)
+    coordinates: Tensor = trajectory.z @ (left / left.norm()).to(trajectory.z)
     return coordinates
-
-
-def _single(trajectory: Trajectory) -> Tensor:
-    if trajectory.z.dim() != 3:
-        raise ValueError("the trajectory holds a batch of initial conditions; take one of them first.")
-    return trajectory.z

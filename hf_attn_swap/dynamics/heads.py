@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..families import Site, sites
+from ..families import sites
 from ..wiring.install import model_root
 
 
@@ -52,22 +52,15 @@ class HeadMatrices:
     def __len__(self) -> int:
         return len(self.query)
 
-    def __getitem__(self, chosen: int | slice | Sequence[int]) -> HeadMatrices:
+    def __getitem__(self, chosen: Sequence[int]) -> HeadMatrices:
         """Some of the heads, counted from 0.
 
         Raises:
             ValueError: the layer has no head of that number.
         """
-        indices: Sequence[int]
-        if isinstance(chosen, slice):
-            indices = range(len(self))[chosen]
-        elif isinstance(chosen, int):
-            indices = [chosen]
-        else:
-            indices = chosen
-        if not indices or any(not 0 <= index < len(self) for index in indices):
+        if not chosen or any(not 0 <= index < len(self) for index in chosen):
             raise ValueError(f"head {chosen}: there are heads 0 to {len(self) - 1} (the papers count from 1).")
-        picked = torch.tensor(list(indices))
+        picked = torch.tensor(list(chosen))
         return replace(self, **{name: getattr(self, name)[picked] for name in ("query", "key", "value", "output")})
 
     def to(self, device: torch.device | str) -> HeadMatrices:
@@ -91,19 +84,20 @@ class HeadMatrices:
         return 0.5 * self.scale * (form + form.transpose(1, 2))
 
 
-def head_matrices(model: nn.Module, layer: int | str = 0) -> HeadMatrices:
+def head_matrices(model: nn.Module, layer: int = 0) -> HeadMatrices:
     """The matrices of the heads of one self-attention layer.
 
     Args:
         model: a `PreTrainedModel`, stock or swapped, or a wrapper that holds one.
-        layer: the number of the layer, counted from 0 in module order among the self-attention modules, or the path
-            of the attention module.
+        layer: the number of the layer, counted from 0 in module order among the self-attention modules.
 
     Raises:
-        ValueError: there is no such layer, the layer is cross-attention, the places of its projections are not known,
-            or its weights are not finite.
+        ValueError: there is no such layer, the places of its projections are not known, or its weights are not finite.
     """
-    site = _site(model, layer)
+    usable = [site for site in sites(model_root(model)) if site.usable]
+    if not 0 <= layer < len(usable):
+        raise ValueError(f"layer {layer}: this model has self-attention layers 0 to {len(usable) - 1}.")
+    site = usable[layer]
     family, sizes = site.family, site.family.geometry(site.core)
     if family.query is None or family.key is None or family.value is None or family.output is None:
         raise ValueError(
@@ -127,26 +121,6 @@ def head_matrices(model: nn.Module, layer: int | str = 0) -> HeadMatrices:
         output=output.view(sizes.heads, sizes.head_dim, -1),
         scale=sizes.head_dim**-0.5,
     )
-
-
-def _site(model: nn.Module, layer: int | str) -> Site:
-    all_sites = sites(model_root(model))
-    usable = [site for site in all_sites if site.usable]
-    if isinstance(layer, int):
-        if not 0 <= layer < len(usable):
-            raise ValueError(f"layer {layer}: this model has self-attention layers 0 to {len(usable) - 1}.")
-        return usable[layer]
-    named = next((site for site in all_sites if site.path == layer), None)
-    if named is None:
-        raise ValueError(f"there is no attention module {layer!r}; there are {', '.join(s.path for s in usable)}.")
-    if named.cross:
-        raise ValueError(
-            f"{layer} is cross-attention: its queries and keys are different tokens, so they are no system of "
-            "particles; choose a self-attention layer."
-        )
-    if named.refused is not None:
-        raise ValueError(f"{layer} cannot be read: {named.refused}.")
-    return named
 
 
 def _matrix(module: nn.Module, path: str) -> Tensor:

@@ -6,7 +6,7 @@ the largest real part of the sum's eigenvalues. P is computed from x, whose scor
 capped at a size where softmax is one-hot to machine precision. For one head with V = I the equation is
 dz_i/dt = sum_j P_ij (z_j - z_i). Geshkovski et al. (2023), eq. 1.1 and 1.3; docs/mathematics.md, section Dynamics of
 tokens.
-Axes: T time, B batch, N token, H head, D head width, E model width.
+Axes: T time, N token, H head, D head width, E model width.
 """
 
 from __future__ import annotations
@@ -41,25 +41,22 @@ class Field:
     rate: Tensor
     abscissa: float
 
-    def attention(self, time: Tensor | float, z_BNE: Tensor) -> Tensor:
-        """The attention weights P (B,H,N,N) at a time."""
+    def attention(self, time: Tensor | float, z_NE: Tensor) -> Tensor:
+        """The attention weights P (H,N,N) at a time."""
         heads, t = self.heads, float(time)
-        bounded = self.rate - self.abscissa * torch.eye(heads.width, dtype=z_BNE.dtype, device=z_BNE.device)
-        x_BNE = z_BNE @ torch.matrix_exp(t * bounded).T if bool(bounded.any()) else z_BNE
-        q_BHND = x_BNE[:, None] @ heads.query
-        k_BHND = x_BNE[:, None] @ heads.key
+        bounded = self.rate - self.abscissa * torch.eye(heads.width, dtype=z_NE.dtype, device=z_NE.device)
+        x_NE = z_NE @ torch.matrix_exp(t * bounded).T if bool(bounded.any()) else z_NE
         growth = math.exp(min(2 * self.abscissa * t, EXPONENT_CAP))
-        return torch.softmax(heads.scale * growth * (q_BHND @ k_BHND.transpose(2, 3)), -1)
+        return torch.softmax(heads.scale * growth * ((x_NE @ heads.query) @ (x_NE @ heads.key).mT), -1)
 
-    def __call__(self, time: Tensor, z_BNE: Tensor) -> Tensor:
-        """The velocity dz/dt (B,N,E)."""
-        weights_BHNN = self.attention(time, z_BNE)
+    def __call__(self, time: Tensor, z_NE: Tensor) -> Tensor:
+        """The velocity dz/dt (N,E)."""
+        weights_HNN = self.attention(time, z_NE)
         if self.shared is not None:
-            moved_BNE = weights_BHNN.sum(1) @ z_BNE @ self.shared.T
+            moved_NE = weights_HNN.sum(0) @ z_NE @ self.shared.T
         else:
-            read_BHND = weights_BHNN @ (z_BNE[:, None] @ self.heads.value)
-            moved_BNE = (read_BHND @ self.heads.output).sum(1)
-        return moved_BNE - z_BNE @ self.rate.T
+            moved_NE = (weights_HNN @ (z_NE @ self.heads.value) @ self.heads.output).sum(0)
+        return moved_NE - z_NE @ self.rate.T
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +65,7 @@ class Trajectory:
 
     Attributes:
         times: (T,), the recorded times.
-        z: (T,N,E), or (T,B,N,E) for a batch of initial tokens: the rescaled tokens, or the tokens themselves.
+        z: (T,N,E), the rescaled tokens, or the tokens themselves.
         field: the velocity that moved the tokens.
     """
 
@@ -80,16 +77,11 @@ class Trajectory:
     def x(self) -> Tensor:
         """The tokens themselves, x = e^{tR} z; infinite where x is too large for float64."""
         growth_TEE = torch.stack([torch.matrix_exp(time * self.field.rate) for time in self.times]).mT
-        if self.z.dim() == 4:  # a batch of initial conditions: (T,B,N,E)
-            growth_TEE = growth_TEE.unsqueeze(1)
         return self.z @ growth_TEE
 
     def attention(self, index: int) -> Tensor:
-        """The attention weights P at one of the recorded times: (H,N,N), or (B,H,N,N) for a batch."""
-        state, time = self.z[index], self.times[index]
-        if state.dim() == 3:
-            return self.field.attention(time, state)
-        return self.field.attention(time, state[None])[0]
+        """The attention weights P (H,N,N) at one of the recorded times."""
+        return self.field.attention(self.times[index], self.z[index])
 
 
 @torch.no_grad()
@@ -102,12 +94,11 @@ def simulate(
     method: str = "rk4",
     value: str | Tensor = "identity",
     rescale: bool = True,
-    record: int = 1,
 ) -> Trajectory:
     """Integrate the movement of tokens in float64, on the device of the tokens.
 
     Args:
-        tokens: (N,E), or (B,N,E) for several initial conditions at once.
+        tokens: (N,E).
         heads: one head or several.
         time: length of the simulation.
         step: length of a step of "rk4" and "published". "dopri5" chooses its own steps, and is recorded at multiples
@@ -118,14 +109,12 @@ def simulate(
         value: "identity", "head" (each head's own V_h), or one matrix (E,E) for all heads, which multiplies column
             vectors.
         rescale: True integrates z, which stays bounded; False integrates x, which overflows at long times.
-        record: record one of every `record` steps.
 
     Raises:
         ValueError: the sizes, the method or the time do not fit, a token is not finite, or the simulation diverges.
     """
-    _check(tokens, heads, time, step, method, record)
-    batched = tokens.dim() == 3
-    start = (tokens if batched else tokens[None]).double()
+    _check(tokens, heads, time, step, method)
+    start = tokens.double()
     field = _field(heads.to(start.device), value, rescale)
     steps = max(round(time / step), 1)
     times = torch.linspace(0.0, time, steps + 1, dtype=torch.float64, device=start.device)
@@ -136,8 +125,7 @@ def simulate(
         at = float(times[int(large.int().argmax())])
         cure = "use a smaller step" if rescale else "use a smaller step, or rescale=True"
         raise ValueError(f"the simulation diverged at t = {at:.3g} with a step of {step:g}; {cure}.")
-    kept = states[::record]
-    return Trajectory(times=times[::record], z=kept if batched else kept[:, 0], field=field)
+    return Trajectory(times=times, z=states, field=field)
 
 
 def _field(heads: HeadMatrices, value: str | Tensor, rescale: bool) -> Field:
@@ -160,14 +148,12 @@ def _field(heads: HeadMatrices, value: str | Tensor, rescale: bool) -> Field:
     return Field(heads=heads, shared=shared, rate=total if commutes else abscissa * identity, abscissa=abscissa)
 
 
-def _check(tokens: Tensor, heads: HeadMatrices, time: float, step: float, method: str, record: int) -> None:
+def _check(tokens: Tensor, heads: HeadMatrices, time: float, step: float, method: str) -> None:
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
-    if tokens.dim() not in (2, 3) or tokens.shape[-1] != heads.width or not tokens.numel():
-        raise ValueError(f"tokens must be (N, {heads.width}) or (B, N, {heads.width}), got {tuple(tokens.shape)}.")
+    if tokens.dim() != 2 or tokens.shape[-1] != heads.width or not tokens.numel():
+        raise ValueError(f"tokens must be (N, {heads.width}), got {tuple(tokens.shape)}.")
     if not bool(torch.isfinite(tokens).all()):
         raise ValueError("the initial tokens are not finite; check the model or the matrix that they come from.")
-    if not 0 < step <= time or record < 1:
-        raise ValueError(
-            f"choose 0 < step <= time and record >= 1; got step = {step:g}, time = {time:g} and record = {record}."
-        )
+    if not 0 < step <= time:
+        raise ValueError(f"choose 0 < step <= time; got step = {step:g} and time = {time:g}.")

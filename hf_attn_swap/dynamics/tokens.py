@@ -1,4 +1,4 @@
-"""Initial tokens: random in a box, or a text embedded by a model. Axes: B batch, N token, E model width."""
+"""Initial tokens: random in a box, or a text embedded by a model. Axes: N token, E model width."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from ..text.tokenizer import own_tokenizer
 from ..wiring.install import model_root
 
 
-def random_tokens(
-    count: int, width: int, *, low: float = -5.0, high: float = 5.0, seed: int = 0, batch: int | None = None
-) -> Tensor:
-    """Random tokens (N,E), or (B,N,E) with a batch, uniform in [low, high]^E, in float64.
+def random_tokens(count: int, width: int, *, low: float = -5.0, high: float = 5.0, seed: int = 0) -> Tensor:
+    """Random tokens (N,E), uniform in [low, high]^E, in float64.
 
     Raises:
         ValueError: the count or the width is below 1, or `low` is not below `high`.
@@ -23,9 +21,8 @@ def random_tokens(
         raise ValueError(
             f"tokens need a count and a width of at least 1 and low < high, got {count}, {width}, {low}, {high}."
         )
-    shape = (count, width) if batch is None else (batch, count, width)
     generator = torch.Generator().manual_seed(seed)
-    return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
+    return low + (high - low) * torch.rand(count, width, generator=generator, dtype=torch.float64)
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ Axes: N predicted token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -103,36 +102,16 @@ def usual_length(models: Iterable[nn.Module], length: int) -> int:
     return min([length, *limits])
 
 
-def longest_row(batches: Iterable[Batch]) -> int:
-    """The number of tokens of the longest row; 0 if the batches hold no token ids."""
-    return max((batch["input_ids"].shape[-1] for batch in batches if "input_ids" in batch), default=0)
-
-
-def check_length(model: nn.Module, longest: int) -> None:
+def check_length(model: nn.Module, batches: Iterable[Batch]) -> None:
     """Refuse rows that are longer than the model's positions: what a model gives behind them says nothing.
 
     Raises:
         ValueError: they are.
     """
+    longest = max((batch["input_ids"].shape[-1] for batch in batches if "input_ids" in batch), default=0)
     limit = max_positions(model)
-    if longest > (math.inf if limit is None else limit):
+    if limit is not None and longest > limit:
         raise ValueError(
             f"the rows have up to {longest:,} tokens, and {type(model_root(model)).__name__} was made for {limit:,} "
             "positions; what it gives behind them says nothing, so measure shorter rows."
         )
-
-
-def beyond_conversion(name: str, converted_on: int | None, longest: int) -> str | None:
-    """A warning, if texts are longer than the rows that a model was converted with; otherwise None.
-
-    Args:
-        name: of the model.
-        converted_on: the number of tokens of those rows; None if it is not known.
-        longest: the number of tokens of the longest text that is measured.
-    """
-    if converted_on is None or longest <= converted_on:
-        return None
-    return (
-        f"{name} was converted with rows of {converted_on:,} tokens, and texts of up to {longest:,} are measured here: "
-        f"behind {converted_on:,} tokens it may lose more than its record says."
-    )

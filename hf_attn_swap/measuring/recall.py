@@ -80,11 +80,6 @@ class Passages:
     texts: dict[int, Tensor]
     length: int
 
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest text."""
-        return max(texts_NL.shape[1] for texts_NL in self.texts.values())
-
     @classmethod
     def of(
         cls,

@@ -31,11 +31,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from statistics import fmean
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ SENTENCE = " The special number of {name} is {number}."
 NAMES = ("Paris", "London", "Rome", "Berlin", "Madrid", "Oslo", "Athens", "Dublin", "Prague", "Lisbon", "Warsaw")
 
 Answer = tuple[Tensor, Tensor]  # the log-probability of each token (T,), and whether it is the first choice (T,)
+Answers = dict[int, dict[Any, list[Answer]]]  # by length or pairs, and by depth or pair: the answer in each text
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,25 +113,6 @@ class Prompt:
         return dict(zip(self.answers, zip(log_p, first, strict=True), strict=True))
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Texts by their length in tokens, or by their number of pairs."""
-
-    texts: dict[int, tuple[Prompt, ...]]
-
-    @property
-    def longest(self) -> int:
-        """The number of tokens of the longest text."""
-        return max(len(text.ids) for text in chain(*self.texts.values()))
-
-    def read(self, model: nn.Module, progress: bool) -> Iterator[tuple[int, dict[Any, list[Answer]]]]:
-        """Let a model read the texts, in evaluation mode: by length or pairs, each answer in all the texts."""
-        with evaluating(model):
-            for size, texts in bar(self.texts.items(), desc="retrieval", shown=progress, leave=False):
-                read = [text.read(model) for text in texts]
-                yield size, {name: [answers[name] for answers in read] for name in read[0]}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Needle(Tabled):
     """The numbers that a model finds.
@@ -143,6 +126,16 @@ class Needle(Tabled):
     cells: dict[int, dict[float, Retrieved]]
     together: dict[int, Retrieved]
     chance: dict[int, Retrieved]
+
+    @classmethod
+    def of(cls, answers: Answers) -> Needle:
+        """The figures of the answers by length and depth."""
+        hidden = {length: {d: a for d, a in by_depth.items() if d is not None} for length, by_depth in answers.items()}
+        return cls(
+            cells={length: {d: Retrieved.of(a) for d, a in by_depth.items()} for length, by_depth in hidden.items()},
+            together={length: Retrieved.of(chain(*by_depth.values())) for length, by_depth in hidden.items()},
+            chance={length: Retrieved.of(by_depth[None]) for length, by_depth in answers.items()},
+        )
 
     def table(self) -> Table:
         """A row per depth, a column per length."""
@@ -185,6 +178,11 @@ class KeyValues(Tabled):
 
     by_pairs: dict[int, Retrieved]
 
+    @classmethod
+    def of(cls, answers: Answers) -> KeyValues:
+        """The figures of the answers by number of pairs."""
+        return cls(by_pairs={pairs: Retrieved.of(chain(*by_pair.values())) for pairs, by_pair in answers.items()})
+
     def table(self) -> Table:
         """A row per number of pairs."""
         return key_value_table({"found": self})
@@ -209,88 +207,82 @@ def key_value_table(by_name: Mapping[str, KeyValues]) -> Table:
     return Table(summary=summary, header=("pairs", *by_name, "a guess"), rows=rows)
 
 
-class Haystacks(Prompts):
-    """Texts with numbers, by their length in tokens."""
+@dataclass(frozen=True)
+class Prompts(Generic[R]):
+    """Texts by their length in tokens, or by their number of pairs, and what makes figures of the answers."""
 
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        rows: Iterable[Any],
-        tokenizer: Any,
-        lengths: Sequence[int] = LENGTHS,
-        *,
-        depths: Sequence[float] = DEPTHS,
-        texts: int = TEXTS,
-    ) -> Haystacks:
-        """Make the texts from the rows of a user; the arguments and errors are those of `needle`."""
-        tokenizer, limit = _checked(model, tokenizer, "hidden numbers are asked for")
-        depths = sorted(set(depths))
-        if texts < 1 or not depths or not 0 <= depths[0] <= depths[-1] <= 1 or len(depths) >= len(NAMES):
-            raise ValueError(
-                f"a needle needs at least one text and 1 to {len(NAMES) - 1} depths from 0 to 1, got {texts} texts and "
-                f"the depths {tuple(depths)}."
-            )
-        stream_L = token_stream(rows)
-        by_length: dict[int, tuple[Prompt, ...]] = {}
-        shortest = 0
-        for length in sorted(set(lengths)):
-            made = []
-            for number in range(texts):
-                rng = random.Random(f"{length} {number}")
-                sentences = _sentences(tokenizer, rng, len(depths) + 1)
-                shortest = 2 * sum(len(ids) for ids, _ in sentences)
-                if shortest <= length <= min(len(stream_L), limit):
-                    text_L = stream_L.roll(-(number * len(stream_L) // texts))
-                    made.append(_haystack(text_L, length, depths, sentences, rng))
-            if len(made) == texts:
-                by_length[length] = tuple(made)
-        if not by_length:
-            raise ValueError(
-                f"no text of {', '.join(map(str, lengths))} tokens can hide numbers: the sentences alone take up to "
-                f"{shortest}, the rows have {len(stream_L):,} together, and the model has {_words(limit)} positions; "
-                "bring more text, or take other lengths."
-            )
-        return cls(by_length)
+    texts: dict[int, tuple[Prompt, ...]]
+    figures: Callable[[Answers], R]
 
-    def measure(self, model: nn.Module, *, progress: bool = False) -> Needle:
+    def measure(self, model: nn.Module, *, progress: bool = False) -> R:
         """Let a model read the texts, in evaluation mode."""
-        figures = Needle(cells={}, together={}, chance={})
-        for length, by_depth in self.read(model, progress):
-            figures.chance[length] = Retrieved.of(by_depth.pop(None))
-            figures.cells[length] = {depth: Retrieved.of(answers) for depth, answers in by_depth.items()}
-            figures.together[length] = Retrieved.of(chain(*by_depth.values()))
-        return figures
+        answers: Answers = {}
+        with evaluating(model):
+            for size, texts in bar(self.texts.items(), desc="retrieval", shown=progress, leave=False):
+                read = [text.read(model) for text in texts]
+                answers[size] = {name: [by_name[name] for by_name in read] for name in read[0]}
+        return self.figures(answers)
 
 
-class PairTexts(Prompts):
-    """Texts of pairs, by the number of pairs."""
+def haystacks(
+    model: nn.Module,
+    rows: Iterable[Any],
+    tokenizer: Any,
+    lengths: Sequence[int] = LENGTHS,
+    depths: Sequence[float] = DEPTHS,
+    texts: int = TEXTS,
+) -> Prompts[Needle]:
+    """Texts with numbers, by their length in tokens; the arguments and errors are those of `needle`."""
+    tokenizer, limit = _checked(model, tokenizer, "hidden numbers are asked for")
+    depths = sorted(set(depths))
+    if texts < 1 or not depths or not 0 <= depths[0] <= depths[-1] <= 1 or len(depths) >= len(NAMES):
+        raise ValueError(
+            f"a needle needs at least one text and 1 to {len(NAMES) - 1} depths from 0 to 1, got {texts} texts and "
+            f"the depths {tuple(depths)}."
+        )
+    stream_L = token_stream(rows)
+    by_length: dict[int, tuple[Prompt, ...]] = {}
+    shortest = 0
+    for length in sorted(set(lengths)):
+        made = []
+        for number in range(texts):
+            rng = random.Random(f"{length} {number}")
+            sentences = _sentences(tokenizer, rng, len(depths) + 1)
+            shortest = 2 * sum(len(ids) for ids, _ in sentences)
+            if shortest <= length <= min(len(stream_L), limit):
+                text_L = stream_L.roll(-(number * len(stream_L) // texts))
+                made.append(_haystack(text_L, length, depths, sentences, rng))
+        if len(made) == texts:
+            by_length[length] = tuple(made)
+    if not by_length:
+        raise ValueError(
+            f"no text of {', '.join(map(str, lengths))} tokens can hide numbers: the sentences alone take up to "
+            f"{shortest}, the rows have {len(stream_L):,} together, and the model has {_words(limit)} positions; "
+            "bring more text, or take other lengths."
+        )
+    return Prompts(by_length, Needle.of)
 
-    @classmethod
-    def of(
-        cls, model: nn.Module, rows: Iterable[Any], tokenizer: Any, pairs: Sequence[int] = PAIRS, *, texts: int = TEXTS
-    ) -> PairTexts:
-        """Make the texts from the tokens of rows; the arguments and errors are those of `key_values`."""
-        tokenizer, limit = _checked(model, tokenizer, "values are asked for")
-        if texts < 1 or min(pairs, default=0) < 2:
-            raise ValueError(
-                f"key_values takes at least one text and numbers of pairs from 2, got {texts} texts and {tuple(pairs)}."
-            )
-        break_T = torch.tensor(tokenizer("\n", add_special_tokens=False)["input_ids"], dtype=torch.long)
-        known_T = torch.unique(token_stream(rows))
-        known_T = known_T[~torch.isin(known_T, break_T)]
-        room = min(len(known_T) // 2, limit // (2 * (2 + len(break_T))))
-        if not (possible := sorted({count for count in pairs if count <= room})):
-            raise ValueError(
-                f"{min(pairs)} pairs do not fit: the rows have {len(known_T):,} different tokens, of which a pair "
-                f"takes two, and the model has {_words(limit)} positions, of which it takes {2 * (2 + len(break_T))}."
-            )
-        return cls({count: tuple(_pairs(known_T, break_T, count, seed) for seed in range(texts)) for count in possible})
 
-    def measure(self, model: nn.Module, *, progress: bool = False) -> KeyValues:
-        """Let a model read the texts, in evaluation mode."""
-        answers = self.read(model, progress)
-        return KeyValues(by_pairs={pairs: Retrieved.of(chain(*by_pair.values())) for pairs, by_pair in answers})
+def pair_texts(
+    model: nn.Module, rows: Iterable[Any], tokenizer: Any, pairs: Sequence[int] = PAIRS, texts: int = TEXTS
+) -> Prompts[KeyValues]:
+    """Texts of pairs, by the number of pairs; the arguments and errors are those of `key_values`."""
+    tokenizer, limit = _checked(model, tokenizer, "values are asked for")
+    if texts < 1 or min(pairs, default=0) < 2:
+        raise ValueError(
+            f"key_values takes at least one text and numbers of pairs from 2, got {texts} texts and {tuple(pairs)}."
+        )
+    break_T = torch.tensor(tokenizer("\n", add_special_tokens=False)["input_ids"], dtype=torch.long)
+    known_T = torch.unique(token_stream(rows))
+    known_T = known_T[~torch.isin(known_T, break_T)]
+    room = min(len(known_T) // 2, limit // (2 * (2 + len(break_T))))
+    if not (possible := sorted({count for count in pairs if count <= room})):
+        raise ValueError(
+            f"{min(pairs)} pairs do not fit: the rows have {len(known_T):,} different tokens, of which a pair "
+            f"takes two, and the model has {_words(limit)} positions, of which it takes {2 * (2 + len(break_T))}."
+        )
+    by_pairs = {count: tuple(_pairs(known_T, break_T, count, seed) for seed in range(texts)) for count in possible}
+    return Prompts(by_pairs, KeyValues.of)
 
 
 def needle(
@@ -323,7 +315,7 @@ def needle(
         ValueError: the model is no causal language model, a number is out of range, the rows hold no token ids, the
             tokenizer has no tokens of digits, or no length is possible.
     """
-    return Haystacks.of(model, rows, tokenizer, lengths, depths=depths, texts=texts).measure(model, progress=progress)
+    return haystacks(model, rows, tokenizer, lengths, depths, texts).measure(model, progress=progress)
 
 
 def key_values(
@@ -350,7 +342,7 @@ def key_values(
         ValueError: the model is no causal language model, a number is out of range, the rows hold no token ids, or no
             number of pairs is possible.
     """
-    return PairTexts.of(model, rows, tokenizer, pairs, texts=texts).measure(model, progress=progress)
+    return pair_texts(model, rows, tokenizer, pairs, texts).measure(model, progress=progress)
 
 
 def _checked(model: nn.Module, tokenizer: Any, what: str) -> tuple[Any, float]:

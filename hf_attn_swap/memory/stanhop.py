@@ -142,7 +142,7 @@ class Hopfield(nn.Module):
         self.normalizer, self.clipped, gated = retrieval_parts(config.retrieval)
         width = config.d_model // self.heads
         self.query, self.key, self.value, self.out = (nn.Linear(config.d_model, config.d_model) for _ in range(4))
-        self.scores, self.weights, self.read = Probe(width), Probe(width), Probe()
+        self.scores, self.weights, self.read = Probe(), Probe(), Probe()
         self.dropout = nn.Dropout(config.dropout)
         self.alpha_logit = nn.Parameter(torch.empty(1)) if self.normalizer == GENERALIZED else None
         self.gate = nn.Parameter(torch.empty(self.heads, width + 1)) if gated else None  # the last column is the bias

@@ -7,16 +7,15 @@ import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from ..text.table import markdown
-from .citations import bibtex
 from .results import RESULTS_FILE, SCRATCH, AppliedSwap, BaseModel, Metric, RunResult
 
 TEMPLATE = Path(__file__).with_name("card_template.md.jinja")
+PAPERS = Path(__file__).with_name("papers.bib")
 BARE = """# {name}
 
 A model whose attention was swapped by hf_attn_swap: {swaps}. No results were published with it.
@@ -53,9 +52,8 @@ def render(result: RunResult, repo_id: str | None = None, commands: Sequence[str
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        finalize=_escaped,
     )
-    environment.filters |= {"cell": _cell, "code": _code, "as_it_is": AsItIs}
+    environment.filters["cell"] = _cell
     recipe, _, loader = result.base.auto_class.rpartition(".")
     papers = dict.fromkeys(component.paper for swap in result.swaps for component in swap.components)
     processor = None
@@ -65,11 +63,11 @@ def render(result: RunResult, repo_id: str | None = None, commands: Sequence[str
         processor = "AutoTokenizer"
     text: str = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         result=result,
-        metadata=AsItIs(card_data(result).to_yaml()),
+        metadata=card_data(result).to_yaml(),
         repo_id=repo_id or f"{PLACEHOLDER_OWNER}/{result.name}",
         swaps=[(swap, layers_text(swap, result.modules)) for swap in result.swaps],
         metrics=_comparison(result, "metrics"),
-        recalled=[each.name for each in result.converted.metrics if each.name.startswith(RECALL)],
+        recalled=[metric.name for metric in result.converted.metrics if metric.name.startswith(RECALL)],
         outliers=_comparison(result, "outliers"),
         processor=processor,
         scratch=result.base.relation == SCRATCH,
@@ -218,24 +216,23 @@ def _comparison(result: RunResult, kind: str) -> list[tuple[str, str, str, str]]
 def _difference(ours: Metric, theirs: Metric, *, paired: bool) -> str:
     if not paired:
         return number(ours.mean - theirs.mean, sign=True)
-    each = [a - b for a, b in zip(ours.values, theirs.values, strict=True)]
-    return number(statistics.fmean(each), statistics.stdev(each) if len(each) > 1 else None, sign=True)
-
-
-class AsItIs(str):
-    """Text of a card in which nothing is escaped: metadata, code, and what was rendered before."""
-
-
-def _escaped(value: Any) -> Any:
-    """A value of the template as text. A results.json may come from a stranger, and its text must not become HTML."""
-    return value.replace("<", "&lt;") if isinstance(value, str) and not isinstance(value, AsItIs) else value
-
-
-def _code(text: str) -> AsItIs:
-    """Text between two backticks, where nothing is HTML. It may not end there before its end."""
-    return AsItIs(text.replace("`", "'").rstrip("\\"))
+    by_seed = [a - b for a, b in zip(ours.values, theirs.values, strict=True)]
+    return number(statistics.fmean(by_seed), statistics.stdev(by_seed) if len(by_seed) > 1 else None, sign=True)
 
 
 def _cell(text: str) -> str:
-    """Escape text for a cell of a Markdown table. A backtick of its own would reach into the next cell."""
-    return re.sub(r"\\*\|", r"\\|", text).replace("`", "'")
+    """Escape text for a cell of a Markdown table."""
+    return text.replace("|", "\\|")
+
+
+def bibtex(paper: str) -> list[str]:
+    """The BibTeX entries of the papers that a variant names, such as "OutEffHop (Hu et al., 2024)".
+
+    Raises:
+        ValueError: no entry matches the name.
+    """
+    entries = re.findall(r"^% ([^\n]+)\n(@.*?^\})", PAPERS.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    cited = [entry for words, entry in entries if words in paper]
+    if not cited:
+        raise ValueError(f"no citation for the paper {paper!r}; known are {', '.join(words for words, _ in entries)}.")
+    return cited

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
@@ -23,7 +22,6 @@ from ..measuring.lm_head import names_head
 from ..patch import patch_model
 from ..saved import shim
 from ..writing import claimed, half_replaced, saved_whole, told_where
-from .results import RESULTS_FILE, RunResult
 
 # Files of tokenizers and processors. They are copied unchanged, so no tokenizer or processor class has to load.
 PREPROCESSOR_FILES = (
@@ -42,7 +40,6 @@ PREPROCESSOR_FILES = (
     "vocab.*",
 )
 MODULE_FILES = ("[0-9]*_*/*.json", "[0-9]*_*/*.safetensors")  # the modules of sentence-transformers, such as a pooling
-CONVERSION_FILE = "conversion.json"  # the report of a conversion, beside the weights
 PREFIX = "AutoModelFor"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -81,9 +78,7 @@ def patch_checkpoint(
     with claimed(out):
         refuse_full(out, overwrite, source)  # again: another command may have ended in the meantime
         notify(f"loading {source} as {auto.__name__}")
-        with damage_named(source, **hub):
-            model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
-        fresh = sorted(info["missing_keys"])
+        model, fresh = load_weights(auto, source, dtype, **hub)
         patch_model(model, variant, layers=layers, modules=modules, strength=strength, **options)
         notify(f"saving in {out}")
         with told_where(out), saved_whole(out) as folder:
@@ -135,25 +130,24 @@ def load_checkpoint(
     where = find_device(device)
     hub = hub_arguments(revision, token)
     auto = model_class(read_config(source, **hub), task)
-    with damage_named(source, **hub):
-        model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
-    refuse_fresh_head(source, auto, info["missing_keys"])
+    model, fresh = load_weights(auto, source, dtype, **hub)
+    refuse_fresh_head(source, auto, fresh)
     ready: PreTrainedModel = model.to(where).eval()
     return ready
 
 
-def refuse_fresh_head(source: str, auto: Any, missing: Iterable[str]) -> None:
+def refuse_fresh_head(source: str, auto: Any, fresh: Sequence[str]) -> None:
     """Refuse a class with a head whose weights transformers made anew.
 
     Args:
         source: the checkpoint.
         auto: the class that loaded it.
-        missing: the names of the weights that the checkpoint does not hold.
+        fresh: the names of the weights that the checkpoint does not hold.
 
     Raises:
         ValueError: the class has a head, and weights are missing.
     """
-    if (fresh := sorted(missing)) and names_head(auto.__name__):
+    if fresh and names_head(auto.__name__):
         raise ValueError(
             f"{source} has no weights for {', '.join(fresh[:3])}: {auto.__name__} would run with random ones, and what "
             "it gives would say nothing; fine-tune the model first, or choose another class with --task."
@@ -161,12 +155,8 @@ def refuse_fresh_head(source: str, auto: Any, missing: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def damage_named(source: str, **hub: Any) -> Iterator[None]:
-    """Inside, the error of damaged weights names their file.
-
-    Args:
-        source: the model that is loaded: name on the Hub, or folder.
-        hub: `revision` and `token`.
+def damage_named(source: str) -> Iterator[None]:
+    """Inside, the error of damaged weights names the model, which is a name on the Hub or a folder.
 
     Raises:
         ValueError: a safetensors file is damaged or incomplete.
@@ -175,23 +165,19 @@ def damage_named(source: str, **hub: Any) -> Iterator[None]:
         yield
     except SafetensorError as problem:
         raise ValueError(
-            f"{_damaged(source, **hub) or source}: the weights cannot be read ({problem}); the file is damaged or "
-            "incomplete: copy it or download it again."
+            f"{source}: the weights cannot be read ({problem}); a file is damaged or incomplete: download it again."
         ) from problem
 
 
-def _damaged(source: str, **hub: Any) -> Path | None:
-    """The first file of weights that cannot be opened."""
-    folder = Path(source)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(source, allow_patterns=["*.safetensors"], local_files_only=True, **hub))
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except SafetensorError:
-            return path
-    return None
+def load_weights(auto: Any, source: str, dtype: str, **hub: Any) -> tuple[Any, list[str]]:
+    """The model of a checkpoint, and the sorted names of the weights that transformers made anew.
+
+    Raises:
+        ValueError: a safetensors file is damaged or incomplete.
+    """
+    with damage_named(source):
+        model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
+    return model, sorted(info["missing_keys"])
 
 
 def processor_of(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) -> Any:
@@ -205,12 +191,12 @@ def processor_of(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) ->
     kind, option = ("image processor", "--processor") if images else ("tokenizer", "--tokenizer")
     missing = f"{source!r} has no {kind} that can be loaded; name one with {option}."
     try:
-        found = auto.from_pretrained(source, **hub)
+        processor = auto.from_pretrained(source, **hub)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise ValueError(missing) from problem
-    if not images and len(found) <= len(found.all_special_ids):  # transformers makes up an empty tokenizer
+    if not images and len(processor) <= len(processor.all_special_ids):  # transformers makes up an empty tokenizer
         raise ValueError(missing)
-    return found
+    return processor
 
 
 def other_processor(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) -> Any:
@@ -219,37 +205,14 @@ def other_processor(model: PreTrainedModel, source: str, hub: Mapping[str, Any])
     Raises:
         ValueError: the checkpoint has none, or its tokenizer has tokens that the model does not know.
     """
-    found = processor_of(model, source, hub)
+    processor = processor_of(model, source, hub)
     known = getattr(model.config.get_text_config(), "vocab_size", None)
-    if model.main_input_name == "input_ids" and known is not None and len(found) > known:
+    if model.main_input_name == "input_ids" and known is not None and len(processor) > known:
         raise ValueError(
-            f"the tokenizer of {source!r} has {len(found):,} tokens, and the model knows {known:,}; name the tokenizer "
-            "that the model was made with."
+            f"the tokenizer of {source!r} has {len(processor):,} tokens, and the model knows {known:,}; name the "
+            "tokenizer that the model was made with."
         )
-    return found
-
-
-def row_length(model: PreTrainedModel, source: str, hub: Mapping[str, Any]) -> int | None:
-    """The number of tokens of the rows that a checkpoint was converted with, as the record beside its weights says.
-
-    Args:
-        model: the loaded checkpoint.
-        source: its name on the Hub, or its folder.
-        hub: `revision` and `token`.
-
-    Returns:
-        None for a stock model, and for a model without a record that can be read.
-    """
-    if getattr(model.config, "attn_swap", None) is None:
-        return None
-    folder = Path(source)
-    with contextlib.suppress(OSError, ValueError):
-        if not folder.is_dir():
-            folder = Path(snapshot_download(source, allow_patterns=[RESULTS_FILE, CONVERSION_FILE], **hub))
-        return RunResult.load(folder / RESULTS_FILE).budget.sequence_length
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return round(json.loads((folder / CONVERSION_FILE).read_text(encoding="utf-8"))["row_length"]) or None
-    return None
+    return processor
 
 
 def hub_arguments(revision: str | None, token: str | None) -> dict[str, Any]:
@@ -269,11 +232,8 @@ def find_device(name: str | None) -> str:
     try:
         torch.zeros(1, device=name).cpu()  # refuses "meta", too, which holds no values
     except (RuntimeError, AssertionError) as problem:  # a torch without CUDA raises an AssertionError
-        reason = re.split(r"\n|\. ", str(problem).strip())[0]  # torch goes on with a list of all backends
-        here = "cpu"
-        if torch.accelerator.is_available():
-            here += f" and {torch.accelerator.current_accelerator()}"
-        raise ValueError(f"the device {name!r} cannot be used here ({reason}); this torch can use {here}.") from problem
+        reason = str(problem).strip().splitlines()[0]
+        raise ValueError(f"the device {name!r} cannot be used here: {reason}") from problem
     return name
 
 

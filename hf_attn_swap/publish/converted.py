@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 from collections.abc import Callable
@@ -27,9 +26,9 @@ from .card import RECALL, render
 from .checkpoint import (
     check_dtype,
     copy_preprocessor,
-    damage_named,
     find_device,
     hub_arguments,
+    load_weights,
     model_class,
     other_processor,
     processor_of,
@@ -37,7 +36,18 @@ from .checkpoint import (
     refuse_fresh_head,
     refuse_full,
 )
-from .results import RESULTS_FILE, BaseModel, Budget, DataSet, Measured, Metric, RunResult, read_swaps, versions
+from .results import (
+    RESULTS_FILE,
+    BaseModel,
+    Budget,
+    DataSet,
+    Measured,
+    Metric,
+    RunResult,
+    hardware,
+    read_swaps,
+    versions,
+)
 
 TASKS = {
     "AutoModelForCausalLM": "text-generation",
@@ -135,10 +145,9 @@ def convert_checkpoint(
             )
         rows, held = data()
         notify(f"loading {source} as {auto.__name__}")
-        with damage_named(source, **hub):
-            model, info = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
-        refuse_fresh_head(source, auto, info["missing_keys"])
-        if fresh := sorted(info["missing_keys"]):
+        model, fresh = load_weights(auto, source, dtype, **hub)
+        refuse_fresh_head(source, auto, fresh)
+        if fresh:
             notify(f"note: not in the checkpoint, so newly initialised: {', '.join(fresh)}")
         try:
             refuse_converted(model)
@@ -146,10 +155,8 @@ def convert_checkpoint(
             if not quantized:
                 raise ValueError(f"{source} is converted already; convert the stock model.") from None
             raise ValueError(
-                f"{source} is converted already, and this command rounds stock models: give it the stock model and "
-                "--variant. To round a model as it is, with what it has learnt, use Python: model = "
-                "from_pretrained(...); int8_static(model, input_ranges(model, batches)); model.save_pretrained(...). "
-                "These functions are in hf_attn_swap.quantization."
+                f"{source} is converted already; give this command the stock model and --variant. "
+                "hf_attn_swap.quantization.int8_static rounds a model as it is."
             ) from None
         model.to(training.device if device is None else where)
         with told_where(out):
@@ -251,7 +258,7 @@ def results(
             optimizer=str(getattr(training.optim, "value", training.optim)) if report.trained else None,
         ),
         versions=versions(),
-        hardware=_hardware(training),
+        hardware=hardware(training),
         wall_seconds=seconds,
         intended_use="As the base model." if block is plain else "As the base model; the attention is another one.",
         limits=("The loss was measured on a few held-out rows of the same data; other data can lose more.",),
@@ -288,12 +295,6 @@ def _training(work: Path, *, on_cpu: bool, bf16: bool) -> TrainingArguments:
     """The arguments of the training. They also connect the processes, if there are several."""
     backend = "gloo" if on_cpu and "WORLD_SIZE" in os.environ else None
     return TrainingArguments(output_dir=str(work), report_to="none", use_cpu=on_cpu, bf16=bf16, ddp_backend=backend)
-
-
-def _hardware(training: TrainingArguments) -> str:
-    """The kind of the machine, and the number of processes if there are several."""
-    one = f"{training.device.type} {platform.machine()}"
-    return one if training.world_size == 1 else f"{training.world_size} x {one}"
 
 
 def auto_class(kind: str) -> str:

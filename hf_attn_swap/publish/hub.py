@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
 from transformers import PreTrainedModel
@@ -19,18 +19,9 @@ from .card import bare_card, render
 from .checkpoint import saved_block
 from .results import RESULTS_FILE, AppliedSwap, RunResult, read_swaps
 
-__all__ = ["push", "push_folder"]
-
 CARD = "README.md"
 # The files of a folder that are published: weights as safetensors, and files that cannot hold programs.
 PUBLISHED = ("*.safetensors", "*.json", "*.jinja", "*.md", "*.model", "*.spm", "*.tiktoken", "*.txt", "bpe.codes")
-
-
-class Saved(Protocol):
-    """A tokenizer, an image processor, or a processor that holds both."""
-
-    def save_pretrained(self, save_directory: str) -> Any:
-        """Write the files of the tokenizer or processor into a folder."""
 
 
 def push(
@@ -38,7 +29,7 @@ def push(
     repo_id: str,
     *,
     results: RunResult | str | Path | None = None,
-    tokenizer: Saved | None = None,
+    tokenizer: Any = None,
     private: bool = False,
     revision: str | None = None,
     token: str | None = None,
@@ -108,7 +99,8 @@ def push_folder(
         modules, swaps = run.modules, run.swaps
     files = _weights(folder)
     if run is not None:
-        _check_same(run, modules, swaps)
+        if (run.modules, _essence(run.swaps)) != (modules, _essence(swaps)):
+            raise ValueError(f"the results are of another model: of {run.variant}, with other layers or options.")
         files |= {RESULTS_FILE: run.to_json().encode(), CARD: render(run, repo_id).encode()}
     api = HfApi(token=token)
     info = _repository(api, repo_id, private=private, revision=revision)
@@ -151,15 +143,6 @@ def _published(path: Path) -> bool:
     return not hidden and any(fnmatch(path.name, pattern) for pattern in PUBLISHED)
 
 
-def _check_same(run: RunResult, modules: int, swaps: Sequence[AppliedSwap]) -> None:
-    """Refuse results that describe another model than this one."""
-    if (run.modules, _essence(run.swaps)) != (modules, _essence(swaps)):
-        raise ValueError(
-            f"the results are of another model: they say {_words(run.swaps, run.modules)}, and the model runs "
-            f"{_words(swaps, modules)}."
-        )
-
-
 def _essence(swaps: Sequence[AppliedSwap]) -> Any:
     """The parts on which two descriptions of a model must agree. The wording of formulas is left out: it may change."""
     return {
@@ -167,8 +150,3 @@ def _essence(swaps: Sequence[AppliedSwap]) -> Any:
         for swap in swaps
         for part in swap.components
     }
-
-
-def _words(swaps: Sequence[AppliedSwap], modules: int) -> str:
-    parts = (f"{swap.variant} at strength {swap.strength:g} in layers {list(swap.layers)}" for swap in swaps)
-    return f"{', '.join(parts)} of {modules}"

@@ -1,118 +1,51 @@
-"""The record of one run, `results.json` with `"version": 1`. Recipes write it; cards, plots and tables read it.
-
-The file may come from a stranger, so it is read strictly: a field that is missing, unknown or of another type is an
-error that names the field, and so is a number that is not finite.
-"""
+"""The record of one run, `results.json` with `"version": 1`. Recipes write it; cards, plots and tables read it."""
 
 from __future__ import annotations
 
 import json
-import math
-import re
+import platform
 import statistics
 import types
 import typing
-from collections.abc import Hashable, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, is_dataclass
 from importlib import import_module
-from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, but not in its __all__
+from transformers import TrainingArguments
 
-from ..layer.calibration import FITS
 from ..layer.registry import canonical_keys, canonical_name, parse
 from ..variants.softmax import Softmax
 
 VERSION = 1
 RESULTS_FILE = "results.json"
 REPORTED_VERSIONS = ("hf_attn_swap", "torch", "transformers")
-STEPS = (*FITS, "transfer", "distil", "schedule", "fine_tune")  # of a conversion
 RELATIONS = ("adapter", "finetune", "merge", "quantized")  # the relations to a base model that the Hub knows
 SCRATCH = "scratch"
-IDENTIFIER = re.compile(r"[a-z0-9]+([.-][a-z0-9]+)*")  # of licences and tasks on the Hub
-LOADER = re.compile(r"[^\W\d]\w*\.[^\W\d]\w*|[^\W\d]\w*For\w*|AutoModel")  # a class of a recipe, or of transformers
-BREAKS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # no line of text has these
-R = TypeVar("R", bound="Record")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """The base class of all records: a field has the type of its annotation, or is refused.
+def read(hint: Any, value: Any) -> Any:
+    """A value of JSON as an annotation has it: dataclasses in place of objects, and tuples in place of lists.
 
     Raises:
-        ValueError: a field has a wrong value; the message names the field, the value, and what the value must be.
-    """
-
-    def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for field in fields(self):
-            object.__setattr__(self, field.name, checked(getattr(self, field.name), hints[field.name], field.name))
-
-    def check(self, holds: bool, field: str, wanted: str) -> None:
-        """Refuse a field whose value has the right type but breaks a rule, which `wanted` says in words."""
-        if not holds:
-            raise ValueError(f"{field} must be {wanted}, got {getattr(self, field)!r}.")
-
-
-def checked(value: Any, hint: Any, where: str) -> Any:
-    """A value of a record or of JSON as its annotation has it; numpy's numbers become Python's.
-
-    Raises:
-        ValueError: the value has another type, is a number that is not finite, or is no line of text.
+        KeyError, TypeError, AttributeError: a field of a dataclass is missing or unknown.
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in inner:
-            return None
-        choices = [choice for choice in inner if choice is not type(None)]
-        same = [choice for choice in choices if (typing.get_origin(choice) or choice) is type(value)]
-        return checked(value, (same or choices)[0], where)
-    if origin in (tuple, list) and isinstance(value, (list, tuple)):
-        return origin(checked(item, inner[0], f"{where}[{index}]") for index, item in enumerate(value))
-    if origin is dict and isinstance(value, dict):
-        return {checked(key, str, where): checked(item, inner[1], f"{where}.{key}") for key, item in value.items()}
-    if isinstance(hint, type) and issubclass(hint, Record):
-        return value if isinstance(value, hint) else read_record(hint, value, where)
-    if hint is float and not isinstance(value, bool) and isinstance(value, Real):
-        if not math.isfinite(value):
-            raise ValueError(f"{where} is {value}, and no figure: leave the seed out and say so in limits.")
-        return float(value)
-    if hint is int and not isinstance(value, bool) and isinstance(value, Integral):
-        return int(value)
-    if hint is bool and isinstance(value, bool):
-        return value
-    if hint is str and isinstance(value, str) and value.strip() and not BREAKS.search(value):
-        return str(value)
-    words = {"str": "a line of text", "tuple": "a list"}
-    name = getattr(origin or hint, "__name__", str(hint))
-    raise ValueError(f"{where} must be {words.get(name, name)}, got {value!r}.")
-
-
-def read_record(cls: type[R], data: Any, where: str = "") -> R:
-    """Build a record from plain data, as JSON gives it. `where` is the path of the data in the file.
-
-    Raises:
-        ValueError: names every field that is missing or unknown, or the first field of a wrong type.
-    """
-    path = f"{where}." if where else ""
-    if not isinstance(data, dict):
-        raise ValueError(f"{where} must be an object, got {data!r}.")
-    hints = typing.get_type_hints(cls)
-    missing = [path + field.name for field in fields(cls) if field.default is MISSING and field.name not in data]
-    unknown = [path + str(name) for name in data if name not in {field.name for field in fields(cls)}]
-    if missing or unknown:
-        raise ValueError(f"missing fields: {', '.join(missing) or 'none'}; unknown fields: {', '.join(unknown)}.")
-    values = {name: checked(value, hints[name], path + name) for name, value in data.items()}
-    try:
-        return cls(**values)
-    except ValueError as problem:
-        raise ValueError(f"{path}{problem}") from None
+    if origin in (types.UnionType, typing.Union):  # a type or None
+        return None if value is None else read(inner[0], value)
+    if origin is tuple:
+        return tuple(read(inner[0], item) for item in value)
+    if is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        values: dict[str, Any] = {name: read(hints[name], item) for name, item in value.items()}
+        return hint(**values)  # type: ignore[operator]  # a class, and no instance
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseModel(Record):
+class BaseModel:
     """The pretrained model that was converted, or the architecture that was trained from random weights.
 
     Args:
@@ -132,14 +65,13 @@ class BaseModel(Record):
     on_hub: bool = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_repo_id(self.name, "name")
-        self.check(self.relation in (*RELATIONS, SCRATCH), "relation", f"one of {', '.join((*RELATIONS, SCRATCH))}")
-        self.check(LOADER.fullmatch(self.auto_class) is not None, "auto_class", "a model class, or recipe.Class")
+        validate_repo_id(self.name)
+        if self.relation not in (*RELATIONS, SCRATCH):
+            raise ValueError(f"relation must be one of {', '.join((*RELATIONS, SCRATCH))}, got {self.relation!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Component(Record):
+class Component:
     """One variant of a composition: its formula and paper as the package states them, and all its options."""
 
     name: str
@@ -148,24 +80,16 @@ class Component(Record):
     options: dict[str, str | bool | int | float | list[int] | None]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(_harmless(self.name), "name", "without < and >")
         object.__setattr__(self, "name", canonical_name(self.name))
 
 
 @dataclass(frozen=True, kw_only=True)
-class AppliedSwap(Record):
+class AppliedSwap:
     """The layers that run a variant or a composition, and its strength: 0 is the pretrained model, 1 the formula."""
 
     components: tuple[Component, ...]
     layers: tuple[int, ...]
     strength: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(_different([part.name for part in self.components]), "components", "one or more different variants")
-        self.check(_different(self.layers) and min(self.layers) >= 0, "layers", "one or more, all different, from 0")
-        self.check(0 <= self.strength <= 1, "strength", "in [0, 1]")
 
     @property
     def variant(self) -> str:
@@ -174,7 +98,7 @@ class AppliedSwap(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSet(Record):
+class DataSet:
     """The data of a run.
 
     Args:
@@ -192,25 +116,16 @@ class DataSet(Record):
     evaluated: str
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_repo_id(self.name, "name")
-        self.check(min(self.rows.values(), default=0) > 0, "rows", "counts above 0")
-        self.check(self.evaluated in self.rows, "evaluated", "one of the splits in rows")
-        for name in ("config", "revision", "rows"):
-            self.check(_harmless(str(getattr(self, name))), name, "without < and >")
+        validate_repo_id(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metric(Record):
+class Metric:
     """One metric, measured once per seed. Its name is the Hub's name where there is one, such as "accuracy"."""
 
     name: str
     higher_is_better: bool
     values: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(_harmless(self.name), "name", "without < and >")
 
     @property
     def mean(self) -> float:
@@ -224,7 +139,7 @@ class Metric(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured(Record):
+class Measured:
     """One model, trained and measured once per seed.
 
     Args:
@@ -240,16 +155,12 @@ class Measured(Record):
     wall_seconds: float
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        figures = (*self.metrics, *(self.outliers or ()))
-        self.check(_different(self.seeds), "seeds", "one or more, all different")
-        self.check(bool(self.metrics) and _different([f.name for f in figures]), "metrics", "of different names")
-        counts = {len(figure.values) for figure in figures}
-        self.check(counts == {len(self.seeds)}, "seeds", "as many as each metric has values")
+        if not self.metrics or any(len(metric.values) != len(self.seeds) for metric in self.metrics):
+            raise ValueError("metrics must be one or more, each with a value for each seed.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval(Record):
+class Interval:
     """The headline metric's difference to the control: converted minus control, with its 95 % interval.
 
     Args:
@@ -266,7 +177,7 @@ class Interval(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost(Record):
+class Cost:
     """Time or memory as a ratio to stock attention: 1.2 is a fifth more. `of` says what was measured, and how."""
 
     ratio: float
@@ -274,7 +185,7 @@ class Cost(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget(Record):
+class Budget:
     """The training of each seed: 0 steps and no learning rate if nothing was trained."""
 
     steps: int
@@ -285,7 +196,7 @@ class Budget(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunResult(Record):
+class RunResult:
     """One run.
 
     Args:
@@ -297,7 +208,7 @@ class RunResult(Record):
         swaps: which layers run which variant; `read_swaps` reads this from a config.
         parameters_added: the number of parameters that the swaps added.
         conversion: how the model was converted, step by step, one sentence each.
-        steps: the conversion's steps by name, of `STEPS`, in their order; empty where the model was only patched (and
+        steps: the conversion's steps by name, in their order; empty where the model was only patched (and
             trained), None if not recorded.
         task: pipeline tag of the Hub, such as "text-classification".
         data: the data that the model was trained and measured on.
@@ -341,22 +252,13 @@ class RunResult(Record):
     language: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_repo_id(self.name, "name")
-        self.check("/" not in self.name, "name", "a name without an owner")
-        self.check(self.name.startswith(f"{self.study or self.name}"), "study", f"the beginning of {self.name}")
+        validate_repo_id(self.name)
         layers = [layer for swap in self.swaps for layer in swap.layers]
-        self.check(_different(layers) and max(layers) < self.modules, "swaps", "of different layers of the model")
-        self.check(set(self.steps or ()) <= set(STEPS), "steps", f"of {', '.join(STEPS)}")
-        for name, value in {"task": self.task, "license": self.license or "none"}.items():
-            self.check(IDENTIFIER.fullmatch(value) is not None, name, "an identifier of the Hub")
-        self.check(all(map(_harmless, self.language)), "language", "codes such as en")
-        self.check(set(REPORTED_VERSIONS) <= set(self.versions), "versions", f"of {', '.join(REPORTED_VERSIONS)}")
-        self.check(self.control is not None or self.difference is None, "difference", "null without a control")
-        self.check(self.control is None or self.stock is None, "stock", "null beside a control")
-        for name in ("control", "stock"):
-            other = getattr(self, name)
-            self.check(other is None or _kinds(other) == _kinds(self.converted), name, "of the metrics of converted")
+        if not layers or len(set(layers)) < len(layers) or max(layers) >= self.modules:
+            raise ValueError(f"swaps must be of different layers of the {self.modules}, got {layers}.")
+        for other in (self.control, self.stock):
+            if other is not None and _kinds(other) != _kinds(self.converted):
+                raise ValueError("the converted model and the model beside it must have the same metrics.")
 
     @property
     def variant(self) -> str:
@@ -385,19 +287,23 @@ class RunResult(Record):
         """Read the JSON form.
 
         Raises:
-            ValueError: a field is missing, unknown or of the wrong type, or another version wrote it.
+            ValueError: a field is missing, unknown or impossible, or another version wrote it.
         """
         version = data.get("version") if isinstance(data, dict) else None
         if version != VERSION:
             raise ValueError(f'results are a JSON object with "version": {VERSION}; here the version is {version!r}.')
-        return read_record(cls, {key: value for key, value in data.items() if key != "version"})
+        try:
+            run: RunResult = read(cls, {name: value for name, value in data.items() if name != "version"})
+        except (KeyError, TypeError, AttributeError) as problem:
+            raise ValueError(f"this is no record of a run: {problem}") from problem
+        return run
 
     @classmethod
     def load(cls, path: str | Path) -> RunResult:
         """Read a results.json.
 
         Raises:
-            ValueError: the content is wrong; the message says what is wrong, and where.
+            ValueError: the content is wrong; the message says where.
             OSError: the file cannot be read.
         """
         try:
@@ -431,20 +337,11 @@ def versions() -> dict[str, str]:
     return {name: str(import_module(name).__version__).partition("+")[0] for name in REPORTED_VERSIONS}
 
 
-def _check_repo_id(value: str, field: str) -> None:
-    try:
-        validate_repo_id(value)
-    except ValueError as problem:
-        raise ValueError(f"{field} must be a name on the Hub: {problem}") from None
-
-
-def _harmless(name: str) -> bool:
-    """True if a name of the metadata of a card is no HTML: YAML keeps it as it is."""
-    return {"<", ">"}.isdisjoint(name)
-
-
-def _different(things: Sequence[Hashable]) -> bool:
-    return bool(things) and len(set(things)) == len(things)
+def hardware(args: TrainingArguments) -> str:
+    """The number and name of the devices, as text."""
+    device = args.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+    return f"{args.world_size} x {name}, {torch.get_num_threads()} threads each"
 
 
 def _kinds(measured: Measured) -> list[list[tuple[str, bool]]]:

@@ -6,14 +6,13 @@ from .integer import int8_dynamic
 from .linear import Int8Linear
 from .lost import lost_in_8_bits
 from .machine import machine_w8a8
-from .points import Point, Quantized
+from .points import Point
 from .static import input_ranges, int8_static
 from .straight_through import straight_through
 
 __all__ = [
     "Int8Linear",
     "Point",
-    "Quantized",
     "fake_w8a8",
     "input_ranges",
     "int8_dynamic",

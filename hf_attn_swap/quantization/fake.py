@@ -22,7 +22,7 @@ from ..families import sites
 from ..layer.swap import Swap
 from ..wiring.layers import layers_at
 from .places import is_norm, quantizable
-from .points import MOMENTUM, Point, Quantized
+from .points import MOMENTUM, Point
 from .quantizer import Quantizer, quantized
 
 
@@ -33,7 +33,7 @@ def fake_w8a8(
     *,
     momentum: float = MOMENTUM,
     gradients: bool = False,
-) -> Iterator[Quantized]:
+) -> Iterator[tuple[Point, ...]]:
     """Inside the `with` block, the model computes with 8-bit weights and activations in fake quantisation.
 
     The batches are run once to find the ranges of the activations. After the block the model is as before.
@@ -47,7 +47,7 @@ def fake_w8a8(
             rounding as if nothing had been rounded. The ranges of the activations stay as they were fitted.
 
     Yields:
-        The quantised tensors with their ranges, and the share of the matmul FLOPs that is covered.
+        The quantised tensors with their ranges: first the weights, then the activations in the order of the pass.
 
     Raises:
         ValueError: there is no batch, the model is in training mode, gradients are enabled without `gradients=True`, or
@@ -63,13 +63,11 @@ class _Papers(Quantizer):
 
     def place(self, stack: contextlib.ExitStack) -> None:
         super().place(stack)
-        chosen = dict(quantizable(self.root))
-        for path, module in chosen.items():
+        for path, module in quantizable(self.root):
             self.weight(path, module, stack)
             if is_norm(module):
                 stack.callback(module.register_forward_pre_hook(self._input(path)).remove)
             stack.callback(module.register_forward_hook(self._output(path)).remove)
-        self.count_others(stack, chosen)
         for layer in layers_at(sites(self.root)):
             config = getattr(layer.site.core, "config", None)
             rotary = getattr(config, "rope_parameters", None) is not None
@@ -90,15 +88,12 @@ class _Papers(Quantizer):
 
     def _output(self, path: str) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            self.count("covered", module, output)
             return self.round(f"{path}.output", output)
 
         return hook
 
     def _probe(self, path: str) -> Any:
         def hook(module: Probe, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            if self.fitting:
-                self.flops["covered"] += 2.0 * output.numel() * module.width
             return self.round(path, output)
 
         return hook
@@ -110,9 +105,5 @@ class _Papers(Quantizer):
                 inputs.query = self.round(f"{path}.query", inputs.query)
                 inputs.key = self.round(f"{path}.key", inputs.key)
             call.probe = lambda name, tensor: self.round(f"{path}.{name}", tensor)
-            if self.fitting:  # of linear attention, k^T v is not rounded
-                covered, rest = self.attention(swap, args)
-                self.flops["covered"] += covered
-                self.flops["rest"] += rest
 
         return hook

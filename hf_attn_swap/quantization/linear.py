@@ -175,10 +175,10 @@ def _exact(kind: torch.dtype, end: int, weight: int, rows: int) -> bool:
     q = torch.full((rows, 64), end, dtype=kind, device="cpu")
     w = torch.full((64, 64), weight, dtype=torch.int8, device="cpu")
     try:
-        found = torch._int_mm(q, w.t())
+        result = torch._int_mm(q, w.t())
     except (RuntimeError, NotImplementedError):
         return False
-    return found.dtype == torch.int32 and bool((found == 64 * end * weight).all())
+    return result.dtype == torch.int32 and bool((result == 64 * end * weight).all())
 
 
 def _fill(module: Any, keys: Any) -> None:

@@ -15,14 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..layer.swap import Swap
 from .places import linears
-from .points import Point, Quantized, rounded_rows
+from .points import Point, rounded_rows
 from .quantizer import Quantizer, quantized
 
 
 @contextlib.contextmanager
-def machine_w8a8(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Iterator[Quantized]:
+def machine_w8a8(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Point, ...]]:
     """Inside the `with` block, the model computes with 8-bit weights and 8-bit inputs of its matrices, sums wide.
 
     The batches are run once to find the ranges of the inputs, as in `fake_w8a8`. After the block the model
@@ -33,7 +32,7 @@ def machine_w8a8(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Iter
         batches: dicts of tensors, from the training data; labels are ignored.
 
     Yields:
-        The quantised tensors with their ranges, and the share of the matmul FLOPs that is covered.
+        The quantised tensors with their ranges: first the weights, then the activations in the order of the pass.
 
     Raises:
         ValueError: as `fake_w8a8`; or the model has no Linear.
@@ -53,11 +52,6 @@ class _Machine(Quantizer):
         for path, module in chosen.items():
             self.weight(path, module, stack)
             stack.callback(module.register_forward_pre_hook(self._input(path)).remove)
-            stack.callback(module.register_forward_hook(self._covered).remove)
-        self.count_others(stack, chosen)
-        for module in self.root.modules():
-            if isinstance(module, Swap):
-                stack.callback(module.register_forward_pre_hook(self._attention).remove)
 
     def rounded_weight(self, module: nn.Module, weight: Tensor, point: Point) -> Tensor:
         return rounded_rows(weight, 1 if isinstance(module, Conv1D) else 0)
@@ -67,10 +61,3 @@ class _Machine(Quantizer):
             return self.round(f"{path}.input", args[0]), *args[1:]
 
         return hook
-
-    def _covered(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.count("covered", module, output)
-
-    def _attention(self, swap: Swap, args: tuple[Any, ...]) -> None:
-        if self.fitting:
-            self.flops["rest"] += sum(self.attention(swap, args))

@@ -1,4 +1,4 @@
-"""One 8-bit tensor: its range, its rounding to 256 values, and its rounding error.
+"""One 8-bit tensor: its range, and its rounding to 256 values.
 
 docs/mathematics.md, section Quantisation to 8 bits.
 """
@@ -18,34 +18,24 @@ HALF = 127  # steps from 0 to the largest weight of a row
 
 @dataclass
 class Point:
-    """One quantised tensor: its range and its rounding error.
+    """One quantised tensor and its range.
 
     Attributes:
         name: path of the module and the kind of tensor: weight, input (a residual sum), output, scores, probabilities,
             context, query or key (after rotary embedding).
         low, high: ends of the range, which always holds 0.
-        signal, noise: sums of squares of the tensor and of its rounding error, over the batches that gave the range.
         seen: True once the tensor has a range.
     """
 
     name: str
     low: float = 0.0
     high: float = 0.0
-    signal: float = 0.0
-    noise: float = 0.0
     seen: bool = False
 
     @property
     def step(self) -> float:
         """The width of one of the 255 steps of the range."""
         return (self.high - self.low) / LEVELS
-
-    @property
-    def sqnr(self) -> float:
-        """The ratio of signal to quantisation noise in dB; infinite if the signal or the rounding error is zero."""
-        if self.signal > 0 and self.noise > 0:
-            return 10 * math.log10(self.signal / self.noise)
-        return math.inf
 
     def observe(self, tensor: Tensor, momentum: float = MOMENTUM) -> None:
         """Update the range by the running mean with the tensor's minimum and maximum; momentum weighs the old range.
@@ -60,15 +50,6 @@ class Point:
         self.low = keep * self.low + (1 - keep) * min(low, 0.0)
         self.high = keep * self.high + (1 - keep) * max(high, 0.0)
         self.seen = True
-
-    def compare(self, tensor: Tensor, rounded: Tensor) -> None:
-        """Add the squares of the tensor and of its rounding error to the sums.
-
-        The squares are computed in fp32 at least, on the tensor's device, which may have no fp64.
-        """
-        wide = torch.promote_types(tensor.dtype, torch.float32)
-        self.signal += float(tensor.to(wide).square().sum())
-        self.noise += float((tensor.to(wide) - rounded.to(wide)).square().sum())
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Return the tensor rounded to the 256 values of its range, in its shape and dtype; 0 stays 0."""
@@ -96,22 +77,3 @@ def rounded_rows(weight: Tensor, axis: int) -> Tensor:
     """The matrix that `int8_rows` stands for, in the dtype of the weight."""
     whole, steps = int8_rows(weight, axis)
     return (whole * steps).to(weight.dtype)
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """The quantised tensors of a model.
-
-    Attributes:
-        points: every quantised tensor: first the weights, then the activations in the order of the first pass.
-        flops_covered: share of the matmul FLOPs whose two factors are rounded to 8 bits.
-    """
-
-    points: tuple[Point, ...]
-    flops_covered: float
-
-    def __str__(self) -> str:
-        worst = sorted(self.points, key=lambda point: point.sqnr)[:10]
-        lines = [f"{point.name}: [{point.low:.3g}, {point.high:.3g}], {point.sqnr:.1f} dB" for point in worst]
-        share = f"{len(self.points)} tensors in 8 bits, {self.flops_covered:.1%} of the matmul FLOPs; the ten roughest:"
-        return "\n".join([share, *lines])

@@ -142,10 +142,10 @@ def _linears(root: Any) -> dict[str, nn.Linear]:
             f"{type(root).__name__} has Conv1D, which checkpoints of 8-bit integers do not know; fake_w8a8 shows what "
             "8 bits cost."
         )
-    found = {path: module for path, module in chosen.items() if type(module) is nn.Linear}
-    if not found:
+    by_name = {path: module for path, module in chosen.items() if type(module) is nn.Linear}
+    if not by_name:
         raise ValueError(f"{type(root).__name__} has no Linear outside its head; there is nothing to round.")
-    return found
+    return by_name
 
 
 def _check(path: str, linear: nn.Linear, low: float, high: float) -> None:

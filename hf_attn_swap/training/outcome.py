@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import TrainingArguments
-
 from ..layer.registry import canonical_name
-from ..publish.results import Record, read_record
+from ..publish.results import read
 
 OUTCOME_FILE = "outcome.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome(Record):
+class Outcome:
     """One trained and measured model.
 
     Args:
@@ -65,7 +61,7 @@ class Outcome(Record):
         path = folder / OUTCOME_FILE
         if not path.exists():
             return None
-        outcome = read_record(cls, json.loads(path.read_text(encoding="utf-8")), "")
+        outcome: Outcome = read(cls, json.loads(path.read_text(encoding="utf-8")))
         wanted = {key: str(value) for key, value in settings.items()}
         stored = dict(outcome.settings)
         if "variant" in stored:
@@ -77,10 +73,3 @@ class Outcome(Record):
                     "--output_dir."
                 )
         return outcome
-
-
-def hardware(args: TrainingArguments) -> str:
-    """The number and name of the devices, as text."""
-    device = args.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
-    return f"{args.world_size} x {name}, {torch.get_num_threads()} threads each"

@@ -14,7 +14,6 @@ from transformers import TrainingArguments
 from ..publish.card import render
 from ..publish.converted import LONGEST_NAME, identifier
 from ..publish.results import (
-    IDENTIFIER,
     RESULTS_FILE,
     SCRATCH,
     BaseModel,
@@ -132,14 +131,11 @@ def title(model: ModelArguments, data: DataArguments) -> str:
 def base_license(model: ModelArguments) -> str | None:
     """The licence that the pretrained model's card states: in its folder, or on the Hub. None without such a card."""
     path = Path(model.model_name_or_path, "README.md")
-    card = None
     with contextlib.suppress(Exception):  # no card, no network, no YAML: many types of errors
         if path.is_file():
-            card = ModelCard.load(path).data
-        elif model.on_hub:
-            card = HfApi().model_info(model.published_name, timeout=HUB_SECONDS).card_data
-    stated = None if card is None else card.get("license")
-    return stated if isinstance(stated, str) and IDENTIFIER.fullmatch(stated) else None
+            return str(ModelCard.load(path).data["license"])
+        return str(HfApi().model_info(model.published_name, timeout=HUB_SECONDS).card_data["license"])
+    return None
 
 
 def _data(data: DataArguments, first: Outcome) -> DataSet:

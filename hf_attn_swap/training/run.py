@@ -21,7 +21,6 @@ from transformers import (
     PrinterCallback,
     SchedulerType,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -36,13 +35,13 @@ from ..conversion.stages import FineTune
 from ..conversion.trainable import part_of
 from ..patch import unpatch_model
 from ..publish.checkpoint import damage_named
-from ..publish.results import versions
-from ..text.bar import silent, visible
+from ..publish.results import hardware, versions
+from ..text.bar import silent
 from ..text.typed import parse_layers
 from ..writing import claimed, saved_whole, told_where
 from .arguments import CONTROL, DTYPES, ConversionArguments, ModelArguments
 from .metrics import scores
-from .outcome import Outcome, hardware
+from .outcome import Outcome
 
 CONVERTED, STAGE, TRAINED = "converted", "stage-", "model"
 
@@ -64,7 +63,6 @@ class Task:
         before: measure the swapped model before anything is fitted or trained, too.
         scratch: what the model of random weights is, in words for the card; empty for a pretrained one.
         figures: further figures of the trained model, by name.
-        progress: shows how far the training is, in place of the lines that Trainer prints.
     """
 
     load: Callable[[], PreTrainedModel]
@@ -79,7 +77,6 @@ class Task:
     before: bool = False
     scratch: str = ""
     figures: Callable[[Trainer, Dataset], dict[str, float]] | None = None
-    progress: TrainerCallback | None = None
 
 
 def run(
@@ -123,10 +120,8 @@ def _run(
     _freeze(converted, conversion.freeze)
     trainer = Trainer(converted, args, task.collate, train_dataset=task.train)
     trainer.model_accepts_loss_kwargs &= not task.mean_loss
-    if task.progress is not None or silent():
+    if silent():
         trainer.remove_callback(PrinterCallback)
-    if task.progress is not None and visible():
-        trainer.add_callback(task.progress)
     if isinstance(conversion.plan[-1], FineTune) and (args.num_train_epochs or args.max_steps > 0):
         sentences.append(_budget(task, args))
         trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))

@@ -12,7 +12,7 @@ class About:
     Attributes:
         summary: what the variant changes, in a few words.
         formula: the formula at full strength.
-        paper: the paper, by words that find its entry in `publish.citations`.
+        paper: the paper, by words that find its entry in `publish/papers.bib`.
         fused: the exact fast form, in words.
         parameters_added: the number of new parameters per layer, in words.
         then: what the variant does to the heads after they are computed, in words; for example "the projection".

@@ -61,13 +61,3 @@ def test_the_peak_is_of_one_model() -> None:
     (first, second), _ = cost.compare_costs(small, large, [batch, long])
     assert first.peak_bytes is not None
     assert first.peak_bytes == second.peak_bytes > 0
-
-
-def test_the_ratio_is_the_quotient_of_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Medians of the times alone would come from different rounds: here 5 and 4, beside a median ratio of 2."""
-    times = [[9.0, 9.0, 9.0, 9.0, 5.0, 1.0, 1.0, 2.0, 2.0], [9.0, 9.0, 3.0, 3.0, 10.0, 4.0, 4.0, 4.0, 4.0]]
-    monkeypatch.setattr(cost, "_rounds", lambda models, batches: times)
-    models = [Timed("first", Clock(), 1), Timed("second", Clock(), 1)]
-    (first, second), ratio = cost.compare_costs(*models, [{"x": torch.ones(2, 1)}])
-    assert ratio == 2
-    assert (first.milliseconds, second.milliseconds) == (5, 10)

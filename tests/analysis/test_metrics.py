@@ -31,18 +31,6 @@ def test_largest_value_by_hand() -> None:
     assert metrics.max_inf_norm(sample, real).tolist() == [7.0, 0.5]
 
 
-def test_pairs_show_a_collapse_that_means_hide() -> None:
-    """Half of the tokens are one vector, the others are orthogonal to it and to each other: pairs have 1 and 0."""
-    tokens = torch.cat([torch.eye(8)[:1].expand(8, -1), torch.eye(8)[1:]])[None]
-    cosines = metrics.pair_cosines(tokens, count=4000)
-    assert set(cosines.round(decimals=5).tolist()) == {0.0, 1.0}
-    assert cosines.mean().item() == pytest.approx(metrics.token_similarity(tokens).item(), abs=0.03)
-    real = torch.tensor([[True] * 8 + [False] * 7])
-    assert metrics.pair_cosines(tokens, real).tolist() == pytest.approx([1.0] * 64)
-    with pytest.raises(ValueError, match="one token"):
-        metrics.pair_cosines(tokens[:, :1])
-
-
 def test_similarity_by_hand() -> None:
     """Tokens at 0, 60 and 120 degrees: cosines 1/2, 1/2 and -1/2."""
     angles = torch.tensor([0.0, math.pi / 3, 2 * math.pi / 3])
@@ -93,22 +81,3 @@ def test_padding_does_not_count(metric: object) -> None:
     got = metric(padded, real)
     assert got[0].item() == pytest.approx(metric(states[:1, :4]).item(), rel=1e-12)
     assert got[1].item() == pytest.approx(metric(states[1:]).item(), rel=1e-12)
-
-
-@pytest.mark.parametrize("metric", SAMPLEWISE)
-def test_halves_are_widened(metric: object) -> None:
-    """fp16 would overflow in the fourth power."""
-    states = (100 * random(1, 4, 8)).half()
-    assert metric(states).dtype == torch.float32
-    assert torch.isfinite(metric(states)).all()
-
-
-def test_refused() -> None:
-    states = random(1, 3, 2)
-    with pytest.raises(ValueError, match=r"the mask \(1, 4\) does not fit activations \(1, 3, 2\)"):
-        metrics.kurtosis(states, torch.ones(1, 4))
-    nothing = torch.zeros(1, 3)
-    with pytest.raises(ValueError, match="at least two values"):
-        metrics.kurtosis(states, nothing)
-    with pytest.raises(ValueError, match="without a real token"):
-        metrics.max_inf_norm(states, nothing)

@@ -17,8 +17,8 @@ from tests.contract.harness import batch_of, fresh, padding_side, refused
 def test_they_are_the_formulas_without_padding(name: str) -> None:
     model = fresh(name, torch.float32).train()
     batches = [batch_of(name, torch.float32, padded=padding_side(name)), batch_of(name, torch.float32, seed=3)]
-    found = outliers(model, [{**batch, "labels": None} for batch in batches])
-    assert found is not None
+    outliers_found = outliers(model, [{**batch, "labels": None} for batch in batches])
+    assert outliers_found is not None
     assert model.training
     kurtosis, norms = [], []
     largest: dict[int, tuple[float, int, int | None]] = {}
@@ -38,9 +38,9 @@ def test_they_are_the_formulas_without_padding(name: str) -> None:
                 place = int(np.abs(sample).max(1).argmax())
                 token = None if ids is None else int(ids[row][real][place])
                 largest[layer] = max(largest.get(layer, (0.0, -1, None)), (np.abs(sample).max(), place, token))
-    assert found.kurtosis == pytest.approx(np.mean(kurtosis), rel=1e-4)
-    assert found.max_inf_norm == pytest.approx(np.mean(norms, 0).max(), rel=1e-4)
-    for each, (value, place, token) in zip(found.largest, largest.values(), strict=True):
+    assert outliers_found.kurtosis == pytest.approx(np.mean(kurtosis), rel=1e-4)
+    assert outliers_found.max_inf_norm == pytest.approx(np.mean(norms, 0).max(), rel=1e-4)
+    for each, (value, place, token) in zip(outliers_found.largest, largest.values(), strict=True):
         assert (each.place, each.token) == (place, token)
         assert each.value == pytest.approx(value, rel=1e-4)
 

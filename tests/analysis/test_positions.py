@@ -13,12 +13,7 @@ from hf_attn_swap import patch_model
 from hf_attn_swap.measuring.held_out import HeldOut
 from hf_attn_swap.measuring.lost import Lost, lost
 from hf_attn_swap.measuring.positions import (
-    Bin,
-    beyond_conversion,
     check_length,
-    longest_row,
-    max_positions,
-    position_table,
 )
 from tests.contract.harness import fresh, refused
 
@@ -40,7 +35,7 @@ def batches() -> list[dict[str, Any]]:
 
 def by_a_loop(model: Any, given: list[dict[str, Any]]) -> dict[int, list[float]]:
     """The loss of every token behind the first of its row, by the bin that it belongs to."""
-    found = defaultdict(list)
+    result = defaultdict(list)
     for batch in given:
         for row, ids in enumerate(batch["input_ids"]):
             real = batch["attention_mask"][row].bool() if "attention_mask" in batch else torch.ones_like(ids).bool()
@@ -49,8 +44,8 @@ def by_a_loop(model: Any, given: list[dict[str, Any]]) -> dict[int, list[float]]
                 log_p = model(input_ids=tokens[None]).logits[0].log_softmax(-1)
             for before in range(1, len(tokens)):
                 place = next(place for place, (first, last) in PLACES.items() if first <= before <= last)
-                found[place].append(-float(log_p[before - 1, tokens[before]]))
-    return found
+                result[place].append(-float(log_p[before - 1, tokens[before]]))
+    return result
 
 
 def test_against_a_plain_loop() -> None:
@@ -59,9 +54,9 @@ def test_against_a_plain_loop() -> None:
     held = HeldOut(model, given, progress=False)
     patch_model(model, "window", window=4, sinks=1)
     ours = by_a_loop(model, given)
-    for found in (held.lost(model), lost(model, given)):
-        assert [(each.first, each.last) for each in found.by_position] == list(PLACES.values())
-        for place, each in enumerate(found.by_position):
+    for result in (held.lost(model), lost(model, given)):
+        assert [(each.first, each.last) for each in result.by_position] == list(PLACES.values())
+        for place, each in enumerate(result.by_position):
             assert each.tokens == len(ours[place])
             assert each.loss == pytest.approx(sum(ours[place]) / len(ours[place]), rel=1e-5)
             assert each.stock_loss == pytest.approx(sum(theirs[place]) / len(theirs[place]), rel=1e-5)
@@ -70,50 +65,18 @@ def test_against_a_plain_loop() -> None:
     assert [each.loss for each in itself] == [each.stock_loss for each in itself]
 
 
-def test_only_a_causal_language_model_has_it() -> None:
-    model = patch_model(fresh("bert"), "belief")
-    assert lost(model, {"input_ids": torch.arange(4, 24).view(2, 10)}).by_position == ()
-
-
 def test_the_figures_survive_json() -> None:
     model = patch_model(stock(), "window", window=4, sinks=1)
-    found = lost(model, batches())
-    assert len(found.by_position) == 3
-    assert Lost.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    older = {name: value for name, value in found.to_dict().items() if name != "by_position"}
+    loss = lost(model, batches())
+    assert len(loss.by_position) == 3
+    assert Lost.from_dict(json.loads(json.dumps(loss.to_dict()))) == loss
+    older = {name: value for name, value in loss.to_dict().items() if name != "by_position"}
     assert Lost.from_dict(older).by_position == ()
 
 
-def test_the_table() -> None:
-    bins = (
-        Bin(first=1, last=63, tokens=1260, loss=3.25, stock_loss=3.0),
-        Bin(first=64, last=127, tokens=64, loss=2.0, stock_loss=2.5),
-    )
-    assert position_table(bins, ("one", "other")).text().splitlines()[1:] == [
-        "tokens before  one    other  difference  predicted",
-        "1-63           3.000  3.250  +0.250      1,260",
-        "64-127         2.500  2.000  -0.500      64",
-    ]
-
-
 def test_rows_behind_the_positions_of_a_model() -> None:
-    assert longest_row(batches()) == 130
-    assert longest_row([{"pixel_values": torch.zeros(1, 3, 4, 4)}]) == 0
-    check_length(stock(), 256)
-    with refused(
-        "the rows have up to 1,300 tokens, and LlamaForCausalLM was made for 256 positions; what it gives behind them "
-        "says nothing, so measure shorter rows."
-    ):
-        check_length(stock(), 1300)
-    endless = fresh("t5")
-    assert max_positions(endless) is None
-    check_length(endless, 10**6)
-
-
-def test_rows_longer_than_those_of_a_conversion() -> None:
-    assert beyond_conversion("mine", 256, 1024) == (
-        "mine was converted with rows of 256 tokens, and texts of up to 1,024 are measured here: behind 256 tokens it "
-        "may lose more than its record says."
-    )
-    assert beyond_conversion("mine", 256, 256) is None
-    assert beyond_conversion("mine", None, 1024) is None
+    check_length(stock(max_position_embeddings=130), batches())
+    check_length(stock(), [{"pixel_values": torch.zeros(1, 3, 4, 4)}])
+    check_length(fresh("t5"), [{"input_ids": torch.zeros(1, 10**4)}])  # it names no bound
+    with refused("up to 130 tokens", "made for 129 positions"):
+        check_length(stock(max_position_embeddings=129), batches())

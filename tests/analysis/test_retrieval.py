@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from itertools import chain
 from typing import Any
@@ -13,17 +12,13 @@ import torch
 from hf_attn_swap import patch_model
 from hf_attn_swap.measuring.retrieval import (
     DEPTHS,
-    Haystacks,
-    KeyValues,
-    Needle,
-    PairTexts,
     Prompt,
     Prompts,
     Retrieved,
-    key_value_table,
+    haystacks,
     key_values,
     needle,
-    needle_table,
+    pair_texts,
 )
 from tests.contract.harness import fresh, refused
 from tests.harness.byte_tokenizer import byte_tokenizer
@@ -77,7 +72,7 @@ def is_mean(retrieved: Retrieved, count: int, log_p: list[float], first: list[bo
 
 def test_texts_with_numbers() -> None:
     """Each depth has a sentence at its place, all are asked for at the end, and one of them was not hidden."""
-    (length, texts), *others = Haystacks.of(stock(), ROWS, TOKENIZER, (LENGTH,)).texts.items()
+    (length, texts), *others = haystacks(stock(), ROWS, TOKENIZER, (LENGTH,)).texts.items()
     assert (length, len(texts), others) == (LENGTH, 4, [])
     seen, orders = set(), set()
     for text in texts:
@@ -108,12 +103,11 @@ def test_texts_with_numbers() -> None:
 
 def test_texts_of_pairs() -> None:
     """Pairs of different tokens of the rows, once in one order and once in another; each value is asked for again."""
-    made = PairTexts.of(short(), IDS, lines, (8, 16, 64), texts=3)
+    made = pair_texts(short(), IDS, lines, (8, 16, 64), texts=3)
     assert {pairs: [len(text.ids) for text in texts] for pairs, texts in made.texts.items()} == {
         8: [48] * 3,
         16: [96] * 3,
     }
-    assert made.longest == 96
     for pairs, texts in made.texts.items():
         assert len({tuple(text.ids.tolist()) for text in texts}) == 3
         for text in texts:
@@ -130,42 +124,42 @@ def test_texts_of_pairs() -> None:
 
 def test_numbers_against_a_plain_loop() -> None:
     model = patch_model(stock(), "window", window=8, sinks=1).eval()
-    texts = Haystacks.of(model, ROWS, TOKENIZER, (LENGTH,), texts=2)
-    found, read = texts.measure(model), by_a_loop(model, texts.texts[LENGTH])
-    assert is_mean(found.chance[LENGTH], 2, *read.pop(None))
-    assert set(found.cells[LENGTH]) == set(read) == set(DEPTHS)
-    assert all(is_mean(found.cells[LENGTH][depth], 2, *read[depth]) for depth in DEPTHS)
+    texts = haystacks(model, ROWS, TOKENIZER, (LENGTH,), texts=2)
+    result, read = texts.measure(model), by_a_loop(model, texts.texts[LENGTH])
+    assert is_mean(result.chance[LENGTH], 2, *read.pop(None))
+    assert set(result.cells[LENGTH]) == set(read) == set(DEPTHS)
+    assert all(is_mean(result.cells[LENGTH][depth], 2, *read[depth]) for depth in DEPTHS)
     log_p, first = (list(chain(*values)) for values in zip(*read.values(), strict=True))
-    assert is_mean(found.together[LENGTH], 2 * len(DEPTHS), log_p, first)
+    assert is_mean(result.together[LENGTH], 2 * len(DEPTHS), log_p, first)
 
 
 @pytest.mark.parametrize("tokenizer", [lines, unbroken])
 def test_values_against_a_plain_loop(tokenizer: Any) -> None:
     model = patch_model(short(), "window", window=4, sinks=1).eval()
-    texts = PairTexts.of(model, IDS, tokenizer, (8, 16))
-    found = texts.measure(model).by_pairs
+    texts = pair_texts(model, IDS, tokenizer, (8, 16))
+    result = texts.measure(model).by_pairs
     for pairs, prompts in texts.texts.items():
         log_p, first = (list(chain(*values)) for values in zip(*by_a_loop(model, prompts).values(), strict=True))
-        assert is_mean(found[pairs], 4 * pairs, log_p, first)
-        assert found[pairs].exact_match == found[pairs].token_accuracy
+        assert is_mean(result[pairs], 4 * pairs, log_p, first)
+        assert result[pairs].exact_match == result[pairs].token_accuracy
 
 
 def test_an_answer_is_given_if_all_of_its_tokens_are() -> None:
     whole, partly = torch.ones(5).bool(), torch.tensor([True, True, True, True, False])
-    found = Retrieved.of([(torch.full((5,), -1.0), whole), (torch.full((5,), -2.0), partly)])
-    assert found == Retrieved(count=2, exact_match=0.5, token_accuracy=0.9, log_p=-1.5)
+    result = Retrieved.of([(torch.full((5,), -1.0), whole), (torch.full((5,), -2.0), partly)])
+    assert result == Retrieved(count=2, exact_match=0.5, token_accuracy=0.9, log_p=-1.5)
 
 
 def test_lengths_and_pairs_that_do_not_fit_are_left_out() -> None:
-    def sizes(texts: Prompts) -> list[int]:
+    def sizes(texts: Prompts[Any]) -> list[int]:
         return list(texts.texts)
 
     lengths = (64, LENGTH, 1024, 4096)
-    assert sizes(Haystacks.of(stock(), ROWS, TOKENIZER, lengths)) == [LENGTH, 1024]
-    bounded = Haystacks.of(stock(max_position_embeddings=1000), ROWS, TOKENIZER, lengths)
-    assert (sizes(bounded), bounded.longest) == ([LENGTH], LENGTH)
-    assert sizes(Haystacks.of(stock(), [ROWS[0][:700]], TOKENIZER, lengths)) == [LENGTH]
-    assert sizes(PairTexts.of(short(max_position_embeddings=95), IDS, lines, (8, 16))) == [8]
+    assert sizes(haystacks(stock(), ROWS, TOKENIZER, lengths)) == [LENGTH, 1024]
+    bounded = haystacks(stock(max_position_embeddings=1000), ROWS, TOKENIZER, lengths)
+    assert sizes(bounded) == [LENGTH]
+    assert sizes(haystacks(stock(), [ROWS[0][:700]], TOKENIZER, lengths)) == [LENGTH]
+    assert sizes(pair_texts(short(max_position_embeddings=95), IDS, lines, (8, 16))) == [8]
 
 
 def test_refusals_of_numbers() -> None:
@@ -202,40 +196,3 @@ def test_refusals_of_pairs() -> None:
         key_values(short(), [], lines)
     with refused("got the name 'gpt2'"):
         key_values(short(), IDS, "gpt2")
-
-
-def test_tables_and_plain_data() -> None:
-    def cell(token_accuracy: float, exact_match: float = 0.0, count: int = 4) -> Retrieved:
-        return Retrieved(count=count, exact_match=exact_match, token_accuracy=token_accuracy, log_p=-1.0)
-
-    numbers = Needle(
-        cells={256: {0.0: cell(1.0), 0.5: cell(0.5)}}, together={256: cell(0.75, 0.5, 8)}, chance={256: cell(0.1)}
-    )
-    assert needle_table({"first": numbers, "second": numbers}).text().splitlines()[1:] == [
-        "depth                256 first  256 second",
-        "0%                   100%       100%",
-        "50%                  50%        50%",
-        "all                  75%        75%",
-        "not hidden (chance)  10%        10%",
-        "numbers found        4 of 8     4 of 8",
-    ]
-    assert str(numbers).splitlines()[1] == "depth                256"
-    assert "<td>4 of 8</td>" in numbers._repr_html_()
-    plain = json.loads(json.dumps(numbers.to_dict()))["256"]
-    assert (plain["exact_match"], plain["chance"]["token_accuracy"]) == (0.5, 0.1)
-    assert plain["depths"]["0.5"]["token_accuracy"] == 0.5
-    values = KeyValues(by_pairs={16: cell(0.5, 0.5, 64)})
-    assert key_value_table({"first": values, "second": values}).text().splitlines()[1:] == [
-        "pairs  first  second  a guess",
-        "16     50.0%  50.0%   6.2%",
-    ]
-    assert str(values).splitlines()[1] == "pairs  found  a guess"
-    assert "<td>50.0%</td>" in values._repr_html_()
-    assert json.loads(json.dumps(values.to_dict()))["16"]["exact_match"] == 0.5
-
-
-def test_the_model_is_as_before() -> None:
-    model = stock("gpt2", attn_pdrop=0.5, resid_pdrop=0.5).train()
-    first, second = (needle(model, ROWS, TOKENIZER, lengths=(LENGTH,), texts=1) for _ in range(2))
-    assert first == second
-    assert model.training

@@ -31,8 +31,8 @@ def test_it_computes_as_the_integers_do(name: str) -> None:
     with torch.no_grad():
         stock, wanted = model(**batch)[0], integers(**batch)[0]
         with straight_through(model, ranges):
-            found = model(**batch)[0]
-    assert (found - wanted).norm() < 1e-2 * (stock - wanted).norm()
+            result = model(**batch)[0]
+    assert (result - wanted).norm() < 1e-2 * (stock - wanted).norm()
 
 
 def test_gradients_are_those_of_the_rounded_numbers() -> None:
@@ -65,8 +65,8 @@ def test_afterwards_the_model_is_as_before(fails: bool) -> None:
         before = model(**batch)[0]
     try:
         with straight_through(model, ranges):
-            trained = [each for each in model.parameters() if each.dim() > 1]
-            assert all(any(each is other for other in parameters) for each in trained), "an optimizer finds them"
+            trained = [weight for weight in model.parameters() if weight.dim() > 1]
+            assert all(any(weight is other for other in parameters) for weight in trained), "an optimizer finds them"
             if fails:
                 raise RuntimeError("the end")
     except RuntimeError:
@@ -85,23 +85,26 @@ def test_the_papers_protocol_trains(name: str) -> None:
     """With gradients it computes the same numbers, every weight has a gradient, and steps follow a weight."""
     model = patch_model(fresh(name, torch.float32), "sink" if name != "vit" else "outeffhop")
     batch = batch_of(name, torch.float32)
-    parameters, names = {id(each) for each in model.parameters()}, set(model.state_dict())
+    parameters, names = {id(parameter) for parameter in model.parameters()}, set(model.state_dict())
     with fake_w8a8(model, [batch]) as plain, torch.no_grad():
         wanted = model(**batch)[0]
     with fake_w8a8(model, [batch], gradients=True) as rounded:
-        assert [(p.name, p.low, p.high) for p in rounded.points] == [(p.name, p.low, p.high) for p in plain.points]
-        assert rounded.flops_covered == plain.flops_covered
-        found = model(**batch)[0]
-        assert torch.allclose(found, wanted, atol=1e-4)
-        found.square().sum().backward()
-        trained = [each for each in model.parameters() if each.grad is not None and each.grad.abs().max() > 0]
+        assert [(p.name, p.low, p.high) for p in rounded] == [(p.name, p.low, p.high) for p in plain]
+        result = model(**batch)[0]
+        assert torch.allclose(result, wanted, atol=1e-4)
+        result.square().sum().backward()
+        trained = [
+            parameter
+            for parameter in model.parameters()
+            if parameter.grad is not None and parameter.grad.abs().max() > 0
+        ]
         assert len(trained) > 0.6 * len(parameters)
-        norm = next(each for each in model.modules() if type(each).__name__.endswith("Norm"))
+        norm = next(module for module in model.modules() if type(module).__name__.endswith("Norm"))
         with torch.no_grad():
             before = norm.weight.clone()
             norm.parametrizations.weight.original.mul_(3)
             assert torch.allclose(norm.weight, 3 * before)
-    assert {id(each) for each in model.parameters()} == parameters
+    assert {id(parameter) for parameter in model.parameters()} == parameters
     assert set(model.state_dict()) == names
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import runpy
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -50,20 +49,6 @@ def test_a_run_of_the_bench_leaves_a_line(tmp_path: Path, monkeypatch: Any) -> N
     assert [line["options"]["rounds"] for line in lines(folder)] == [1, 2]
 
 
-def test_the_commit_of_a_changed_tree_is_marked(tmp_path: Path, monkeypatch: Any) -> None:
-    history = loaded("bench_history", monkeypatch)
-    history["git"].__defaults__ = None
-    history["git"].__kwdefaults__ = {"root": tmp_path}
-    assert history["commit"]() == "unknown", "a folder without git"
-    who = ("-c", "user.name=n", "-c", "user.email=e@example.org")
-    for words in (("init", "-q"), (*who, "commit", "-q", "--allow-empty", "-m", "first")):
-        subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    head = history["git"]("rev-parse", "--short=12", "HEAD")
-    assert history["commit"]() == head
-    (tmp_path / "new").touch()
-    assert history["commit"]() == f"{head}+"
-
-
 class Fake:
     """A process whose passes take a given time."""
 
@@ -84,13 +69,6 @@ def test_ratios_are_this_tree_to_the_commit(monkeypatch: Any) -> None:
         assert row[f"{kind}_noise_95"] == pytest.approx((2, 2))
     text = compare["table"]([row])
     assert "| llama 1x16 | belief | 3.00 [3.00, 3.00] | [2.00, 2.00] | 3.00" in text
-
-
-def test_what_is_no_commit_is_refused(monkeypatch: Any) -> None:
-    with pytest.raises(SystemExit, match=r"error: 'no-such' is no commit of this repository; call make bench-compare"):
-        run("bench_compare", ["no-such"], monkeypatch)
-    with pytest.raises(SystemExit, match=r"error: unknown t5; models: bert"):
-        run("bench_compare", ["HEAD", "--models=t5"], monkeypatch)
 
 
 @pytest.mark.slow  # a process per tree, and the files of a commit

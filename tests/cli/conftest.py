@@ -21,7 +21,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from hf_attn_swap.cli import run
+from hf_attn_swap_cli import run
 
 GOOD, BAD, NEUTRAL = (
     ("fine", "great", "lovely"),

@@ -1,18 +1,16 @@
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
-from typer.main import get_command
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_attn_swap
-from hf_attn_swap import cli, list_variants
+import hf_attn_swap_cli as cli
+from hf_attn_swap import list_variants
 from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish import checkpoint
 from tests.harness.process import python
@@ -54,7 +52,6 @@ def test_without_arguments_it_shows_help(command: Command) -> None:
         ("patch", "MODEL", "modern_hopfield+clipped_softmax", "out", "-o", "alpha=0.1"),
         ("patch", "MODEL", "simpletron+belief", "out"),
         ("describe", "MODEL", "--task", "bogus"),
-        ("demo", "--max-loss", "0"),
         ("demo", "--variants", "softmax"),
         ("demo", "--variants", "belief,belief"),
         ("demo", "--train-size", "0"),
@@ -82,34 +79,6 @@ def test_an_unforeseen_error_names_its_type(command: Command, tiny_bert: Path, m
         cli.run(["--debug", "describe", str(tiny_bert)])
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("two\nlines"),
-        AssertionError(),
-        ZeroDivisionError("division by zero"),
-        MemoryError(),
-        RecursionError("too deep"),
-        StopIteration(),
-        OSError(28, "No space left on device"),
-        UnicodeDecodeError("utf-8", b"x", 0, 1, "no text"),
-        ImportError("no such library"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_every_error_is_one_line(
-    command: Command, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(checkpoint, "skeleton", broken)
-    outcome = command("describe", tiny_bert)
-    assert is_one_error(
-        Outcome(outcome.code, outcome.out, outcome.err.removeprefix(f"reading the config of {tiny_bert}\n"))
-    )
-
-
 def test_an_interrupt_is_one_word(command: Command, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -120,19 +89,13 @@ def test_an_interrupt_is_one_word(command: Command, tiny_bert: Path, monkeypatch
     assert outcome.err.splitlines()[1:] == ["interrupted"]
 
 
-def test_debug_stands_before_the_command(command: Command) -> None:
-    """Anywhere else it is no option, and shows no traceback."""
-    assert is_one_error(command("describe", "./nowhere", "--debug"))
-    assert is_one_error(command("patch", "--debug"))
-
-
 def test_only_debug_shows_a_traceback() -> None:
     """No variable of the environment does. The traceback is Python's own, which shows no values of variables."""
     names = ("DEBUG", "HF_ATTN_SWAP_DEBUG", "_TYPER_STANDARD_TRACEBACK", "TYPER_STANDARD_TRACEBACK", "HF_DEBUG")
     environment = dict.fromkeys(names, "1")
     words = ["describe", "./nowhere", "--token", "hf_secret"]
     quiet, loud = (
-        python("-m", "hf_attn_swap.cli", *more, *words, env=environment, check=False) for more in ([], ["--debug"])
+        python("-m", "hf_attn_swap_cli", *more, *words, env=environment, check=False) for more in ([], ["--debug"])
     )
     assert quiet.returncode == 2
     assert quiet.stderr.splitlines()[-1] == "error: There is no folder './nowhere'."
@@ -146,7 +109,7 @@ def test_only_debug_shows_a_traceback() -> None:
     ("words", "reason"),
     [
         (("--device", "nothing"), "the device 'nothing' cannot be used here"),
-        (("--device", "meta"), "); this torch can use cpu"),
+        (("--device", "meta"), "the device 'meta' cannot be used here"),
         (("--dtype", "int7"), "--dtype takes auto"),
     ],
 )
@@ -216,11 +179,6 @@ def test_patch_writes_over_nothing(command: Command, tiny_bert: Path, tmp_path: 
     assert (tmp_path / "model.safetensors").exists()
 
 
-def test_patch_says_when_there_is_no_tokenizer(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
-    AutoModel.from_pretrained(tiny_bert).save_pretrained(tmp_path / "bare")
-    assert "no tokenizer or image processor" in command("patch", tmp_path / "bare", "belief", tmp_path / "out").err
-
-
 def test_patch_never_writes_into_the_model_s_own_folder(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_bert, tmp_path / "own")
     before = {path.name: path.read_bytes() for path in (tmp_path / "own").iterdir()}
@@ -252,12 +210,6 @@ def test_a_file_or_a_folder_without_a_model_is_refused(command: Command, tmp_pat
     assert f"The folder {tmp_path} holds no model: it has no config.json." in outcome.err
 
 
-def test_describe_a_model_of_one_layer(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
-    config = json.loads((tiny_bert / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    assert "\nLayer 0 can be swapped" in command("describe", tmp_path).out
-
-
 def test_describe_stock_and_converted(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
     stock = command("describe", tiny_bert)
     assert stock.code == 0
@@ -271,19 +223,6 @@ def test_describe_stock_and_converted(command: Command, tiny_bert: Path, tmp_pat
     assert "can be swapped" not in converted.out
     rows = json.loads(command("describe", tmp_path / "out", "--json").out)["rows"]
     assert [row["strength"] for row in rows] == [0.25, None]
-
-
-def test_describe_reads_the_config_alone(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((tiny_bert / "config.json").read_bytes())
-    assert command("describe", tmp_path).code == 0
-
-
-def test_the_installed_command_runs() -> None:
-    script = Path(sys.executable).with_name("hf-attn-swap")
-    if not script.exists():
-        pytest.skip("the package is not installed in this environment, so there is no console script")
-    done = subprocess.run([script, "bogus"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: No such command 'bogus'.\n")
 
 
 def test_patch_inside_some_modules(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
@@ -313,8 +252,3 @@ def test_one_variant_in_full(command: Command, name: str) -> None:
     assert (shown["name"], shown["aliases"]) == (name, list(variant.aliases))
     defaults = {field.name: field.default for field in dataclasses.fields(variant.Options)}
     assert shown["options"] == json.loads(json.dumps(defaults))
-
-
-def test_all_variants_as_json(command: Command) -> None:
-    assert [variant["name"] for variant in json.loads(command("variants", "--json").out)] == list(list_variants())
-    assert is_one_error(command("variants", "bogus"))

@@ -6,7 +6,6 @@ import json
 import string
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,14 +17,10 @@ from transformers import (
     AutoTokenizer,
     BertTokenizerFast,
 )
-from typer.main import get_command
 
-import hf_attn_swap.analysis.inputs as inputs
 from hf_attn_swap import patch_model
-from hf_attn_swap.measuring.held_out import HeldOut
-from hf_attn_swap.measuring.positions import longest_row
+from hf_attn_swap.measuring.recall import recall
 from hf_attn_swap.measuring.retrieval import key_values, needle
-from hf_attn_swap_cli import app
 from tests import zoo
 from tests.harness.byte_tokenizer import byte_tokenizer
 
@@ -65,26 +60,6 @@ def test_the_loss_by_position(command: Command, tiny_llama: Path, windowed: Path
     assert "Loss by position" not in command(*words[:-1], "50").out, "one bin says no more than the perplexity"
 
 
-def test_rows_longer_than_those_of_the_conversion(
-    command: Command, tiny_llama: Path, windowed: Path, long_texts: Path
-) -> None:
-    """By the record beside the weights, for every command that measures."""
-    data = ("--data", long_texts, "--rows", "2", "--length")
-    assert "was converted with" not in command("compare", tiny_llama, windowed, *data, "40").err, "nobody knows"
-    (windowed / "conversion.json").write_text('{"row_length": 32.0}')
-    said = f"{windowed} was converted with rows of 32 tokens, and texts of up to 40 are measured here: "
-    assert f"warning: {said}" in command("compare", tiny_llama, windowed, *data, "40").err
-    assert f"warning: {said}" in command("evaluate", windowed, *data, "40").err
-    assert "was converted with" not in command("compare", tiny_llama, windowed, *data, "32").err
-    recalled = command("compare", tiny_llama, windowed, *data, "32", "--rows", "8", "--recall").err
-    assert "texts of up to 256 are measured here" in recalled, "a passage twice, and 64 tokens between"
-    out = windowed.parent / "report"
-    words = ("report", windowed, "--data", long_texts, "--rows", "8", "--max-length", "6", "--out", out)
-    (windowed / "conversion.json").write_text('{"row_length": 4.0}')
-    assert f"note: {windowed} was converted with rows of 4 tokens" in command(*words).err
-    assert "was converted with rows of 4 tokens" in (out / "report.html").read_text()
-
-
 def test_rows_longer_than_the_positions_of_a_model(
     command: Command, tiny_llama: Path, windowed: Path, long_texts: Path
 ) -> None:
@@ -111,7 +86,19 @@ def test_hidden_numbers_and_pairs(command: Command, bytewise: Path, tmp_path: Pa
     windowed.save_pretrained(tmp_path / "narrow")
     data = tmp_path / "letters.txt"
     data.write_text(f"{string.ascii_letters} 0123456789 the quick brown fox. " * 20)
-    words = ("compare", bytewise, tmp_path / "narrow", "--data", data, "--rows", "8", "--length", "128", "--needle")
+    words = (
+        "compare",
+        bytewise,
+        tmp_path / "narrow",
+        "--data",
+        data,
+        "--rows",
+        "8",
+        "--length",
+        "128",
+        "--recall",
+        "--needle",
+    )
     report = json.loads(command(*words, "--json").out)
     tokenizer = byte_tokenizer("left")
     ids = tokenizer(data.read_text(), add_special_tokens=False)["input_ids"][: 8 * 128]
@@ -121,22 +108,15 @@ def test_hidden_numbers_and_pairs(command: Command, bytewise: Path, tmp_path: Pa
         assert report[name]["needle"]["1024"]["log_p"] == pytest.approx(wanted.together[1024].log_p, abs=1e-4)
         pairs = key_values(model, [ids], tokenizer, pairs=(16,)).by_pairs[16]
         assert report[name]["key_values"]["16"]["log_p"] == pytest.approx(pairs.log_p, abs=1e-4)
+        gains = recall(model, [ids], distances=(64,))
+        assert list(report[name]["recall"]) == ["64", "200", "512"], "2,048 tokens more would not fit"
+        assert report[name]["recall"]["64"]["gain"] == pytest.approx(gains.mean(64), abs=1e-4)
     assert report["first"]["needle"] != report["second"]["needle"]
     printed = command(*words).out
+    assert "\ntokens between  first" in printed
     assert "\ndepth                1,024 first  1,024 second\n" in printed
     assert "\npairs  first  second  a guess\n16 " in printed
     assert "needle" not in json.loads(command(*words[:-1], "--json").out)["first"]
-
-
-def test_a_passage_is_no_longer_than_the_positions_of_the_second_model(
-    command: Command, tiny_llama: Path, long_texts: Path, tmp_path: Path
-) -> None:
-    short = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    short.config.max_position_embeddings = 300
-    short.save_pretrained(tmp_path / "short")
-    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "short")
-    words = ("compare", tiny_llama, tmp_path / "short", "--data", long_texts, "--rows", "8", "--recall", "--json")
-    assert list(json.loads(command(*words).out)["second"]["recall"]) == ["64"]  # 2 * 96 + 200 are more than 300
 
 
 def test_models_of_different_vocabularies(
@@ -199,48 +179,6 @@ def test_the_tokenizer_of_another_folder(command: Command, tiny_llama: Path, tex
     byte_tokenizer("left").save_pretrained(tmp_path / "bytes")
     large = command("evaluate", bare, *words, "--tokenizer", tmp_path / "bytes")
     assert f"the tokenizer of '{tmp_path / 'bytes'}' has 260 tokens, and the model knows 17; name the" in large.err
-
-
-def test_one_usual_length(
-    command: Command, tiny_llama: Path, long_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of `convert`, `compare`, `evaluate` and `report`; or as many tokens as the model has positions."""
-    seen: dict[str, int] = {}
-    real = HeldOut.__init__
-
-    def noted(self: HeldOut, model: Any, batches: Any, **more: Any) -> None:
-        given = list(batches)
-        seen["held"] = longest_row(given)
-        real(self, model, given, **more)
-
-    monkeypatch.setattr(HeldOut, "__init__", noted)
-    data = ("--data", long_texts, "--rows", "2")
-    for words in (("compare", tiny_llama, tiny_llama), ("evaluate", tiny_llama)):
-        seen.clear()
-        assert command(*words, *data).code == 0
-        assert seen == {"held": 256}
-    for name in ("convert", "compare", "evaluate", "report"):
-        (option,) = (parameter for parameter in get_command(app).commands[name].params if parameter.name == "length")  # type: ignore[attr-defined]
-        assert option.default in (None, 256)
-    monkeypatch.setattr(inputs, "prepare", lambda *_, **given: pytest.fail(f"rows of {given['max_length']}"))
-    with pytest.raises(pytest.fail.Exception, match="rows of 256"):
-        command("report", tiny_llama, *data, "--variant", "belief")
-    short = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    short.config.max_position_embeddings = 100
-    short.save_pretrained(tmp_path / "short")
-    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "short")
-    assert command("compare", tiny_llama, tmp_path / "short", *data).code == 0
-    assert seen == {"held": 100}
-
-
-def test_layers_are_checked_before_anything_is_measured(
-    command: Command, tiny_bert: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HeldOut, "__init__", lambda *_, **__: pytest.fail("measured before"))
-    outcome = command("convert", tiny_bert, "belief", tmp_path / "out", "--data", texts, "--layers", "0-9")
-    assert outcome.code == 2
-    assert "layers" in outcome.err
-    assert "measured before" not in outcome.err
 
 
 def test_what_a_variant_would_do(command: Command, tiny_llama: Path, tmp_path: Path) -> None:

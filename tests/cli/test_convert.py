@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, Features, Value
-from datasets import Image as ImageColumn
-from PIL import Image
+from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -22,17 +20,12 @@ from transformers import (
     AutoTokenizer,
 )
 
-from hf_attn_swap import describe, patch_model
+from hf_attn_swap import patch_model
 from hf_attn_swap.conversion import rows as rows_module
-from hf_attn_swap.measuring.recall import recall
 from hf_attn_swap.publish import converted
-from hf_attn_swap.publish.converted import auto_class
 from hf_attn_swap.publish.results import RunResult
 from hf_attn_swap.quantization import int8_loaded, machine_w8a8
-from hf_attn_swap.training import data as data_module
 from hf_attn_swap_cli import measures
-from tests.conversion.pixels import Pixels
-from tests.zoo import build
 
 from .conftest import WORDS, Outcome
 
@@ -190,35 +183,6 @@ def test_compare_in_8_bits(command: Command, tiny_llama: Path, texts: Path, tmp_
     assert "no rows are left" in command(*words[:5], "--rows", "1000", "--in-8-bits").err
 
 
-def test_compare_recall_by_distance(
-    command: Command, tiny_llama: Path, tiny_bert: Path, texts: Path, tmp_path: Path
-) -> None:
-    """Of both models, on the rows that are measured, as far as they reach."""
-    windowed = patch_model(AutoModelForCausalLM.from_pretrained(tiny_llama), "window", window=4, sinks=1)
-    windowed.save_pretrained(tmp_path / "windowed")
-    data = tmp_path / "long.csv"
-    data.write_text(texts.read_text() + "\n".join(texts.read_text().splitlines()[1:] * 40) + "\n")
-    words = ("compare", tiny_llama, tmp_path / "windowed", "--data", data, "--rows", "8", "--length", "64", "--recall")
-    report = json.loads(command(*words, "--json").out)
-    stream = [word for line in data.read_text().splitlines()[1:] for word in line.split(",")[0].split()]
-    ids = AutoTokenizer.from_pretrained(tiny_llama).convert_tokens_to_ids(stream)[: 8 * 64]
-    for name, model in (("first", AutoModelForCausalLM.from_pretrained(tiny_llama)), ("second", windowed)):
-        wanted = recall(model, [ids], distances=(64, 200))
-        assert list(report[name]["recall"]) == ["64", "200"]  # 512 tokens more would not fit
-        for distance, figures in report[name]["recall"].items():
-            assert figures["gain"] == pytest.approx(wanted.mean(int(distance)), abs=1e-4)
-            assert figures["spread"] == pytest.approx(wanted.spread(int(distance)), abs=1e-4)
-            assert figures["passages"] == 8
-    assert report["first"]["recall"]["200"]["gain"] != pytest.approx(
-        report["second"]["recall"]["200"]["gain"], abs=1e-3
-    )
-    printed = command(*words).out
-    assert "tokens between  first" in printed
-    assert f"\n200             {report['first']['recall']['200']['gain']:.3f} ± " in printed
-    assert '"gain"' not in command(*words[:-1], "--json").out
-    assert "is no causal language model" in command("compare", tiny_bert, tiny_bert, "--data", texts, "--recall").err
-
-
 def test_the_card_of_a_folder(command: Command, tiny_llama: Path, long_texts: Path, tmp_path: Path) -> None:
     """It has recall, names no control, and links to no folder; --base-model gives the name on the Hub."""
     words = ("--data", long_texts, "--length", "64", "--tokens", "1", "--no-absorb", "-o", "window=4")
@@ -245,123 +209,6 @@ def test_the_card_of_a_folder(command: Command, tiny_llama: Path, long_texts: Pa
     wrong = command("convert", tiny_llama, "window", tmp_path / "wrong", *words, "--base-model", "no name")
     assert "name must be a name" in wrong.err
     assert "loading" not in wrong.err, "it is refused before the conversion"
-
-
-def test_heads_of_a_window(command: Command, tiny_llama: Path, long_texts: Path, tmp_path: Path) -> None:
-    """The page and the record say which heads keep all keys, and the saved model has them."""
-    words = ("--data", long_texts, "--length", "64", "--tokens", "1", "--max-loss", "100%", "-o", "window=4")
-    outcome = command("convert", tiny_llama, "window", tmp_path / "out", *words, "--heads", "auto", "--keep", "0.5")
-    assert outcome.code == 0
-    sensitivity = json.loads((tmp_path / "out/conversion.json").read_text())["head_sensitivity"]["heads"]
-    count = sum(map(len, sensitivity.values()))
-    sentence = f"{count // 2} of {count} key/value heads keep all keys (layer.head): "
-    assert sentence in outcome.out
-    assert sentence in (tmp_path / "out/conversion.html").read_text()
-    named = set(outcome.out.partition(sentence)[2].partition(".\n")[0].split(", "))
-    assert len(named) == count // 2
-    every = {int(layer): {"full_heads": range(len(heads))} for layer, heads in sensitivity.items()}
-    rows = describe(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).rows
-    full = {row.layer: row.options.get("window", every[row.layer])["full_heads"] for row in rows}  # all, without a swap
-    assert named == {f"{layer}.{head}" for layer, heads in full.items() for head in heads}
-    record = RunResult.load(tmp_path / "out/results.json")
-    assert (record.budget.steps, record.budget.learning_rate, record.budget.optimizer) == (0, None, None)
-    assert "learning rate" not in (tmp_path / "out/README.md").read_text()
-    for swap in record.swaps:
-        assert {tuple(full[layer]) for layer in swap.layers} == {tuple(swap.components[0].options["full_heads"])}
-    assert "got 'some'" in command("convert", tiny_llama, "window", tmp_path / "no", *words, "--heads", "some").err
-
-
-def test_a_budget_for_recall(command: Command, tiny_llama: Path, texts: Path, tmp_path: Path) -> None:
-    """These texts are too short for it."""
-    words = ("convert", tiny_llama, "window", tmp_path / "out", "--data", texts, "--length", "32", "--tokens", "1")
-    outcome = command(*words, "--min-recall", "97%")
-    assert outcome.code != 0
-    assert "min_recall: a passage of 96 tokens" in outcome.err
-    assert "a share such as 2%" in command(*words, "--min-recall", "nearly").err
-    outcome = command(*words, "--recall-distance", "300")
-    assert "recall_distance: a passage of 96 tokens" in outcome.err
-
-
-def test_a_converted_model_is_compared_as_it_is(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
-    """The first model, too: not at strength 0, where it would be the stock model again."""
-    swapped = tmp_path / "swapped"
-    assert command("patch", tiny_bert, "simpletron", swapped, "--task", "AutoModel").code == 0
-    words = ("--data", texts, "--json", "--task", "AutoModel")
-    same, there, back = (
-        json.loads(command("compare", one, other, *words).out)["relative_error"]
-        for one, other in ((swapped, swapped), (tiny_bert, swapped), (swapped, tiny_bert))
-    )
-    assert same == 0
-    assert there > 1e-5
-    assert back == pytest.approx(there, rel=0.2)
-
-
-def test_names_that_the_hub_refuses(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
-    """A folder or a file of any name gives a card; the conversion before it may have taken hours."""
-    data, out = texts.rename(tmp_path / "my -- texts (1).csv"), tmp_path / "My out..(2)"
-    outcome = command("convert", tiny_bert, "belief", out, "--data", data, "--tokens", "200", "--device", "cpu")
-    assert outcome.code == 0
-    record = RunResult.load(out / "results.json")
-    assert (record.name, record.data.name) == ("my-out.2", "my-texts-1")
-    assert record.data.rows == {"train": 28, "held_out": 8}
-    assert record.base.auto_class == "AutoModelForSequenceClassification"
-    assert record.task == "text-classification"
-    assert record.steps[-1] == "distil"
-    assert record.budget.learning_rate == 1e-4
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("GPT2LMHeadModel", "AutoModelForCausalLM"),
-        ("LlamaForCausalLM", "AutoModelForCausalLM"),
-        ("MaskFormerForInstanceSegmentation", "AutoModelForInstanceSegmentation"),
-        ("BertForQuestionAnswering", "AutoModelForQuestionAnswering"),
-        ("InformerForPrediction", "AutoModel"),
-        ("BertModel", "AutoModel"),
-    ],
-)
-def test_the_class_on_the_card(kind: str, name: str) -> None:
-    assert auto_class(kind) == name
-
-
-def test_low_memory_trains_adapters(command: Command, tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
-    """This model is small, so without the option its own weights train, and nothing is merged."""
-    words = ("--data", texts, "--tokens", "300", "--device", "cpu")
-    for name, more in (("usual", ()), ("small", ("--low-memory",))):
-        assert command("convert", tiny_bert, "belief", tmp_path / name, *words, *more).code == 0
-    usual, small = (json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("usual", "small"))
-    assert usual["steps"][-1]["lost"]["divergence"] < 1e-5
-    assert usual["steps"][-1]["name"] == "distil 1"
-    assert small["steps"][-1]["name"] == "adapters merged"
-
-
-def test_bf16_trains_the_weights_in_their_own_precision(
-    command: Command, tiny_bert: Path, texts: Path, tmp_path: Path
-) -> None:
-    words = ("--data", texts, "--tokens", "300", "--device", "cpu", "--bf16")
-    assert command("convert", tiny_bert, "belief", tmp_path / "out", *words).code == 0
-    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").dtype == torch.float32
-    assert "Trained under bf16 autocast." in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_a_class_that_the_model_does_not_have(command: Command, tiny_bert: Path, tmp_path: Path) -> None:
-    data = tmp_path / "rows.csv"
-    data.write_text("text,label\nthe film was fine,1\nthe plot was dull,2\n")
-    outcome = command("evaluate", tiny_bert, "--data", data, "--label", "label")
-    assert outcome.code == 2
-    assert "a row has the class 2" in outcome.err
-
-
-def test_models_with_other_outputs_are_not_compared(
-    command: Command, tiny_bert: Path, texts: Path, tmp_path: Path
-) -> None:
-    other = AutoModelForSequenceClassification.from_pretrained(tiny_bert, num_labels=1, ignore_mismatched_sizes=True)
-    other.save_pretrained(tmp_path / "other")
-    AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path / "other")
-    outcome = command("compare", tiny_bert, tmp_path / "other", "--data", texts)
-    assert outcome.code == 2
-    assert "so they cannot be compared." in outcome.err
 
 
 READS = """
@@ -417,63 +264,24 @@ def test_quantize_needs_what_loads_its_result(
     assert not (tmp_path / "out").exists()
 
 
-def test_quantize_says_how_a_converted_model_is_rounded(
-    command: Command, tiny_bert: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(converted, "is_compressed_tensors_available", lambda: True)
-    assert command("patch", tiny_bert, "belief", tmp_path / "belief").code == 0
-    outcome = command("quantize", tmp_path / "belief", tmp_path / "out", "--data", texts)
-    assert outcome.code == 2
-    assert "int8_static" in outcome.err
-
-
-def test_measures_read_the_rows_that_they_need(
-    command: Command, tiny_bert: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many there are; a language model, as many texts as its blocks have tokens of."""
-    data = tmp_path / "many.csv"
-    data.write_text("\n".join(["text,label", *(f"the film was {word},0" for word in WORDS * 500)]) + "\n")
-    read: list[Any] = []
-    monkeypatch.setattr(data_module, "is_blank", lambda value: read.append(value) or False)
-    words = ("--data", data, "--rows", "8", "--device", "cpu")
-    for model, more, most in (
-        (tiny_bert, (), 8),
-        (tiny_bert, ("--label", "label"), 8),
-        (tiny_llama, ("--length", "8"), 64),
-    ):
-        read.clear()
-        assert command("compare", model, model, *words, *more).code == 0
-        assert 8 <= len(read) <= most
-    read.clear()
-    assert command("evaluate", tiny_bert, *words, "--label", "label").code == 0
-    assert len(read) == 8
-
-
-@pytest.mark.parametrize("column", ["text", "image"])
 def test_measures_read_the_first_rows_with_their_labels(
-    column: str, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many are asked for: of as long data, a conversion takes rows at random places."""
     monkeypatch.setattr(rows_module, "MOST_ROWS", 10)
     places = range(60)
     data = tmp_path / "rows.parquet"
-    if column == "text":
-        model: Any = AutoModelForSequenceClassification.from_pretrained(tiny_bert)
-        processor: Any = AutoTokenizer.from_pretrained(tiny_bert)
-        values: list[Any] = ["film " * (place + 1) for place in places]
-    else:
-        model, processor = build("vit", torch.float32), Pixels()  # whose pixels tell how wide an image is
-        values = [Image.new("RGB", (place + 1, 1)) for place in places]
-    features = Features({column: Value("string") if column == "text" else ImageColumn(), "label": Value("int64")})
-    held = {column: values, "label": [place % 2 for place in places]}
-    Dataset.from_dict(held, features=features).to_parquet(str(data))
+    model: Any = AutoModelForSequenceClassification.from_pretrained(tiny_bert)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_bert)
+    held = {"text": ["film " * (place + 1) for place in places], "label": [place % 2 for place in places]}
+    Dataset.from_dict(held).to_parquet(str(data))
 
     def read(label: str | None, skipped: int) -> list[dict[str, Any]]:
-        more = (label, None, None, None, 30, 3 if column == "image" else 100)
-        return measures._batches(model, processor, str(data), [column], *more, skipped=skipped)
+        more = (label, None, None, None, 30, 100)
+        return measures._batches(model, tokenizer, str(data), ["text"], *more, skipped=skipped)
 
     def sizes(batch: dict[str, Any]) -> torch.Tensor:
-        return batch["attention_mask"].sum(1) - 2 if column == "text" else batch["pixel_values"][:, 0, 0, 0]
+        return batch["attention_mask"].sum(1) - 2
 
     labelled = read("label", 0)
     assert sorted(torch.cat(list(map(sizes, labelled))).tolist()) == list(range(1, 31))

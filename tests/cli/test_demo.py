@@ -18,11 +18,11 @@ from .conftest import Outcome
 @pytest.fixture(scope="session")
 def rows(labelled_texts: Path) -> demo.Rows:
     """96 short sentences; 48 to fine-tune on, 32 held out, and 16 more."""
-    found: demo.Rows = []
+    results: demo.Rows = []
     for name in ("train", "test"):
         with (labelled_texts / f"{name}.csv").open(encoding="utf-8", newline="") as file:
-            found += [(row["sentence"], int(row["sentiment"] == "good")) for row in csv.DictReader(file)]
-    return found
+            results += [(row["sentence"], int(row["sentiment"] == "good")) for row in csv.DictReader(file)]
+    return results
 
 
 def run(model: Path, rows: demo.Rows, out: Path, variants: tuple[str, ...] = ("outeffhop",), **changes: Any) -> Any:
@@ -47,9 +47,7 @@ def test_held_out_logits_are_the_model_s_own_row_by_row(rows: demo.Rows, tiny_be
     torch.testing.assert_close(logits, torch.stack(one_by_one))
 
 
-def test_demo_end_to_end(
-    rows: demo.Rows, tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_end_to_end(rows: demo.Rows, tiny_bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):  # into the folder of an earlier demo, too
         figures = run(tiny_bert, rows, tmp_path / "demo", ("outeffhop+gated", "simpletron_resl"), max_loss=0.5)
     assert json.loads((tmp_path / "demo" / "demo.json").read_text()) == figures

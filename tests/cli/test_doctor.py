@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_attn_swap import tested
-from hf_attn_swap.doctor import _note, doctor, tiny
+from hf_attn_swap.doctor import doctor, tiny
 from hf_attn_swap.families import FAMILIES
 from hf_attn_swap.variants.base import VARIANTS
 
@@ -42,7 +42,7 @@ def test_a_right_installation(command: Command) -> None:
     outcome = command("doctor", "--device", "cpu")
     assert outcome.code == 0
     assert "2 of 2 cells right, 0 wrong; on cpu" in outcome.out
-    assert f"{tested.OLDEST_TRANSFORMERS} to {tested.NEWEST_TRANSFORMERS}" in outcome.out
+    assert tested.NEWEST_TRANSFORMERS in outcome.out
 
 
 def crash(out: Any) -> Any:
@@ -115,7 +115,7 @@ def test_the_doctor_does_not_send_to_itself(
 def test_a_device_that_is_not_here(command: Command) -> None:
     outcome = command("doctor", "--device", "nonsense")
     assert (outcome.code, outcome.out) == (2, "")
-    assert "cannot use the device 'nonsense'" in outcome.err
+    assert "the device 'nonsense'" in outcome.err
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
@@ -123,16 +123,3 @@ def test_a_family_has_a_tiny_configuration_without_dropout(family: Any) -> None:
     model, _ = tiny(family, "cpu")
     assert sum(parameter.numel() for parameter in model.parameters()) < 100_000
     assert not [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p]
-
-
-@pytest.mark.parametrize(
-    ("here", "oldest", "note"),
-    [
-        ("5.999.0", "5.10.1", "newer than tested"),
-        ("5.24.0+local", "5.10.1", "as tested"),
-        ("5.9.0", "5.10.1", "older than tested"),
-        ("5.9.0", None, "older"),
-    ],
-)
-def test_the_note_on_a_version(here: str, oldest: str | None, note: str) -> None:
-    assert _note(here, oldest, "5.24.0") == note

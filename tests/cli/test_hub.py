@@ -7,10 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from hf_attn_swap import list_variants
 from tests.harness.hub import READER, WRITER, Hub
@@ -21,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 REPO = "me/closed"
 SCRIPT = """
 import contextlib, io, json, sys
-from hf_attn_swap.cli import run
+from hf_attn_swap_cli import run
 for words in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -75,35 +72,3 @@ def test_a_private_repository_and_its_branch(
     assert (tmp_path / "gated/tokenizer.json").exists()
     assert (tmp_path / "report/report.json").exists()
     assert json.loads(outcome_of["compare"].out)["agreement"] <= 1
-
-
-def test_push_takes_the_results_of_a_run_that_lie_elsewhere(
-    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    given: dict[str, Any] = {}
-
-    def push_folder(folder: Path, repo: str, **options: Any) -> Any:
-        given.update(options, folder=folder, repo=repo)
-        return SimpleNamespace(commit_url="https://hub/commit/1")
-
-    monkeypatch.setattr("hf_attn_swap.publish.hub.push_folder", push_folder)
-    done = command("push", tmp_path / "model", REPO, "--results", tmp_path / "results.json")
-    assert done.out.strip() == "https://hub/commit/1"
-    assert (given["folder"], given["repo"], given["results"]) == (tmp_path / "model", REPO, tmp_path / "results.json")
-
-
-def test_the_token_of_a_publishing_conversion(
-    command: Callable[..., Any], tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A conversion of a model on the Hub copies the tokenizer with the same revision and token."""
-    from hf_attn_swap.publish import checkpoint
-
-    asked: list[dict[str, Any]] = []
-
-    def snapshot(name: str, **given: Any) -> str:
-        asked.append({key: given.get(key) for key in ("revision", "token")})
-        return str(tiny_bert)
-
-    monkeypatch.setattr(checkpoint, "snapshot_download", snapshot)
-    assert "tokenizer.json" in checkpoint.copy_preprocessor("me/it", tmp_path, revision="branch", token="hf_x")
-    assert asked == [{"revision": "branch", "token": "hf_x"}]

@@ -48,15 +48,3 @@ def test_help_loads_no_library(name: str) -> None:
     printed, loaded = program(*name.split(), "--help")
     assert "Usage:" in printed
     assert not loaded & HEAVY
-
-
-def test_a_command_loads_them() -> None:
-    """The tests above could not fail if this did not hold."""
-    assert program("variants")[1] >= {"torch", "transformers", "hf_attn_swap"}
-
-
-def test_it_runs_as_a_module_of_the_package() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_attn_swap.cli", "bogus"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: No such command 'bogus'.\n")

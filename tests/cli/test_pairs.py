@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import spearmanr
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from .conftest import Outcome
 
@@ -65,15 +65,6 @@ def test_a_regression_has_a_rank_correlation(command: Command, tiny_bert: Path, 
     assert (beside["correlation"], beside["loss"]) == (pytest.approx(wanted), 0.0)
 
 
-def test_labels_that_say_nothing_are_refused(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
-    AutoModel.from_pretrained(tiny_bert).save_pretrained(tmp_path / "encoder")
-    AutoTokenizer.from_pretrained(tiny_bert).save_pretrained(tmp_path / "encoder")
-    words = ("--data", pairs, *BOTH, "--device", "cpu", "--label", "class")
-    outcome = command("compare", tmp_path / "encoder", tmp_path / "encoder", *words)
-    assert outcome.code == 2
-    assert "outputs are not compared with labels" in outcome.err
-
-
 @pytest.mark.parametrize(("classes", "value"), [(2, "good"), (2, 0.5), (2, -1), (1, "good"), (1, -1)])
 def test_labels_of_another_kind_are_refused_before_anything_is_measured(
     command: Command, tiny_bert: Path, tmp_path: Path, classes: int, value: Any
@@ -105,43 +96,3 @@ def test_rows_without_a_text_are_left_out(command: Command, tiny_bert: Path, pai
     with_blanks, without = (command("evaluate", tiny_bert, "--data", data, *words) for data in (more, pairs))
     assert with_blanks.code == 0, with_blanks.err
     assert with_blanks.out == without.out
-
-
-def test_convert_and_compare(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
-    """The same tokens as one row: a pair has the tokens of both texts, and two separators."""
-    out = tmp_path / "out"
-    words = ("--data", pairs, *BOTH, "--device", "cpu")
-    assert command("convert", tiny_bert, "belief", out, *words, "--tokens", "300").code == 0
-    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
-    lengths = [len(tokenizer(*pair)["input_ids"]) for pair in PAIRS]
-    report = json.loads((out / "conversion.json").read_text())
-    assert min(lengths) <= report["row_length"] <= max(lengths)
-    assert report["row_length"] > max(len(tokenizer(text)["input_ids"]) for text in SECOND)
-    outcome = command("compare", tiny_bert, out, *words, "--json")
-    assert outcome.code == 0, outcome.err
-    assert json.loads(outcome.out)["divergence"] > 0
-
-
-def test_report_draws_both_texts(command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path) -> None:
-    done = command("report", tiny_bert, "--data", pairs, *BOTH, "--variant", "belief", "--out", tmp_path / "out")
-    assert done.code == 0, done.err
-    tokens = json.loads((tmp_path / "out" / "report.json").read_text())["tokens"]
-    assert tokens == ["[CLS]", *FIRST[0].split(), "[SEP]", *SECOND[0].split(), "[SEP]"]
-
-
-@pytest.mark.parametrize(
-    ("columns", "reason"),
-    [
-        (("--column", "one", "--column", "two"), "has no column 'two'"),
-        ((*BOTH, "--column", "one"), "--column names one column, or the two of pairs of texts, not 3"),
-        (("--column", "one", "--column", "class"), "a row must be a text, a pair of texts, an image"),
-    ],
-)
-def test_refusals(
-    command: Command, tiny_bert: Path, pairs: Path, tmp_path: Path, columns: tuple[str, ...], reason: str
-) -> None:
-    outcome = command("convert", tiny_bert, "belief", tmp_path / "out", "--data", pairs, *columns, "--device", "cpu")
-    assert outcome.code == 2
-    assert reason in outcome.err
-    assert "Traceback" not in outcome.err
-    assert not (tmp_path / "out").exists()

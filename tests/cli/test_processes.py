@@ -54,7 +54,7 @@ def test_convert(tiny_bert: Path, texts: Path, tmp_path: Path) -> None:
     assert report_of(tmp_path / "out")["steps"][-1]["tokens"] == tokens
     record = RunResult.load(tmp_path / "out" / "results.json")
     assert (record.budget.batch_size, record.budget.steps) == (2 * ROWS, STEPS)
-    assert record.hardware.startswith("2 x cpu ")
+    assert record.hardware.startswith("2 x CPU ")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert model.config.attn_swap["swaps"][0]["retrained"] is True
 

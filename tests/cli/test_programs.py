@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import transformers
 
-import hf_attn_swap
 from hf_attn_swap.run import find
 from tests.harness.process import python
 
@@ -55,16 +54,6 @@ def test_the_error_of_the_program_is_shown_as_it_is(command: Callable[..., Outco
     assert outcome.code == 1
     assert outcome.err.startswith("Traceback")
     assert outcome.err.endswith("RuntimeError: the tool's own error\n")
-
-
-def test_console_script(command: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command("run", "hf-attn-swap", "--version")
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"hf-attn-swap {hf_attn_swap.__version__}\n"
-    with pytest.raises(SystemExit) as ended:
-        command("run", "hf-attn-swap", "describe", "/no/folder")
-    assert ended.value.code == 2
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,3 @@ def test_who_sees_a_bar(
     with hidden():
         assert not visible()
     assert visible() is wanted
-
-
-def test_every_bar_comes_from_one_file() -> None:
-    """A bar of tqdm that is made elsewhere would be drawn into files, and with --quiet."""
-    package = Path(bars.__file__).parents[1]
-    drawing = [path for path in package.rglob("*.py") if "tqdm(" in path.read_text(encoding="utf-8")]
-    assert drawing == [Path(bars.__file__)]

@@ -9,7 +9,6 @@ import pytest
 
 from hf_attn_swap import configurations
 from hf_attn_swap.publish.results import RunResult
-from tests.harness.process import python
 from tests.training.conftest import options, tiny  # noqa: F401  # the tiny model and sentences of the recipes
 
 
@@ -46,12 +45,3 @@ def test_a_run(command: Any, tiny: Path, tmp_path: Path) -> None:  # noqa: F811 
     assert "difference to the softmax control" in told.out
     (swap,) = RunResult.load(tmp_path / "modern-hopfield" / "results.json").swaps
     assert swap.components[0].options["alpha"] == 0.25
-
-
-def test_it_starts_as_a_module() -> None:
-    """As accelerate and torchrun start it; a name of another recipe is refused before any library is asked for data."""
-    words = ["-m", "hf_attn_swap_cli", "train", "image-classification", "ag_news", "--variant", "belief"]
-    done = python(*words, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: no configuration is called 'ag_news'; ")
-    assert done.stderr.count("\n") == 1

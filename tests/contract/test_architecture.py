@@ -148,7 +148,7 @@ def wrong_imports(path: Path) -> Iterator[str]:
         yield from used & {"wiring.seam", "wiring.hooks", "layer.compute", "functional"}  # these go through patch
     if module in ("publish.card", "analysis.plots"):
         yield from {name.split(".")[0] for name in used} & {"patch", "wiring", "layer", "families"}  # never a model
-    above = {"recipes", "tests", *([CLI.name] if part != "cli" else [])}
+    above = {"recipes", "tests", CLI.name}
     yield from (name for name in foreign if name.split(".")[0] in above)
     if module not in ("wiring.seam", "families.source", "wiring.preconditions"):
         yield from (name for name in foreign if set(INTERFACES) & set(name.split(".")))  # the seam is one file

@@ -44,8 +44,8 @@ TINY = {
 
 def blocks(language: str) -> dict[str, list[str]]:
     """The code blocks of one language, by page."""
-    found = {name: re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.M) for name, text in PAGES.items()}
-    return {name: texts for name, texts in found.items() if texts}
+    by_name = {name: re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.M) for name, text in PAGES.items()}
+    return {name: texts for name, texts in by_name.items() if texts}
 
 
 def commands() -> list[str]:

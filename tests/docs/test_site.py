@@ -7,19 +7,14 @@ import re
 
 import pytest
 
-from docs.notebook import badge
-from docs.tables.captions import captioned
-from docs.tables.families import families_table
 from docs.tables.matrix import TASKS, matrix_table
 from docs.tables.runs import CARDS, RECORDS, cards, has_card, published_table, recorded
-from docs.tables.seeds import LEGEND, MARK, with_marks
 from docs.tables.variants import layer_picture, names_table, slug, variant_page
 from hf_attn_swap import list_variants
-from hf_attn_swap.families import FAMILIES
 from hf_attn_swap.layer.registry import get_variant
 from hf_attn_swap.publish.results import RESULTS_FILE, SCRATCH
 
-from .pages import DOCS, PAGES, ROOT
+from .pages import PAGES
 
 ANCHORS = {slug(heading) for heading in re.findall(r"^#+ (.+)$", PAGES["mathematics.md"], re.M)}
 
@@ -44,23 +39,6 @@ def test_the_picture_shows_the_places() -> None:
     assert 'class="changed">product with V' in layer_picture(get_variant("simpletron"))
     assert 'class="gone">W' not in layer_picture(get_variant("simpletron_resl"))
     assert "No step changes" in layer_picture(get_variant("softmax"))
-
-
-def test_runs_of_one_seed_are_marked() -> None:
-    table = "| run | seeds |\n|---|---|\n| a | 1 |\n| b | 13 |"
-    assert with_marks(table) == f"| run | seeds |\n|---|---|\n| a | 1 {MARK} |\n| b | 13 |\n\n{LEGEND}"
-    assert with_marks("| b | 13 |") == "| b | 13 |"
-
-
-def test_what_is_equal_in_every_row_stands_above() -> None:
-    table = (
-        "| run | difference | metric | seeds |\n|---|---|---|---|\n| a | 0 | F1 | 1 † |\n| b | 0 | F1 | 1 † |\n\nLegend"
-    )
-    made = "| run | difference |\n| --- | --- |\n| a | 0 |\n| b | 0 |"
-    assert captioned(table) == f"In every row: metric F1, seeds 1 †.\n\n{made}\n\nLegend"
-    for rows in ("| a | 1 |", "| x | 1 |\n| y \\| z | 2 |", "| x |  |\n| y |  |"):
-        as_it_is = f"| run | seeds |\n|---|---|\n{rows}"
-        assert captioned(as_it_is) == as_it_is
 
 
 def test_a_wide_page_lists_its_sections_below_its_title() -> None:
@@ -88,28 +66,6 @@ def test_every_measured_task_is_in_the_matrix() -> None:
         for swap in run.swaps:
             for component in swap.components:
                 assert f"[{TASKS[run.task]}](" in rows[component.name]
-
-
-def test_every_page_leads_to_the_repository_its_issues_and_the_notebook() -> None:
-    links = re.findall(r'href="([^"]+)"', (ROOT / "mkdocs.yml").read_text("utf-8"))
-    urls = dict(re.findall(r'^(\w+) = "(https://[^"]+)"', (ROOT / "pyproject.toml").read_text("utf-8"), re.M))
-    assert links[:2] == [urls["Repository"], urls["Issues"]]
-    assert f"]({links[2]})" in badge()
-
-
-def test_a_picture_has_its_dark_twin() -> None:
-    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra docs)")
-    from docs.hooks import on_page_markdown
-
-    page = _Page()
-    made = on_page_markdown("![A](../pictures/swap.png)\n\n![B](../pictures/distil-curve.png)", page)
-    both, one = made.split("\n\n")
-    assert both == "![A](../pictures/swap.png#only-light)![A](../pictures/swap-dark.png#only-dark)"
-    assert one == "![B](../pictures/distil-curve.png)"
-
-
-def test_every_family_is_in_the_table() -> None:
-    assert all(f"`{family.core}`" in families_table() for family in FAMILIES.values())
 
 
 def test_every_marker_has_a_table_and_links_to_runs_lead_to_their_pages() -> None:
@@ -175,10 +131,3 @@ class _Page:
 
     def __init__(self) -> None:
         self.meta: dict[str, object] = {}
-
-
-def test_no_page_is_a_copy_of_a_table_of_results() -> None:
-    """Tables come from the records, by markers; a copied one would go stale."""
-    for page, text in PAGES.items():
-        assert "](model_cards/" not in text, page
-    assert (DOCS / "index.md").is_file()

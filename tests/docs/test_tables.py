@@ -12,7 +12,6 @@ import pytest
 from docs.tables.conversions import compared_table
 from docs.tables.eight_bits import eight_bits_table, largest_table
 from docs.tables.runs import CARDS, RECORDS, tasks_table
-from docs.tables.stanhop import found_in_table_1, found_in_table_2, measured_size, simple_table, stanhop_table, studies
 
 
 def cells(table: str) -> list[list[str]]:
@@ -80,16 +79,6 @@ def test_a_control_beside_what_it_became(tmp_path: Path) -> None:
     ]
 
 
-def test_a_regression_by_the_number_of_converted_layers(tmp_path: Path) -> None:
-    compare = {"correlation": 0.5, "stock_correlation": 0.625, "correlation_margin": 0.03125}
-    run = {"task": "STS-B", "variant": "belief", "seed": 0, "bf16": True, "tokens": 1000, "layers": 4, "of": 6}
-    record = tmp_path / "record.json"
-    record.write_text(json.dumps({"runs": [run | {"compare": compare}]}))
-    assert cells(compared_table(record)) == [
-        ["STS-B, `belief`, 4 of 6 layers", "0", "-12.50 ± 3.12", "50.00", "62.50", "1,000, --bf16", "-"]
-    ]
-
-
 def test_what_eight_bits_cost(tmp_path: Path) -> None:
     """Points for accuracies, ratios for perplexities, and a state that a model does not have."""
     top = {"value": 1234.5, "place": 3, "token": 7, "word": "\n", "norm": "model.1.norm"}
@@ -121,38 +110,3 @@ def test_what_eight_bits_cost(tmp_path: Path) -> None:
         ["one", "a/test", "1,234, token 3 `'\\n'`, `1.norm`", "–"],
         ["two", "b/test", "2.5, token 3, `1.norm`", "2.5, token 3, `1.norm`"],
     ]
-
-
-def test_stanhop() -> None:
-    """Every figure, difference and star is that of the record; the page of claims says the same."""
-    rows = {(row[0], row[1].strip("`")): row[2:] for row in cells(stanhop_table())}
-    assert studies()
-    for study in studies():
-        hours = str(study["options"]["horizon"])
-        for name in {key.rpartition("/")[0] for key in study["runs"]}:
-            runs = [run for key, run in study["runs"].items() if key.rpartition("/")[0] == name]
-            seeds, squared, absolute, *further = rows.pop((hours, name))
-            assert int(seeds) == len(runs)
-            assert float(absolute) == pytest.approx(fmean(run["mae"] for run in runs), abs=5e-4)
-            for figure, cell in zip(("mse", "w8a8", "kurtosis", "max_inf_norm"), (squared, *further), strict=True):
-                assert float(cell.split()[0]) == pytest.approx(fmean(run[figure] for run in runs), abs=5e-4)
-                comparison = study["compared"].get(name, {}).get(figure, {"difference": None})
-                if comparison["difference"] is None:
-                    assert len(cell.split()) == 1
-                    continue
-                mean, low, high = comparison["difference"]
-                assert f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]" in cell
-                assert cell.endswith("*") == (len(runs) > 1 and comparison["agree"] and (low > 0 or high < 0))
-        for name, (squared, absolute) in study["simple"].items():
-            assert [hours, name, f"{squared:.3f}", f"{absolute:.3f}"] in cells(simple_table())
-    assert not rows
-    first = studies()[0]
-    for words, names in (
-        (found_in_table_1(), ("softmax", "`outeffhop`", "`clipped_softmax`", "`gated`", "`outeffhop+gated`")),
-        (found_in_table_2(), ("softmax", "`sparsemax`", "`generalized_sparse`", "`outeffhop`")),
-    ):
-        for name in names:
-            (part,) = [words_of_one for words_of_one in words.split("; ") if words_of_one.startswith(f"{name} ")]
-            runs = [run for key, run in first["runs"].items() if key.rpartition("/")[0] == name.strip("`")]
-            assert f"{fmean(run['kurtosis'] for run in runs):.3f}" in part
-    assert f"{first['options']['steps']} steps of {first['options']['batch']} windows" in measured_size()

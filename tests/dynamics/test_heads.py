@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.dynamics import HeadMatrices, embedded_tokens, head_matrices, random_tokens, simulate, spectra
+from hf_attn_swap.dynamics import HeadMatrices, embedded_tokens, head_matrices, simulate, spectra
 from hf_attn_swap.families import sites
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
@@ -98,18 +98,6 @@ def test_a_transposed_matrix_would_show() -> None:
     assert moved.tolist() == [[pytest.approx(1.0), 1.0]]
 
 
-def test_a_batch_is_its_members() -> None:
-    heads = head_matrices(fresh("gpt2"), 1)
-    batch = random_tokens(7, heads.width, batch=3, low=-0.5, high=0.5)
-    together = simulate(batch, heads, time=1, step=0.25, value="head", record=2)
-    assert together.z.shape == (3, 3, 7, heads.width)
-    assert together.times.tolist() == [0.0, 0.5, 1.0]
-    for row in range(3):
-        alone = simulate(batch[row], heads, time=1, step=0.25, value="head", record=2)
-        assert torch.allclose(together.z[:, row], alone.z)
-        assert torch.allclose(together.attention(-1)[row], alone.attention(-1))
-
-
 def test_embedded_tokens_are_what_the_first_layer_reads() -> None:
     from transformers import BertTokenizer
 
@@ -122,57 +110,3 @@ def test_embedded_tokens_are_what_the_first_layer_reads() -> None:
         assert names == ["[CLS]", "a", "b", "a", "[SEP]"]
         assert tokens.shape == (5, zoo.HIDDEN)
         assert tokens.dtype == torch.float64
-
-
-@pytest.mark.parametrize(
-    ("layer", "message"), [(3, "layers 0 to 2"), (-1, "layers 0 to 2"), ("nowhere", "no attention module 'nowhere'")]
-)
-def test_layers_that_are_not_there(layer: int | str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        head_matrices(fresh("bert"), layer)
-
-
-def test_cross_attention_is_refused() -> None:
-    model = fresh("bert", is_decoder=True, add_cross_attention=True)
-    with pytest.raises(ValueError, match="is cross-attention"):
-        head_matrices(model, next(site.path for site in sites(model) if site.cross))
-    assert len(head_matrices(model, 1)) == 4
-
-
-def test_bad_weights_and_heads() -> None:
-    model = fresh("opt")
-    heads = head_matrices(model)
-    for chosen in (4, -1, [0, 9], []):
-        with pytest.raises(ValueError, match="heads 0 to 3"):
-            heads[chosen]
-    assert len(heads[1:3]) == len(heads[[0, 2]]) == 2
-    with torch.no_grad():
-        model.model.decoder.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="not finite"):
-        head_matrices(model, 1)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"method": "rk5"}, "rk4, dopri5, published"),
-        ({"value": "none"}, "'identity', 'head' or a matrix"),
-        ({"value": torch.eye(3)}, "4 x 4 matrix"),
-        ({"step": 2.0}, "0 < step <= time"),
-        ({"step": 0.0}, "0 < step <= time"),
-        ({"record": 0}, "record >= 1"),
-        ({"tokens": torch.zeros(2, 3)}, r"\(N, 4\)"),
-        ({"tokens": torch.full((2, 4), torch.nan)}, "not finite"),
-    ],
-)
-def test_bad_arguments(change: dict[str, Any], message: str) -> None:
-    heads = HeadMatrices.plain(torch.eye(4), torch.eye(4))
-    arguments = {"tokens": torch.zeros(2, 4), "time": 1.0, "step": 0.1} | change
-    with pytest.raises(ValueError, match=message):
-        simulate(arguments.pop("tokens"), heads, **arguments)
-
-
-def test_a_step_that_diverges_is_said() -> None:
-    heads = HeadMatrices.plain(torch.eye(2), torch.eye(2))
-    with pytest.raises(ValueError, match=r"diverged at t = .* use a smaller step"):
-        simulate(random_tokens(5, 2), heads, time=4000, step=10, value=-torch.eye(2))

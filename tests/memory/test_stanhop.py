@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from hf_attn_swap.analysis import record
 from hf_attn_swap.core.probe import Probe
 from hf_attn_swap.memory import STanHopConfig, STanHopForPrediction
 from hf_attn_swap.memory.stanhop import DecoderLayer, Hopfield, Merge, Tandem
@@ -149,56 +147,6 @@ def forecast(model: STanHopForPrediction, past_TC: Tensor, length: int) -> Tenso
 
 
 @every_retrieval
-def test_hopfield_by_its_formula(retrieval: str) -> None:
-    layer = built(Hopfield, retrieval=retrieval)
-    state, stored = 2 * normal(1, 3, 4, 8), 2 * normal(2, 3, 6, 8)
-    keep = torch.arange(6) >= torch.tensor([0, 2, 5])[:, None]
-    got = layer(state, stored, keep)
-    for row in range(3):
-        close(got[row], read(layer, retrieval, state[row], stored[row][keep[row]]), 1e-11)
-    close(layer(state, stored), layer(state, stored, torch.ones_like(keep)))
-
-
-def test_clipped_weights_are_zero_at_what_is_left_out() -> None:
-    """Of a zeta above 1 or a row of one pattern nothing may reach what is hidden."""
-    layer = built(Hopfield, retrieval="clipped_softmax")
-    weights: list[Tensor] = []
-    layer.weights.register_forward_hook(lambda module, args, output: weights.append(output))
-    layer(normal(1, 1, 4, 8), normal(2, 1, 6, 8), torch.tensor([[False, True, True, False, False, False]]))
-    assert not weights[0][..., [0, 3, 4, 5]].any()
-    assert (weights[0] > 0).any()
-
-
-@every_retrieval
-def test_tandem_by_its_formula(retrieval: str) -> None:
-    block, x = built(Tandem, retrieval=retrieval), normal(1, 2, 3, 5, 8)
-    keep = torch.tensor([[True] * 5, [False, False, True, True, True]])
-    for got, sample, kept in zip(block(x, keep), x, keep, strict=True):
-        close(got, tandem(block, retrieval, sample, kept), 1e-11)
-
-
-def test_merge_by_its_formula() -> None:
-    layer, x = built(Merge), normal(1, 2, 3, 5, 8)
-    keep = torch.tensor([[True] * 5, [False, False, False, True, True]])
-    got, kept = layer(x, keep)
-    for row in range(2):
-        wanted, left = merged(layer, x[row], keep[row])
-        close(got[row], wanted)
-        assert torch.equal(kept[row], left)
-    assert kept.tolist() == [[True] * 3, [False, True, True]]
-    wider = built(Merge, merge_size=4)
-    three, _ = wider(x[:, :, :1], keep[:, :1])
-    close(three[0, :, 0], linear(wider.linear, norm(wider.norm, x[0, :, [0, 0, 0, 0]].flatten(1))))
-
-
-def test_decoder_layer_by_its_formula() -> None:
-    layer, x, encoded = built(DecoderLayer), normal(1, 2, 3, 2, 8), normal(2, 2, 3, 5, 8)
-    keep = torch.tensor([[True] * 5, [False, False, True, True, True]])
-    for got, *sample in zip(layer(x, encoded, keep), x, encoded, keep, strict=True):
-        close(got, decoded(layer, "generalized_sparse", *sample), 1e-11)
-
-
-@every_retrieval
 def test_different_lengths_in_one_batch(retrieval: str) -> None:
     """By the formula, as each alone, and whatever stands in the padding; the loss is the mean squared error."""
     model, past, future = built(STanHopForPrediction, retrieval=retrieval), normal(1, 4, 20, 3), normal(2, 4, 7, 3)
@@ -211,36 +159,6 @@ def test_different_lengths_in_one_batch(retrieval: str) -> None:
         close(model(past[row : row + 1, -length:]).prediction_outputs[0], got.prediction_outputs[row])
     close(got.loss, (got.prediction_outputs - future).square().mean())
     assert model(noisy, past_observed_mask=observed, return_dict=False)[0].shape == (4, 7, 3)
-
-
-def test_one_block_and_no_merge() -> None:
-    for changes in (dict(encoder_layers=1), dict(encoder_layers=3, merge_size=1)):
-        model = built(STanHopForPrediction, **changes)
-        assert len(model.model.merge) == 0
-        assert len(model.model.decoder) == changes["encoder_layers"] + 1
-        close(model(normal(1, 1, 20, 3)).prediction_outputs[0], forecast_flat(model, normal(1, 1, 20, 3)[0]), 1e-10)
-
-
-def forecast_flat(model: STanHopForPrediction, past_TC: Tensor) -> Tensor:
-    """As `forecast`, where nothing is merged."""
-    body, retrieval = model.model, model.config.retrieval
-    keep = torch.ones(5, dtype=torch.bool)
-    scales = [norm(body.norm, linear(body.embed, past_TC.T.reshape(3, 5, 4)) + body.past_positions)]
-    for block in body.encoder:
-        scales.append(tandem(block, retrieval, scales[-1], keep))
-    x, total = body.future_positions, torch.zeros(3, 8, dtype=torch.float64)
-    for layer, head, encoded in zip(body.decoder, model.heads, scales, strict=True):
-        x = decoded(layer, retrieval, x, encoded, keep)
-        total = total + linear(head, x).flatten(1)
-    return total[:, :7].T
-
-
-def test_baseline_adds_the_mean_of_what_was_observed() -> None:
-    plain = built(STanHopForPrediction)
-    with_mean = built(STanHopForPrediction, baseline=True)
-    past, observed = normal(1, 1, 20, 3), torch.arange(20)[None] >= 9
-    difference = [m(past, past_observed_mask=observed).prediction_outputs for m in (with_mean, plain)]
-    close(difference[0] - difference[1], past[:, 9:].mean(1, keepdim=True).expand(1, 7, 3))
 
 
 @pytest.mark.parametrize("retrieval", ["softmax", "outeffhop", "sparsemax", "generalized_sparse"])
@@ -307,32 +225,6 @@ def test_every_parameter_learns(retrieval: str) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
-@torch.no_grad()
-def test_the_start() -> None:
-    """A gate starts at 1; positions, prototypes and alpha's logits are drawn; linear maps are PyTorch's."""
-    torch.manual_seed(0)
-    model, plain = STanHopForPrediction(config(retrieval="gated")), STanHopForPrediction(config(retrieval="softmax"))
-    plain.load_state_dict({name: value for name, value in model.state_dict().items() if not name.endswith("gate")})
-    past = torch.randn(2, 20, 3)
-    close(model.eval()(past).prediction_outputs, plain.eval()(past).prediction_outputs, 1e-6)
-    wide = STanHopForPrediction(config(d_model=64, num_prototypes=50))
-    assert float(wide.model.encoder[0].prototypes.std()) == pytest.approx(1, abs=0.1)
-    assert float(wide.model.embed.weight.abs().max()) <= 1 / math.sqrt(4)
-    logits = [module.alpha_logit for module in wide.modules() if isinstance(module, Hopfield)]
-    assert float(torch.cat(logits).std()) > 0.3
-
-
-@pytest.mark.parametrize("retrieval", ["generalized_sparse+gated", "outeffhop+clipped_softmax"])
-def test_saving(retrieval: str, tmp_path: Path) -> None:
-    model = built(STanHopForPrediction, retrieval=retrieval).float()
-    model.save_pretrained(tmp_path)
-    again = STanHopForPrediction.from_pretrained(tmp_path).eval()
-    assert again.config.retrieval == retrieval
-    assert again.config.gamma == -0.2
-    past = torch.randn(2, 20, 3)
-    assert torch.equal(again(past).prediction_outputs, model(past).prediction_outputs)
-
-
 @pytest.mark.parametrize("retrieval", ["softmax", "outeffhop+gated"])
 def test_eight_bits(retrieval: str) -> None:
     """Scores, weights and what is read have 256 values, the heads of the forecast are left out, and all comes back."""
@@ -347,24 +239,12 @@ def test_eight_bits(retrieval: str) -> None:
         for path, probe in probes.items():
             probe.register_forward_hook(lambda module, args, output, path=path: seen.update({path: output}))
         rounded = model(past).prediction_outputs
-        with FlopCounterMode(display=False) as counter:
-            model(past)
-    names = {point.name for point in inside.points}
+    names = {point.name for point in inside}
     assert set(probes) <= names
     assert not any(name.startswith("heads") or "gate" in name for name in names)
     assert all(len(output.unique()) <= 256 for output in seen.values())
-    heads = 3 * 2 * 8 * 3 * 2 * 8 * 4  # three heads, two operations, samples x channels x patches, width x patch
-    assert inside.flops_covered == pytest.approx(1 - heads / counter.get_total_flops(), rel=1e-9)
     assert 0 < (rounded - before).abs().max() < before.abs().max() / 4
     assert torch.equal(model(past).prediction_outputs, before)
-
-
-def test_record_reads_the_decoder() -> None:
-    model = built(STanHopForPrediction).float()
-    with torch.no_grad(), record(model, modules=r"decoder\.\d+\.norm2$") as recording:
-        model(torch.randn(5, 20, 3))
-    assert set(recording.activations) == {f"model.decoder.{layer}.norm2" for layer in range(3)}
-    assert len(recording.activations["model.decoder.0.norm2"].kurtosis) == 15
 
 
 def test_the_papers_size() -> None:
@@ -379,34 +259,12 @@ def test_the_papers_size() -> None:
     assert counts[1] - counts[0] == 81 * 4 * 65  # 35.15m - 35.13m
 
 
-BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "heads": (dict(num_attention_heads=3), "heads do not divide"),
-    "size": (dict(merge_size=0), "merge_size"),
-    "gamma": (dict(gamma=0.1), "at most 0"),
-    "name": (dict(retrieval="softmax1"), "unknown retrieval"),
-    "two": (dict(retrieval="softmax+outeffhop"), "unknown retrieval"),
-    "repeated": (dict(retrieval="gated+gated"), "unknown retrieval"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD_CONFIGS)
-def test_bad_configs(kind: str) -> None:
-    changes, message = BAD_CONFIGS[kind]
-    with pytest.raises(ValueError, match=message):
-        config(**changes)
-
-
-def test_bad_inputs() -> None:
-    model, past = STanHopForPrediction(config()), torch.randn(2, 20, 3)
-    for inputs, message in (
-        (dict(past_values=past[..., :2]), "past_values must be"),
-        (dict(past_values=past[:0]), "past_values must be"),
-        (dict(past_values=torch.cat([past, past], 1)), "40 rows"),
-        (dict(past_values=past[:, :0]), "0 rows"),
-        (dict(past_values=past, memory_values=past[0]), "memory_values must be"),
-        (dict(past_values=past, past_observed_mask=torch.ones(2, 19)), "past_observed_mask must be"),
-        (dict(past_values=past, past_observed_mask=torch.zeros(2, 20)), "in front alone"),
-        (dict(past_values=past, past_observed_mask=torch.arange(20).expand(2, 20) % 3 != 1), "in front alone"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model(**inputs)
+@pytest.mark.parametrize("retrieval", ["generalized_sparse+gated", "outeffhop+clipped_softmax"])
+def test_saving(retrieval: str, tmp_path: Path) -> None:
+    model = built(STanHopForPrediction, retrieval=retrieval).float()
+    model.save_pretrained(tmp_path)
+    again = STanHopForPrediction.from_pretrained(tmp_path).eval()
+    assert again.config.retrieval == retrieval
+    assert again.config.gamma == -0.2
+    past = torch.randn(2, 20, 3)
+    assert torch.equal(again(past).prediction_outputs, model(past).prediction_outputs)

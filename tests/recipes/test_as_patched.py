@@ -36,7 +36,7 @@ def test_perplexity_of_token_ids(tmp_path: Path, monkeypatch: Any, capsys: Any) 
     Dataset.from_dict({"ids": ids.tolist()}).to_parquet(tmp_path / "test.parquet")
     where = [str(tmp_path / "model"), str(tmp_path / "test.parquet"), "--column", "ids", "--length", "8"]
     recipe("as_patched.py", [*where, "--rows", "3", "--try", *CHOICES], monkeypatch)
-    found = rows(capsys.readouterr().out)
+    table = rows(capsys.readouterr().out)
     measured = [{"input_ids": row[None, :8]} for row in ids[:3]]
     eager = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
     with torch.no_grad():
@@ -47,13 +47,13 @@ def test_perplexity_of_token_ids(tmp_path: Path, monkeypatch: Any, capsys: Any) 
         losses = [float(model(**row, labels=row["input_ids"]).loss) for row in measured]
         patch_model(model, "clipped_softmax", gamma=-12 / 512)
         clipped = [float(model(**row, labels=row["input_ids"]).loss) for row in measured]
-    assert list(found) == ["stock", *CHOICES]
-    assert found["stock"] == ["–", "–", f"{math.exp(sum(losses) / 3):.4g}"]
-    assert found[CHOICES[0]] == [f"{sum(shares) / 3:.2%}", f"{max(shares):.2%}", f"{math.exp(sum(clipped) / 3):.4g}"]
+    assert list(table) == ["stock", *CHOICES]
+    assert table["stock"] == ["–", "–", f"{math.exp(sum(losses) / 3):.4g}"]
+    assert table[CHOICES[0]] == [f"{sum(shares) / 3:.2%}", f"{max(shares):.2%}", f"{math.exp(sum(clipped) / 3):.4g}"]
     recipe("as_patched.py", [*where, "--rows", "3", "--fit", "gain", "--try", CHOICES[2]], monkeypatch)
     fitted = rows(capsys.readouterr().out)[CHOICES[2]]
     assert fitted[:2] == ["–", "–"]
-    assert fitted != found[CHOICES[2]]
+    assert fitted != table[CHOICES[2]]
     belief = '{"variant": "belief"}'
     recipe("as_patched.py", [*where, "--rows", "3", "--fit", "scale", "--try", belief], monkeypatch)
     shown = capsys.readouterr()
@@ -71,8 +71,8 @@ def test_an_absorbed_sink(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None
     tokenizer = byte_tokenizer("left")
     more = dict(vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=1, pad_token_id=2)
     model = zoo.build("llama", head="lm", **more)
-    for each in (model, tokenizer):
-        each.save_pretrained(tmp_path / "model")
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
     Dataset.from_dict({"text": [f"Row {index} of many\n" for index in range(20)]}).to_parquet(tmp_path / "a.parquet")
     where = [str(tmp_path / "model"), str(tmp_path / "a.parquet"), "--length", "30", "--rows", "3", "--fit", "sink"]
     sink = '{"variant": "sink"}'

@@ -37,9 +37,9 @@ def asked(command: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...
     monkeypatch.setattr(import_module("hf_attn_swap.training.compare"), "compare", stop)
     python, script, *arguments = command
     assert (python, Path(script).parent) == ("python", Path("recipes"))
-    with pytest.raises(ConvertConfig) as found:
+    with pytest.raises(ConvertConfig) as result:
         recipe(Path(script).name, arguments, monkeypatch)
-    return found.value.args
+    return result.value.args
 
 
 def commands(folder: Path) -> list[list[str]]:
@@ -84,8 +84,3 @@ def test_the_second_command_publishes_what_the_first_one_made(folder: Path, monk
     assert context.params["folder"] == made / f"seed-{model.seeds[0]}" / TRAINED
     assert context.params["results"] == made / RESULTS_FILE
     assert context.params["repo"] == f"your-name/{folder.name}"
-
-
-def test_every_card_has_its_two_commands() -> None:
-    assert CARDS
-    assert all(len(commands(folder)) == 2 for folder in CARDS)

@@ -31,15 +31,15 @@ def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
     )
     module.main()
     text = (tmp_path / "out" / "convert-series.json").read_text("utf-8")
-    found = json.loads(text)
+    result = json.loads(text)
     assert str(tmp_path) not in text
-    assert found["test_windows"] == 29
-    assert list(found["runs"]) == ["belief"]
-    for each in found["runs"].values():
+    assert result["test_windows"] == 29
+    assert list(result["runs"]) == ["belief"]
+    for each in result["runs"].values():
         mean, low, high = each["difference"]
-        assert mean == pytest.approx(each["converted"] - found["stock"], rel=1e-5, abs=1e-9)
+        assert mean == pytest.approx(each["converted"] - result["stock"], rel=1e-5, abs=1e-9)
         assert low <= mean <= high
         assert each["layers"] == 3
-        assert each["converted"] != found["stock"]
+        assert each["converted"] != result["stock"]
     printed = capsys.readouterr().out
-    assert f"| `belief` | {found['stock']:.4f} | {found['runs']['belief']['patched']:.4f} |" in printed
+    assert f"| `belief` | {result['stock']:.4f} | {result['runs']['belief']['patched']:.4f} |" in printed

@@ -49,15 +49,3 @@ def test_record(folders: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: A
         assert run["difference"] == pytest.approx(run["converted"] - record["stock"])
         assert 0 < run["tokens"] <= 700
     assert "| `belief` |" in capsys.readouterr().out
-
-
-def test_options(folders: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: Any) -> None:
-    """They are those of the variant: a window wider than all texts changes nothing."""
-    model, texts, pairs = map(str, folders)
-    out = tmp_path / "out.json"
-    words = ["--model", model, "--texts", texts, "--sts", pairs, "--variants", "window", "--tokens", "1"]
-    for size in (2, 200):
-        recipe("embeddings.py", [*words, "--option", f"window={size}", "sinks=0", "--out", str(out)], monkeypatch)
-        record = json.loads(out.read_text())
-        wide = size == 200
-        assert (record["runs"]["window"]["patched"] == pytest.approx(record["stock"])) is wide

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import BertForSequenceClassification, TrainingArguments
 
 import hf_attn_swap
 from hf_attn_swap.publish.results import RunResult
-from hf_attn_swap.training import TextDataArguments, parse
+from hf_attn_swap.training import parse
 from tests.harness.recipes import RECIPES, needs_recipes, recipe
 
 pytestmark = needs_recipes
@@ -106,29 +105,6 @@ def test_a_task_beside_its_control(task: str, data: Path, tmp_path: Path, lra: A
     assert outcome["settings"]["task"] == task
 
 
-def test_what_is_read(lra: Any) -> None:
-    """[CLS] is 1; tokens count from 2 in the order of TOKENS; bytes are two more than they are."""
-    assert lra.read("listops", "( [MIN 0 9 ] )") == [2, 6, 15, 16]
-    assert lra.read("text", "Aé") == [ord("A") + 2, 0xC3 + 2, 0xA9 + 2]
-    rows = Dataset.from_dict({"a": ["abc", "x"], "b": ["de", ""], "labels": [0, 1]})
-    single = lra.encode(rows, "text", TextDataArguments(dataset_name="x", text_column_names=["a"], max_seq_length=3))
-    assert single["input_ids"][:] == [[1, 99, 100], [1, 122]]
-    assert single["labels"][:] == [0, 1]
-    pairs = lra.encode(
-        rows, "matching", TextDataArguments(dataset_name="x", text_column_names=["a", "b"], max_seq_length=4)
-    )
-    assert pairs["input_ids"][:] == [[[1, 99, 100, 101], [1, 102, 103]], [[1, 122], [1]]]
-    batch = lra.collate([pairs[0], pairs[1]])
-    assert batch["input_ids"].tolist()[1] == [[1, 122, 0, 0], [1, 0, 0, 0]]
-    assert batch["attention_mask"].tolist() == [[[1, 1, 1, 1], [1, 1, 1, 0]], [[1, 1, 0, 0], [1, 0, 0, 0]]]
-    assert batch["labels"].tolist() == [0, 1]
-    unlabelled = lra.collate([{"input_ids": [1, 5]}, {"input_ids": [1, 5, 6]}])
-    assert {name: values.shape for name, values in unlabelled.items()} == {
-        "input_ids": (2, 3),
-        "attention_mask": (2, 3),
-    }
-
-
 @pytest.mark.parametrize("variant", ["softmax", "simpletron_resl", "outeffhop", "modern_hopfield"])
 def test_pairs_are_encoded_alike_and_alone(variant: str, lra: Any) -> None:
     """The head sees [a, b, a * b, a - b] of what the encoder makes of each text without padding."""
@@ -140,49 +116,13 @@ def test_pairs_are_encoded_alike_and_alone(variant: str, lra: Any) -> None:
     model.head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     with torch.no_grad():
         batch = lra.collate([{"input_ids": pair, "labels": index} for index, pair in enumerate(texts)])
-        found = model(**batch)
+        result = model(**batch)
         for pair, features in zip(texts, seen[0], strict=True):
             a, b = (model.bert(torch.tensor([text])).last_hidden_state[0, 0] for text in pair)
             torch.testing.assert_close(features, torch.cat([a, b, a * b, a - b]))
     assert seen[0][1, -16:].abs().max() < 1e-6, "equal texts"
-    assert found.logits.shape == (2, 2)
-    torch.testing.assert_close(found.loss, torch.nn.functional.cross_entropy(found.logits, batch["labels"]))
-
-
-@pytest.mark.parametrize(
-    ("task", "words", "message"),
-    [
-        ("listops", (), r"row 1: unknown token '\[AVG'; known: \[MIN"),
-        (
-            "text",
-            ("--text_column_names", "text", "text2"),
-            "--task text reads 1 of --text_column_names, got text text2",
-        ),
-        ("matching", ("--text_column_names", "text1"), "--task matching reads 2 of --text_column_names, got text1"),
-        ("text", ("--model_name_or_path", "gpt2"), "--model_name_or_path is bert, not gpt2"),
-        ("text", ("--config_overrides", '{"layers": 2}'), "BertConfig has no 'layers'"),
-    ],
-)
-def test_one_line(
-    task: str, words: tuple[str, ...], message: str, data: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    flags = options(data, task, tmp_path / "out", *words)
-    if task == "listops":
-        write(tmp_path / "rows.csv", ["text"], [["[MIN 1 2 ]"], ["[AVG 1 2 ]"]])
-        flags[flags.index("--dataset_name") : flags.index("--dataset_name") + 2] = [
-            "--train_file",
-            str(tmp_path / "rows.csv"),
-        ]
-        flags += ["--test_file", str(tmp_path / "rows.csv")]
-    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-        recipe("lra.py", flags, monkeypatch)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_missing_text_is_no_text(lra: Any) -> None:
-    rows = Dataset.from_dict({"text": ["a", None]})
-    with pytest.raises(ValueError, match="row 1: a text is missing"):
-        lra.encode(rows, "text", TextDataArguments(dataset_name="any"))
+    assert result.logits.shape == (2, 2)
+    torch.testing.assert_close(result.loss, torch.nn.functional.cross_entropy(result.logits, batch["labels"]))
 
 
 @pytest.mark.parametrize("name", ["lra_listops", "lra_text", "lra_matching", "lra_listops_small", "lra_text_small"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,11 +52,11 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         out = tmp_path / "out"
         monkeypatch.setattr(sys, "argv", [name, f"--out={out}", *flags])
         importlib.import_module(name).main()
-        found = json.loads((out / f"{name}.json").read_text())
+        result = json.loads((out / f"{name}.json").read_text())
         for picture in out.glob("*.png"):
             with Image.open(picture) as image:
                 assert min(image.size) > 100
-        return {**found, "pictures": sorted(path.name for path in out.glob("*.png"))}
+        return {**result, "pictures": sorted(path.name for path in out.glob("*.png"))}
 
     return call
 
@@ -82,13 +81,13 @@ def memory_flags(folder: Path) -> list[str]:
 
 
 def test_memory(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run("memory", *memory_flags(idx))
-    assert found["pictures"] == ["memory.png", "recall.png"]
-    assert found["options"]["sizes"] == [2, 10]
-    rows = {(row["sweep"], row["value"], row["normalizer"]): row for row in found["rows"]}
+    result = run("memory", *memory_flags(idx))
+    assert result["pictures"] == ["memory.png", "recall.png"]
+    assert result["options"]["sizes"] == [2, 10]
+    rows = {(row["sweep"], row["value"], row["normalizer"]): row for row in result["rows"]}
     asked = [("size", 2.0), ("size", 10.0), ("noise", 0.0), ("noise", 3.0), ("steps", 1.0), ("steps", 9.0)]
     assert list(rows) == [(*each, name) for each in asked for name in (*NORMALIZERS, MEAN)]
-    for row in found["rows"]:
+    for row in result["rows"]:
         assert len(row["success"]) == len(row["error"]) == 2
     for name in (*NORMALIZERS, MEAN):  # the last two sweeps begin with what the first has measured
         assert rows["size", 10.0, name] | {"sweep": "steps", "value": 1.0} == rows["steps", 1.0, name]
@@ -100,71 +99,18 @@ def test_memory(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None
     assert "| size 10 |" in capsys.readouterr().out
 
 
-def test_two_patterns_without_noise_are_recalled(idx: Path, run: Run) -> None:
-    flags = ["--noises", "0.0", "--noise_size=2", "--sizes", "2", "--seeds=3", "--beta=10", "--steps=3"]
-    found = run("memory", *memory_flags(idx), *flags)
-    for row in found["rows"]:
-        if row["sweep"] == "noise" and row["normalizer"] != MEAN:
-            assert row["success"] == [1.0, 1.0, 1.0]
-    found = run("memory", *memory_flags(idx), *flags, "--threshold=-1")
-    assert not any(sum(row["success"]) for row in found["rows"])
-
-
-def test_upper_half_and_the_mean(run: Run) -> None:
-    recipe = importlib.import_module("memory")
-    images = torch.arange(1.0, 13).view(2, 1, 3, 2)
-    assert recipe.upper_half(images).tolist() == [[[[1, 2], [3, 4], [0, 0]]], [[[7, 8], [9, 10], [0, 0]]]]
-    means = recipe.retrieve(MEAN, images, images, 1.0, 1)
-    assert means.tolist() == [[[[4, 5], [6, 7], [8, 9]]]] * 2
-
-
-def test_parquet(tmp_path: Path, run: Run) -> None:
-    datasets = importlib.import_module("datasets")
-    images, labels = pictures(24)
-    rows = {"img": [Image.fromarray(np.stack([image] * 3, -1)) for image in images], "label": labels.tolist()}
-    features = datasets.Features({"img": datasets.Image(), "label": datasets.Value("int64")})
-    datasets.Dataset.from_dict(rows, features).to_parquet(str(tmp_path / "train_24.parquet"))
-    found, numbers = importlib.import_module("images").read_images(tmp_path, "train")
-    torch.testing.assert_close(found, torch.from_numpy(images)[:, None].expand(-1, 3, -1, -1) / 255)
-    assert numbers.tolist() == labels.tolist()
-    assert len(run("memory", *memory_flags(tmp_path))["rows"]) == 6 * (len(NORMALIZERS) + 1)
-
-
-def test_refusals(idx: Path, tmp_path: Path, run: Run) -> None:
-    with pytest.raises(ValueError, match=r"40 images; choose smaller --sizes"):
-        run("memory", f"--dataset={idx}", "--sizes", "41")
-    with pytest.raises(ValueError, match=r"neither train-images-idx3-ubyte.gz nor train\*.parquet; name their folder"):
-        run("memory", f"--dataset={tmp_path}")
-    with pytest.raises(ValueError, match="choose bits, or mnist with --dataset"):
-        run("multiple_instance", "--tasks", "mnist")
-
-
-def test_what_is_refused_is_one_line(idx: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, flags, message in (
-        (
-            "memory",
-            [f"--dataset={idx}", "--sizes", "5", "--noise_size=5", "--normalizers", "sofmax"],
-            "choose one of out",
-        ),
-        ("multiple_instance", ["--tasks", "mnist"], "choose bits, or mnist with --dataset"),
-    ):
-        monkeypatch.setattr(sys, "argv", [name, *flags])
-        with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-            runpy.run_path(str(RECIPES / f"{name}.py"), run_name="__main__")
-
-
 def test_multiple_instance(idx: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--bags=64", "--bag_sizes", "3", "--epochs=8", "--seeds=2", "--bits=4", "--signals=2", "--digit=3"]
-    found = run("multiple_instance", f"--dataset={idx}", *sizes, "--learning_rate=0.02")
-    assert found["pictures"] == ["multiple_instance.png"]
-    cells = [(row["task"], row["bag_size"], row["normalizer"]) for row in found["rows"]]
+    result = run("multiple_instance", f"--dataset={idx}", *sizes, "--learning_rate=0.02")
+    assert result["pictures"] == ["multiple_instance.png"]
+    cells = [(row["task"], row["bag_size"], row["normalizer"]) for row in result["rows"]]
     assert cells == [(task, 3, name) for task in ("bits", "mnist") for name in NORMALIZERS]
-    for row in found["rows"]:
+    for row in result["rows"]:
         assert len(row["accuracy"]) == 2
         assert [len(curve) for curve in row["loss"]] == [8, 8]
         assert all(curve[-1] < curve[0] for curve in row["loss"])
         assert row["mean"] == pytest.approx(sum(row["accuracy"]) / 2)
-    easy = [row["mean"] for row in found["rows"] if row["task"] == "mnist" and row["normalizer"] == "outeffhop"]
+    easy = [row["mean"] for row in result["rows"] if row["task"] == "mnist" and row["normalizer"] == "outeffhop"]
     assert min(easy) > 0.8  # a bright column at one of four places is no puzzle
     assert "| bits, 3 per bag |" in capsys.readouterr().out
 

@@ -21,13 +21,13 @@ CHANNEL = 3  # of the outlier
 
 def largest(model: Any, ids: torch.Tensor) -> float:
     """The largest number that a norm reads."""
-    found: list[float] = []
+    results: list[float] = []
     for module in model.eval().modules():
         if is_norm(module):
-            module.register_forward_pre_hook(lambda _, args: found.append(float(args[0].detach().abs().max())))
+            module.register_forward_pre_hook(lambda _, args: results.append(float(args[0].detach().abs().max())))
     with torch.no_grad():
         model(input_ids=ids)
-    return max(found)
+    return max(results)
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])

@@ -28,12 +28,11 @@ def test_outliers_of_two_runs(tiny: Path, tmp_path: Path, monkeypatch: Any, caps
     own = ("--runs", "softmax", "outeffhop", "--record_rows", "8", "--range_rows", "16", "--integer", "false")
     arguments = ["text_classification", *options(tiny, tmp_path, *own, "--figures", str(figures))]
     recipe("outliers.py", arguments, monkeypatch)
-    found = json.loads(figures.read_text("utf-8"))
-    assert list(found["runs"]) == ["softmax", "outeffhop"]
-    plain, swapped = found["runs"].values()
+    result = json.loads(figures.read_text("utf-8"))
+    assert list(result["runs"]) == ["softmax", "outeffhop"]
+    plain, swapped = result["runs"].values()
     assert plain["entropy"] > swapped["entropy"] > 0, "softmax_1 takes weight away"
     assert plain["fake_cost"][0] == pytest.approx(plain["fake_w8a8"] - plain["accuracy"])
-    assert 0 < plain["flops_covered"] < 1, "the head is not covered"
     assert len(plain["similarity"]) == len(plain["entropy_by_layer"]) == 2
     with pytest.raises(SystemExit, match="there is no model in"):
         recipe("outliers.py", [*arguments, "--runs", "modern_hopfield"], monkeypatch)
@@ -49,9 +48,3 @@ def test_rank_collapse_by_the_skip() -> None:
     assert max(last[0.0, 0.0]["high"], last[0.0, 0.5]["high"]) < 1e-6
     assert min(last[0.5, 0.0]["low"], last[0.5, 0.5]["low"]) > 0.3
     assert study["table"](rows).count("\n") == 13
-
-
-def test_cost_of_a_simulation_checks_its_loop() -> None:
-    row = runpy.run_path(str(RECIPES.parent / "benchmarks" / "dynamics_cost.py"))["measure"](6, 8, 2, 3)
-    assert (row["tokens"], row["width"]) == (6, 8)
-    assert row["seconds"] > 0 < row["loop_seconds"]

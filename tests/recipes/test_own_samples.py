@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.harness.byte_tokenizer import byte_tokenizer
 from tests.harness.recipes import NO_SAVING, needs_recipes, recipe
 
 pytestmark = needs_recipes
@@ -75,33 +74,6 @@ def test_curve(tiny_lm: Path, samples: Path, tmp_path: Path, monkeypatch: Any) -
         recipe("distil_curve.py", [*words[:-1], str(out), "--rows", "4", "--variants", "belief"], monkeypatch)
 
 
-def test_curve_of_texts(tiny_lm: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Texts are joined and cut into rows; the test texts may lie in another folder."""
-    byte_tokenizer("left").save_pretrained(tiny_lm)
-    model = LlamaForCausalLM.from_pretrained(tiny_lm)
-    model.resize_token_embeddings(300)
-    model.save_pretrained(tiny_lm)
-    texts = Dataset.from_dict({"text": ["a film of three hours", "and a short one"] * 8})
-    for folder, part in (("data", "train"), ("other", "test")):
-        (tmp_path / folder).mkdir()
-        texts.to_parquet(tmp_path / folder / f"{part}.parquet")
-    out = tmp_path / "curve.json"
-    words = ["--model", str(tiny_lm), "--data", str(tmp_path / "data"), "--test_data", str(tmp_path / "other")]
-    sizes = ["--length", "16", "--rows", "2", "--tokens", "64", "--out", str(out)]
-    recipe("distil_curve.py", [*words, *sizes, "--variants", "simpletron_resl"], monkeypatch)
-    points = json.loads(out.read_text())["runs"]["simpletron_resl"]
-    assert [point["tokens"] for point in points] == [0, 64]
-    kl = {}
-    for kind in ("constant_with_warmup", "inverse_sqrt"):
-        sizes = ["--length", "16", "--rows", "1", "--tokens", "128", "--out", str(tmp_path / f"{kind}.json")]
-        rates = ["--lr_scheduler_type", kind, "--warmup_steps", "1", "--learning_rate", "1e-2"]
-        recipe("distil_curve.py", [*words, *sizes, *rates, "--variants", "simpletron_resl"], monkeypatch)
-        record = json.loads((tmp_path / f"{kind}.json").read_text())
-        assert record["options"]["warmup_steps"] == 1
-        kl[kind] = record["runs"]["simpletron_resl"][-1]["kl"]
-    assert kl["constant_with_warmup"] != pytest.approx(kl["inverse_sqrt"], rel=1e-3)
-
-
 def reading(model: Path, samples: Path) -> list[str]:
     """The arguments of the recipe that name the model and its rows of 16 token ids."""
     data = ["--dataset_name", str(samples), "--text_column_names", "input_ids", "--max_seq_length", "16"]
@@ -128,22 +100,3 @@ def test_language_model_recipe_reads_token_ids(tiny_lm: Path, samples: Path, tmp
     assert 0 < measured["agreement"] < 1
     assert result["steps"] == ["distil"]
     assert any("320 tokens, LoRA of rank 4" in sentence for sentence in result["conversion"])
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
-def test_shorter_rows_to_train_on_and_another_precision(
-    tiny_lm: Path, samples: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    words = [
-        *reading(tiny_lm, samples),
-        *("--train_length", "8", "--dtype", "bfloat16", "--variant", "softmax", "--num_train_epochs", "0"),
-        *("--report_to", "none", "--use_cpu", "true", "--dataloader_pin_memory", "false", "--disable_tqdm", "true"),
-        *("--train_tokens", "80", "--output_dir", str(tmp_path / "run"), *NO_SAVING),
-    ]
-    recipe("language_modeling.py", words, monkeypatch)
-    outcome = json.loads((tmp_path / "run/softmax/seed-0/outcome.json").read_text())
-    assert outcome["rows"]["train"] == 10  # 80 tokens in rows of 8
-    assert outcome["settings"]["dtype"] == "bfloat16"
-    assert outcome["conversion"][0] == "Attention replaced by softmax, weights kept, in bfloat16."
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "run/softmax/seed-0/model", dtype="auto")
-    assert model.dtype == torch.bfloat16

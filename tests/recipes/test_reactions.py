@@ -35,7 +35,7 @@ def test_a_masked_model_on_rows_of_reactions(tmp_path: Path, monkeypatch: Any) -
     words += ["--objective", "masked", "--text_column_names", "input_ids", "--max_seq_length", "16"]
     words += ["--max_steps", "2", "--variant", "belief", "--output_dir", str(tmp_path / "runs"), *NO_SAVING]
     recipe("language_modeling.py", words, monkeypatch)
-    found = json.loads((tmp_path / "runs" / "belief" / "results.json").read_text("utf-8"))
-    assert found["task"] == "fill-mask"
-    assert found["converted"]["metrics"][0]["name"] == "perplexity"
-    assert found["converted"]["metrics"][0]["values"][0] > 1
+    result = json.loads((tmp_path / "runs" / "belief" / "results.json").read_text("utf-8"))
+    assert result["task"] == "fill-mask"
+    assert result["converted"]["metrics"][0]["name"] == "perplexity"
+    assert result["converted"]["metrics"][0]["values"][0] > 1

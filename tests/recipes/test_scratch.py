@@ -10,10 +10,8 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as Picture
-from transformers import AutoModelForImageClassification
 
 from hf_attn_swap import patch_model
-from hf_attn_swap.training import scratch_config
 from hf_attn_swap.training.recipes import skip_free
 from tests.harness.recipes import NO_SAVING, needs_recipes, recipe
 
@@ -67,18 +65,18 @@ def test_language_models_of_bytes(model: str, tmp_path: Path, monkeypatch: Any) 
         *("--train_file", str(text), "--test_file", str(text), "--max_steps", "30", "--variant", "modern_hopfield"),
     )
     recipe("language_modeling.py", [*words, *USUAL, "--output_dir", str(tmp_path)], monkeypatch)
-    found = json.loads((tmp_path / "modern-hopfield" / "results.json").read_text("utf-8"))
-    assert found["base"]["relation"] == "scratch"
-    assert found["base"]["name"] == model
-    for measured in (found["converted"], found["control"]):
+    result = json.loads((tmp_path / "modern-hopfield" / "results.json").read_text("utf-8"))
+    assert result["base"]["relation"] == "scratch"
+    assert result["base"]["name"] == model
+    for measured in (result["converted"], result["control"]):
         (metric,) = measured["metrics"]
         assert metric["name"] == "perplexity", "before the training there is nothing to convert"
         assert metric["values"][0] < 20, "five bytes that repeat are soon learnt; chance is 384"
     card = (tmp_path / "modern-hopfield" / "README.md").read_text("utf-8")
     assert "from random weights" in card
-    assert "16" in found["conversion"][0]
-    assert "bytes as tokens" in found["conversion"][0]
-    assert found["conversion"][1].startswith("Trained for 30 steps on ")
+    assert "16" in result["conversion"][0]
+    assert "bytes as tokens" in result["conversion"][0]
+    assert result["conversion"][1].startswith("Trained for 30 steps on ")
     assert "base_model" not in card
 
 
@@ -91,46 +89,6 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
         features = Features({"img": Image(), "label": ClassLabel(names=["dark", "bright"])})
         Dataset.from_list(rows, features=features).to_parquet(folder / f"{split}.parquet")
     return folder
-
-
-@pytest.mark.parametrize("skip_free", [False, True])
-def test_small_vits(skip_free: bool, pictures: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    words = (
-        *(
-            "--model_name_or_path",
-            "vit",
-            "--config_overrides",
-            json.dumps(VIT),
-            "--image_size",
-            "8",
-            "--image_column_name",
-            "img",
-        ),
-        *(
-            "--dataset_name",
-            str(pictures),
-            "--max_steps",
-            "12",
-            "--variant",
-            "modern_hopfield",
-            "--skip_free",
-            str(skip_free),
-        ),
-    )
-    recipe("image_classification.py", [*words, *USUAL, "--output_dir", str(tmp_path)], monkeypatch)
-    found = json.loads((tmp_path / "modern-hopfield" / "results.json").read_text("utf-8"))
-    assert found["modules"] == 2
-    assert found["control"]["metrics"][0]["values"][0] == 1.0
-    assert ("without residual connections" in found["conversion"][0]) is skip_free
-    trained = tmp_path / "modern-hopfield" / "seed-0" / "model"
-    if skip_free:
-        with pytest.raises(ValueError, match="skip_free_vit"):
-            AutoModelForImageClassification.from_pretrained(trained)
-    else:
-        assert (
-            AutoModelForImageClassification.from_pretrained(trained).config.attn_swap["swaps"][0]["variant"]
-            == "modern_hopfield"
-        )
 
 
 def test_a_layer_without_skips_loses_what_attention_does_not_read() -> None:
@@ -146,53 +104,3 @@ def test_a_layer_without_skips_loses_what_attention_does_not_read() -> None:
     normed = layer.layernorm_before(model.vit.embeddings(pixels))
     expected = model.classifier(model.vit.layernorm(layer.mlp(layer.layernorm_after(normed)))[:, 0])
     torch.testing.assert_close(model(pixels).logits, expected)
-
-
-def test_refusals(pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    words = [
-        "--model_name_or_path",
-        "vit",
-        "--dataset_name",
-        str(pictures),
-        "--image_column_name",
-        "img",
-        "--output_dir",
-        str(tmp_path),
-    ]
-    for more, message in (
-        (("--skip_free", "true"), "--skip_free and --config_overrides need --from_scratch"),
-        (("--from_scratch", "true", "--config_overrides", '{"num_labels": 3}'), "'num_labels' follows from the data"),
-        (("--from_scratch", "true", "--config_overrides", '{"to_dict": 3}'), "ViTConfig has no 'to_dict'"),
-        (
-            ("--from_scratch", "true", "--skip_free", "true", "--model_name_or_path", "deit"),
-            "for the architecture vit, got deit",
-        ),
-        (("--from_scratch", "true", "--config_overrides", "[1]"), "must be a JSON object"),
-        (("--from_scratch", "true", "--config_overrides", "{"), "must be a JSON object"),
-        (("--from_scratch", "true", "--config_overrides", '{"width": 3}'), "ViTConfig has no 'width'"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            recipe("image_classification.py", [*words, *more], monkeypatch)
-        assert message in f"{stopped.value} {capsys.readouterr().err}"
-
-
-def test_bytes_need_random_weights(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Bytes are tokens of every vocabulary, and mean nothing to it."""
-    with pytest.raises(SystemExit):
-        recipe(
-            "language_modeling.py",
-            ["--model_name_or_path", "x", "--dataset_name", "y", "--tokenizer_name", "bytes"],
-            monkeypatch,
-        )
-    assert "--tokenizer_name and --config_overrides need --from_scratch" in capsys.readouterr().err
-
-
-def test_sizes_follow_from_what_is_given(tmp_path: Path) -> None:
-    """Widths that a configuration derives are derived anew."""
-    config = scratch_config("llama", json.dumps(SIZES["llama"]), vocab_size=384)
-    assert (config.head_dim, config.vocab_size) == (8, 384)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="states head_dim = 8; give it beside hidden_size"):
-        scratch_config(str(tmp_path), '{"hidden_size": 32}')
-    wider = scratch_config(str(tmp_path), '{"hidden_size": 32, "head_dim": 16}')
-    assert (wider.hidden_size, wider.head_dim) == (32, 16)

@@ -60,29 +60,29 @@ def run(module: Any, series: Path, out: Path, *flags: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["stanhop", "--dataset", str(series), "--out", str(out), *FLAGS, *flags])
         module.main()
-    found: dict[str, Any] = json.loads((out / "stanhop.json").read_text("utf-8"))
-    return found
+    result: dict[str, Any] = json.loads((out / "stanhop.json").read_text("utf-8"))
+    return result
 
 
 def test_end_to_end(module: Any, series: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     out, names = tmp_path / "out", ["softmax", "generalized_sparse", "outeffhop+gated"]
-    found = run(module, series, out, "--seeds", "1", "--retrievals", *names)
-    assert found["compared"]["outeffhop+gated"]["kurtosis"]["difference"] is None, "one seed has no interval"
-    found = run(module, series, out, "--seeds", "2", "--retrievals", *names)
-    assert set(found["runs"]) == {f"{name}/{seed}" for name in names for seed in (0, 1)}
-    assert found["options"]["data"] == "series.csv"
+    result = run(module, series, out, "--seeds", "1", "--retrievals", *names)
+    assert result["compared"]["outeffhop+gated"]["kurtosis"]["difference"] is None, "one seed has no interval"
+    result = run(module, series, out, "--seeds", "2", "--retrievals", *names)
+    assert set(result["runs"]) == {f"{name}/{seed}" for name in names for seed in (0, 1)}
+    assert result["options"]["data"] == "series.csv"
     assert str(tmp_path) not in (out / "stanhop.json").read_text("utf-8")
-    assert found["test_windows"] == 29
-    for key, each in found["runs"].items():
+    assert result["test_windows"] == 29
+    for key, each in result["runs"].items():
         table = np.load(out / f"{key.replace('/', '-')}.npy")
         assert table.shape == (3, 29)
         assert [each[name] for name in ("mse", "mae", "w8a8")] == pytest.approx(table.mean(1).tolist(), rel=1e-5)
         assert len(each["losses"]) == 4
         assert 0.9 < each["covered"] < 1
         assert ("alphas" in each) == key.startswith("generalized")
-    for name, figures in found["compared"].items():
+    for name, figures in result["compared"].items():
         for figure, each in figures.items():
-            pairs = [[found["runs"][f"{one}/{seed}"][figure] for seed in (0, 1)] for one in (name, "softmax")]
+            pairs = [[result["runs"][f"{one}/{seed}"][figure] for seed in (0, 1)] for one in (name, "softmax")]
             mean, low, high = each["difference"]
             assert mean == pytest.approx(np.subtract(*pairs).mean(), rel=1e-4, abs=1e-7)
             assert low <= mean <= high
@@ -94,7 +94,7 @@ def test_end_to_end(module: Any, series: Path, tmp_path: Path, capsys: Any, monk
     assert "last value: mse" in capsys.readouterr().out
     # what ended is not run again, and other options need another folder
     monkeypatch.setattr(module, "run", lambda *_: pytest.fail("this run is in the record"))
-    assert run(module, series, out, "--seeds", "2", "--retrievals", *names)["runs"] == found["runs"]
+    assert run(module, series, out, "--seeds", "2", "--retrievals", *names)["runs"] == result["runs"]
     with pytest.raises(SystemExit, match="made with another width"):
         run(module, series, out, "--seeds", "2", "--retrievals", *names, "--width", "16")
 
@@ -116,10 +116,3 @@ def test_the_figures_are_the_models(module: Any, series: Path, tmp_path: Path) -
     assert squared[0] == pytest.approx(missed.square().mean().item(), rel=1e-5)
     assert absolute[0] == pytest.approx(missed.abs().mean().item(), rel=1e-5)
     assert module.run("outeffhop", 1, data)[0]["mse"] == pytest.approx(float(squared.mean()), rel=1e-6)
-
-
-def test_few_windows_have_no_interval(module: Any) -> None:
-    assert module.window_interval([[1.0] * 19], [[0.5] * 19], 2) is None
-    assert module.window_interval([[1.0] * 20], [[0.5] * 20], 2) == [0.5, 0.5, 0.5]
-    with pytest.raises(ValueError, match="--every must divide --horizon"):
-        module.Options(dataset=Path("a.csv"), horizon=24, every=5)

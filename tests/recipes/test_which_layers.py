@@ -12,7 +12,6 @@ from datasets import Dataset
 from transformers import BertTokenizerFast, LlamaConfig, LlamaForCausalLM
 
 from docs.tables import conversions
-from docs.tables.names import canonical_label
 from tests.harness.recipes import needs_recipes, recipe
 
 pytestmark = needs_recipes
@@ -43,12 +42,12 @@ def test_rules_are_compared(words: list[str], tmp_path: Path, monkeypatch: pytes
     out = tmp_path / "found.json"
     recipe("which_layers.py", [*words, "--counts", "2", "--rules", "auto", "last", "--out", str(out)], monkeypatch)
     record = json.loads(out.read_text())
-    found = {(run["rule"], run["count"]): run for run in record["runs"]}
-    assert set(found) == {("auto", 2), ("last", 2)}
-    assert found["last", 2]["layers"] == [2, 3]
+    by_name = {(run["rule"], run["count"]): run for run in record["runs"]}
+    assert set(by_name) == {("auto", 2), ("last", 2)}
+    assert by_name["last", 2]["layers"] == [2, 3]
     costs = {int(index): lost["divergence"] for index, lost in record["sensitivity"]["layers"].items()}
-    assert found["auto", 2]["layers"] == sorted(sorted(costs, key=lambda index: costs[index])[:2])
-    assert all(run["tokens"] == 512 and run["of"] == 4 for run in found.values())
+    assert by_name["auto", 2]["layers"] == sorted(sorted(costs, key=lambda index: costs[index])[:2])
+    assert all(run["tokens"] == 512 and run["of"] == 4 for run in by_name.values())
     assert out.with_suffix(".png").stat().st_size > 5_000
     said = capsys.readouterr().out
     assert "last, 2 layers" in said
@@ -61,18 +60,3 @@ def test_rules_are_compared(words: list[str], tmp_path: Path, monkeypatch: pytes
         recipe("which_layers.py", [*words, "--hidden", "1", "--out", str(out)], monkeypatch)
     monkeypatch.setattr(conversions, "LAYERS", (out,))
     assert conversions.layers_table().count("| 2 of 4 |") == 2
-
-
-def test_published_tables() -> None:
-    """Each run and each context has its row."""
-    runs = json.loads(conversions.CURVE.read_text())["runs"]
-    assert all(f"| `{canonical_label(name)}` |" in conversions.curve_table() for name in runs)
-    rows = [run for path in conversions.LAYERS for run in json.loads(path.read_text())["runs"]]
-    assert len(conversions.layers_table().splitlines()) == 2 + len(rows)
-    for texts, path in conversions.EMBEDDINGS.items():
-        embedded = json.loads(path.read_text())["runs"]
-        assert all(f"| `{name}` | {texts} |" in conversions.embeddings_table() for name in embedded)
-    contexts = json.loads(conversions.DECODE.read_text())["options"]["contexts"]
-    assert [line.split(" | ")[0] for line in conversions.decoding_table().splitlines()[2:]] == [
-        f"| {context:,}" for context in contexts
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -68,12 +67,6 @@ def test_a_wrong_name_lists_the_names(
     assert told.count("\n") == 1
 
 
-def test_options_win_over_a_configuration() -> None:
-    model, *_ = parse(classes("text_classification"), ["ag_news", "--model_name_or_path", "own", "--use_cpu", "true"])
-    assert model.model_name_or_path == "own"
-    assert json.loads(model.options) == {}
-
-
 @pytest.mark.parametrize("typed", [True, False], ids=["typed", "in a file"])
 def test_later_data_and_models_replace_what_a_configuration_says_of_its_own(typed: bool, tmp_path: Path) -> None:
     values = {"model_name_or_path": "gpt2", "train_file": "a.csv", "test_file": "b.csv", "max_eval_samples": "7"}
@@ -90,9 +83,3 @@ def test_later_data_and_models_replace_what_a_configuration_says_of_its_own(type
     assert (model.model_name_or_path, own.card_name) == ("gpt2", None)
     assert data.text_column_names == ["premise", "hypothesis"], "what is no place of data stays"
     assert training.output_dir == "runs/mnli"
-
-
-def test_another_set_has_no_configuration_of_the_first() -> None:
-    words = ["glue_rte", "--dataset_name=own/rows", "--use_cpu", "true"]
-    _, data, _, own, _ = parse(classes("text_classification"), words, recipe="text_classification")
-    assert (data.dataset_name, data.dataset_config_name, own.card_name) == ("own/rows", None, None)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from datasets import ClassLabel, Dataset, Features, Image
-from PIL import Image as Picture
 from transformers import (
-    AutoImageProcessor,
-    AutoModelForImageClassification,
     BeitConfig,
     BeitModel,
     Dinov2Config,
@@ -23,13 +17,10 @@ from transformers import (
     SwinForImageClassification,
     ViTConfig,
     ViTForImageClassification,
-    ViTImageProcessorPil,
-    pipeline,
 )
 
 from hf_attn_swap.training.image_size import resized
 from tests.contract.harness import refused
-from tests.harness.recipes import recipe
 
 SIZES: dict[str, Any] = {"image_size": 16, "patch_size": 4, "hidden_size": 16, "num_attention_heads": 2}
 MODELS = {
@@ -64,46 +55,7 @@ def test_outputs_are_those_of_interpolated_positions(name: str, tmp_path: Path) 
     assert model.config.image_size == 16, "the model that was given stays as it is"
 
 
-def test_the_same_size_changes_nothing() -> None:
-    model = made("vit")
-    assert resized(model, 16) is model
-    assert resized(model, None) is model
-
-
-def test_half_precision_and_modes_stay() -> None:
-    model = made("vit").to(torch.bfloat16).train()
-    own = resized(model, 24)
-    assert own.dtype == torch.bfloat16
-    assert own.training
-
-
 def test_weights_that_depend_on_the_size_are_refused() -> None:
     sizes = SIZES | {"num_hidden_layers": 1, "intermediate_size": 32, "use_relative_position_bias": True}
     with refused("BeitModel cannot take images of 24 pixels instead of 16; leave out --image_size."):
         resized(BeitModel(BeitConfig(**sizes)), 24)
-
-
-def test_a_recipe_saves_a_model_that_takes_images_by_itself(tmp_path: Path, monkeypatch: Any) -> None:
-    """A pipeline, which knows nothing of the recipe, gives the predictions that the recipe measured."""
-    made("vit").save_pretrained(tmp_path / "stock")
-    ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "stock")
-    try:
-        transformers.AutoImageProcessor.from_pretrained(tmp_path / "stock")
-    except ImportError as problem:
-        pytest.skip(f"transformers {transformers.__version__} reads images with torchvision alone: {str(problem)[:60]}")
-    noise = torch.randint(0, 256, (24, 24, 24, 3), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    pictures = [Picture.fromarray(each.numpy()) for each in noise]
-    features = Features({"image": Image(), "label": ClassLabel(names=["dark", "bright"])})
-    for split in ("train", "test"):
-        rows = [{"image": picture, "label": place % 2} for place, picture in enumerate(pictures)]
-        Dataset.from_list(rows, features=features).to_parquet(tmp_path / "data" / f"{split}.parquet")
-    words = ["--model_name_or_path", str(tmp_path / "stock"), "--dataset_name", str(tmp_path / "data")]
-    words += ["--image_size", "8", "--max_steps", "3", "--variant", "softmax", "--seeds", "0", "--use_cpu", "true"]
-    recipe("image_classification.py", [*words, "--output_dir", str(tmp_path / "out")], monkeypatch)
-    seed = tmp_path / "out" / "softmax" / "seed-0"
-    measured = json.loads((seed / "outcome.json").read_text("utf-8"))["predictions"]
-    model = AutoModelForImageClassification.from_pretrained(seed / "model")
-    processor = AutoImageProcessor.from_pretrained(seed / "model")
-    found = pipeline("image-classification", model, image_processor=processor, device="cpu")(pictures, top_k=1)
-    assert [model.config.label2id[best["label"]] for (best,) in found] == measured
-    assert model.config.image_size == 8

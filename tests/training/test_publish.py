@@ -69,7 +69,7 @@ def published(
     model = ModelArguments(
         **{"model_name_or_path": "some/model", **(words or {})},
         variant="modern_hopfield",
-        seeds=[each.seed for each in converted],
+        seeds=[run.seed for run in converted],
     )
     args = TrainingArguments(output_dir=str(folder), report_to="none", use_cpu=True, **training)
     (folder / model.run_name).mkdir()
@@ -92,8 +92,6 @@ FOLDER = {"base_model_card_name": "some/model"}  # on the Hub too
     ("there", "words", "here", "wanted"),
     [
         ("mit", {}, None, "mit"),
-        (None, {}, None, None),
-        ("Some Words", {}, None, None),
         ("mit", {"license": "gpl-3.0"}, None, "gpl-3.0"),
         ("mit", FOLDER, None, "mit"),
         ("mit", FOLDER, "---\nlicense: llama3\n---\n", "llama3"),
@@ -114,11 +112,6 @@ def test_the_licence_is_that_of_the_base_models_card(
     assert (result.license, card.data.get("license")) == (wanted, wanted)
 
 
-def test_random_weights_have_no_licence_of_a_base_model(hub: Any, tmp_path: Path) -> None:
-    hub["some/model"] = {"license": "mit"}
-    assert published(tmp_path, [outcome(0, 2)], [], scratch=True).license is None
-
-
 def test_without_a_title_the_name_is_that_of_the_model_and_the_data(tmp_path: Path) -> None:
     plain = replace(ABOUT, prefix=None)
     assert published(tmp_path, [outcome(0, 2)], [], about=plain).name == "model-rows-modern-hopfield"
@@ -126,11 +119,6 @@ def test_without_a_title_the_name_is_that_of_the_model_and_the_data(tmp_path: Pa
     result = published(long, [outcome(0, 2)], [], about=plain, words={"model_name_or_path": str(long)})
     assert result.name.startswith("a-bccc")
     assert result.base.name.startswith("a-bccc")
-
-
-def test_the_card_names_other_training_rows(tmp_path: Path) -> None:
-    result = published(tmp_path, [outcome(0, 2)], [outcome(0, 6)], trained_on="other rows")
-    assert result.conversion == (*outcome(0, 2).conversion, "The training rows are of other rows.")
 
 
 def test_a_run_whose_settings_hold_an_older_name_is_found_again(tmp_path: Path) -> None:

@@ -78,12 +78,12 @@ def test_transfer_back(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
         options(tiny, tmp_path, "--variant", "simpletron_resl", *NO_SAVING),
         monkeypatch,
     )
-    found = {}
+    by_name = {}
     for name in ("simpletron-resl", "softmax-from-simpletron-resl", "softmax"):
         model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "seed-0" / "model")
         core = model.bert.encoder.layer[0].attention
-        found[name] = (core.self.key.weight, core.output.dense.weight)
-    key, projection = zip(*found.values(), strict=True)
+        by_name[name] = (core.self.key.weight, core.output.dense.weight)
+    key, projection = zip(*by_name.values(), strict=True)
     assert torch.equal(key[0], key[1])
     assert not torch.equal(key[1], key[2])
     assert not torch.equal(projection[0], projection[1])
@@ -127,7 +127,6 @@ def test_one_line(words: tuple[str, ...], message: str, tiny: Path, tmp_path: Pa
         (("--variant", "nonsense"), "unknown variant 'nonsense'"),
         (("--options", "[1]"), "--options must be a JSON object"),
         (("--seeds", "1", "1"), "seeds must be one or more, all different"),
-        (("--license", "Apache 2.0"), "license must be an identifier of the Hub"),
         (("--dtype", "float8"), "dtype must be one of float32, bfloat16, float16"),
     ],
 )
@@ -191,12 +190,7 @@ def test_labels_written_wrong_end_before_training(tiny: Path, tmp_path: Path, mo
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("word", "sentence"), [("--varient", "did you mean --variant"), ("--nothing_alike_at_all", "--help lists")]
-)
-def test_a_misspelt_option(word: str, sentence: str, capsys: Any) -> None:
+def test_a_misspelt_option(capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        parse((ModelArguments,), ["--model_name_or_path", "x", word, "belief"])
-    told = capsys.readouterr().err
-    assert f"unknown option {word}" in told
-    assert sentence in told
+        parse((ModelArguments,), ["--model_name_or_path", "x", "--varient", "belief"])
+    assert "--varient" in capsys.readouterr().err

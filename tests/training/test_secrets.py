@@ -31,10 +31,10 @@ def _holds(path: Path) -> bool:
 
 def test_arguments_without_secrets(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), hub_token=SECRET, learning_rate=0.25, report_to="none")
-    found = without_secrets(args)
+    result = without_secrets(args)
     hidden = {name for name, value in args.to_dict().items() if value == f"<{name.upper()}>"}
-    assert hidden == {each.name for each in fields(args) if getattr(found, each.name) != getattr(args, each.name)}
-    assert (found.hub_token, found.learning_rate, args.hub_token) == (None, 0.25, SECRET)
+    assert hidden == {field.name for field in fields(args) if getattr(result, field.name) != getattr(args, field.name)}
+    assert (result.hub_token, result.learning_rate, args.hub_token) == (None, 0.25, SECRET)
 
 
 @needs_recipes

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from hf_attn_swap import describe, list_variants, patch_model, set_strength, unpatch_model
 from hf_attn_swap.layer.registry import parse, tiny_options
-from hf_attn_swap.measuring.retrieval import Haystacks, PairTexts
+from hf_attn_swap.measuring.retrieval import haystacks, pair_texts
 from tests.contract.harness import gradient_distance, perturb, swaps, without_shortcut
 from tests.harness.process import python
 
@@ -140,8 +140,8 @@ def test_hidden_numbers_and_pairs_are_found_far_more_often_than_by_chance(name: 
     text = (Path(__file__).parents[2] / "docs" / "mathematics.md").read_text("utf-8")
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:4096]]
     texts, pairs = (
-        Haystacks.of(stock(name), rows, tokenizer, (256,), texts=2),
-        PairTexts.of(stock(name), rows, tokenizer, (64,), texts=1),
+        haystacks(stock(name), rows, tokenizer, (256,), texts=2),
+        pair_texts(stock(name), rows, tokenizer, (64,), texts=1),
     )
     found, values = texts.measure(stock(name)), pairs.measure(stock(name)).by_pairs[64]
     assert found.together[256].token_accuracy > 0.8 > 0.3 > found.chance[256].token_accuracy

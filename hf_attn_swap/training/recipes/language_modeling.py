@@ -33,8 +33,8 @@ from transformers import (
     default_data_collator,
 )
 
-from ...analysis import lost
 from ...conversion.rows import is_blank, token_ids
+from ...measuring.lost import lost
 from ...text.bar import bar
 from .. import (
     About,

@@ -22,7 +22,6 @@ from tests.contract.cells import FAMILY_NAMES, is_linear
 from tests.contract.harness import batch_of, fresh, perturb, swaps
 from tests.harness.adapters import lora
 from tests.harness.damage import DAMAGE
-from tests.harness.heads import CASES, arguments, build
 from tests.harness.process import python
 from tests.lifecycle.steps import auto_class
 
@@ -56,19 +55,6 @@ def test_every_family(tmp_path: Path) -> None:
     for place, name in enumerate(FAMILY_NAMES):
         loads(name, kinds()[place % 3], tmp_path / "cases" / name, in_shards=place % 2 == 1)
     assert fresh_processes(tmp_path / "cases") == dict.fromkeys(FAMILY_NAMES, "ok")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_every_head_and_every_kind(name: str, tmp_path: Path) -> None:
-    """The variants take turns over the heads."""
-    names, autos = list_variants(), [auto for family, auto in CASES if family == name]
-    for place, auto in enumerate(autos):
-        model = perturb(patch_model(build(name, auto), names[place % len(names)], strength=0.7))
-        save(model, arguments(name, auto), tmp_path / "cases" / auto, auto)
-    for variant in kinds():
-        loads(name, variant, tmp_path / "cases" / variant, in_shards=True)
-    assert fresh_processes(tmp_path / "cases") == dict.fromkeys([*autos, *kinds()], "ok")
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -116,10 +102,10 @@ def leave_a_mark(folder: Path, mark: Path) -> None:
 def test_without_trust_nothing_runs(plain: Path, tmp_path: Path) -> None:
     for name, trust in (("none", None), ("no", False), ("yes", True)):
         leave_a_mark(case(plain, tmp_path / "cases" / name, trust), tmp_path / name)
-    found = fresh_processes(tmp_path / "cases")
-    assert found.pop("yes") == "AssertionError: the second save is another one"  # the mark is not saved again
+    result = fresh_processes(tmp_path / "cases")
+    assert result.pop("yes") == "AssertionError: the second save is another one"  # the mark is not saved again
     assert (tmp_path / "yes").exists(), "the test could not fail otherwise"
-    for name, outcome in found.items():
+    for name, outcome in result.items():
         assert "hf_attn_swap" in outcome
         assert not (tmp_path / name).exists()
 
@@ -154,9 +140,9 @@ def test_hostile_block(plain: Path, tmp_path: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         DAMAGE[name][0](config)
         (folder / "config.json").write_text(json.dumps(config))
-    found = fresh_processes(tmp_path / "cases")
-    assert set(found) == set(chosen)
-    for name, outcome in found.items():
+    result = fresh_processes(tmp_path / "cases")
+    assert set(result) == set(chosen)
+    for name, outcome in result.items():
         assert outcome.startswith("ValueError")
         assert DAMAGE[name][1] in outcome
 
@@ -183,13 +169,6 @@ def test_adapter_on_a_base(tmp_path: Path) -> None:
     model.save_pretrained(where / "adapter")
     assert not (where / "adapter" / "config.json").exists()
     assert fresh_processes(tmp_path / "cases") == {"adapter": "ok"}
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT
-def test_merged_adapter(tmp_path: Path) -> None:
-    model = patch_model(peft.get_peft_model(fresh("llama", torch.float32), lora("llama")), "belief").eval()
-    save(model.merge_and_unload(), batch_of("llama", torch.float32), tmp_path / "cases" / "one", "AutoModelForCausalLM")
-    assert fresh_processes(tmp_path / "cases") == {"one": "ok"}
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

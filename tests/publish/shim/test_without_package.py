@@ -58,10 +58,10 @@ def test_plain_transformers_refuses(python: Path, tmp_path: Path) -> None:
     environment.pop("PYTHONPATH", None)  # it may lead to the package
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found.pop("package") == "missing"
-    assert len(found) == 6
-    assert "pip install hf_attn_swap" in found["trusted"]
-    for outcome in found.values():
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result.pop("package") == "missing"
+    assert len(result) == 6
+    assert "pip install hf_attn_swap" in result["trusted"]
+    for outcome in result.values():
         assert "hf_attn_swap" in outcome
         assert not outcome.startswith("loaded")
