@@ -28,7 +28,6 @@ TESTED: dict[str, str | None] = {
     "sentence-transformers": "6.2.0",
     "trl": "1.16.0",
     "lm-eval": "0.4.13",
-    "torchao": "0.18.0",
     "compressed-tensors": "0.20.0",
     "bitsandbytes": "0.50.2",
     "flash-linear-attention": None,

@@ -137,6 +137,9 @@ def quantize(
     max_loss: Loss = None,
     option: Options = None,
     length: Length = 512,
+    inputs: Annotated[
+        str, typer.Option(help="static: one fitted range for the inputs of each matrix; dynamic: a range per token.")
+    ] = "static",
     task: Task = None,
     tokenizer: Tokenizer = None,
     device: Device = None,

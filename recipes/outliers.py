@@ -10,7 +10,7 @@ recipe measures of each model:
 - the diagnostics of docs/mathematics.md, section Diagnostics, on held-out rows;
 - the metric in full precision;
 - the metric with static 8-bit weights and activations in fake quantisation, whose ranges come from training rows;
-- the metric with torchao's integer kernels, where torchao is installed (extra `quant`).
+- the metric in 8-bit integers with a range per token.
 
 The cost of 8 bits has a paired 95 % interval over the rows.
 """
@@ -47,7 +47,7 @@ class OutlierArguments:
     range_rows: int = field(
         default=512, metadata={"help": "Number of training rows for the 8-bit ranges (in the paper 16 x 32)."}
     )
-    integer: bool = field(default=True, metadata={"help": "Measure torchao's kernels too, if it is installed."})
+    integer: bool = field(default=True, metadata={"help": "Measure 8-bit integers with a range per token, too."})
     figures: str = field(default="outliers.json", metadata={"help": "File to write the figures into."})
 
 
@@ -91,7 +91,7 @@ def measure(task: Task, training: TrainingArguments, own: OutlierArguments) -> d
         rounded, _ = task.predict(trainer, task.test)
     figures["fake_w8a8"] = scores([metric], rounded, references)[metric]
     figures["fake_cost"] = paired_interval(metric, [rounded], [plain], references)
-    if own.integer and importlib.util.find_spec("torchao"):
+    if own.integer:
         integer, _ = task.predict(Trainer(int8_dynamic(model), training, task.collate), task.test)
         figures["int8_dynamic"] = scores([metric], integer, references)[metric]
         figures["integer_cost"] = paired_interval(metric, [integer], [plain], references)

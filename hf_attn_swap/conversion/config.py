@@ -26,6 +26,7 @@ from .stages import Distil
 
 SMALL = 60_000_000  # an encoder with fewer parameters trains its weights, a larger one trains adapters
 MIDDLE = 500_000_000  # the same for a language model that becomes linear: 24 bytes per parameter while it trains
+STATIC, DYNAMIC = "static", "dynamic"  # ranges of 8-bit inputs
 RANK = 16  # of the adapters of an encoder
 HALF = (
     "the weights are in {dtype}, so adapters train; load the model in float32 to train all weights, which loses less "
@@ -41,6 +42,7 @@ class ConvertConfig:
 
     Attributes:
         quantized: the result is in 8-bit integers, and part of the tokens trains with rounding.
+        inputs: how the inputs of 8-bit matrices are rounded: by "static" ranges, or by "dynamic" ones, per token.
 
     Raises:
         ValueError: an argument is out of range or unknown, or two of them contradict each other. Shares are numbers:
@@ -66,9 +68,12 @@ class ConvertConfig:
     length: int = 256
     target: str | None = None
     quantized: bool = False
+    inputs: str = STATIC
 
     def __post_init__(self) -> None:
         refuse_name(self.processor, "processor")
+        if self.inputs not in (STATIC, DYNAMIC):
+            raise ValueError(f"inputs is {STATIC!r} or {DYNAMIC!r}, got {self.inputs!r}.")
         self._check_numbers()
         self._check_target()
         self._check_heads()

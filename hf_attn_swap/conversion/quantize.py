@@ -4,7 +4,7 @@
 2. convert:   with a variant, the steps of `convert`; without one, stock attention, with a sink if it loses less
 3. smooth:    channels of like sizes, if less is lost in 8 bits with them; it is the same function
 4. qat:       while tokens are left, the model in full precision teaches the rounded model
-5. integers:  weights in 8-bit integers, and a static range for each input
+5. integers:  weights in 8-bit integers, and a static range for each input, or a range per token
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,11 +26,12 @@ from ..measuring.lost import Lost
 from ..patch import unpatch_model
 from ..quantization.linear import integers as kernel_dtype
 from ..quantization.machine import machine_w8a8
-from ..quantization.static import input_ranges, int8_static
+from ..quantization.points import Range
+from ..quantization.static import input_ranges, int8_dynamic, int8_static, per_token
 from ..quantization.straight_through import straight_through
 from ..variants.softmax import Softmax
 from ..wiring.install import model_root
-from .config import ConvertConfig
+from .config import DYNAMIC, ConvertConfig
 from .convert import convert_steps, started
 from .distill import exhausted, train
 from .report import ConversionReport
@@ -41,7 +42,7 @@ from .stages import Distil
 from .teacher import Teacher
 from .trainable import VECTORS, part_of, vectors_of
 
-Ranges = Mapping[str, tuple[float, float]]  # of the inputs of the matrices, by path
+Ranges = Mapping[str, Range | None]  # of the inputs of the matrices, by path; None is a range per token
 
 RANGE_TOKENS = 8192  # tokens that the ranges are fitted on,
 RANGE_ROWS = 64  # or rows of other data
@@ -65,6 +66,7 @@ def quantize(
     stages: Sequence[Distil] = (),
     low_memory: bool = False,
     length: int = 512,
+    inputs: Literal["static", "dynamic"] = "static",
     output_dir: str | Path | None = None,
     args: TrainingArguments | None = None,
     progress: bool = True,
@@ -90,14 +92,16 @@ def quantize(
         stages: how the variant is trained.
         low_memory: trade time for memory.
         length: the number of tokens of a row.
+        inputs: "static" rounds the inputs of each matrix to one range, which is fitted; "dynamic" to a range per token,
+            which is found as the model runs.
         output_dir: a folder from which the same call goes on.
         args: more arguments of the training.
         progress: show progress bars.
         options: the options of the variant.
 
     Returns:
-        The loss after every step. The model is in 8-bit integers, as `int8_static` makes it; `save_pretrained` saves
-        it. It is the stock model if no layer could run the variant within the budget.
+        The loss after every step. The model is in 8-bit integers, as `int8_static` or `int8_dynamic` makes it;
+        `save_pretrained` saves it. It is the stock model if no layer could run the variant within the budget.
 
     Raises:
         ValueError: as `convert`; or the model has no matrices that 8-bit integers can hold.
@@ -114,6 +118,7 @@ def quantize(
         stages=stages,
         low_memory=low_memory,
         length=length,
+        inputs=inputs,
         quantized=True,
     )
     with started(model, config, data, eval_data, None, output_dir, args, progress) as run:
@@ -128,7 +133,8 @@ def quantize(
 
 def lost_in_8_bits(run: Run) -> Lost:
     """What the model loses on the held-out rows, as it is, in 8 bits as machines run it."""
-    with evaluating(run.model), machine_w8a8(run.model, _batches(run)):
+    dynamic = run.config.inputs == DYNAMIC
+    with evaluating(run.model), machine_w8a8(run.model, _batches(run), dynamic=dynamic):
         return run.lost()
 
 
@@ -181,8 +187,7 @@ def qat(run: Run) -> Ranges | None:
 
 def _qat(run: Run, before: Lost) -> Ranges | None:
     run.budget.reserved = 0
-    with evaluating(run.model):
-        ranges = input_ranges(run.model, _batches(run))
+    ranges = _ranges(run)
     stage = dataclasses.replace(run.config.last, rank=None, trainable=TRAINED, learning_rate=LEARNING_RATE, tokens=None)
     run.original = Teacher(run.student, run.teacher or _copied(model_root(run.model)))
     with run.trial(QAT, before) as trial:
@@ -204,6 +209,14 @@ def _copied(root: PreTrainedModel) -> PreTrainedModel:
     )
 
 
+def _ranges(run: Run) -> Ranges:
+    """The ranges of the model's inputs, as they are fitted; or a range per token."""
+    if run.config.inputs == DYNAMIC:
+        return per_token(model_root(run.model))
+    with evaluating(run.model):
+        return input_ranges(run.model, _batches(run))
+
+
 def integers(run: Run, ranges: Ranges | None) -> None:
     """Put integers instead of the weights. From here on, there is no way back.
 
@@ -215,10 +228,13 @@ def integers(run: Run, ranges: Ranges | None) -> None:
 
 def _round(run: Run, ranges: Ranges | None) -> None:
     if ranges is None:
-        with evaluating(run.model):
-            ranges = input_ranges(run.model, _batches(run))
+        ranges = _ranges(run)
     run.final = True
-    int8_static(run.model, {path: (low, high) for path, (low, high) in ranges.items()})
+    fixed = {path: ends for path, ends in ranges.items() if ends is not None}
+    if fixed:
+        int8_static(run.model, fixed)
+    else:
+        int8_dynamic(run.model)
     if model_root(run.model).device.type == "cpu" and kernel_dtype() is None:
         run.say(
             "This processor has no fast product of 8-bit integers (VNNI), so the same numbers are computed in floating "

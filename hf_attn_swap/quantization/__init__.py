@@ -2,12 +2,11 @@
 
 from .checkpoint import int8_loaded
 from .fake import fake_w8a8
-from .integer import int8_dynamic
 from .linear import Int8Linear
 from .lost import lost_in_8_bits
 from .machine import machine_w8a8
 from .points import Point
-from .static import input_ranges, int8_static
+from .static import input_ranges, int8_dynamic, int8_static
 from .straight_through import straight_through
 
 __all__ = [

@@ -28,32 +28,34 @@ def int8_loaded(model: M) -> M:
     Call it before the first forward pass, in which compressed-tensors turns the weights into floating point.
     `from_pretrained` has done it for a swapped model: compressed-tensors copies what the layers of a pass share, so
     some swaps could not run otherwise.
-    The checkpoint may come from `int8_static` or from another program that writes static ranges.
+    The checkpoint may come from `int8_static`, from `int8_dynamic`, or from another program that writes this format.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model has no int8 weights with static ranges, has run already, or is offloaded.
+        ValueError: the model has no int8 weights with 8-bit inputs, has run already, or is offloaded.
     """
     root = model_root(model)
     loaded = {module: stored for module in root.modules() if (stored := stored_integers(module)) is not None}
     if not loaded:
         raise ValueError(
-            f"this {type(root).__name__} has no int8 weights with static ranges. Load a checkpoint that was saved "
-            "after int8_static, and call int8_loaded before the model runs: its first pass makes the weights floats."
+            f"this {type(root).__name__} has no int8 weights with 8-bit inputs. Load a checkpoint that was saved after "
+            "int8_static or int8_dynamic, and call int8_loaded before the model runs: its first pass makes the weights "
+            "floats."
         )
     if any(module.weight.is_meta for module in loaded.values()):
         raise ValueError("8-bit integers cannot be offloaded; load the model without offloading.")
     quantizer: Any = root.hf_quantizer
     quantizer.compressor.remove_decompression_hook(root)
     symmetric = all(module.input_zero_point is None for module in loaded.values())
+    dynamic = any(module.input_scale is None for module in loaded.values())
     for module in loaded.values():
         if module.input_zero_point is None and not symmetric:  # one scheme describes them all
             module.input_zero_point = torch.zeros_like(module.input_scale, dtype=torch.int8)
     replace(root, loaded)
     quantizer.remove_quantization_config(root)
-    describe(root, symmetric)
+    describe(root, symmetric=symmetric, dynamic=dynamic)
     return model
 
 
@@ -63,12 +65,14 @@ def stored_integers(module: nn.Module) -> Int8Linear | None:
     inputs = getattr(scheme, "input_activations", None)
     if not isinstance(module, nn.Linear) or module.weight.dtype != torch.int8 or inputs is None:
         return None
-    if inputs.num_bits != 8 or inputs.dynamic or inputs.strategy != "tensor":
+    if inputs.num_bits != 8 or inputs.strategy != ("token" if inputs.dynamic else "tensor"):
         return None
     zero = getattr(module, "weight_zero_point", None)
     if zero is not None and bool(zero.any()):
         return None
     held: Any = module
+    if inputs.dynamic:
+        return Int8Linear(held.weight.data, held.bias, held.weight_scale.data, None, None) if inputs.symmetric else None
     zero = None if inputs.symmetric else held.input_zero_point.data
     return Int8Linear(held.weight.data, held.bias, held.weight_scale.data, held.input_scale.data, zero)
 
@@ -81,14 +85,15 @@ def replace(root: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
                 setattr(parent, name, made[child].train(child.training))
 
 
-def describe(root: Any, symmetric: bool) -> None:
+def describe(root: Any, *, symmetric: bool, dynamic: bool) -> None:
     """Let the config say how the integers are read.
 
     Everything that is still a Linear is named as one to leave alone.
     """
     own_config(root)
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-    inputs = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "tensor", "dynamic": False}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": symmetric, "dynamic": dynamic}
+    inputs["strategy"] = "token" if dynamic else "tensor"
     root.config.quantization_config = {
         "quant_method": "compressed-tensors",
         "format": FORMAT,

@@ -1,4 +1,4 @@
-"""A Linear whose matrix product runs in 8-bit integers: one static range for its inputs, one step per weight row.
+"""A Linear whose matrix product runs in 8-bit integers: one step per weight row, one range for all inputs or per token.
 
 y = s_x s_n (sum_k q_mk w_nk - z sum_k w_nk) + b, with q = clamp(round(x / s_x) + z, 0, 255) and W_nk = s_n w_nk.
 The products are added in 32 bits. With infinitely small steps y is the Linear's own output.
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..functional.linear import without_autocast
-from .points import HALF, LEVELS, int8_rows
+from .points import HALF, LEVELS, Range, int8_rows, token_steps
 
 LOWEST = -128  # the lowest rounded input as it is stored; the formula above counts from 0
 WIDEST = (2**31 - 1) // (LEVELS * HALF)  # the number of products that surely fit into 32 bits
@@ -37,7 +37,7 @@ class Int8Linear(nn.Module):
         weight_NK: the rounded weights, int8.
         bias_N: the bias, or None.
         steps_N1: the step of each row of the weights.
-        step: the step of the inputs, one number.
+        step: the step of the inputs, one number; None if each token has its own, max |x| / 127, found as it comes.
         zero: the rounded input that stands for 0, from -128 to 127, one number in int8; None if it is 0 by the scheme,
             which is then symmetric.
     """
@@ -45,19 +45,19 @@ class Int8Linear(nn.Module):
     weight: Tensor
     bias: Tensor | None
     weight_scale: Tensor
-    input_scale: Tensor
+    input_scale: Tensor | None
     input_zero_point: Tensor | None
     sums: Tensor
 
     def __init__(
-        self, weight_NK: Tensor, bias_N: Tensor | None, steps_N1: Tensor, step: Tensor, zero: Tensor | None
+        self, weight_NK: Tensor, bias_N: Tensor | None, steps_N1: Tensor, step: Tensor | None, zero: Tensor | None
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_NK.shape
         self.weight = nn.Parameter(weight_NK.contiguous(), requires_grad=False)
         self.register_parameter("bias", None if bias_N is None else nn.Parameter(bias_N.detach(), requires_grad=False))
         self.register_buffer("weight_scale", steps_N1)
-        self.register_buffer("input_scale", step.reshape(1))
+        self.register_buffer("input_scale", None if step is None else step.reshape(1))
         self.register_buffer("input_zero_point", None if zero is None else zero.reshape(1))
         self.register_buffer("sums", None, persistent=False)
         self.register_load_state_dict_post_hook(_fill)  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ class Int8Linear(nn.Module):
 
     @classmethod
     def rounded(
-        cls, weight_NK: Tensor, bias_N: Tensor | None, low: float, high: float, *, symmetric: bool = False
+        cls, weight_NK: Tensor, bias_N: Tensor | None, ends: Range | None, *, symmetric: bool = False
     ) -> Int8Linear:
         """Round the weights of a Linear.
 
@@ -74,19 +74,21 @@ class Int8Linear(nn.Module):
         Args:
             weight_NK: the weights in floating point.
             bias_N: the bias, or None.
-            low: the lower end of the range of the inputs, at most 0.
-            high: the upper end, at least 0.
+            ends: the ends of the range of the inputs, at most 0 and at least 0; None for a range per token.
             symmetric: True for a range from -r to r: a part of its values may then never be used.
         """
         weight_NK = weight_NK.detach()
         dtype, device = weight_NK.dtype, weight_NK.device
+        rounded_NK, steps_N1 = int8_rows(weight_NK)
+        if ends is None:
+            return cls(rounded_NK.to(torch.int8), bias_N, steps_N1, None, None)
+        low, high = ends
         width = max(-low, high) / HALF if symmetric else (high - low) / LEVELS
         step = torch.tensor(width, dtype=dtype, device=device).clamp_min(torch.finfo(dtype).tiny)
         zero = None
         if not symmetric:
             lowest = min(max(round(-low / float(step)), 0), LEVELS) + LOWEST
             zero = torch.tensor(lowest, dtype=torch.int8, device=device)
-        rounded_NK, steps_N1 = int8_rows(weight_NK)
         return cls(rounded_NK.to(torch.int8), bias_N, steps_N1, step, zero)
 
     def fill(self) -> None:
@@ -124,14 +126,15 @@ class Int8Linear(nn.Module):
         lowest = 0 if kind == torch.uint8 else LOWEST
         stored = 0 if self.input_zero_point is None else self.input_zero_point.to(torch.int32)
         zero = stored + (lowest - LOWEST)
-        step = self.input_scale.float()
-        q_MK = torch.mul(x.reshape(-1, self.in_features), step.reciprocal()).round_().add_(zero)
+        x_MK = x.reshape(-1, self.in_features)
+        step = token_steps(x_MK) if self.input_scale is None else self.input_scale.float()
+        q_MK = torch.mul(x_MK, step.reciprocal()).round_().add_(zero)
         q_MK.clamp_(lowest, lowest + LEVELS)
         if kind is None:
             sums_MN = _product(q_MK.sub_(zero).float(), self.weight)
         else:
             sums_MN = torch._int_mm(q_MK.to(kind), self.weight.t()).sub_(zero * self.sums).float()
-        y_MN = sums_MN.mul_((self.weight_scale.float() * step).flatten())
+        y_MN = sums_MN.mul_(self.weight_scale.float().mT * step)
         if self.bias is not None:
             y_MN += self.bias
         return y_MN.to(x.dtype).reshape(*x.shape[:-1], self.out_features)

@@ -1,9 +1,9 @@
-"""Static quantisation to 8 bits as machines run it, computed as fake quantisation.
+"""Quantisation to 8 bits as machines run it, computed as fake quantisation.
 
 Integer kernels multiply 8-bit inputs by 8-bit weights, and keep the sums wide. So the inputs of every Linear (and
-Conv1D) of the layers are rounded, asymmetric, with one range per tensor that is fitted before; and the weights,
-symmetric, with one step per row. Sums, norms, scores, probabilities, embeddings, pairs of a sink and the task head stay
-wide. docs/mathematics.md, section Quantisation to 8 bits.
+Conv1D) of the layers are rounded: asymmetric, with one range per tensor that is fitted before, or symmetric, with one
+range per token; and the weights, symmetric, with one step per row. Sums, norms, scores, probabilities, embeddings,
+pairs of a sink and the task head stay wide. docs/mathematics.md, section Quantisation to 8 bits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .places import linears
-from .points import Point, rounded_rows
+from .points import Point, rounded_rows, rounded_tokens
 from .quantizer import Quantizer, quantized
 
 
 @contextlib.contextmanager
-def machine_w8a8(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Point, ...]]:
+def machine_w8a8(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, dynamic: bool = False
+) -> Iterator[tuple[Point, ...]]:
     """Inside the `with` block, the model computes with 8-bit weights and 8-bit inputs of its matrices, sums wide.
 
     The batches are run once to find the ranges of the inputs, as in `fake_w8a8`. After the block the model
@@ -30,6 +32,7 @@ def machine_w8a8(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Iter
     Args:
         model: a `PreTrainedModel`, stock or swapped, in evaluation mode. Its task head is not quantised.
         batches: dicts of tensors, from the training data; labels are ignored.
+        dynamic: each token of an input has its own range, and the batches are not read.
 
     Yields:
         The quantised tensors with their ranges: first the weights, then the activations in the order of the pass.
@@ -37,7 +40,7 @@ def machine_w8a8(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Iter
     Raises:
         ValueError: as `fake_w8a8`; or the model has no Linear.
     """
-    with quantized(model, batches, _Machine) as inside:
+    with quantized(model, None if dynamic else batches, _PerToken if dynamic else _Machine) as inside:
         yield inside
 
 
@@ -61,3 +64,10 @@ class _Machine(Quantizer):
             return self.round(f"{path}.input", args[0]), *args[1:]
 
         return hook
+
+
+class _PerToken(_Machine):
+    """Rounds each token of an input to its own range."""
+
+    def _input(self, path: str) -> Any:
+        return lambda module, args: (rounded_tokens(args[0]), *args[1:])

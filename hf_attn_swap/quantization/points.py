@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Range = tuple[float, float]  # the ends of the range of a module's inputs; 0 lies between them
+
 LEVELS = 255
 MOMENTUM = 0.9  # of the running means that give ranges
 HALF = 127  # steps from 0 to the largest weight of a row
@@ -71,6 +73,17 @@ def int8_rows(weight: Tensor, axis: int = 0) -> tuple[Tensor, Tensor]:
     steps = (wide.abs().amax(1 - axis, keepdim=True) / HALF).to(weight.dtype)
     steps = steps.clamp_min(torch.finfo(weight.dtype).tiny)
     return (wide / steps.to(wide.dtype)).round_().clamp_(-HALF, HALF), steps
+
+
+def token_steps(x_MK: Tensor) -> Tensor:
+    """The step of each token's 8-bit range, max |x| / 127, (M,1) in fp32."""
+    return (x_MK.abs().amax(-1, keepdim=True).float() / HALF).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def rounded_tokens(x: Tensor) -> Tensor:
+    """Inputs (...,K) rounded to 8 bits, symmetric, with one range per token; in their shape and dtype."""
+    steps = token_steps(x)
+    return (torch.mul(x, steps.reciprocal()).round_() * steps).to(x.dtype)
 
 
 def rounded_rows(weight: Tensor, axis: int) -> Tensor:

@@ -24,9 +24,11 @@ from .straight_through import train_rounded
 
 @contextlib.contextmanager
 def quantized(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], quantizer: Callable[[Any], Quantizer]
+    model: nn.Module, batches: Iterable[Mapping[str, Any]] | None, quantizer: Callable[[Any], Quantizer]
 ) -> Iterator[tuple[Point, ...]]:
-    """Inside the `with` block, the model computes by a protocol of fake quantisation. The batches give the ranges.
+    """Inside the `with` block, the model computes by a protocol of fake quantisation.
+
+    The batches give the ranges; they are None for a protocol that needs none.
 
     Raises:
         ValueError: as `fake_w8a8`.
@@ -42,8 +44,9 @@ def quantized(
                 "a second time; switch the checkpointing off."
             )
         placed.place(stack)
-        for batch in bar(as_batches(batches), desc="8-bit ranges", unit="batch", leave=False):
-            forward(root, batch)
+        if batches is not None:
+            for batch in bar(as_batches(batches), desc="8-bit ranges", unit="batch", leave=False):
+                forward(root, batch)
         placed.fitting = False
         yield tuple(placed.points.values())
 

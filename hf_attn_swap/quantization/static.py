@@ -1,8 +1,8 @@
-"""Rounds the projections of a model to 8-bit integers with static ranges, and runs them so.
+"""Rounds the projections of a model to 8-bit integers, and runs them so.
 
-The inputs of every Linear are rounded to 256 values of one range per module, the weights to one step per row, and the
-products are added in 32 bits (`linear.py`). Norms, attention, embeddings and heads stay in floating point.
-`checkpoint.py` has how such a model is saved and loaded.
+The inputs of every Linear are rounded to 256 values of one range per module (static), or of one range per token
+(dynamic), the weights to one step per row, and the products are added in 32 bits (`linear.py`). Norms, attention,
+embeddings and heads stay in floating point. `checkpoint.py` has how such a model is saved and loaded.
 docs/mathematics.md, section Quantisation to 8 bits.
 """
 
@@ -22,10 +22,9 @@ from ..wiring.install import model_root
 from .checkpoint import describe, replace
 from .linear import WIDEST, Int8Linear
 from .places import quantizable, refuse_stacked
-from .points import Point
+from .points import Point, Range
 
 M = TypeVar("M", bound=nn.Module)
-Range = tuple[float, float]  # the ends of the range of a Linear's inputs; 0 lies between them
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -94,10 +93,43 @@ def int8_static(model: M, ranges: Mapping[str, Range], *, symmetric: bool = Fals
             adapters, Conv1D, experts that are no Linears, tied projections, hooks on them, offloaded weights or weights
             that are not finite. The model is then unchanged.
     """
-    root = model_root(model)
-    linears = _linears(root)
     if not ranges:
         raise ValueError("there are no ranges; pass what input_ranges(model, batches) returned.")
+    _put(model_root(model), ranges, symmetric)
+    return model
+
+
+def int8_dynamic(model: M) -> M:
+    """Put modules with int8 weights and inputs of 8 bits per token instead of Linears, in place.
+
+    Each token has its own range, from -max |x| to max |x|, found as it comes: nothing is fitted, and a token with large
+    activations makes no other token coarse. Everything else is as in `int8_static`.
+
+    Args:
+        model: a `PreTrainedModel`, stock or swapped, in floating point and without adapters.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: as `int8_static`.
+    """
+    root = model_root(model)
+    _put(root, per_token(root), symmetric=True)
+    return model
+
+
+def per_token(root: nn.Module) -> dict[str, None]:
+    """A range per token for every Linear that can be rounded, by its path, in place of what `input_ranges` gives.
+
+    Raises:
+        ValueError: as `int8_static`.
+    """
+    return dict.fromkeys(_linears(root))
+
+
+def _put(root: Any, ranges: Mapping[str, Range | None], symmetric: bool) -> None:
+    linears = _linears(root)
     if unknown := sorted(set(ranges) - set(linears)):
         raise ValueError(
             f"{unknown[0]!r} is no projection of this {type(root).__name__} that can be rounded; leave it out of the "
@@ -105,13 +137,12 @@ def int8_static(model: M, ranges: Mapping[str, Range], *, symmetric: bool = Fals
         )
     _refuse_tied(root, {path: linears[path] for path in ranges})
     made: dict[nn.Module, nn.Module] = {}
-    for path, (low, high) in ranges.items():
+    for path, ends in ranges.items():
         linear = linears[path]
-        _check(path, linear, low, high)
-        made[linear] = Int8Linear.rounded(linear.weight, linear.bias, low, high, symmetric=symmetric)
+        _check(path, linear, ends or (0.0, 0.0))
+        made[linear] = Int8Linear.rounded(linear.weight, linear.bias, ends, symmetric=symmetric)
     replace(root, made)
-    describe(root, symmetric)
-    return model
+    describe(root, symmetric=symmetric, dynamic=None in ranges.values())
 
 
 def check_linears(root: Any) -> None:
@@ -148,12 +179,13 @@ def _linears(root: Any) -> dict[str, nn.Linear]:
     return by_name
 
 
-def _check(path: str, linear: nn.Linear, low: float, high: float) -> None:
+def _check(path: str, linear: nn.Linear, ends: Range) -> None:
     """Refuse a Linear that cannot be replaced without a loss that nobody sees.
 
     Raises:
         ValueError: says which and why.
     """
+    low, high = ends
     if not (low <= 0 <= high and math.isfinite(low) and math.isfinite(high)):
         raise ValueError(f"the range of {path} must be two finite numbers around 0, got {low} and {high}.")
     if linear.weight.is_meta:

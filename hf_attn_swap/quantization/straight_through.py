@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from ..wiring.install import model_root
-from .points import Point, rounded_rows
-from .static import Range
+from .points import Point, Range, rounded_rows, rounded_tokens
 
 
 @contextlib.contextmanager
-def straight_through(model: nn.Module, ranges: Mapping[str, Range]) -> Iterator[None]:
+def straight_through(model: nn.Module, ranges: Mapping[str, Range | None]) -> Iterator[None]:
     """Inside the `with` block, every Linear with a range computes as after `int8_static`, with gradients.
 
     The parameters stay the same objects, so that an optimizer of the model trains them; their names in the state dict
@@ -28,14 +27,15 @@ def straight_through(model: nn.Module, ranges: Mapping[str, Range]) -> Iterator[
 
     Args:
         model: a `PreTrainedModel`, stock or swapped, in floating point and without adapters.
-        ranges: the ends of the range of each Linear's inputs, by its path, as `input_ranges` gives them.
+        ranges: the ends of the range of each Linear's inputs, by its path, as `input_ranges` gives them; None for a
+            range per token, as after `int8_dynamic`.
     """
     root = model_root(model)
     with contextlib.ExitStack() as stack:
-        for path, (low, high) in ranges.items():
+        for path, ends in ranges.items():
             linear = root.get_submodule(path)
             train_rounded(linear, lambda weight: rounded_rows(weight, 0), stack)
-            stack.callback(linear.register_forward_pre_hook(_rounds(Point(path, low=low, high=high, seen=True))).remove)
+            stack.callback(linear.register_forward_pre_hook(_rounds(path, ends)).remove)
         yield
 
 
@@ -56,8 +56,12 @@ class _Rounded(nn.Module):
         return weight + (self.rounding(weight.detach()) - weight.detach())
 
 
-def _rounds(point: Point) -> Any:
+def _rounds(path: str, ends: Range | None) -> Any:
+    point = None if ends is None else Point(path, low=ends[0], high=ends[1], seen=True)
+
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return point.apply(args[0]), *args[1:]
+        x = args[0]
+        rounded = x + (rounded_tokens(x.detach()) - x.detach()) if point is None else point.apply(x)
+        return rounded, *args[1:]
 
     return hook

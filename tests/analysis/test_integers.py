@@ -44,7 +44,7 @@ def test_equals_fake_quantisation(monkeypatch: pytest.MonkeyPatch, shape: tuple[
     torch.manual_seed(0)
     x, weight, bias = torch.randn(*shape, 24), torch.randn(7, 24), torch.randn(7)
     low, high = -0.9, 2.2  # some inputs are cut off
-    got = Int8Linear.rounded(weight, bias, low, high)(x)
+    got = Int8Linear.rounded(weight, bias, (low, high))(x)
     wanted = by_hand(x, weight, bias, low, high)
     assert got.dtype == x.dtype
     assert (got.double() - wanted).norm() < 1e-6 * wanted.norm()
@@ -55,7 +55,7 @@ def test_equals_fake_quantisation(monkeypatch: pytest.MonkeyPatch, shape: tuple[
 def test_every_way_gives_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, symmetric: bool) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(5, 24, dtype=dtype), torch.randn(7, 24, dtype=dtype)
-    made = Int8Linear.rounded(weight, None, -4.0, 5.0, symmetric=symmetric)
+    made = Int8Linear.rounded(weight, None, (-4.0, 5.0), symmetric=symmetric)
     results = []
     for kind in KINDS:
         monkeypatch.setattr(linear, "integers", lambda kind=kind: kind)
@@ -93,7 +93,7 @@ def test_floating_point_gives_the_sums_of_integers(monkeypatch: pytest.MonkeyPat
     """Sums above 2^24, which fp32 would round, and products that autocast would round to bf16."""
     torch.manual_seed(0)
     x, weight = torch.rand(5, 1700) + 0.5, torch.rand(7, 1700) + 0.5
-    made = Int8Linear.rounded(weight, None, 0.0, 1.5)
+    made = Int8Linear.rounded(weight, None, (0.0, 1.5))
     outputs = []
     for kind in (torch.int8, None):
         monkeypatch.setattr(linear, "integers", lambda kind=kind: kind)

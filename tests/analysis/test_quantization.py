@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,19 @@ from transformers import (
 
 from hf_attn_swap import list_variants, patch_model
 from hf_attn_swap.quantization import (
+    Int8Linear,
     Point,
     fake_w8a8,
     input_ranges,
     int8_dynamic,
+    int8_loaded,
     int8_static,
     machine_w8a8,
     points,
 )
 from tests import zoo
 from tests.contract.cells import FAMILY_NAMES
-from tests.contract.harness import batch_of, forward, fresh, padding_side, perturb
+from tests.contract.harness import batch_of, distance, forward, fresh, padding_side, perturb
 
 CELLS = [*((name, None) for name in FAMILY_NAMES), *(("llama", variant) for variant in list_variants())]
 
@@ -203,22 +205,33 @@ def test_refusals() -> None:
         pass
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed (extra torchao)")
-@pytest.mark.filterwarnings("ignore")  # torchao's own
 @pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name != "gpt2"])
-def test_integer_kernels(name: str) -> None:
+def test_integers_with_a_range_per_token(name: str) -> None:
+    """They give what fake quantisation with a range per token gives, and nearly what the model gives."""
     model, batch = fresh(name, torch.float32), batch_of(name, torch.float32)
     patch_model(model, "outeffhop")
     wanted = forward(model, batch)
+    with machine_w8a8(model, [], dynamic=True):
+        fake = forward(model, batch)
     got = forward(int8_dynamic(model), batch)
-    assert 0 < (got - wanted).norm() < 0.2 * wanted.norm()
+    assert distance(got, fake) < 1e-5
+    assert 1e-4 < (got - wanted).norm() / wanted.norm() < 0.2
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed (extra torchao)")
-@pytest.mark.filterwarnings("ignore")  # torchao's own
+def test_a_large_token_makes_no_other_token_coarse() -> None:
+    """One range for all tokens would round 1 beside 10,000 to 0."""
+    x = torch.tensor([[1.0, -0.5, 0.25, 0.125], [1e4, 1.0, 1.0, 1.0]])
+    linear = torch.nn.Linear(4, 4, bias=False)
+    made = Int8Linear.rounded(linear.weight, None, None)
+    with torch.no_grad():
+        assert torch.equal(made(x)[:1], made(x[:1]))
+        assert distance(made(x)[:1], linear(x[:1])) < 0.02
+
+
 @pytest.mark.parametrize("variant", [None, "gated"])
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_dynamic_integers_are_saved(name: str, variant: str | None, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra quant)")
     model, batch = zoo.build(name, head="lm").eval(), batch_of(name, torch.float32)
     other = type(model)(model.config)
     if variant is not None:
@@ -226,7 +239,16 @@ def test_dynamic_integers_are_saved(name: str, variant: str | None, tmp_path: Pa
     got = forward(int8_dynamic(model), batch)
     model.save_pretrained(tmp_path)
     assert not hasattr(other.config, "quantization_config")
-    assert torch.equal(forward(type(model).from_pretrained(tmp_path).eval(), batch), got)
+    scheme = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    assert scheme["input_activations"] == {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "dynamic": True,
+        "strategy": "token",
+    }
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(forward(loaded if variant else int8_loaded(loaded), batch), got)
 
 
 SMALL = {

@@ -54,7 +54,6 @@ def int8_static(given: Any) -> None:
 
 
 def int8_dynamic(given: Any) -> None:
-    pytest.importorskip("torchao")
     quantization.int8_dynamic(given.model)
 
 
