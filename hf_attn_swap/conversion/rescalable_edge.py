@@ -204,7 +204,8 @@ def rescalable_edges(root: Any, batch: Batch, places: Mapping[str, nn.Module]) -
         for kind in kinds.values():
             taken = {reader for edge in edges for reader in edge.readers}
             free = [edge for edge in kind if taken.isdisjoint(edge.readers)]
-            edges += free if _hold(root, batch, free, wanted) else []
+            if free and _hold(root, batch, free, wanted):
+                edges += free
     order = {name: number for number, name in enumerate(trace.called)}
     return sorted(edges, key=lambda edge: order[edge.source])
 

@@ -77,17 +77,19 @@ def test_processes_that_see_other_folders(first: list[Any], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("how", ["fsdp", "zero 3", "split before"])
-def test_split_weights_are_refused_before_anything_is_measured(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = stock("bert")
+def test_split_weights_are_refused_before_anything_is_measured(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, args = stock("bert"), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     before = weights(model)
     if how == "fsdp":
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     elif how == "zero 3":
-        monkeypatch.setattr(TrainingArguments, "deepspeed_plugin", SimpleNamespace(zero_stage=3), raising=False)
+        args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
     else:
         next(iter(model.parameters())).ds_id = 0  # as DeepSpeed marks it
     with refused("convert works on whole weights", "--multi_gpu"):
-        converted(model, "belief", [])
+        converted(model, "belief", [], args=args)
     assert same(weights(model), before)
 
 
