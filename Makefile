@@ -36,7 +36,7 @@ help:
 	@echo "make test-newest  with what pip installs today; also test-oldest, test-middle, test-pre and test-main"
 	@echo "make constraints  the newest versions into constraints.txt"
 	@echo "make wheel        build the package, and try the wheel in an environment of its own"
-	@echo "make bench        speed and memory against stock attention, kept in benchmarks/history/"
+	@echo "make bench        speed and memory against stock attention"
 	@echo "make bench-compare REF=<commit>   how much faster or slower this tree is than that commit"
 	@echo "make bench-gpu    on a GPU: is every variant right there, and how fast"
 	@echo "make docs         the documentation, as a site in site/"
@@ -143,7 +143,7 @@ docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict $(DOCS_ARGS)
 
 bench: $(VENV)/.installed
-	$(VENV)/bin/python benchmarks/bench.py --history benchmarks/history $(BENCH_ARGS)
+	$(VENV)/bin/python benchmarks/bench.py $(BENCH_ARGS)
 
 bench-compare: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/bench_compare.py "$(REF)" $(BENCH_ARGS)

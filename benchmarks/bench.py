@@ -25,7 +25,6 @@ import bench_models
 import torch
 import transformers
 from bench_figures import cell, in_child, megabytes, peak_above, slopes, summary, write
-from bench_history import keep
 from bench_models import KINDS, MODELS
 from tqdm import tqdm
 
@@ -42,7 +41,6 @@ class Options:
     """What to measure. `compile` needs torch 2.13 or newer, and no fewer `warm_ups`. Only this script sets `child`.
 
     `clock` is "wall" or "processor": the time of the processor, for one thread on a machine with other work.
-    `history` is a folder: the ratios are also kept there, see `bench_history.py`.
     """
 
     variants: str = ",".join((*list_variants(), "outeffhop+gated", "modern_hopfield+belief"))
@@ -61,7 +59,6 @@ class Options:
     readable: bool = False
     memory: bool = True
     out: str = "bench.json"
-    history: str = ""
     child: str = ""
 
 
@@ -170,8 +167,6 @@ def main() -> None:
     refuse_unknown(options)
     rows, fits = run(options)
     write(options.out, options, rows=rows, slopes=fits)
-    if options.history:
-        keep(options.history, options, rows)
     print(tables(rows, fits))
 
 

@@ -25,13 +25,18 @@ import bench_models
 import torch
 from bench import WARM_UPS
 from bench_figures import interval, summary
-from bench_history import ROOT, commit, git, machine
 from bench_models import KINDS, MODELS
 
 import hf_attn_swap
 from hf_attn_swap import list_variants, patch_model
 
 NOW, AGAIN, THEN = "this tree", "this tree again", "commit"
+ROOT = Path(__file__).parents[1]
+
+
+def git(*words: str) -> str:
+    """What git prints."""
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def options() -> argparse.Namespace:
@@ -177,7 +182,7 @@ def main() -> None:
             print(f"Not in both trees, so not measured: {', '.join(left)}.")
         cells = [(m, s, v) for m in given.models.split(",") for s in given.shapes.split(",") for v in wanted]
         rows = [measure(workers, cell, given) for cell in cells]
-    print(f"Time of {commit()} as a ratio to {ref}, on {machine(given.device)}:\n\n{table(rows)}")
+    print(f"Time of this tree as a ratio to {ref}, on {given.device}:\n\n{table(rows)}")
     if given.out:
         Path(given.out).write_text(f"{json.dumps({'options': vars(given), 'rows': rows}, indent=2)}\n", "utf-8")
 

@@ -211,7 +211,7 @@ def table_row(
 
 def held_out_logits(model: PreTrainedModel, test: Dataset, tokenizer: PreTrainedTokenizerBase, name: str) -> Tensor:
     """The logits (rows, classes) of a model; `name` stands beside the progress bar."""
-    loader: Any = DataLoader(test, batch_size=BATCH_SIZE, collate_fn=DataCollatorWithPadding(tokenizer))  # type: ignore[arg-type]
+    loader = DataLoader(test, batch_size=BATCH_SIZE, collate_fn=DataCollatorWithPadding(tokenizer))
     with evaluating(model):
         batches = bar(loader, desc=name, unit="batch", leave=False)
         return torch.cat([forward(model, without_labels(batch)).logits.float().cpu() for batch in batches])

@@ -39,8 +39,8 @@ def read(hint: Any, value: Any) -> Any:
         return tuple(read(inner[0], item) for item in value)
     if is_dataclass(hint):
         hints = typing.get_type_hints(hint)
-        values: dict[str, Any] = {name: read(hints[name], item) for name, item in value.items()}
-        return hint(**values)  # type: ignore[operator]  # a class, and no instance
+        record: Any = hint
+        return record(**{name: read(hints[name], item) for name, item in value.items()})
     return value
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
 from transformers import TrainingArguments
@@ -131,11 +132,14 @@ def title(model: ModelArguments, data: DataArguments) -> str:
 def base_license(model: ModelArguments) -> str | None:
     """The licence that the pretrained model's card states: in its folder, or on the Hub. None without such a card."""
     path = Path(model.model_name_or_path, "README.md")
+    card: Any = {}
     with contextlib.suppress(Exception):  # no card, no network, no YAML: many types of errors
         if path.is_file():
-            return str(ModelCard.load(path).data["license"])
-        return str(HfApi().model_info(model.published_name, timeout=HUB_SECONDS).card_data["license"])
-    return None
+            card = ModelCard.load(path).data
+        elif model.on_hub:
+            card = HfApi().model_info(model.published_name, timeout=HUB_SECONDS).card_data or {}
+    stated = card.get("license")
+    return stated if isinstance(stated, str) else None
 
 
 def _data(data: DataArguments, first: Outcome) -> DataSet:

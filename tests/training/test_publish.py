@@ -92,6 +92,7 @@ FOLDER = {"base_model_card_name": "some/model"}  # on the Hub too
     ("there", "words", "here", "wanted"),
     [
         ("mit", {}, None, "mit"),
+        (None, {}, None, None),
         ("mit", {"license": "gpl-3.0"}, None, "gpl-3.0"),
         ("mit", FOLDER, None, "mit"),
         ("mit", FOLDER, "---\nlicense: llama3\n---\n", "llama3"),

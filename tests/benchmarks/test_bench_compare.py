@@ -1,4 +1,4 @@
-"""The history has one line per commit, machine and set of options; the comparison divides this tree by the commit."""
+"""The comparison of two trees divides the times of this tree by those of the commit."""
 
 from __future__ import annotations
 
@@ -26,27 +26,6 @@ def run(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
     monkeypatch.syspath_prepend(str(BENCHES))
     runpy.run_path(str(BENCHES / f"{name}.py"), run_name="__main__")
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    (file,) = folder.glob("*.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def test_a_run_of_the_bench_leaves_a_line(tmp_path: Path, monkeypatch: Any) -> None:
-    folder = tmp_path / "history"
-    flags = [*TINY, "--variants=belief", "--memory=false", f"--history={folder}", f"--out={tmp_path / 'bench.json'}"]
-    run("bench", flags, monkeypatch)
-    run("bench", flags, monkeypatch)
-    (line,) = lines(folder)
-    assert {"commit", "date", "machine", "cores", "torch", "transformers"} < set(line)
-    measured = {row["variant"]: row for row in json.loads((tmp_path / "bench.json").read_text())["rows"]}
-    assert [row["variant"] for row in line["ratios"]] == ["stock", "stock again", "belief"]
-    for row in line["ratios"]:
-        assert row["forward"] == pytest.approx(measured[row["variant"]]["forward"], rel=1e-3)
-        assert row["forward_95"] == pytest.approx(measured[row["variant"]]["forward_95"], rel=1e-3)
-    run("bench", [*flags, "--rounds=2"], monkeypatch)
-    assert [line["options"]["rounds"] for line in lines(folder)] == [1, 2]
 
 
 class Fake:
